@@ -167,7 +167,9 @@ class CakeService:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self.setting = config.store
         self.counters = Counters()
-        staging, write_queue = host_pools(self.kv, config, chunk_tokens=_chunk_tokens(ctx))
+        staging, write_queue = host_pools(
+            self.kv, config, chunk_tokens=-(-_chunk_tokens(ctx) // shard.turns)
+        )
         block_s = self.kv.layout.block_bytes / PRIOR_BYTES_PER_S
         self.loader = Loader(
             None,

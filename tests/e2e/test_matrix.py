@@ -111,16 +111,16 @@ def start_latent(
     """Starts servers of that model, which share a store."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
 
-    def start_latent(*more: str) -> AbstractContextManager[Live]:
-        if "--tp" in more and (os.cpu_count() or 1) < 2:
+    def start_latent(ranks: int = 1, *more: str) -> AbstractContextManager[Live]:
+        if ranks > 1 and (os.cpu_count() or 1) < 2:
             pytest.skip("two ranks need two cores")
-        env = standins | ({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp" in more else {})
+        cores = "|".join(str(rank % 2) for rank in range(ranks))
         return start(
             latent_model,
-            (*flags, "--sleep-on-idle", *more),
+            (*flags, "--sleep-on-idle", "--tp", str(ranks), *more),
             store=folder / "store-mla",
             bandwidth="600kB/s",  # a latent row is small: a part is loaded, a part computed
-            env=env,
+            env=standins | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}),
         )
 
     return start_latent
@@ -134,14 +134,14 @@ def latent(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterato
 
 @pytest.fixture(scope="module")
 def latent_ranks(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
-    with start_latent("--tp", "2") as live:
+    with start_latent(2) as live:
         yield live
 
 
 @pytest.fixture(scope="module")
 def latent_groups(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
-    """Attention data parallelism: each rank has the attention of its own requests."""
-    with start_latent("--tp", "2", "--dp", "2", "--enable-dp-attention") as live:
+    """Attention data parallelism: two groups of two ranks, each with requests of its own."""
+    with start_latent(4, "--dp", "2", "--enable-dp-attention") as live:
         yield live
 
 
@@ -182,17 +182,45 @@ def test_mla_ranks_store_one_copy_that_a_server_with_one_rank_loads(
         assert_same(lie, truth)
 
 
-def test_dp_attention_rank_loads_what_another_stored(
+def test_dp_attention_groups_load_what_the_other_stored_at_the_same_time(
     latent_groups: Live, small_prompt: Make
 ) -> None:
-    document = small_prompt(12 * BLOCK + 5)
-    cold = latent_groups.ask(document, routed_dp_rank=1)
-    latent_groups.store.until_stored(document)
-    warm = latent_groups.ask(document, routed_dp_rank=0)
-    assert (cold.meta["dp_rank"], warm.meta["dp_rank"]) == (1, 0)
-    assert cold.loaded == 0
-    assert warm.loaded > 0
-    assert_same(warm, cold)
+    documents = [small_prompt(12 * BLOCK + 5) for _ in range(2)]
+    cold = [latent_groups.ask(ids, routed_dp_rank=group) for group, ids in enumerate(documents)]
+    assert [(answer.meta["dp_rank"], answer.loaded) for answer in cold] == [(0, 0), (1, 0)]
+    for ids in documents:
+        latent_groups.store.until_stored(ids)
+    asked = [
+        PendingRequest(latent_groups, ids, routed_dp_rank=1 - group, rid=f"other-group-{group}")
+        for group, ids in enumerate(documents)
+    ]
+    for asking, reference in zip(asked, cold, strict=True):
+        warm = asking.answer()
+        assert warm.meta["dp_rank"] != reference.meta["dp_rank"]
+        assert warm.loaded > 0
+        assert_same(warm, reference)
+
+
+def test_dp_attention_aborts_at_four_stages_beside_another_group_leave_a_clean_log(
+    latent_groups: Live, small_prompt: Make
+) -> None:
+    document, other = small_prompt(20 * BLOCK), small_prompt(20 * BLOCK)
+    latent_groups.ask_and_store(document, routed_dp_rank=0)
+    reference = latent_groups.ask(other, routed_dp_rank=0, cache_salt="never asked again")
+    for event in ("arrive", "land", "claim", "attach"):
+        latent_groups.flush()
+        asking = PendingRequest(
+            latent_groups, document, new_tokens=8, rid=f"group-{event}", routed_dp_rank=1
+        )
+        beside = PendingRequest(
+            latent_groups, other, rid=f"beside-{event}", routed_dp_rank=0, cache_salt=event
+        )
+        asking.until(event)
+        latent_groups.post("/abort_request", rid=asking.rid)
+        asking.answer()
+        assert_same(beside.answer(), reference)
+    latent_groups.flush()
+    latent_groups.check_log()
 
 
 ENGINE = """

@@ -125,6 +125,15 @@ def test_identity_fact_unrelated_to_kv_keeps_the_namespace(
     assert _digest(**changed) == _digest()
 
 
+def test_identity_deterministic_inference_counts_all_ranks() -> None:
+    """The order of sums over ranks is not the same for another number of them."""
+    digests = {
+        _digest(args={"enable_deterministic_inference": True, **ranks})
+        for ranks in ({}, {"tp_size": 2}, {"tp_size": 8}, {"tp_size": 8, "attn_dp_size": 8})
+    }
+    assert len(digests) == 4
+
+
 def test_identity_environment_variable_of_kv_changes_the_namespace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
