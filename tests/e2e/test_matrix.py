@@ -1,4 +1,5 @@
-"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA, Engine in float16."""
+"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA on one rank, on several
+and with attention data parallelism, Engine in float16."""
 
 import json
 import os
@@ -7,10 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from live import BLOCK, TOLERANCE, Answer, Live, PendingRequest, Start, assert_same, falsify
+from live import (
+    BLOCK,
+    TOLERANCE,
+    Answer,
+    Live,
+    PendingRequest,
+    Start,
+    assert_same,
+    falsify,
+    until,
+)
 from warm import run_forked
 
+from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.demo.models import build_deepseek, build_llama
 
 Make = Callable[[int], list[int]]
@@ -105,8 +118,14 @@ def latent_model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `cake_test_digests` writes."""
+    return tmp_path_factory.mktemp("digests")
+
+
+@pytest.fixture(scope="module")
 def start_latent(
-    start: Start, latent_model: Path, folder: Path, standins: dict[str, str]
+    start: Start, latent_model: Path, folder: Path, standins: dict[str, str], digests: Path
 ) -> Callable[..., AbstractContextManager[Live]]:
     """Starts servers of that model, which share a store."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
@@ -120,7 +139,9 @@ def start_latent(
             (*flags, "--sleep-on-idle", "--tp", str(ranks), *more),
             store=folder / "store-mla",
             bandwidth="600kB/s",  # a latent row is small: a part is loaded, a part computed
-            env=standins | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}),
+            env=standins
+            | {"CAKE_TEST_DIGESTS": str(digests)}
+            | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}),
         )
 
     return start_latent
@@ -180,6 +201,39 @@ def test_mla_ranks_store_one_copy_that_a_server_with_one_rank_loads(
     assert lie.loaded > 0
     with pytest.raises(AssertionError):
         assert_same(lie, truth)
+
+
+def test_mla_ranks_compute_the_same_bits(
+    latent_ranks: Live, small_prompt: Make, digests: Path
+) -> None:
+    rid = "same-bits"
+    latent_ranks.ask(small_prompt(10 * BLOCK), 8, rid=rid)
+
+    def computed(rank: int) -> list[str]:
+        return [x for x in (digests / str(rank)).read_text().splitlines() if x.startswith(rid)]
+
+    until(lambda: len(computed(0)) == len(computed(1)), "both ranks have ended the request")
+    assert computed(0) == computed(1)
+    _, tokens, digest = zip(*map(str.split, computed(0)), strict=True)
+    assert len(set(digest)) == len(set(tokens)) > 2
+
+
+def test_mla_kv_of_two_ranks_differs_from_one_ranks_as_other_chunks_do(
+    latent: Live, latent_ranks: Live, small_prompt: Make
+) -> None:
+    document = small_prompt(10 * BLOCK)
+    latent.ask(document[:150], 1, cache_salt="other chunks")  # they begin at token 150
+    kv = {
+        name: np.stack([_numbers(file) for file in live.ask_and_store(document, cache_salt=name)])
+        for name, live in (("one", latent), ("other chunks", latent), ("two", latent_ranks))
+    }
+    noise = np.abs(kv["other chunks"] - kv["one"]).max()
+    assert 0 < np.abs(kv["two"] - kv["one"]).max() <= 10 * noise
+    assert np.abs(np.roll(kv["one"], 1, axis=0) - kv["one"]).max() > 1000 * noise  # wrong KV
+
+
+def _numbers(file: Path) -> np.ndarray:
+    return np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.float32)
 
 
 def test_dp_attention_groups_load_what_the_other_stored_at_the_same_time(
