@@ -38,7 +38,7 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
     cost = prefill_cost(shape, GPUS["h100"], chunk_tokens=CHUNK)
     clock, hub, results = Clock(), Hub(links), []
     for number in range(servers):
-        machine = Machine(cost, load_cost(shape.kv_bytes(1), LINK, BLOCK), hub=hub)
+        machine = Machine(cost, load_cost(shape.read_bytes(1), LINK, BLOCK), hub=hub)
         server = SimulatedServer(
             machine,
             clock,
@@ -63,7 +63,7 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
         "ttft_p50_s": round(statistics.median(ttft_s), 4),
         "ttft_p99_s": round(ttft_s[int(0.99 * (len(ttft_s) - 1))], 4),
         "loaded_share": round(loaded / sum(result.prompt.prompt_tokens for result in results), 4),
-        "store_gb_per_s": round(loaded * shape.kv_bytes(1) / end_s / 1e9, 2),
+        "store_gb_per_s": round(loaded * shape.read_bytes(1) / end_s / 1e9, 2),
     }
 
 

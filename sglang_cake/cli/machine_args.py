@@ -105,14 +105,15 @@ class ServerSpec:
 
     Attributes:
         gpus: size of the tensor-parallel group.
-        kv_bytes_per_token: as stored and read, over all ranks.
+        stored_bytes_per_token, read_bytes_per_token: KV over all ranks.
         machine: costs of prefill and of loading.
     """
 
     shape: Shape
     gpu: Gpu
     gpus: int
-    kv_bytes_per_token: float
+    stored_bytes_per_token: float
+    read_bytes_per_token: float
     machine: Machine
     chunk_tokens: int
     block_tokens: int
@@ -149,10 +150,8 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
         efficiency=args.efficiency,
         slower=slower,
     )
-    kv_bytes_per_token = shape.kv_bytes(args.gpus) / args.smaller
-    loads = [
-        load_cost(kv_bytes_per_token, find_medium(store), args.block_tokens) for store in args.store
-    ]
+    read_bytes = shape.read_bytes(args.gpus) / args.smaller
+    loads = [load_cost(read_bytes, find_medium(store), args.block_tokens) for store in args.store]
     other_tokens = args.chunk_tokens - max(1, round(args.utilisation * args.chunk_tokens))
     machine = Machine(
         cost,
@@ -166,7 +165,8 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
         shape=shape,
         gpu=gpu,
         gpus=args.gpus,
-        kv_bytes_per_token=kv_bytes_per_token,
+        stored_bytes_per_token=shape.stored_bytes(args.gpus) / args.smaller,
+        read_bytes_per_token=read_bytes,
         machine=machine,
         chunk_tokens=args.chunk_tokens,
         block_tokens=args.block_tokens,

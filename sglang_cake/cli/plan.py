@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     result = {
         "answer": answer,
         "because": because,
-        "kv_bytes_per_token": round(server.kv_bytes_per_token),
+        "stored_bytes_per_token": round(server.stored_bytes_per_token),
+        "read_bytes_per_token": round(server.read_bytes_per_token),
         "prompts": rows,
         "left_out": [{"tokens": n, "because": why} for n, why in refused.items() if why],
     }
@@ -111,7 +112,7 @@ def _row(ends: list[ServerSpec], tokens: int) -> dict[str, Any]:
             "over_load": [round(over_load[0], 3), round(over_load[-1], 3)],
         },
         "answer": _verdict(over_compute, over_load),
-        "stored_bytes": round(tokens * ends[middle].kv_bytes_per_token),
+        "stored_bytes": round(tokens * ends[middle].stored_bytes_per_token),
     }
 
 
@@ -175,7 +176,7 @@ def _because(server: ServerSpec, rows: list[dict[str, Any]]) -> str:
 
 def _bandwidth_for(server: ServerSpec, tokens: int, gain: float) -> float | None:
     """Bytes per second of the first store at which Cake is `gain` times faster than computing."""
-    block_bytes = server.block_tokens * server.kv_bytes_per_token
+    block_bytes = server.block_tokens * server.read_bytes_per_token
     load = server.machine.load
 
     def gains(bytes_per_s: float) -> bool:

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             "pair": server.machine.prefill.pair_s,
             "block": [link.load.block_s for link in server.machine.store_links],
         },
-        "kv_bytes_per_token": round(server.kv_bytes_per_token),
+        "read_bytes_per_token": round(server.read_bytes_per_token),
         "prompts": prompts,
     }
     if args.requests:

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.config import CakeConfig, from_environment
@@ -34,6 +35,7 @@ from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.host_pools import host_pools
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
+from sglang_cake.integration.memory.kv_shard import shard_of
 from sglang_cake.integration.metrics import (
     FailureMetrics,
     Metrics,
@@ -151,9 +153,12 @@ class CakeService:
         allocator = ctx.params.token_to_kv_pool_allocator
         self.kv = _device_kv(ctx, allocator.get_kvcache(), config)
         check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
+        shard = shard_of(ctx)
         facts = server_fields(
-            ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
+            ctx, self.kv.layout, shard, codec=namespace_value(config.codec, config.max_error)
         )
+        parallel = get_parallel()
+        speaks = parallel.attn_tp_rank == 0  # for the ranks that have the same requests
         tenant_key()  # read now, and not by the first request that has a salt
         labels = scheduler_labels(ctx)
         self._io = IoThread()
@@ -161,11 +166,13 @@ class CakeService:
         self._namespace: Namespace | None = None  # None: not known yet
         self._store: Store | None = None  # open while the namespace is known and one is attached
         self._trace: TraceFile | None = None
-        if config.record_trace is not None and ctx.tp_rank == 0:
+        if config.record_trace is not None and speaks:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self.setting = config.store
         self.counters = Counters()
-        staging, write_queue = host_pools(self.kv, config, chunk_tokens=_chunk_tokens(ctx))
+        staging, write_queue = host_pools(
+            self.kv, config, chunk_tokens=-(-_chunk_tokens(ctx) // shard.turns)
+        )
         block_s = self.kv.layout.block_bytes / PRIOR_BYTES_PER_S
         self.loader = Loader(
             None,
@@ -177,15 +184,17 @@ class CakeService:
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
         self.copier = CopyThread(self.kv, self.loader.copied)
-        self.saving = BlockSaving(self.kv, self.copier, self.writer)
+        self.saving = BlockSaving(self.kv, self.copier, self.writer, shard)
         self.step_costs = _step_costs(ctx, self.loader)
-        self._cost_key = Namespace(tuple(facts.items())).digest()  # the same for any weights
+        # The same for any weights. More ranks compute faster, also where they hold the same KV.
+        ranks = {"tp_rank": str(ctx.tp_rank), "tp_size": str(ctx.tp_size)}
+        self._cost_key = Namespace(tuple((facts | ranks).items())).digest()
         self._cost_file: CostFile | None = None
         self._recall_costs()
         self.device_slots = DeviceSlots(
             self.kv, self.copier, allocator, tree.evict_own, self.counters
         )
-        reducer = _reducer(ctx, tree)
+        reducer = _reducer(tree) if parallel.attn_tp_size > 1 else None
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
         self.coordinator = Coordinator(
             self.loader,
@@ -198,7 +207,7 @@ class CakeService:
             counters=self.counters,
             reporter=RequestReporter(
                 config.trace_file,
-                speaks=ctx.tp_rank == 0,
+                speaks=speaks,
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
         )
@@ -450,7 +459,5 @@ def _pipelined(ctx: "TreeCacheBuildContext") -> bool:
     return on_gpu and not ctx.server_args.disable_overlap_schedule
 
 
-def _reducer(ctx: "TreeCacheBuildContext", tree: CakeRadixCache) -> Any:
-    if ctx.tp_size == 1:
-        return None
+def _reducer(tree: CakeRadixCache) -> Any:
     return lambda tensor: reduce_in_attention_group(tree, tensor, torch.distributed.ReduceOp.MIN)

@@ -97,12 +97,6 @@ RULES: tuple[_Rule, ...] = (
     ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
     ("pp_size", lambda n: n > 1, "does not support pipeline parallelism: set --pp-size 1"),
     ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
-    # Ranks of another attention group hold other heads, and serve other requests.
-    (
-        "attn_dp_size",
-        lambda n: n > 1,
-        "does not support attention data parallelism: set --attn-dp-size 1",
-    ),
     ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
     ("use_ray", bool, "does not support Ray: remove --use-ray"),
     (

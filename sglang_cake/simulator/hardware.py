@@ -128,7 +128,7 @@ def prefill_cost(
 
 
 def load_cost(kv_bytes: float, medium: Medium, block_tokens: int) -> LoadCost:
-    """Seconds of a load. Args: kv_bytes: of one token, as it is stored."""
+    """Seconds of a load. Args: kv_bytes: of one token, as it is read."""
     return LoadCost(medium.latency_s, block_tokens * kv_bytes / medium.bytes_per_s)
 
 

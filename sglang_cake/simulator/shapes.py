@@ -86,6 +86,7 @@ class Shape:
         context_tokens: a prompt must be shorter.
         refused: why cake does not support it, a continuation of "cake does not support"; None:
             cake supports it.
+        is_latent: MLA. All ranks hold the same KV, and it is stored once.
     """
 
     layers: int
@@ -98,6 +99,7 @@ class Shape:
     kv_head_bytes: int
     context_tokens: int
     refused: str | None = None
+    is_latent: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -107,10 +109,14 @@ class Shape:
         """KV of one token on one of `gpus` tensor-parallel ranks: at least one head."""
         return max(1, self.kv_heads // gpus) * self.kv_head_bytes
 
-    def kv_bytes(self, gpus: int) -> int:
-        """KV of one token as it is stored and read: each rank stores its own part, also where ranks
-        hold the same head (MLA; more ranks than KV heads)."""
+    def read_bytes(self, gpus: int) -> int:
+        """KV of one token as it is read: each rank reads what it holds."""
         return gpus * self.rank_kv_bytes(gpus)
+
+    def stored_bytes(self, gpus: int) -> int:
+        """KV of one token as it is stored. A head that several ranks hold, where there are more
+        ranks than KV heads, is stored by each of them."""
+        return self.kv_head_bytes if self.is_latent else self.read_bytes(gpus)
 
 
 def _config(
@@ -211,7 +217,8 @@ def shape_of(whole: Config) -> Shape:
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    if "kv_lora_rank" in config:
+    is_latent = "kv_lora_rank" in config
+    if is_latent:
         attention, pair_width, kv_values = _latent_attention(config)
         kv_heads = 1
     else:
@@ -237,6 +244,7 @@ def shape_of(whole: Config) -> Shape:
         kv_head_bytes=layers * kv_values * _KV_VALUE_BYTES + index_bytes,
         context_tokens=_context_tokens(config),
         refused=_refused(whole, config),
+        is_latent=is_latent,
     )
 
 

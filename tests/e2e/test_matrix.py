@@ -1,15 +1,29 @@
-"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA, Engine in float16."""
+"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA on one rank, on several
+and with attention data parallelism, Engine in float16."""
 
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from live import BLOCK, TOLERANCE, Answer, Live, PendingRequest, Start, assert_same, falsify
+from live import (
+    BLOCK,
+    TOLERANCE,
+    Answer,
+    Live,
+    PendingRequest,
+    Start,
+    assert_same,
+    falsify,
+    until,
+)
 from warm import run_forked
 
+from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.demo.models import build_deepseek, build_llama
 
 Make = Callable[[int], list[int]]
@@ -97,21 +111,170 @@ def test_tensor_parallel_aborts_at_four_stages_leave_a_clean_log(
 
 
 @pytest.fixture(scope="module")
-def latent(start: Start, folder: Path, standins: dict[str, str]) -> Iterator[Live]:
+def latent_model(folder: Path) -> Path:
     """A tiny dense DeepSeek-V2. Its KV is one latent row per layer."""
+    path = folder / "latent" / "model"
+    return build_deepseek(path, hidden=256, layers=3, heads=4, latent=64)
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `cake_test_digests` writes."""
+    return tmp_path_factory.mktemp("digests")
+
+
+@pytest.fixture(scope="module")
+def start_latent(
+    start: Start, latent_model: Path, folder: Path, standins: dict[str, str], digests: Path
+) -> Callable[..., AbstractContextManager[Live]]:
+    """Starts servers of that model, which share a store."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
-    flags += ("--sleep-on-idle",)
-    model = build_deepseek(folder / "latent" / "model", hidden=256, layers=3, heads=4, latent=64)
-    store = folder / "store-mla"
-    # A latent row is small, so the link is slow: a part is loaded and a part is computed.
-    with start(model, flags, store=store, bandwidth="600kB/s", env=standins) as live:
+
+    def start_latent(ranks: int = 1, *more: str) -> AbstractContextManager[Live]:
+        if ranks > 1 and (os.cpu_count() or 1) < 2:
+            pytest.skip("two ranks need two cores")
+        cores = "|".join(str(rank % 2) for rank in range(ranks))
+        return start(
+            latent_model,
+            (*flags, "--sleep-on-idle", "--tp", str(ranks), *more),
+            store=folder / "store-mla",
+            bandwidth="600kB/s",  # a latent row is small: a part is loaded, a part computed
+            env=standins
+            | {"CAKE_TEST_DIGESTS": str(digests)}
+            | ({"SGLANG_CPU_OMP_THREADS_BIND": cores} if ranks > 1 else {}),
+        )
+
+    return start_latent
+
+
+@pytest.fixture(scope="module")
+def latent(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
+    with start_latent() as live:
         yield live
 
 
-def test_mla_model_stored_answer_equals_cold(latent: Live, prompt: Make) -> None:
-    _check_exactness(latent, lambda n: [t % 512 for t in prompt(n)], TOLERANCE)
+@pytest.fixture(scope="module")
+def latent_ranks(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
+    with start_latent(2) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def latent_groups(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
+    """Attention data parallelism: two groups of two ranks, each with requests of its own."""
+    with start_latent(4, "--dp", "2", "--enable-dp-attention") as live:
+        yield live
+
+
+@pytest.fixture
+def small_prompt(prompt: Make) -> Make:
+    """Prompts of the tokens of that model."""
+    return lambda n: [t % 512 for t in prompt(n)]
+
+
+def test_mla_model_stored_answer_equals_cold(latent: Live, small_prompt: Make) -> None:
+    _check_exactness(latent, small_prompt, TOLERANCE)
     layout = json.loads(json.loads(latent.store.namespaces()[0].description.read_text())["layout"])
     assert [name for name, _ in layout["parts"]] == ["kv"]
+
+
+def test_mla_ranks_store_one_copy_that_a_server_with_one_rank_loads(
+    latent: Live, latent_ranks: Live, small_prompt: Make
+) -> None:
+    store = latent_ranks.store
+    assert store is not None
+    before = set(store.blocks())
+    document = small_prompt(10 * BLOCK)
+    cold = latent_ranks.ask(document, 1)
+    files = store.until_stored(document)
+    assert len(files) == 10
+    assert set(store.blocks()) - before == set(files)
+    for live in (latent_ranks, latent):
+        warm = live.ask_flushed(document, 1)
+        assert warm.loaded > 0
+        assert_same(warm, cold)
+        assert_same(live.ask_flushed(document, 1, cache_salt="computed here"), cold)
+    truth = latent_ranks.ask(document, cache_salt="computed here")
+    for file in files:
+        falsify(file)
+    lie = latent_ranks.ask_flushed(document)
+    assert lie.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, truth)
+
+
+def test_mla_ranks_compute_the_same_bits(
+    latent_ranks: Live, small_prompt: Make, digests: Path
+) -> None:
+    rid = "same-bits"
+    latent_ranks.ask(small_prompt(10 * BLOCK), 8, rid=rid)
+
+    def computed(rank: int) -> list[str]:
+        return [x for x in (digests / str(rank)).read_text().splitlines() if x.startswith(rid)]
+
+    until(lambda: len(computed(0)) == len(computed(1)), "both ranks have ended the request")
+    assert computed(0) == computed(1)
+    _, tokens, digest = zip(*map(str.split, computed(0)), strict=True)
+    assert len(set(digest)) == len(set(tokens)) > 2
+
+
+def test_mla_kv_of_two_ranks_differs_from_one_ranks_as_other_chunks_do(
+    latent: Live, latent_ranks: Live, small_prompt: Make
+) -> None:
+    document = small_prompt(10 * BLOCK)
+    latent.ask(document[:150], 1, cache_salt="other chunks")  # they begin at token 150
+    kv = {
+        name: np.stack([_numbers(file) for file in live.ask_and_store(document, cache_salt=name)])
+        for name, live in (("one", latent), ("other chunks", latent), ("two", latent_ranks))
+    }
+    noise = np.abs(kv["other chunks"] - kv["one"]).max()
+    assert 0 < np.abs(kv["two"] - kv["one"]).max() <= 10 * noise
+    assert np.abs(np.roll(kv["one"], 1, axis=0) - kv["one"]).max() > 1000 * noise  # wrong KV
+
+
+def _numbers(file: Path) -> np.ndarray:
+    return np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.float32)
+
+
+def test_dp_attention_groups_load_what_the_other_stored_at_the_same_time(
+    latent_groups: Live, small_prompt: Make
+) -> None:
+    documents = [small_prompt(12 * BLOCK + 5) for _ in range(2)]
+    cold = [latent_groups.ask(ids, routed_dp_rank=group) for group, ids in enumerate(documents)]
+    assert [(answer.meta["dp_rank"], answer.loaded) for answer in cold] == [(0, 0), (1, 0)]
+    for ids in documents:
+        latent_groups.store.until_stored(ids)
+    asked = [
+        PendingRequest(latent_groups, ids, routed_dp_rank=1 - group, rid=f"other-group-{group}")
+        for group, ids in enumerate(documents)
+    ]
+    for asking, reference in zip(asked, cold, strict=True):
+        warm = asking.answer()
+        assert warm.meta["dp_rank"] != reference.meta["dp_rank"]
+        assert warm.loaded > 0
+        assert_same(warm, reference)
+
+
+def test_dp_attention_aborts_at_four_stages_beside_another_group_leave_a_clean_log(
+    latent_groups: Live, small_prompt: Make
+) -> None:
+    document, other = small_prompt(20 * BLOCK), small_prompt(20 * BLOCK)
+    latent_groups.ask_and_store(document, routed_dp_rank=0)
+    reference = latent_groups.ask(other, routed_dp_rank=0, cache_salt="never asked again")
+    for event in ("arrive", "land", "claim", "attach"):
+        latent_groups.flush()
+        asking = PendingRequest(
+            latent_groups, document, new_tokens=8, rid=f"group-{event}", routed_dp_rank=1
+        )
+        beside = PendingRequest(
+            latent_groups, other, rid=f"beside-{event}", routed_dp_rank=0, cache_salt=event
+        )
+        asking.until(event)
+        latent_groups.post("/abort_request", rid=asking.rid)
+        asking.answer()
+        assert_same(beside.answer(), reference)
+    latent_groups.flush()
+    latent_groups.check_log()
 
 
 ENGINE = """

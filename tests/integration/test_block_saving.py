@@ -13,6 +13,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
+from sglang_cake.integration.memory.kv_shard import KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -22,7 +23,7 @@ BLOCK, PATIENCE_S = 16, 60.0
 
 
 class SavingHarness:
-    def __init__(self, *, buffers: int = 8) -> None:
+    def __init__(self, *, buffers: int = 8, shard: KvShard | None = None) -> None:
         self.pool = mha(256, dtype=torch.bfloat16)
         scramble(self.pool, 1)
         self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
@@ -32,7 +33,8 @@ class SavingHarness:
         self.counters = Counters()
         self.buffers = BufferPool(buffers_for(self.kv, buffers))
         self.writer = Writer(self.store, self.buffers, self.io, self.counters)
-        self.saving = BlockSaving(self.kv, Copier(self.kv, lambda took_s: None), self.writer)
+        copier = Copier(self.kv, lambda took_s: None)
+        self.saving = BlockSaving(self.kv, copier, self.writer, shard or KvShard())
         # SGLang's rows of slots are int32, and slots come in no order.
         order = torch.randperm(256, generator=torch.Generator().manual_seed(2)) + 1
         self.row = order.to(torch.int32)
@@ -231,3 +233,41 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
     assert not kv.ordered
     io.run(writer.drained(), PATIENCE_S)
     io.close()
+
+
+@pytest.fixture(params=[0, 1])
+def one_of_two(request: pytest.FixtureRequest) -> Iterator[tuple[int, SavingHarness]]:
+    """One of two ranks that hold the same KV, with its number."""
+    made = SavingHarness(buffers=1, shard=KvShard(turn=request.param, turns=2))
+    yield request.param, made
+    made.io.close()
+
+
+def test_block_saving_ranks_with_the_same_kv_take_turns(
+    one_of_two: tuple[int, SavingHarness],
+) -> None:
+    turn, harness = one_of_two
+    record = known(6, 4)
+    assert harness.checkpoint(record, 4 * BLOCK) == [turn]
+    assert harness.poll(record) == [turn + 2]
+    assert harness.checkpoint(record, 6 * BLOCK, last=True) == ([] if turn == 0 else [5])
+    assert not harness.counters.snapshot()["unstored_blocks", "queue_full"]
+
+
+def test_block_saving_block_that_a_rank_could_not_read_is_stored_by_that_rank(
+    one_of_two: tuple[int, SavingHarness],
+) -> None:
+    turn, harness = one_of_two
+    record = known(2, 0, 1)
+    record.local.failed = {1 - turn}
+    assert harness.checkpoint(record, 2 * BLOCK) == [1 - turn]
+    harness.expect(record, 1 - turn)
+
+
+def test_block_saving_blocks_of_another_ranks_turn_are_not_counted_as_given_up(
+    one_of_two: tuple[int, SavingHarness],
+) -> None:
+    turn, harness = one_of_two
+    record = known(6)
+    assert harness.checkpoint(record, 6 * BLOCK, last=True) == [turn]
+    assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 2

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 pytest.importorskip("sglang")
 
-from sglang.srt import runtime_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -25,6 +24,7 @@ from sglang_cake.integration.identity.identity import (
     ModelSource,
     server_fields,
 )
+from sglang_cake.integration.memory.kv_shard import KvShard
 
 LAYOUT = BlockLayout.plain(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
 
@@ -47,26 +47,20 @@ def _model(folder: Path, name: str, text: str) -> type:
     return served
 
 
-def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
+def _digest(**changed: Any) -> bytes:
     facts: dict[str, Any] = {
         "args": {},
         "path": "/models/m",
         "dtype": "torch.float32",
         "context_len": 4096,
         "page_size": 1,
-        "rank": 0,
-        "size": 1,
+        "shard": KvShard(),
         "served": SamplingParams,  # any class of SGLang that does not read the context length
         "layout": LAYOUT,
         "codec": "raw",
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
-    monkeypatch.setattr(
-        runtime_context,
-        "get_parallel",
-        lambda: SimpleNamespace(attn_tp_rank=facts["rank"], attn_tp_size=facts["size"]),
-    )
     runner = SimpleNamespace(model=facts["served"](), device="cpu")
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path=facts["path"], **facts["args"]),
@@ -76,7 +70,7 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
         params=SimpleNamespace(page_size=facts["page_size"]),
         tp_worker=SimpleNamespace(model_runner=runner),
     )
-    found = server_fields(ctx, facts["layout"], codec=facts["codec"])
+    found = server_fields(ctx, facts["layout"], facts["shard"], codec=facts["codec"])
     return Namespace(tuple((found | facts["content"]).items())).digest()
 
 
@@ -85,8 +79,8 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
     [
         {"dtype": "torch.bfloat16"},
         {"page_size": 16},
-        {"rank": 1},
-        {"size": 2},
+        {"shard": KvShard(1, 2)},
+        {"shard": KvShard(0, 2)},
         {"codec": "int8"},
         {"content": {"weights": "w2", "config": "c"}},
         {"content": {"weights": "w", "config": "c2"}},
@@ -105,10 +99,10 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
     ids=str,
 )
 def test_identity_changed_fact_changes_the_namespace(
-    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any],
 ) -> None:
-    assert _digest(monkeypatch) == _digest(monkeypatch)
-    assert _digest(monkeypatch, **changed) != _digest(monkeypatch)
+    assert _digest() == _digest()
+    assert _digest(**changed) != _digest()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +111,8 @@ def test_identity_changed_fact_changes_the_namespace(
         {"path": "/elsewhere/another-name"},
         {"context_len": 8192},
         {"args": {"context_length": 8192}},
-        {"args": {"tp_size": 8, "attn_dp_size": 8}},  # the attention ranks say it all
+        {"args": {"tp_size": 8, "attn_dp_size": 8}},  # the shard says it all
+        {"shard": KvShard(turn=3, turns=8)},
         {"args": {"load_format": "layered"}},
         {"args": {"port": 40000, "mem_fraction_static": 0.5, "chunked_prefill_size": 512}},
         {"args": {"attention_backend": "torch_native"}},
@@ -125,36 +120,41 @@ def test_identity_changed_fact_changes_the_namespace(
     ids=str,
 )
 def test_identity_fact_unrelated_to_kv_keeps_the_namespace(
-    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any],
 ) -> None:
-    assert _digest(monkeypatch, **changed) == _digest(monkeypatch)
+    assert _digest(**changed) == _digest()
+
+
+def test_identity_deterministic_inference_counts_all_ranks() -> None:
+    """The order of sums over ranks is not the same for another number of them."""
+    digests = {
+        _digest(args={"enable_deterministic_inference": True, **ranks})
+        for ranks in ({}, {"tp_size": 2}, {"tp_size": 8}, {"tp_size": 8, "attn_dp_size": 8})
+    }
+    assert len(digests) == 4
 
 
 def test_identity_environment_variable_of_kv_changes_the_namespace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = _digest(monkeypatch)
+    before = _digest()
     monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", "model.layers.0")
-    assert _digest(monkeypatch) != before
+    assert _digest() != before
 
 
-def test_identity_external_model_code_changes_the_namespace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_external_model_code_changes_the_namespace(tmp_path: Path) -> None:
     text = "class Served:\n    scale = {}\n"
     digests = []
     for folder, scale in (("1", 1), ("2", 1), ("3", 2)):
         served = _model(tmp_path / folder, "cake_external_1", text.format(scale))
-        digests.append(_digest(monkeypatch, served=served))
+        digests.append(_digest(served=served))
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_identity_context_length_counts_for_a_model_that_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identity_context_length_counts_for_a_model_that_reads_it(tmp_path: Path) -> None:
     text = "class Served:\n    def __init__(self, config=None):\n        self.n = {}\n"
     reads = _model(tmp_path / "1", "cake_external_2", text.format("config and config.context_len"))
-    digests = [_digest(monkeypatch, served=reads, context_len=n) for n in (4096, 8192)]
+    digests = [_digest(served=reads, context_len=n) for n in (4096, 8192)]
     assert digests[0] != digests[1]
 
 

@@ -107,7 +107,7 @@ SHAPE = find_shape("llama-3.1-8b")
 CHUNK = 2048
 H100 = Machine(
     prefill_cost(SHAPE, GPUS["h100"]),
-    load_cost(SHAPE.kv_bytes(1), find_medium("s3"), BLOCK),
+    load_cost(SHAPE.read_bytes(1), find_medium("s3"), BLOCK),
 )
 
 

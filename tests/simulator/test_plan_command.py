@@ -107,14 +107,17 @@ def test_plan_model_by_name_and_by_config_file_answer_alike(
     assert by_name == by_file
 
 
-def test_plan_mla_kv_is_stored_once_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_mla_kv_is_stored_once_and_read_by_each_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = planned(
         *(capsys, "--model", "deepseek-v3", "--gpu", "h200", "--gpus", "8", "--store", "25gbe"),
         *("--prompt-tokens", "16k"),
     )
     row_bytes = 61 * (512 + 64) * 2
-    assert found["kv_bytes_per_token"] == 8 * row_bytes
-    assert found["prompts"][0]["stored_bytes"] == 16384 * 8 * row_bytes
+    assert found["stored_bytes_per_token"] == row_bytes
+    assert found["read_bytes_per_token"] == 8 * row_bytes
+    assert found["prompts"][0]["stored_bytes"] == 16384 * row_bytes
     assert found["prompts"][0]["load"] > 16384 * 8 * row_bytes / 2.9e9
 
 

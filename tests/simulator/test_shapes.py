@@ -25,7 +25,7 @@ def _written(folder: Path, config: dict[str, Any]) -> Path:
 def test_shape_by_name_equals_shape_by_config_file(name: str, tmp_path: Path) -> None:
     by_file = find_shape(str(_written(tmp_path, MODELS[name])))
     assert by_file == find_shape(name)
-    assert by_file.kv_bytes(1) == kv_token_bytes(tmp_path, "bfloat16")
+    assert by_file.stored_bytes(1) == by_file.read_bytes(1) == kv_token_bytes(tmp_path, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,21 @@ def test_shape_mixture_uses_few_experts_and_holds_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "copies"),
+    ("name", "gpus", "read", "stored"),
     [
-        ("llama-3.1-8b", 1, 1),
-        ("llama-3.1-8b", 8, 1),
-        ("llama-3.1-8b", 16, 2),  # more ranks than KV heads: a head is on two ranks
-        ("qwen3-30b-a3b", 8, 2),
-        ("deepseek-v3", 8, 8),  # MLA: the latent row is on every rank
+        ("llama-3.1-8b", 1, 1, 1),
+        ("llama-3.1-8b", 8, 1, 1),
+        ("llama-3.1-8b", 16, 2, 2),  # more ranks than KV heads: a head is on two ranks
+        ("qwen3-30b-a3b", 8, 2, 2),
+        ("deepseek-v3", 8, 8, 1),  # MLA: the latent row is on every rank, and stored once
     ],
 )
-def test_shape_kv_bytes_count_the_copies_on_all_ranks(name: str, gpus: int, copies: int) -> None:
+def test_shape_bytes_count_the_copies_that_ranks_read_and_store(
+    name: str, gpus: int, read: int, stored: int
+) -> None:
     shape = find_shape(name)
-    assert shape.kv_bytes(gpus) == copies * shape.kv_bytes(1)
+    assert shape.read_bytes(gpus) == read * shape.read_bytes(1)
+    assert shape.stored_bytes(gpus) == stored * shape.stored_bytes(1)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
 from sglang_cake.integration.identity import content, kv_settings
 from sglang_cake.integration.identity.content import ContentChanged, Files, content_digest
+from sglang_cake.integration.memory.kv_shard import KvShard
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -49,20 +50,19 @@ def private_name() -> str:
 
 
 def server_fields(
-    ctx: "TreeCacheBuildContext", layout: BlockLayout, *, codec: str
+    ctx: "TreeCacheBuildContext", layout: BlockLayout, shard: KvShard, *, codec: str
 ) -> NamespaceFields:
     """All fields except those about the content of files.
 
     Args:
         layout: of this rank's pool.
+        shard: of this rank.
         codec: the encoding of the blocks.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.runtime_context import get_parallel
 
     values = resolving_view(ctx.server_args)
     model = ctx.model_config
-    parallel = get_parallel()
     model_class = type(ctx.tp_worker.model_runner.model)
     fields: dict[str, object] = {
         LABEL: os.path.basename(os.path.normpath(model.model_path)),
@@ -72,8 +72,8 @@ def server_fields(
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "layout": layout.describe(),
         "page_tokens": ctx.params.page_size,
-        "tp_rank": parallel.attn_tp_rank,
-        "tp_size": parallel.attn_tp_size,
+        "tp_rank": shard.index,
+        "tp_size": shard.count,
         "codec": codec,
     }
     if "context_len" in _source(model_class):  # few models read it, for their RoPE
@@ -83,6 +83,8 @@ def server_fields(
 
         fields["software"] = f"sglang {__version__}, torch {torch.__version__}"
         fields["device"] = _device_name(ctx)
+    # With --enable-deterministic-inference, `tp_size` is the number of all ranks: it decides the
+    # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
     return {name: str(value) for name, value in fields.items()}

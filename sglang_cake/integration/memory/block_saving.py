@@ -10,6 +10,7 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.kv_shard import KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
@@ -33,14 +34,16 @@ class _Unsaved:
 
 
 class BlockSaving:
-    """Copies the full blocks that checkpoints complete and the store lacks. Scheduler thread.
+    """Copies the full blocks that checkpoints complete and the store lacks, as far as it is this
+    rank's turn to store them. Scheduler thread.
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
     keeps its KV in the tree. After the last checkpoint it is given up, and counted.
     """
 
-    def __init__(self, kv: DeviceKV, copier: Copier, writer: Writer) -> None:
+    def __init__(self, kv: DeviceKV, copier: Copier, writer: Writer, shard: KvShard) -> None:
         self._kv = kv
+        self._shard = shard
         self._copier = copier
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
@@ -129,6 +132,8 @@ class BlockSaving:
     def _is_new(self, record: PromptRecord, block: int) -> bool:
         if block in record.local.failed:
             return True  # the store could not deliver it: put it there again
+        if not self._shard.stores(block):
+            return False
         if block < record.meet.blocks and record.meet.state(block) is BlockState.ATTACHED:
             return False
         stored = record.agreed.stored

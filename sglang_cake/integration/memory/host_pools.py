@@ -26,7 +26,7 @@ def host_pools(
     The calling thread touches all of the memory, so that it lies on the NUMA node of that thread.
     SGLang binds the process to the node of its GPU before.
 
-    Args: chunk_tokens: the most that SGLang computes in one step.
+    Args: chunk_tokens: the most tokens of one step that this rank stores.
     Raises: ConfigError if the machine does not have the memory.
     """
     layout = kv.layout

@@ -2,7 +2,8 @@
 
 LoRA needs pinned memory, which needs an accelerator; ordinary memory replaces it. For MLA with
 `torch_native`, SGLang chooses a prefill path that the backend does not have. It is replaced by the
-absorbed path, which attends to the latent KV of the pool.
+absorbed path, which attends to the latent KV of the pool. Attention data parallelism pads batches,
+and asks the backend for the length of a padded request, which `torch_native` does not say.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ def register() -> None:
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
 
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
     )
@@ -23,6 +25,7 @@ def register() -> None:
     )
 
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def _unpinned(make: Any) -> Any:

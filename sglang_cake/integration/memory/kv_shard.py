@@ -1,0 +1,67 @@
+"""Which part of a model's KV a tensor-parallel rank holds, and which of its blocks it stores."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+
+@dataclass(frozen=True, slots=True)
+class KvShard:
+    """The KV of one rank. Ranks that hold the same shard share a namespace, and take turns at
+    storing its blocks: each block is stored by one rank, and read by all.
+
+    A block that a rank could not read is stored by that rank, whoever's turn it is. If a rank fails
+    to store a block, the block is absent, and computed.
+
+    Attributes:
+        index, count: shard `index` of `count` different ones.
+        turn, turns: of `turns` ranks on this machine with this shard, this is number `turn`. Ranks
+            on other machines may have other disks, so each machine stores every block.
+    """
+
+    index: int = 0
+    count: int = 1
+    turn: int = 0
+    turns: int = 1
+
+    @classmethod
+    def of_rank(cls, rank: int, size: int, *, replicated: bool, machine_ranks: int) -> "KvShard":
+        """
+        Args:
+            rank, size: within the group that shares the attention of a request.
+            replicated: all ranks of the group hold the same KV; else each holds its own heads.
+            machine_ranks: consecutive tensor-parallel ranks on one machine.
+        """
+        if not replicated:
+            return cls(rank, size)
+        turns = math.gcd(size, machine_ranks)  # such a run of ranks is in one group, on one machine
+        return cls(turn=rank % turns, turns=turns)
+
+    def stores(self, block: int) -> bool:
+        """Whether it is this rank's turn to store a new block."""
+        return block % self.turns == self.turn
+
+
+def shard_of(ctx: "TreeCacheBuildContext") -> KvShard:
+    """The shard of this process.
+
+    MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
+    are the same on all of them. SGLang's HiCache stores them once for the same reason.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    machines = resolving_view(ctx.server_args).nnodes
+    return KvShard.of_rank(
+        parallel.attn_tp_rank,
+        parallel.attn_tp_size,
+        replicated=isinstance(
+            ctx.params.token_to_kv_pool_allocator.get_kvcache(), MLATokenToKVPool
+        ),
+        machine_ranks=max(1, ctx.tp_size // machines),
+    )

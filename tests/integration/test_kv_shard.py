@@ -1,0 +1,71 @@
+"""Each block of a shard is stored by one rank of a machine."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_pools import mha, mla
+from sglang.srt import runtime_context
+from sglang.srt.server_args import ServerArgs
+
+from sglang_cake.integration.memory.kv_shard import KvShard, shard_of
+
+
+def of_rank(rank: int, size: int, machine_ranks: int) -> KvShard:
+    """Of a rank of consecutive groups that hold the same KV."""
+    return KvShard.of_rank(rank % size, size, replicated=True, machine_ranks=machine_ranks)
+
+
+@given(size=st.integers(1, 12), machine_ranks=st.integers(1, 12), block=st.integers(0, 99))
+def test_kv_shard_replicated_block_is_stored_on_each_machine_of_the_group(
+    size: int, machine_ranks: int, block: int
+) -> None:
+    machines = range(size)  # as many groups as fill them, from their first rank
+    for machine in machines:
+        ranks = range(machine * machine_ranks, (machine + 1) * machine_ranks)
+        for group in {rank // size for rank in ranks}:
+            members = [rank for rank in ranks if rank // size == group]
+            stored = sum(of_rank(rank, size, machine_ranks).stores(block) for rank in members)
+            assert stored >= 1
+            if size % machine_ranks == 0 or machine_ranks % size == 0:
+                assert stored == 1
+
+
+@given(size=st.integers(1, 12), machine_ranks=st.integers(1, 12))
+def test_kv_shard_replicated_ranks_of_any_group_size_have_one_namespace(
+    size: int, machine_ranks: int
+) -> None:
+    shards = [of_rank(rank, size, machine_ranks) for rank in range(size)]
+    assert {(shard.index, shard.count) for shard in shards} == {(0, 1)}
+
+
+def test_kv_shard_rank_with_heads_of_its_own_stores_all_of_its_blocks() -> None:
+    shard = KvShard.of_rank(3, 8, replicated=False, machine_ranks=8)
+    assert (shard.index, shard.count) == (3, 8)
+    assert all(shard.stores(block) for block in range(100))
+
+
+@pytest.mark.parametrize(
+    ("pool", "nnodes", "expected"),
+    [
+        (mha, 1, KvShard(3, 4)),
+        (mla, 1, KvShard(turn=3, turns=4)),
+        (mla, 4, KvShard(turn=1, turns=2)),  # of 8 ranks, two on each machine
+        (mla, 16, KvShard()),  # data-parallel workers on further machines
+    ],
+)
+def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
+    pool: Any, nnodes: int, expected: KvShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two attention groups of four ranks."""
+    parallel = SimpleNamespace(attn_tp_rank=3, attn_tp_size=4)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    allocator = SimpleNamespace(get_kvcache=lambda: pool(4))
+    ctx: Any = SimpleNamespace(
+        server_args=ServerArgs(model_path="m", nnodes=nnodes),
+        params=SimpleNamespace(token_to_kv_pool_allocator=allocator),
+        tp_size=8,
+    )
+    assert shard_of(ctx) == expected
