@@ -262,12 +262,35 @@ def test_media_without_the_hook_or_of_an_unreviewed_model_has_no_keys() -> None:
     assert media_of(req) is None
 
 
-def test_media_padded_before_or_never_hashed_has_no_keys() -> None:
-    output, tokens = processed(image(1), padded_input_ids=[1] * len(TEXT))
+def padded_before(item: MultimodalDataItem) -> tuple[MultimodalProcessorOutput, "array[int]"]:
+    """As the processor of Qwen3-VL does it, with a hash of the source of the image."""
+    item.set_hash(99)
+    output, tokens = processed(item)
+    output.padded_input_ids = output.build_padded_input_ids(output.input_ids, [item])
+    return output, tokens
+
+
+def test_media_padded_before_gets_the_numbers_of_its_identity() -> None:
+    output, tokens = padded_before(image(1))
+    found = prepared(output)
+    assert found.padded_input_ids == list(pad_mm_tokens(tokens, found))
+    req = FakeReq("r", array("q", found.padded_input_ids), multimodal_inputs=found)
+    assert keys(req) == keys(requested(image(1)))
+
+
+def test_media_padded_before_with_the_hash_of_a_client_stays_as_it_is() -> None:
+    item = image(1)
+    output, _ = padded_before(item)
+    item.set_hash(12345)  # as SGLang does with `mm_hashes`
+    padded = output.padded_input_ids
     assert identify(output) is None
+    assert item.identity is None
+    assert output.padded_input_ids == padded
+
+
+def test_media_never_hashed_has_no_keys() -> None:
     with envs.SGLANG_MM_SKIP_COMPUTE_HASH.override(True):
         assert identify(processed(image(1))[0]) is None
-    del tokens
 
 
 def test_media_identity_changed_later_has_no_keys() -> None:

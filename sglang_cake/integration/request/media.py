@@ -56,42 +56,50 @@ def _prepared(original: Any, scheduler: "Scheduler", mm_inputs: Any) -> Any:
 
 
 def identify(processed: "MultimodalProcessorOutput") -> list[bytes] | None:
-    """Give all items of a request their identities, before SGLang hashes them. It does not hash
-    them again.
+    """Give all items of a request their identities, in the place of SGLang's hashes.
 
     Returns: the digest of each item that SGLang keeps; None: the items stay as they are.
     """
     from sglang.srt.environ import envs
 
-    if processed.padded_input_ids is not None or envs.SGLANG_MM_SKIP_COMPUTE_HASH.get():
+    if envs.SGLANG_MM_SKIP_COMPUTE_HASH.get():
         return None
+    padded = processed.padded_input_ids
     items = [item for item in processed.mm_items if item.is_valid()]
     digests = []
     for item in items:
-        digest = content_digest(item)
+        digest = content_digest(item) if _is_hash_sglangs(item, padded) else None
         if digest is None:
             return None
         digests.append(digest)
     for item, digest in zip(items, digests, strict=True):
         item.set_identity(_identity(digest))
+    if padded is not None:
+        processed.padded_input_ids = processed.build_padded_input_ids(padded, items)
     return digests
+
+
+def _is_hash_sglangs(item: "MultimodalDataItem", padded: list[int] | None) -> bool:
+    """Whether the item has no hash, or not that of a client, on which a router may rely. SGLang
+    takes a client's hash after it has put its own numbers into the prompt."""
+    if item.identity is not None or (item.hash is None and item.pad_value is None):
+        return True
+    return padded is not None and _is_padded(item, array("q", padded))
 
 
 def content_digest(item: "MultimodalDataItem") -> bytes | None:
     """32 bytes that stand for all that the model sees of an item: the processor's output, with
     dtypes and shapes, and the values beside it (grids, time stamps, masks).
 
-    None for an item whose features are not tensors in host memory, or are final embeddings, or that
-    has a hash already: a client may have set it.
+    None for an item whose features are final embeddings, or not tensors in host memory.
     """
     from sglang.srt.multimodal.cache import CONTENT_HASH_PREFIX, build_artifact_key
     from sglang.srt.multimodal.modality import MultimodalInputFormat
 
-    hashed_before = item.identity is None and (item.hash is not None or item.pad_value is not None)
-    if hashed_before or item.format is not MultimodalInputFormat.NORMAL:
+    if item.format is not MultimodalInputFormat.NORMAL or item.precomputed_embeddings is not None:
         return None
     parts = item.feature if isinstance(item.feature, list) else [item.feature]
-    if not parts or item.precomputed_embeddings is not None:
+    if not parts:
         return None
     hashed = hashlib.sha256()
     for part in parts:
