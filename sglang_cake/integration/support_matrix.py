@@ -117,7 +117,7 @@ FAMILIES: tuple[Family, ...] = (
         "multimodal, requests with images, videos or audio",
         "Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
         "as text models; keys cover the media",
-        COMPONENTS,
+        f"{SERVER} (Qwen3-VL, images)",
     ),
     Family(
         "is_encoder_decoder",

@@ -297,6 +297,8 @@ def test_media_identity_changed_later_has_no_keys() -> None:
     req = requested(image(1))
     assert media_of(req) is not None
     req.multimodal_inputs.mm_items[0].set_identity(b"i" * 32)
+    tokens = processed(image(1))[1]
+    req.origin_input_ids = pad_mm_tokens(tokens, req.multimodal_inputs)  # with the new numbers
     assert media_of(req) is None
 
 
