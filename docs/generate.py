@@ -1,4 +1,4 @@
-"""Writes the generated parts of the pages in docs/: `python docs/generate.py`.
+"""Writes the generated parts of README.md and of the pages in docs/: `python docs/generate.py`.
 
 With `--check` nothing is written, and the exit status is 1 if a page differs. `make docs` calls it
 as a hook: a link out of docs/ becomes the path that it names, since the site has the pages alone.
@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY
 from sglang_cake.core.config import NAMES, as_flag, help_of
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
+from sglang_cake.integration.support_matrix import FAMILIES
 
 DOCS = Path(__file__).parent
 
@@ -46,7 +47,21 @@ def metrics() -> str:
     return "\n".join(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"settings": settings, "metrics": metrics}
+def models() -> str:
+    """A table of the kinds of models that are served, and a list of those that are refused."""
+    rows = ["| models | for example | stored | proven |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        if family.refused is None:
+            cells = (family.name, family.examples, family.stored, family.proven)
+            rows.append(f"| {' | '.join(cells)} |")
+    rows += ["", "Refused at the start, with one line:", ""]
+    for family in FAMILIES:
+        if family.refused is not None:
+            rows.append(f"- {family.name} ({family.examples})")
+    return "\n".join(rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {"settings": settings, "metrics": metrics, "models": models}
 
 
 def generated(page: str) -> str:
@@ -71,7 +86,7 @@ def _outside(match: re.Match[str]) -> str:
 
 def main() -> int:
     differ = []
-    for path in sorted(DOCS.glob("*.md")):
+    for path in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]:
         before = path.read_text(encoding="utf-8")
         after = generated(before)
         if after != before:

@@ -13,6 +13,7 @@ LATE = "late"
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", LATE, "lookup", "internal")
 OVERLAP_REASONS = ("lost", "late", "layers")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable")
+UNKEYED_REASONS = ("media", "embeddings", "session")
 RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused", "aborted")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),
@@ -23,6 +24,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "load_failures": FAILURE_REASONS,
     "fallback": ("compute", "load"),
     "unnamed_requests": ("",),
+    "unkeyed_requests": UNKEYED_REASONS,
     "read_blocks": ("",),
     "read_bytes": ("",),
     "stored_bytes": ("",),

@@ -1,8 +1,9 @@
 """Block keys: a SHA-256 chain over blocks of tokens, seeded with the namespace.
 
 Equal keys mean equal KV: a key covers the namespace digest, the request's `extra_key` (LoRA) and
-`cache_salt`, and every token from the start of the prompt to the end of the block. The keys of an
-end state are derived from the key of the block before it.
+`cache_salt`, and every token from the start of the prompt to the end of the block. If the prompt
+has images, videos or audio, it also covers their content, and positions that are not the token's
+index. The keys of an end state are derived from the key of the block before it.
 """
 
 import hashlib
@@ -39,22 +40,102 @@ class KeySeed:
         return hashlib.sha256(head + b"".join(_sized(part) for part in parts)).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image, a video or an audio track of a prompt.
+
+    Attributes:
+        digest: 32 bytes; equal digests mean that the model sees the same.
+        spans: `[start, stop)` of the tokens that stand for it, ascending.
+    """
+
+    digest: bytes
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """What the KV of a prompt depends on beside its tokens, if it has images, videos or audio.
+
+    Attributes:
+        items: in the order of their first tokens. Their spans do not overlap.
+        positions: rows of the positions that RoPE rotates the first tokens by, of equal length,
+            'q'; empty: each token's position is its index.
+        shift: the position of a token behind these rows is its index plus this, in each row.
+    """
+
+    items: tuple[MediaItem, ...] = ()
+    positions: "tuple[array[int], ...]" = ()
+    shift: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether keys depend on it: tokens alone decide the keys of a prompt of text."""
+        return bool(self.items or self.positions)
+
+    def without_pads(self, tokens: Sequence[int]) -> "array[int]":
+        """A copy of `tokens` with -1 for each token of an item. SGLang puts numbers there that
+        other processes do not have."""
+        found = array("q", tokens)
+        for item in self.items:
+            for start, stop in item.spans:
+                stop = min(stop, len(found))
+                found[start:stop] = array("q", [-1]) * (stop - start)
+        return found
+
+    def digest(self, start: int, stop: int) -> bytes:
+        """32 bytes that stand for the items that begin in `[start, stop)`, whole, and for the
+        positions of these tokens. Empty if no item begins there, and each position is the index.
+        """
+        items = [item for item in self.items if start <= item.spans[0][0] < stop]
+        rows = [self._row(row, start, stop) for row in self.positions]
+        if all(row == array("q", range(start, stop)) for row in rows):
+            rows = []
+        if not items and not rows:
+            return b""
+        hashed = hashlib.sha256(b"sglang_cake media v1")
+        hashed.update(array("q", [len(items), len(rows)]))
+        for item in items:
+            bounds = [bound for span in item.spans for bound in span]
+            hashed.update(item.digest)
+            hashed.update(array("q", [len(bounds), *bounds]))
+        for row in rows:
+            hashed.update(row)
+        return hashed.digest()
+
+    def _row(self, row: "array[int]", start: int, stop: int) -> "array[int]":
+        behind = range(max(start, len(row)), stop)
+        return row[start:stop] + array("q", [at + self.shift for at in behind])
+
+
+NO_MEDIA = Media()
+
+
 def block_keys(
-    seed: KeySeed, tokens: Sequence[int], block_tokens: int, known: Sequence[BlockKey] = ()
+    seed: KeySeed,
+    tokens: Sequence[int],
+    block_tokens: int,
+    known: Sequence[BlockKey] = (),
+    media: Media = NO_MEDIA,
 ) -> list[BlockKey]:
     """Keys of every full block of `tokens`.
 
     Args:
         tokens: token ids (each fits a signed 64-bit integer); an `array('q')` is hashed as it is.
         known: keys of the leading blocks, if the caller has them: they are not hashed again.
+        media: of the prompt that begins with `tokens`.
     """
+    if media:
+        tokens = media.without_pads(tokens)
     ready = isinstance(tokens, array) and tokens.typecode == "q"
     raw = memoryview(tokens if ready else array("q", tokens)).cast("B")  # type: ignore[arg-type]
     stride = block_tokens * 8
     keys = list(known)
     previous = bytes(keys[-1]) if keys else seed.digest()
     for start in range(len(keys) * stride, len(raw) - stride + 1, stride):
-        previous = hashlib.sha256(previous + raw[start : start + stride]).digest()
+        message = previous + raw[start : start + stride]
+        if media:
+            message += media.digest(start // 8, (start + stride) // 8)
+        previous = hashlib.sha256(message).digest()
         keys.append(BlockKey(previous))
     return keys
 
@@ -78,13 +159,16 @@ class KeyChain:
     Not thread-safe: the I/O thread owns it.
     """
 
-    def __init__(self, seed: KeySeed, block_tokens: int) -> None:
+    def __init__(self, seed: KeySeed, block_tokens: int, media: Media = NO_MEDIA) -> None:
         self._seed = seed
         self._block_tokens = block_tokens
+        self._media = media
         self._keys: list[BlockKey] = []
 
     def of(self, tokens: Sequence[int]) -> list[BlockKey]:
         """Keys of every full block of `tokens`. Args: tokens: those of earlier calls, or more."""
         if len(tokens) // self._block_tokens > len(self._keys):
-            self._keys = block_keys(self._seed, tokens, self._block_tokens, known=self._keys)
+            self._keys = block_keys(
+                self._seed, tokens, self._block_tokens, known=self._keys, media=self._media
+            )
         return self._keys[: len(tokens) // self._block_tokens]

@@ -50,7 +50,7 @@ from sglang_cake.integration.runahead import runahead_setup
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.integration.support_matrix import check_context, may_overlap
+from sglang_cake.integration.support_matrix import check_context, keys_media, may_overlap
 from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
@@ -210,6 +210,7 @@ class CakeService:
                 speaks=speaks,
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
+            keys_media=keys_media(ctx),
         )
         self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)

@@ -29,6 +29,7 @@ _HELP = {
     "load_failures": "Reads and lookups that failed, by reason.",
     "fallback": "Prompts whose stored KV was all computed or all loaded, by side.",
     "unnamed_requests": "Requests left to SGLang because the digest of the weights was not known.",
+    "unkeyed_requests": "Requests left to SGLang because keys do not cover their KV, by reason.",
     "read_blocks": "Blocks read from the store.",
     "read_bytes": "Bytes of blocks read from the store, encoded and with header.",
     "stored_bytes": "Bytes of blocks written to the store, encoded and with header.",

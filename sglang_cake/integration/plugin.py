@@ -35,6 +35,7 @@ def register() -> None:
         from sglang_cake.integration import response_stats
         from sglang_cake.integration.identity import weight_hooks
         from sglang_cake.integration.overlap import forward_hook
+        from sglang_cake.integration.request import media
         from sglang_cake.integration.scheduler import scheduler_hooks
 
         register_radix_cache_backend(flags.BACKEND, _build)
@@ -42,6 +43,7 @@ def register() -> None:
         weight_hooks.install()
         response_stats.install_meta_info()
         forward_hook.install()
+        media.install()
         response_stats.install_cached_tokens()
 
 

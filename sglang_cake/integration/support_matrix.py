@@ -1,5 +1,5 @@
-"""What cake does not support in this version. Each reason is one line, reported before a model is
-loaded.
+"""What cake supports and what not, by kinds of models and by settings. Each reason for a refusal is
+one line, reported before a model is loaded.
 
 SGLang changes settings while it resolves them: the page size, and the radix cache, which is off for
 some models. So `unsupported` checks the settings as they were given, and again when they are
@@ -80,6 +80,110 @@ def longrope_tokens(model: "ModelConfig") -> int | None:
     return None
 
 
+SERVER = "server on a CPU"
+COMPONENTS = "components on a CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of models, as README's table has it.
+
+    Attributes:
+        trait: the field of `ModelTraits` that tells these models; None: all others.
+        name: of the kind.
+        examples: of models.
+        stored: what a block has of a token, and what else is stored; empty if refused.
+        proven: SERVER or COMPONENTS; empty if refused.
+        refused: what is not supported, and what helps if something does; None: the kind is served.
+    """
+
+    trait: str | None
+    name: str
+    examples: str
+    stored: str = ""
+    proven: str = ""
+    refused: str | None = None
+
+
+# In the order in which rules are checked. A model of several kinds is served if all of them are.
+FAMILIES: tuple[Family, ...] = (
+    Family(None, "MHA, GQA", "Llama, Qwen3, Mistral, GLM-4.x", "K and V of all layers", SERVER),
+    Family("is_mla", "MLA", "DeepSeek V3, Kimi K2", "the latent row of all layers, once", SERVER),
+    Family(
+        "is_multimodal",
+        "multimodal, requests of text",
+        "all that SGLang serves from one of the KV pools above",
+        "as text models",
+        SERVER,
+    ),
+    Family(
+        "is_multimodal",
+        "multimodal, requests with images, videos or audio",
+        "Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
+        "as text models; keys cover the media",
+        f"{SERVER} (Qwen3-VL, images)",
+    ),
+    Family(
+        "is_encoder_decoder",
+        "encoder-decoder",
+        "Whisper, Llama 3.2 Vision",
+        refused="encoder-decoder models (cross-attention KV)",
+    ),
+    Family(
+        "is_hybrid_ssm",
+        "Mamba and linear attention",
+        "Qwen3.5, Nemotron-H, Kimi Linear",
+        refused="models with Mamba or linear attention (state beside KV)",
+    ),
+    Family(
+        "is_hybrid_swa",
+        "sliding windows in a pool of their own",
+        "gpt-oss, Gemma 4, MiMo V2",
+        refused=(
+            "models with a KV pool for sliding windows (slots leave it behind the window): set "
+            "--disable-hybrid-swa-memory, which most of them allow"
+        ),
+    ),
+    Family(
+        "is_sparse",
+        "sparse attention with an index",
+        "DeepSeek V3.2, GLM-5, MiniMax M3",
+        "as above, and the index",
+        COMPONENTS,
+    ),
+    Family(
+        "is_index_pooled",
+        "sparse attention with a pooled index",
+        "index_kpool above 1",
+        refused="sparse attention whose index keys stand for several tokens",
+    ),
+    Family(
+        "is_ngram",
+        "n-gram embeddings",
+        "LongCat-Flash-Lite",
+        refused="models with n-gram embeddings (a table of earlier tokens beside KV)",
+    ),
+)
+
+# Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
+# its item, of the tokens before it and of its position, however the prompt is cut into chunks. (In
+# Gemma 3, for example, the tokens of an image see each other only as far as one chunk has them.)
+MEDIA_ARCHITECTURES = frozenset(
+    {
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "InternVLChatModel",
+        "KimiK25ForConditionalGeneration",
+        "KimiVLForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
@@ -95,6 +199,7 @@ RULES: tuple[_Rule, ...] = (
         "does not support prefill/decode disaggregation: remove --disaggregation-mode",
     ),
     ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
+    ("language_only", bool, "does not support encoder servers: remove --language-only"),
     ("pp_size", lambda n: n > 1, "does not support pipeline parallelism: set --pp-size 1"),
     ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
     ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
@@ -140,20 +245,6 @@ RULES: tuple[_Rule, ...] = (
 # Attention backends of a group's members: those that pass the layer gate before they read KV.
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
 
-_MODEL_RULES: tuple[tuple[str, str], ...] = (
-    ("is_encoder_decoder", "encoder-decoder models (cross-attention KV)"),
-    # SGLang's keys of image tokens have 64 bits of a hash of the features, and a client may set
-    # them. That is enough for a cache in memory, but does not prove that stored KV is equal.
-    ("is_multimodal", "multimodal models (--language-model-only serves the text part)"),
-    ("is_hybrid_ssm", "models with Mamba or linear attention (state beside KV)"),
-    (
-        "is_hybrid_swa",
-        "models with a KV pool for sliding windows (slots leave it behind the window)",
-    ),
-    ("is_index_pooled", "sparse attention whose index keys stand for several tokens"),
-    ("is_ngram", "models with n-gram embeddings"),
-)
-
 
 def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str | None:
     """Why cake does not support these settings, in one line; None if it does.
@@ -183,6 +274,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     if config.runahead_peers is None:
         return None
     reason = _unfit_device(args, model)
+    if model is not None and model.is_multimodal:
+        reason = "does not support multimodal models: serve another model"
     if reason is None and config.runahead_transport == "cuda-ipc" and args.device != "cuda":
         reason = "needs --device cuda for --cake-runahead-transport cuda-ipc: set tcp or mooncake"
     if reason is not None:
@@ -266,6 +359,14 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         raise ConfigError(reason)
 
 
+def keys_media(ctx: "TreeCacheBuildContext") -> bool:
+    """Whether the model's images, videos and audio may be keyed: it was reviewed, and is the one of
+    SGLang itself."""
+    model = type(ctx.tp_worker.model_runner.model)
+    architectures = ctx.model_config.hf_config.architectures or [""]
+    return architectures[0] in MEDIA_ARCHITECTURES and model.__module__.startswith("sglang.")
+
+
 def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     """Whether a last step may begin before the last loads have ended. Conditions:
 
@@ -284,9 +385,9 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
 
 
 def _unsupported_model(model: ModelTraits) -> str | None:
-    for field, kind in _MODEL_RULES:
-        if getattr(model, field):
-            return f"cake does not support {kind}"
+    for family in FAMILIES:
+        if family.refused is not None and family.trait and getattr(model, family.trait):
+            return f"cake does not support {family.refused}"
     if model.longrope_tokens is not None:
         return (
             "cake does not support longrope beyond the original context, where a prompt's KV "

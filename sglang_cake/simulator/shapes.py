@@ -25,9 +25,6 @@ _CONTEXT_FIELDS = (
 )
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-_SENSE_CONFIGS = ("vision_config", "audio_config", *_PART_CONFIGS)
-# SGLang serves their text part alone unless --enable-multimodal is given.
-_TEXT_ALONE = {"Gemma3ForConditionalGeneration", "Step3VLForConditionalGeneration"}
 _STATE_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
 _STATE_FIELDS = (
     "mamba_d_state",
@@ -323,17 +320,17 @@ def _refused(whole: Config, config: Config) -> str | None:
     kinds = set(config.get("layer_types") or config.get("layers_block_type") or ())
     if whole.get("is_encoder_decoder"):
         return "encoder-decoder models (cross-attention KV)"
-    multimodal = any(isinstance(whole.get(name), dict) for name in _SENSE_CONFIGS)
-    if multimodal and not _TEXT_ALONE.intersection(names):
-        return "multimodal models (--language-model-only serves the text part)"
     if kinds & _STATE_LAYERS or any(config.get(name) for name in _STATE_FIELDS):
         return "models with Mamba or linear attention (state beside KV)"
     if config.get("is_hybrid_swa") or WINDOW_POOLS.intersection(names):
-        return "models with a KV pool for sliding windows (slots leave it behind the window)"
+        return (
+            "models with a KV pool for sliding windows (slots leave it behind the window): set "
+            "--disable-hybrid-swa-memory, which most of them allow"
+        )
     if int(config.get("index_kpool") or 1) > 1:
         return "sparse attention whose index keys stand for several tokens"
     if config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
-        return "models with n-gram embeddings"
+        return "models with n-gram embeddings (a table of earlier tokens beside KV)"
     if names and not any(_generates(name) for name in names):
         return "models that generate no text (embedding, reward, pooling)"
     return None

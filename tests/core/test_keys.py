@@ -3,12 +3,13 @@
 import hashlib
 import itertools
 from array import array
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_cake.core.keys import KeyChain, KeySeed, block_keys, end_keys
+from sglang_cake.core.keys import KeyChain, KeySeed, Media, MediaItem, block_keys, end_keys
 from sglang_cake.core.namespace import Namespace
 
 NAMESPACE = Namespace((("model", "m"),)).digest()
@@ -117,3 +118,135 @@ def test_end_keys_are_those_that_stores_have():
     block = block_keys(SEED, range(4), 4)[0]
     expected = hashlib.sha256(b"sglang_cake end v1" + block + (1).to_bytes(8, "little")).digest()
     assert end_keys(block, 2)[1] == expected
+
+
+# ---- images, videos and audio ----
+
+LENGTH = 30
+INDEX = array("q", range(LENGTH))
+PADS = st.lists(st.integers(10**6, 2**63 - 1), min_size=LENGTH, max_size=LENGTH)
+
+
+@st.composite
+def medias(draw, positions=(False, True)):
+    """`Media` of a prompt of LENGTH tokens: one or two items, with M-RoPE positions or without."""
+    bounds = draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=9, unique=True).map(sorted))
+    spans = tuple(zip(bounds[::2], bounds[1::2], strict=False))
+    cut = draw(st.integers(1, len(spans)))
+    digest = st.binary(min_size=32, max_size=32)
+    items = tuple(MediaItem(draw(digest), part) for part in (spans[:cut], spans[cut:]) if part)
+    rows = ()
+    if draw(st.sampled_from(positions)):
+        row = st.lists(st.integers(0, 50), min_size=LENGTH - 8, max_size=LENGTH - 8)
+        rows = tuple(array("q", draw(row)) for _ in range(3))
+    return Media(items, rows, draw(st.integers(-9, 9)))
+
+
+def keys_of(tokens, media, block_tokens=4):
+    return block_keys(SEED, tokens, block_tokens, media=media)
+
+
+def padded(media, numbers):
+    """A prompt with `numbers` in the place of the items."""
+    places = {at for item in media.items for span in item.spans for at in range(*span)}
+    return [numbers[at] if at in places else at for at in range(LENGTH)]
+
+
+@given(medias(), PADS, PADS, BLOCK)
+def test_block_keys_of_media_do_not_depend_on_the_numbers_in_their_place(
+    media, ones, others, block_tokens
+):
+    one, other = (keys_of(padded(media, pads), media, block_tokens) for pads in (ones, others))
+    assert one == other
+    assert len(set(one)) == LENGTH // block_tokens
+
+
+def assert_differ_from(at, media, changed, block_tokens):
+    """The keys of the two prompts are equal before the block of token `at`, and from there on no
+    key of one is a key of the other."""
+    tokens = list(range(LENGTH))
+    before, after = (keys_of(tokens, each, block_tokens) for each in (media, changed))
+    same = at // block_tokens
+    assert before[:same] == after[:same]
+    assert not set(before[same:]) & set(after[same:])
+
+
+@given(medias(), BLOCK, st.data())
+def test_block_keys_of_other_content_differ_from_its_first_token_on(media, block_tokens, data):
+    at = data.draw(st.integers(0, len(media.items) - 1))
+    bit = data.draw(st.integers(0, 255))
+    flipped = int.from_bytes(media.items[at].digest) ^ 1 << bit
+    items = list(media.items)
+    items[at] = replace(items[at], digest=flipped.to_bytes(32))
+    changed = replace(media, items=tuple(items))
+    assert_differ_from(items[at].spans[0][0], media, changed, block_tokens)
+
+
+@given(medias(), BLOCK)
+def test_block_keys_of_items_in_another_order_differ(media, block_tokens):
+    digests = [item.digest for item in media.items]
+    assume(len(set(digests)) == 2)
+    items = zip(media.items, reversed(digests), strict=True)
+    changed = replace(media, items=tuple(replace(item, digest=each) for item, each in items))
+    assert_differ_from(media.items[0].spans[0][0], media, changed, block_tokens)
+
+
+@given(medias(), BLOCK, st.data())
+def test_block_keys_of_items_at_other_places_differ(media, block_tokens, data):
+    at = data.draw(st.integers(0, len(media.items) - 1))
+    start, stop = media.items[at].spans[-1]
+    assume(stop < LENGTH)
+    moved = data.draw(st.sampled_from([(start, stop + 1), (start + 1, stop + 1)]))
+    items = list(media.items)
+    items[at] = replace(items[at], spans=(*items[at].spans[:-1], moved))
+    first = items[at].spans[0][0] if len(items[at].spans) > 1 else start
+    assert_differ_from(first, media, replace(media, items=tuple(items)), block_tokens)
+
+
+@given(medias(positions=(True,)), BLOCK, st.data())
+def test_block_keys_of_another_position_differ_from_its_token_on(media, block_tokens, data):
+    row, at = data.draw(st.integers(0, 2)), data.draw(st.integers(0, LENGTH - 1))
+    rows = [array("q", each) for each in media.positions]
+    shift = media.shift
+    if at < LENGTH - 8:
+        rows[row][at] += 1
+    else:
+        at, shift = LENGTH - 8, shift + 1
+    changed = replace(media, positions=tuple(rows), shift=shift)
+    assert_differ_from(at, media, changed, block_tokens)
+
+
+@given(medias(positions=(False,)), BLOCK)
+def test_block_keys_before_the_first_item_are_those_of_text(media, block_tokens):
+    tokens = list(range(LENGTH))
+    same = media.items[0].spans[0][0] // block_tokens
+    text = block_keys(SEED, tokens, block_tokens)
+    assert keys_of(tokens, media, block_tokens)[:same] == text[:same]
+    assert not set(keys_of(tokens, media, block_tokens)[same:]) & set(text[same:])
+    indices = replace(media, positions=(INDEX, INDEX, INDEX), shift=0)
+    assert keys_of(tokens, indices, block_tokens) == keys_of(tokens, media, block_tokens)
+
+
+@given(medias(), BLOCK, st.lists(st.integers(0, LENGTH), max_size=4))
+def test_key_chain_with_media_asked_in_any_order_gives_equal_keys(media, block_tokens, stops):
+    tokens = array("q", range(LENGTH))
+    chain = KeyChain(SEED, block_tokens, media)
+    whole = keys_of(tokens, media, block_tokens)
+    for stop in stops:
+        assert chain.of(tokens[:stop]) == whole[: stop // block_tokens]
+
+
+def test_block_keys_chain_with_media_equals_the_format_page():
+    def numbers(*values):
+        return b"".join(value.to_bytes(8, "little", signed=True) for value in values)
+
+    item = MediaItem(b"d" * 32, ((1, 3), (4, 5)))
+    media = Media((item,), (array("q", [0, 1, 1, 2]), array("q", [0, 1, 2, 2])), shift=-1)
+    start = hashlib.sha256(b"sglang_cake key v1" + NAMESPACE + b"\xff" * 24).digest()
+    beside = numbers(1, 2) + b"d" * 32 + numbers(4, 1, 3, 4, 5) + numbers(0, 1, 1, 0, 1, 2)
+    extra = hashlib.sha256(b"sglang_cake media v1" + beside).digest()
+    first = hashlib.sha256(start + numbers(7, -1, -1) + extra).digest()
+    beside = numbers(0, 2) + numbers(2, 3, 4, 2, 3, 4)
+    extra = hashlib.sha256(b"sglang_cake media v1" + beside).digest()
+    second = hashlib.sha256(first + numbers(7, -1, 7) + extra).digest()
+    assert keys_of([7, 8, 8, 7, 8, 7], media, 3) == [first, second]

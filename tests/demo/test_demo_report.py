@@ -135,7 +135,7 @@ def test_demo_report_picture_is_written_as_svg_and_png(arms: Arms, tmp_path: Pat
     ("changes", "says"),
     [
         ({"max_position_embeddings": 4096}, "set --prompt-tokens 4047 or less"),
-        ({"vision_config": {}}, "does not support multimodal"),
+        ({"is_encoder_decoder": True}, "does not support encoder-decoder models"),
     ],
     ids=["context", "kind"],
 )

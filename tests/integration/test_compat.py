@@ -18,6 +18,9 @@ BASES = {"UnifiedRadixCache": TREE, "PrefillAdder": ADDER}
 # The type of a parameter, as this package writes it -> the class of SGLang whose attributes it has.
 TYPES = {
     "Req": "sglang.srt.managers.schedule_batch.Req",
+    "MultimodalDataItem": "sglang.srt.managers.schedule_batch.MultimodalDataItem",
+    "MultimodalInputs": "sglang.srt.managers.schedule_batch.MultimodalInputs",
+    "MultimodalProcessorOutput": "sglang.srt.managers.schedule_batch.MultimodalProcessorOutput",
     "ScheduleBatch": "sglang.srt.managers.schedule_batch.ScheduleBatch",
     "Scheduler": "sglang.srt.managers.scheduler.Scheduler",
     "SchedulePolicy": "sglang.srt.managers.schedule_policy.SchedulePolicy",

@@ -331,7 +331,7 @@ def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
         {"lora_id": "unknown"},
     ],
 )
-def test_coordinator_request_with_more_than_tokens_is_ignored(
+def test_coordinator_request_with_more_than_keys_cover_is_ignored(
     harness: CoordinatorHarness, strange: dict
 ) -> None:
     req = req_of(4.5)

@@ -273,9 +273,8 @@ def test_flags_unsupported_model_kind_is_refused_when_resolved(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:
     models = {
-        "KV pool for sliding windows": {"architectures": ["GptOssForCausalLM"]}
+        "set --disable-hybrid-swa-memory": {"architectures": ["GptOssForCausalLM"]}
         | {"model_type": "gpt_oss"},
-        "multimodal models": {"architectures": ["LlavaLlamaForCausalLM"], "model_type": "llama"},
         "generate no text": {"architectures": ["LlamaForSequenceClassification"]},
         "Mamba or linear attention": {"architectures": ["FalconH1ForCausalLM"]}
         | {"model_type": "falcon_h1"},

@@ -57,6 +57,7 @@ def test_kv_facts_unknown_argument_counts_without_showing_its_value() -> None:
         ("kt_method", "AMXINT8"),
         ("modelopt_quant", "fp8"),
         ("enable_w4a4_mxfp4_megamoe", True),
+        ("enable_precise_embedding_interpolation", True),
     ],
 )
 def test_kv_facts_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
@@ -78,6 +79,7 @@ def test_kv_facts_argument_that_changes_kv_counts(argument: str, value: Any) -> 
         ("tokenizer_path", "/t"),
         ("api_key", "secret"),
         ("attention_backend", "fa3"),
+        ("mm_process_config", {"image": {"max_pixels": 1}}),
     ],
 )
 def test_kv_facts_argument_unrelated_to_kv_does_not_count(argument: str, value: Any) -> None:

@@ -26,14 +26,14 @@ LAST_STEP = "cake_last_step"  # "late": the last step waits for all KV; benchmar
 _PROCESS = secrets.token_hex(8)  # servers that share a store must not use the same ids
 
 
-def keyable(req: "Req") -> bool:
-    """Whether the request's token ids alone decide its KV."""
-    return (
-        req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and req.multimodal_inputs is None
-        and req.session is None
-    )
+def unkeyed_because(req: "Req") -> str | None:
+    """What keys do not cover of this request, as a label of the metric; None: they cover all that
+    its KV depends on, if they cover its images (`media.media_of`)."""
+    if req.session is not None:
+        return "session"
+    if req.input_embeds is not None or req.positional_embed_overrides is not None:
+        return "embeddings"
+    return None
 
 
 def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:

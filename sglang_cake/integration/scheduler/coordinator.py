@@ -27,13 +27,14 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.request.media import media_of
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.integration.request.request_metadata import (
     facts_of,
-    keyable,
     may_overlap_last_step,
     seed_of,
     tenant_of,
+    unkeyed_because,
 )
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
@@ -62,6 +63,7 @@ class Coordinator:
 
     Args:
         page_tokens: page size of the tree.
+        keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
 
@@ -87,8 +89,10 @@ class Coordinator:
         counters: Counters,
         reporter: RequestReporter,
         end_blocks: int = 0,
+        keys_media: bool = False,
     ) -> None:
         self._end_blocks = end_blocks
+        self.keys_media = keys_media
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
@@ -125,13 +129,17 @@ class Coordinator:
     # ---- a request's life ----
 
     def arrive(self, req: "Req", matched: Callable[[Any, int], int]) -> None:
-        """A request joined the queue: look it up and start loading, if its token ids alone decide
-        its KV.
+        """A request joined the queue: look it up and start loading, if keys cover all that its KV
+        depends on.
 
         Args:
             matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
         """
-        if self.store_detached or self.off_here or not keyable(req):
+        if self.store_detached or self.off_here:
+            return
+        media = media_of(req)
+        if (reason := unkeyed_because(req)) is not None or media is None:
+            self._counters.add("unkeyed_requests", label=reason or "media")
             return
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
@@ -149,7 +157,7 @@ class Coordinator:
             rid=req.rid,
             load_id=load_id,
             tokens=tokens,
-            chain=KeyChain(seed, block_tokens),
+            chain=KeyChain(seed, block_tokens, media),
             facts=facts_of(req, load_id, tokens, self.step_costs.own, block_tokens),
             meet=Meet(
                 block_tokens=block_tokens,
@@ -162,7 +170,7 @@ class Coordinator:
             local=LocalLoads(cost, served_since_s=arrived_s),
             agreed=AgreedLoads(cost),
             arrived_s=arrived_s,
-            may_overlap=may_overlap_last_step(req),
+            may_overlap=may_overlap_last_step(req) and not media,
             lossy=self._config.lossy,
         )
         ahead = sum((live.device_work for live in self._ahead_of_arrival()), StepWork())

@@ -1,0 +1,196 @@
+"""A Qwen3-VL with random weights: prompts of text and with images give the plain answers, and no
+image is taken for another one."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from live import (
+    BLOCK,
+    CHUNK,
+    NEW_TOKENS,
+    TOLERANCE,
+    VOCAB,
+    Answer,
+    Live,
+    Start,
+    assert_same,
+    distance,
+    falsify,
+    until,
+)
+
+from sglang_cake.demo.models import build_qwen_vl
+
+Make = Callable[[int], list[int]]
+
+PAD, START, END = VOCAB - 10, VOCAB - 8, VOCAB - 7
+FLAGS = (
+    *("--dtype", "float32", "--max-total-tokens", "12000", "--enable-metrics"),
+    *("--mm-attention-backend", "sdpa", "--sleep-on-idle"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return build_qwen_vl(folder / "qwen-vl", hidden=128, layers=4, heads=4, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def images(standins: dict[str, str]) -> dict[str, str]:
+    return {**standins, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "cake_test_images"}
+
+
+@pytest.fixture(scope="module")
+def bare(start: Start, model: Path, images: dict[str, str]) -> Iterator[Live]:
+    """A server without cake. Its answers are the references, with an empty tree and no cache of
+    embeddings: SGLang's own hash is the same for two images of equal bytes and unequal grids."""
+    with start(model, FLAGS, env={**images, "SGLANG_VLM_CACHE_SIZE_MB": "0"}) as live:
+        yield live
+
+
+def plain_answer(bare: Live, ids: list[int], *pictures: str) -> Answer:
+    bare.flush()
+    return bare.reference(ids, image_data=list(pictures))
+
+
+@pytest.fixture(scope="module")
+def seeing(start: Start, model: Path, folder: Path, images: dict[str, str]) -> Iterator[Live]:
+    flags = (*FLAGS, "--cake-mode", "load")
+    with start(model, flags, store=folder / "store-vl", env=images) as live:
+        live.races = False
+        yield live
+
+
+def with_images(text: list[int], *places: int, tokens: int = 64) -> list[int]:
+    """The prompt, with an image of so many tokens at each of these places."""
+    ids = list(text)
+    for place in places:
+        ids[place : place + tokens + 2] = [START, *[PAD] * tokens, END]
+    return ids
+
+
+def stored(live: Live) -> int:
+    assert live.store is not None
+    return len(live.store.blocks())
+
+
+def ask_and_store(live: Live, ids: list[int], image_data: list[str]) -> Answer:
+    """The answer, when all full blocks of the prompt are stored."""
+    before = stored(live)
+    answer = live.ask(ids, image_data=image_data)
+    until(lambda: stored(live) >= before + len(ids) // BLOCK, "the blocks in the store")
+    return answer
+
+
+def test_multimodal_prompt_of_text_is_loaded_and_gives_the_plain_answer(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    ids = [token % PAD for token in prompt(5 * CHUNK + 7)]
+    seeing.ask_and_store(ids)
+    answer = seeing.ask_flushed(ids)
+    assert_same(answer, bare.reference(ids))
+    assert answer.loaded >= 4 * CHUNK
+
+
+def test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    text = [token % PAD for token in prompt(4 * CHUNK + 9)]
+    ids = with_images(text, 100, CHUNK + 220, tokens=80)
+    pictures = ["16x20 1", "20x16 2"]
+    first = ask_and_store(seeing, ids, pictures)
+    answer = seeing.ask_flushed(ids, image_data=pictures)
+    reference = plain_answer(bare, ids, *pictures)
+    assert_same(first, reference)
+    assert_same(answer, reference)
+    assert answer.loaded >= 3 * CHUNK
+    assert answer.loaded + answer.computed == len(ids)
+
+
+def test_multimodal_holes_in_images_are_computed(seeing: Live, bare: Live, prompt: Make) -> None:
+    """Chunks, islands and images end at different tokens."""
+    text = [token % PAD for token in prompt(3 * CHUNK + 9)]
+    ids = with_images(text, 50, CHUNK + 100, tokens=128)
+    pictures = ["16x32 11", "32x16 12"]
+    assert seeing.store is not None
+    before = set(seeing.store.blocks())
+    ask_and_store(seeing, ids, pictures)
+    new = sorted(set(seeing.store.blocks()) - before, key=lambda file: file.stat().st_mtime_ns)
+    seeing.store.remove(*new[1::3])
+    answer = seeing.ask_flushed(ids, image_data=pictures)
+    assert_same(answer, plain_answer(bare, ids, *pictures))
+    assert 0 < answer.loaded <= len(ids) - len(new[1::3]) * BLOCK
+
+
+def test_multimodal_other_image_order_or_grid_is_not_taken_for_the_stored_one(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    text = [token % PAD for token in prompt(3 * CHUNK)]
+    ids = with_images(text, 130, 330)  # behind two blocks, and in the middle of a block
+    ask_and_store(seeing, ids, ["16x16 3", "16x16 4"])
+    reference = plain_answer(bare, ids, "16x16 3", "16x16 4")
+    others = {
+        ("16x16 4", "16x16 3"): 2 * BLOCK,
+        ("8x32 3", "16x16 4"): 2 * BLOCK,
+        ("16x16 3", "16x16 5"): 5 * BLOCK,
+        ("16x16 3", "32x8 4"): 5 * BLOCK,
+    }
+    for pictures, same_tokens in others.items():
+        answer = seeing.ask_flushed(ids, image_data=list(pictures))
+        assert answer.loaded == same_tokens
+        expected = plain_answer(bare, ids, *pictures)
+        assert_same(answer, expected)
+        assert distance(expected.logprobs, reference.logprobs) > 20 * TOLERANCE
+
+
+def test_multimodal_answer_about_an_image_is_loaded_in_the_next_turn(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    text = [token % PAD for token in prompt(2 * BLOCK + 30)]
+    ids = with_images(text, 20)
+    before = stored(seeing)
+    answer = seeing.ask(ids, 2 * BLOCK, image_data=["16x16 6"])
+    until(lambda: stored(seeing) >= before + 4, "prompt and answer in the store")
+    longer = [*ids, *answer.tokens, *([7] * BLOCK)]
+    second = seeing.ask_flushed(longer, image_data=["16x16 6"])
+    assert second.loaded == 4 * BLOCK
+    assert_same(second, plain_answer(bare, longer, "16x16 6"))
+
+
+def test_multimodal_hash_of_a_client_decides_no_answer_to_others(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    text = [token % PAD for token in prompt(2 * CHUNK)]
+    ids = with_images(text, 10)
+    before = seeing.metric("unkeyed_requests_total", reason="media")
+    kept = stored(seeing)
+    for seed in (7, 8):  # SGLang takes the second image for the first one
+        forged = seeing.ask(ids, image_data=[f"16x16 {seed}"], mm_hashes=["abcdef"])
+        assert "cake" not in forged.meta
+    for seed in (7, 8):
+        expected = plain_answer(bare, ids, f"16x16 {seed}")
+        assert_same(ask_and_store(seeing, ids, [f"16x16 {seed}"]), expected)
+        answer = seeing.ask_flushed(ids, image_data=[f"16x16 {seed}"])
+        assert answer.loaded > 0
+        assert_same(answer, expected)
+    assert stored(seeing) == kept + 2 * (len(ids) // BLOCK)
+    count = lambda: seeing.metric("unkeyed_requests_total", reason="media")  # noqa: E731
+    until(lambda: count() == before + 2, "both forged requests counted")
+
+
+def test_multimodal_control_wrong_image_kv_changes_the_answer(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    text = [token % PAD for token in prompt(2 * CHUNK)]
+    ids = with_images(text, 10, tokens=100)
+    assert seeing.store is not None
+    before = set(seeing.store.blocks())
+    ask_and_store(seeing, ids, ["20x20 9"])
+    for file in set(seeing.store.blocks()) - before:
+        falsify(file)
+    answer = seeing.ask_flushed(ids, image_data=["20x20 9"])
+    assert answer.loaded > 0
+    expected = plain_answer(bare, ids, "20x20 9")
+    assert len(answer.tokens) == NEW_TOKENS
+    assert distance(answer.logprobs, expected.logprobs) > 20 * TOLERANCE
