@@ -34,6 +34,7 @@ class WriteJob:
         tokens: 'q': all tokens up to the end of the last block.
         copied: done when the copies into the buffers are complete; or the error of the copies.
         facts: of the request; the store gets them before the blocks.
+        of_end: they are end blocks of the end at the last of `tokens`.
     """
 
     chain: KeyChain
@@ -42,6 +43,7 @@ class WriteJob:
     buffers: tuple[Buffer, ...]
     copied: "Future[None]"
     facts: RequestFacts | None = None  # reported to the store before the blocks are put
+    of_end: bool = False
 
 
 class Writer:
@@ -62,6 +64,17 @@ class Writer:
     def take(self) -> Buffer | None:
         """A buffer for one block, or None if all are in use. Scheduler thread."""
         return self._pool.take()
+
+    def take_all(self, blocks: int) -> list[Buffer] | None:
+        """So many buffers, or None if there are not enough. Scheduler thread."""
+        taken: list[Buffer] = []
+        while len(taken) < blocks and (buffer := self._pool.take()) is not None:
+            taken.append(buffer)
+        if len(taken) == blocks:
+            return taken
+        for buffer in taken:
+            self._pool.give(buffer)
+        return None
 
     def give_up(self, blocks: int) -> None:
         """So many blocks got no buffer, and are not stored."""

@@ -156,7 +156,8 @@ class CoordinatorHarness(HeldReads):
         self.coordinator.arrive(req, lambda tokens, limit: matched)
         self.settle()
 
-    def attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
+    def attach(self, req: FakeReq, slots: torch.Tensor, stop: int, end: object = None) -> None:
+        assert end is None
         assert stop - req.prefix_len == len(slots)
         want, have = b"", b""
         for token, slot in zip(range(req.prefix_len, stop), slots.tolist(), strict=True):
