@@ -216,6 +216,7 @@ class CakeService:
             adapter=self.identity.adapter,
             consensus=RankConsensus(reducer),
             counters=self.counters,
+            end_blocks=end_blocks,
             reporter=RequestReporter(
                 config.trace_file,
                 speaks=ctx.tp_rank == 0,

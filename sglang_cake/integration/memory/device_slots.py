@@ -238,23 +238,21 @@ class DeviceSlots:
 
         Computing would reach the leftmost block soonest.
         """
-        freed = 0
+        before = self.placed_tokens
         for record in reversed(records):
             for block in sorted(record.memory.reserved):
-                if freed >= tokens:
-                    return freed
+                if before - self.placed_tokens >= tokens:
+                    break
                 self.unreserve(record, [block], "memory")
                 if record.meet.state(block) is BlockState.WANTED:
-                    record.meet.lost(block)
-                freed += self._block_tokens
+                    self.discard(record, record.meet.lost(block), "memory")
             for block in sorted(record.memory.slots):
-                if freed >= tokens:
-                    return freed
+                if before - self.placed_tokens >= tokens:
+                    break
                 self.discard(record, [block], "memory")
                 if record.meet.state(block) is BlockState.LANDED:
-                    record.meet.dropped(block)
-                freed += self._block_tokens
-        return freed
+                    self.discard(record, record.meet.dropped(block), "memory")
+        return before - self.placed_tokens
 
     # ---- inside ----
 

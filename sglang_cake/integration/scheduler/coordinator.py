@@ -42,7 +42,7 @@ from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
 from sglang_cake.loading.loader import Loader, LoadRequest
-from sglang_cake.loading.meet import Meet
+from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
@@ -86,6 +86,7 @@ class Coordinator:
     Args:
         page_tokens: page size of the tree.
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
+        end_blocks: blocks of one end state; 0: the model has none.
 
     Attributes:
         suspended: the tree holds KV of before a change of weights.
@@ -108,7 +109,9 @@ class Coordinator:
         consensus: RankConsensus,
         counters: Counters,
         reporter: RequestReporter,
+        end_blocks: int = 0,
     ) -> None:
+        self._end_blocks = end_blocks
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
@@ -177,6 +180,7 @@ class Coordinator:
                 limit_tokens=limit,
                 prompt_tokens=len(tokens),
                 front=matched(tokens, limit),
+                end_blocks=self._end_blocks,
             ),
             local=LocalLoads(cost, served_since_s=arrived_s),
             agreed=AgreedLoads(cost),
@@ -198,6 +202,7 @@ class Coordinator:
                 facts=record.facts,
                 should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
                 take=partial(self._device_slots.take_bytes, record),
+                end_blocks=self._end_blocks,
             )
         )
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -327,15 +332,16 @@ class Coordinator:
                 unplaced = [b for b in blocks if b not in record.memory.slots]
                 self._device_slots.discard(record, unplaced, "memory")
                 for block in unplaced:
-                    record.meet.dropped(block)
+                    if record.meet.state(block) is BlockState.LANDED:
+                        surplus = record.meet.dropped(block)
+                        self._device_slots.discard(record, surplus, "memory")
                 continue
             end = None
-            if memory is not None and (end_blocks := record.meet.end_blocks):
+            if memory is not None and (end_blocks := record.meet.end_indices):
                 end = memory.allocate_end(req, span)
-                if end is None:  # no memory: no part of the island is of use without its end
-                    self._device_slots.discard(record, [*blocks, *end_blocks], "memory")
-                    for block in (*blocks, *end_blocks):
-                        record.meet.dropped(block)
+                if end is None:
+                    surplus = record.meet.dropped(end_blocks.start)
+                    self._device_slots.discard(record, [end_blocks.start, *surplus], "memory")
                     continue
                 try:
                     self._device_slots.load_end(record, end_blocks, end)
@@ -377,6 +383,7 @@ class Coordinator:
         self._computed(record, Span(start, stop))
         if not overlapped:
             self._advance(record, req)
+            self._device_slots.discard(record, record.meet.drop_before(stop), "overtaken")
             self._claim(req, record, stop)
 
     def overlapped_step_ran(
@@ -546,7 +553,8 @@ class Coordinator:
         self.inbox.serve(served)
         if served:
             first = served[0]
-            self._device_slots.place(first, list(first.memory.staged))
+            blocks = [block for block in first.memory.staged if block < first.meet.blocks]
+            self._device_slots.place(first, blocks)
             self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
