@@ -5,25 +5,26 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from held_reads import HeldReads
 from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scramble
 
-from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
-from sglang_cake.loading.loader import Loader, StagedBlock
+from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store
 
 BLOCK, PAGE, CHUNK = 16, 4, 40
@@ -84,6 +85,7 @@ class CoordinatorHarness(HeldReads):
         """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
         super().__init__(io)
         self.end_blocks = end_blocks
+        self.no_end_memory = False
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, PAGE)
@@ -109,6 +111,7 @@ class CoordinatorHarness(HeldReads):
             self.allocator,
             lambda tokens: None,
             self.counters,
+            cast(Any, self),
         )
         self.coordinator = Coordinator(
             loader,
@@ -168,13 +171,27 @@ class CoordinatorHarness(HeldReads):
         self.coordinator.arrive(req, lambda tokens, limit: matched)
         self.settle()
 
+    # As `EndMemory` and `EndStates`: an end state is what was copied into it.
+
+    def allocate_end(self, req: FakeReq, span: Span) -> dict[int, bytes] | None:
+        return None if self.no_end_memory else {}
+
+    def free_end(self, req: FakeReq, end: dict[int, bytes]) -> None:
+        end.clear()
+
+    def load(self, index: int, buffer: Buffer, end: dict[int, bytes], after: Fence) -> Copy:
+        end[index] = bytes(buffer.view)
+        return Copy()
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        pass
+
     def attach(
-        self, req: FakeReq, slots: torch.Tensor, stop: int, end: Sequence[StagedBlock]
+        self, req: FakeReq, slots: torch.Tensor, stop: int, end: dict[int, bytes] | None
     ) -> None:
-        assert len(end) == self.end_blocks
-        for number, staged in enumerate(end):
-            assert staged.buffer.view == self.end_block(stop, number)
-            staged.release(used=True)
+        assert len(end or {}) == self.end_blocks
+        for number, data in (end or {}).items():
+            assert data == self.end_block(stop, number)
         assert stop - req.prefix_len == len(slots)
         want, have = b"", b""
         for token, slot in zip(range(req.prefix_len, stop), slots.tolist(), strict=True):
@@ -191,7 +208,7 @@ class CoordinatorHarness(HeldReads):
         """One scheduling step of a request that is served. True: its prefill is over."""
         if self.coordinator.awaits_lookup(req):
             return False
-        self.coordinator.settle(req, self.attach)
+        self.coordinator.settle(req, self.attach, self)
         plan = self.coordinator.plan(req, CHUNK)
         if plan is not None and plan.wait:
             return False

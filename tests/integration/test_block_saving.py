@@ -214,7 +214,7 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
     kv = OrderedKV(mha(256, dtype=torch.bfloat16), block_tokens=BLOCK)
     copier, io, buffers = SlowCopier(kv), IoThread("test-io"), BufferPool(buffers_for(kv, 8))
     writer = Writer(MemoryStore(), buffers, io, Counters())
-    saving = BlockSaving(kv, copier, writer)
+    saving = BlockSaving(kv, copier, writer, KvShard())
     first, second = known(2), known(2)
     row = torch.arange(1, 2 * BLOCK + 1)
     saving.checkpointed(first, first.tokens, row, last=False)

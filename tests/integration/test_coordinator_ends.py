@@ -108,7 +108,7 @@ def test_coordinator_end_that_never_lands_leaves_the_prompt_to_compute(
     ends = harness.fill_end(tokens, 6 * BLOCK)
     harness.open(*keys, ends[1])
     harness.arrive(req)
-    assert run(harness, req, steps=5000)["loaded_tokens"] == 0
+    assert run(harness, req, steps=1_000_000)["loaded_tokens"] == 0
     harness.open(*ends)
     harness.leave(req)
     harness.all_back()
@@ -255,3 +255,17 @@ def test_ranks_that_hold_different_ends_agree_on_the_highest_that_both_have() ->
             assert harness.staging.free == harness.staging.capacity - ENDS
     finally:
         ranks.close()
+
+
+def test_coordinator_end_state_without_memory_leaves_the_prompt_to_compute(
+    harness: CoordinatorHarness,
+) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    harness.no_end_memory = True
+    harness.arrive(req)
+    polls(harness, req)
+    assert run(harness, req)["loaded_tokens"] == 0
+    harness.leave(req)
+    harness.all_back()

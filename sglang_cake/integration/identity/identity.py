@@ -50,7 +50,12 @@ def private_name() -> str:
 
 
 def server_fields(
-    ctx: "TreeCacheBuildContext", layout: BlockLayout, shard: KvShard, *, codec: str
+    ctx: "TreeCacheBuildContext",
+    layout: BlockLayout,
+    shard: KvShard,
+    *,
+    codec: str,
+    end_states: str | None = None,
 ) -> NamespaceFields:
     """All fields except those about the content of files.
 
@@ -58,6 +63,7 @@ def server_fields(
         layout: of this rank's pool.
         shard: of this rank.
         codec: the encoding of the blocks.
+        end_states: form of the end states of this rank's pools; None: the model has none.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -76,6 +82,8 @@ def server_fields(
         "tp_size": shard.count,
         "codec": codec,
     }
+    if end_states is not None:
+        fields["end_states"] = end_states
     if "context_len" in _source(model_class):  # few models read it, for their RoPE
         fields["context_length"] = model.context_len
     if values.enable_deterministic_inference:  # KV is shared only if it is equal bit by bit

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.end_states import EndSlots
 from sglang_cake.integration.request.media import media_of
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.integration.request.request_metadata import (
@@ -41,7 +42,7 @@ from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
-from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
+from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
@@ -49,7 +50,29 @@ from sglang_cake.loading.priority import QueueEntry, TenantTokens
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-AttachSlots = Callable[["Req", torch.Tensor, int, Sequence[StagedBlock]], None]
+
+class Attach(Protocol):
+    """How loaded KV joins the tree (`CakeRadixCache`)."""
+
+    def __call__(
+        self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
+    ) -> None:
+        """Make `slots` the KV of `[req.prefix_len, stop)` and `end` the end state at `stop`, give
+        them to the tree and move `req.prefix_len` to `stop`."""
+        ...
+
+
+class EndMemory(Protocol):
+    """Device memory of end states (`CakeRadixCache`)."""
+
+    def allocate_end(self, req: "Req", span: Span) -> EndSlots | None:
+        """Slots for the end state at the end of `span`; None: not enough memory."""
+        ...
+
+    def free_end(self, req: "Req", end: EndSlots) -> None:
+        """Free slots of `allocate_end` that were not attached."""
+        ...
+
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
 RECONSIDERED = 8
@@ -299,13 +322,10 @@ class Coordinator:
         self.waiting |= waits
         return waits
 
-    def settle(self, req: "Req", attach: AttachSlots) -> None:
+    def settle(self, req: "Req", attach: Attach, memory: EndMemory | None = None) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
-        Args:
-            attach: `(req, slots, stop, end)` makes `slots` the KV of `[req.prefix_len, stop)`,
-                gives them to the tree and moves `req.prefix_len` to `stop`. `end` has the end
-                blocks behind `stop`, in order, for a model with end states; each is released once.
+        Args: memory: of end states, for a model that has them.
         """
         if (record := self._records.get(req.rid)) is None:
             return
@@ -324,10 +344,20 @@ class Coordinator:
                         surplus = record.meet.dropped(block)
                         self._device_slots.discard(record, surplus, "memory")
                 continue
-            end_indices = record.meet.end_indices
+            end = None
+            if memory is not None and (end_blocks := record.meet.end_indices):
+                end = memory.allocate_end(req, span)
+                if end is None:
+                    surplus = record.meet.dropped(end_blocks.start)
+                    self._device_slots.discard(record, [end_blocks.start, *surplus], "memory")
+                    continue
+                try:
+                    self._device_slots.load_end(record, end_blocks, end)
+                except BaseException:
+                    memory.free_end(req, end)
+                    raise
             self._attached(record, span)
-            slots = self._device_slots.take(record, span)
-            attach(req, slots, span.stop, self._device_slots.take_end(record, end_indices))
+            attach(req, self._device_slots.take(record, span), span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
         self.inbox.fence(record, record.meet.fence)
