@@ -460,7 +460,7 @@ def _end_states(
         parts.append(
             WindowRows(
                 partial(_copies, ctx, pool),
-                token_bytes=DeviceKV(pool, block_tokens=1).layout.token_bytes,
+                token_bytes=DeviceKV(pool, block_tokens=1).layout.block_bytes,
                 window_tokens=window_tokens,
                 block_bytes=block_bytes,
             )
