@@ -5,11 +5,13 @@ name and the file of that model give the same answer.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.simulator.layer_kinds import layer_kinds, sparse_index
 
 Config = dict[str, Any]
 
@@ -80,7 +82,11 @@ class Shape:
         active: parameters that a token passes, embeddings aside; `parameters`: all.
         weight_bytes: of one parameter.
         pair_flops: of one (query, key) pair, all layers.
-        kv_head_bytes: of one token and one KV head, all layers.
+        token_flops: of one token beside the matrix products with weights and the pairs: windows,
+            recurrent states, and the keys that sparse attention chooses.
+        kv_head_bytes: of one token and one KV head, all layers that have KV of all tokens.
+        state_bytes: of the recurrent states of a prompt, over all ranks.
+        window_head_bytes: of the KV in the sliding windows of a prompt, for one KV head.
         context_tokens: a prompt must be shorter.
         refused: why cake does not support it, a continuation of "cake does not support"; None:
             cake supports it.
@@ -96,6 +102,9 @@ class Shape:
     kv_head_bytes: int
     context_tokens: int
     refused: str | None = None
+    token_flops: float = 0.0
+    state_bytes: int = 0
+    window_head_bytes: int = 0
 
     @property
     def has_experts(self) -> bool:
@@ -109,6 +118,12 @@ class Shape:
         """KV of one token as it is stored and read: each rank stores its own part, also where ranks
         hold the same head (MLA; more ranks than KV heads)."""
         return gpus * self.rank_kv_bytes(gpus)
+
+    def end_blocks(self, gpus: int, block_tokens: int) -> int:
+        """Blocks of one end state; 0: the model has none."""
+        windows = max(1, self.kv_heads // gpus) * self.window_head_bytes
+        block_bytes = block_tokens * self.rank_kv_bytes(gpus)
+        return math.ceil((self.state_bytes / gpus + windows) / block_bytes)
 
 
 def _config(
@@ -176,6 +191,74 @@ MODELS: dict[str, Config] = {
         first_k_dense_replace=3,
         quantization_config={"quant_method": "fp8"},
     ),
+    "gpt-oss-120b": _config(
+        layers=36,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        width=2880,
+        vocab=201088,
+        context=131072,
+        head_dim=64,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 18,
+        architectures=["GptOssForCausalLM"],
+        quantization_config={"quant_method": "mxfp4"},
+    ),
+    "kimi-linear-48b": _config(
+        layers=27,
+        hidden=2304,
+        heads=32,
+        kv_heads=32,
+        width=9216,
+        vocab=163840,
+        context=1048576,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=1024,
+        num_experts=256,
+        num_experts_per_token=8,
+        num_shared_experts=1,
+        first_k_dense_replace=1,
+        linear_attn_config={
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "num_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+    ),
+    "qwen3.5-397b": _config(
+        layers=60,
+        hidden=4096,
+        heads=32,
+        kv_heads=2,
+        width=1024,
+        vocab=248320,
+        context=262144,
+        head_dim=256,
+        attn_output_gate=True,
+        full_attention_interval=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+        num_experts=512,
+        num_experts_per_tok=10,
+        quantization_config={"quant_method": "fp8"},
+    ),
+}
+MODELS["deepseek-v3.2"] = {
+    **MODELS["deepseek-v3"],
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
 }
 
 
@@ -215,23 +298,39 @@ def shape_of(whole: Config) -> Shape:
     else:
         head_dim = int(config.get("head_dim") or hidden // heads)
         attention = hidden * head_dim * 2 * (heads + kv_heads)
+        if config.get("attn_output_gate"):
+            attention += hidden * head_dim * heads
         pair_width, kv_values = 2 * head_dim, 2 * head_dim
+    kinds = layer_kinds(config, has_window_pool=_has_window_pool(whole, config))
+    index = sparse_index(config)
+    attended = 2 * heads * pair_width * kinds.window_tokens * kinds.window
+    pair_flops, chosen_flops = 2 * heads * pair_width, 0
+    if index.chosen_tokens:  # the index sees all pairs, attention the chosen keys, as latents
+        pair_flops = 2 * index.pair_width
+        chosen_flops = 2 * heads * (2 * kv_values - int(config["qk_rope_head_dim"]))
     active_mlp, every_mlp = _mlp(config, layers)
     vocabulary = int(config.get("vocab_size") or 0) * hidden
     embeddings = vocabulary if config.get("tie_word_embeddings") else 2 * vocabulary
+    mixers = (layers - kinds.state) * (attention + index.parameters)
+    mixers += kinds.state * kinds.state_parameters
     if min(hidden, layers, heads, kv_heads, kv_values, active_mlp) <= 0:
         raise ValueError("a size is not positive")
     return Shape(
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        active=layers * attention + active_mlp,
-        parameters=layers * attention + every_mlp + embeddings,
+        active=mixers + active_mlp,
+        parameters=mixers + every_mlp + embeddings,
         weight_bytes=_weight_bytes(config.get("quantization_config") or {}),
-        pair_flops=2 * heads * pair_width * layers,
-        kv_head_bytes=layers * kv_values * _KV_VALUE_BYTES,
+        pair_flops=pair_flops * kinds.full,
+        kv_head_bytes=kinds.full * (kv_values * _KV_VALUE_BYTES + index.kv_bytes),
         context_tokens=_context_tokens(config),
         refused=_refused(whole, config),
+        token_flops=attended
+        + chosen_flops * index.chosen_tokens * kinds.full
+        + kinds.state * kinds.state_flops,
+        state_bytes=kinds.state * kinds.state_bytes,
+        window_head_bytes=kinds.window * kinds.window_tokens * kv_values * _KV_VALUE_BYTES,
     )
 
 
@@ -256,7 +355,8 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
         return dense, dense
     width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("shared_expert_intermediate_size") or 0)
-    shared += int(config.get("n_shared_experts") or 0) * width
+    several = config.get("n_shared_experts") or config.get("num_shared_experts")
+    shared += int(several or 0) * width
     first = int(config.get("first_k_dense_replace") or 0)
     dense = first * 3 * hidden * int(config["intermediate_size"]) if first else 0
     router = hidden * experts
@@ -264,7 +364,8 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
     def of(used: int) -> int:
         return dense + (layers - first) * (3 * hidden * (used * width + shared) + router)
 
-    return of(int(config.get("num_experts_per_tok") or 1)), of(experts)
+    used = config.get("num_experts_per_tok") or config.get("num_experts_per_token")
+    return of(int(used or 1)), of(experts)
 
 
 def _weight_bytes(quantization: Config) -> float:
@@ -307,7 +408,7 @@ def _refused(whole: Config, config: Config) -> str | None:
         return "multimodal models (--language-model-only serves the text part)"
     if kinds & _STATE_LAYERS or any(config.get(name) for name in _STATE_FIELDS):
         return "models with Mamba or linear attention (state beside KV)"
-    if config.get("is_hybrid_swa") or WINDOW_POOLS.intersection(names):
+    if _has_window_pool(whole, config):
         return "models with a KV pool for sliding windows (slots leave it behind the window)"
     if config.get("index_topk") is not None or any("Sparse" in name for name in names):
         return "sparse attention (an indexer cache beside KV)"
@@ -316,6 +417,12 @@ def _refused(whole: Config, config: Config) -> str | None:
     if names and not any(_generates(name) for name in names):
         return "models that generate no text (embedding, reward, pooling)"
     return None
+
+
+def _has_window_pool(whole: Config, config: Config) -> bool:
+    """Whether SGLang keeps KV of sliding windows in a pool of their own."""
+    names = whole.get("architectures") or ()
+    return bool(config.get("is_hybrid_swa")) or not WINDOW_POOLS.isdisjoint(map(str, names))
 
 
 def _generates(architecture: str) -> bool:
