@@ -93,6 +93,9 @@ class _DeviceSlots:
             record.memory.slots.pop(block)
         return torch.empty(0)
 
+    def take_end(self, record: PromptRecord, blocks: Any) -> list[Any]:
+        return []
+
     def discard(self, record: PromptRecord, blocks: Any, reason: str) -> None:
         for block in list(blocks):
             record.memory.staged.pop(block, None)

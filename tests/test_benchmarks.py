@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 from benchmarks import (  # noqa: E402
     __main__,
     bench_burst,
+    bench_end_states,
     bench_file_store,
     bench_fleet,
     bench_http_store,
@@ -36,8 +37,8 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "eviction"),
-    "exactness",
+    *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "end_states"),
+    *("eviction", "exactness"),
     *(
         "faults",
         "file_store",
@@ -257,6 +258,20 @@ def test_bench_fleet_busy_store_slows_mode_load_and_not_auto() -> None:
         for mode in ("compute", "load", "auto")
     }
     assert mean_s["auto"] < mean_s["compute"] < mean_s["load"]
+
+
+@pytest.mark.parametrize("server", bench_end_states.SERVERS, ids=lambda server: server.label)
+def test_bench_end_states_both_sides_gain_on_some_link(server: bench_end_states.Server) -> None:
+    cells = [bench_end_states.cell(server, gbps, 16384) for gbps in bench_end_states.LINKS_GBPS]
+    assert max(each["gain"] for each in cells) > 1.3
+    for each in cells:
+        assert each["optimum_s"] <= each["cake_s"] <= 1.02 * min(each["compute_s"], each["load_s"])
+        assert (each["without_end_s"] < each["cake_s"]) == (each["end_bytes"] > 0)
+
+
+def test_bench_end_states_table_of_the_page_is_that_of_the_result() -> None:
+    cells = json.loads((facts.RESULTS / "end-states.json").read_text())["cells"]
+    assert bench_end_states.markdown(cells) in bench_end_states.PAGE.read_text()
 
 
 # ---- overhead ----

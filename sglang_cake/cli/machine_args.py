@@ -160,6 +160,7 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
         further=tuple(StoreLink(load) for load in loads[1:]),
         layers=shape.layers if args.early_last_step else 1,
         plan_s=PLAN_S if args.overlap else None,
+        end_blocks=shape.end_blocks(args.gpus, args.block_tokens),
     )
     return ServerSpec(
         shape=shape,

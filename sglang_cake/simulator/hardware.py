@@ -118,6 +118,7 @@ def prefill_cost(
         2 * shape.active * chunk_tokens / (peak * served) * slower, shape.parameters * read_s
     )
     token_s = max(0.0, chunk_s - first_s) / chunk_tokens
+    token_s += shape.token_flops / (peak * ATTENTION) * slower
     return PrefillCost(
         fixed_s=LAUNCH_S + first_s,
         token_s=token_s,

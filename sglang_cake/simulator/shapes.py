@@ -5,15 +5,16 @@ name and the file of that model give the same answer.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.simulator.layer_kinds import layer_kinds, sparse_index
 
 Config = dict[str, Any]
 
-_INDEX_SCALE_BYTES = 4  # of an index key, whose values have one byte
 _KV_VALUE_BYTES = 2  # SGLang keeps KV in BF16 or FP16 unless --kv-cache-dtype says otherwise
 _DEFAULT_CONTEXT_TOKENS = 2048  # SGLang's, for a config without any length
 _CONTEXT_FIELDS = (
@@ -25,17 +26,6 @@ _CONTEXT_FIELDS = (
 )
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-_STATE_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
-_STATE_FIELDS = (
-    "mamba_d_state",
-    "mamba_d_ssm",
-    "ssm_cfg",
-    "ssm_state_size",
-    "state_size",
-    "linear_attn_config",
-    "linear_conv_kernel_dim",
-    "hybrid_override_pattern",
-)
 # The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
 WINDOW_POOLS = frozenset(
     {
@@ -79,7 +69,11 @@ class Shape:
             tokens that an index selects costs; `parameters`: all.
         weight_bytes: of one parameter.
         pair_flops: of one (query, key) pair, all layers.
-        kv_head_bytes: of one token and one KV head, all layers.
+        token_flops: of one token beside the matrix products with weights and the pairs: windows,
+            recurrent states, and the keys that sparse attention chooses.
+        kv_head_bytes: of one token and one KV head, all layers that have KV of all tokens.
+        state_bytes: of the recurrent states of a prompt, over all ranks.
+        window_head_bytes: of the KV in the sliding windows of a prompt, for one KV head.
         context_tokens: a prompt must be shorter.
         refused: why cake does not support it, a continuation of "cake does not support"; None:
             cake supports it.
@@ -97,6 +91,9 @@ class Shape:
     context_tokens: int
     refused: str | None = None
     is_latent: bool = False
+    token_flops: float = 0.0
+    state_bytes: int = 0
+    window_head_bytes: int = 0
 
     @property
     def has_experts(self) -> bool:
@@ -113,7 +110,14 @@ class Shape:
     def stored_bytes(self, gpus: int) -> int:
         """KV of one token as it is stored. A head that several ranks hold, where there are more
         ranks than KV heads, is stored by each of them."""
-        return self.kv_head_bytes if self.is_latent else self.read_bytes(gpus)
+        is_once = self.is_latent and not self.state_bytes
+        return self.kv_head_bytes if is_once else self.read_bytes(gpus)
+
+    def end_blocks(self, gpus: int, block_tokens: int) -> int:
+        """Blocks of one end state; 0: the model has none."""
+        windows = max(1, self.kv_heads // gpus) * self.window_head_bytes
+        block_bytes = block_tokens * self.rank_kv_bytes(gpus)
+        return math.ceil((self.state_bytes / gpus + windows) / block_bytes)
 
 
 def _config(
@@ -181,6 +185,74 @@ MODELS: dict[str, Config] = {
         first_k_dense_replace=3,
         quantization_config={"quant_method": "fp8"},
     ),
+    "gpt-oss-120b": _config(
+        layers=36,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        width=2880,
+        vocab=201088,
+        context=131072,
+        head_dim=64,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 18,
+        architectures=["GptOssForCausalLM"],
+        quantization_config={"quant_method": "mxfp4"},
+    ),
+    "kimi-linear-48b": _config(
+        layers=27,
+        hidden=2304,
+        heads=32,
+        kv_heads=32,
+        width=9216,
+        vocab=163840,
+        context=1048576,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=1024,
+        num_experts=256,
+        num_experts_per_token=8,
+        num_shared_experts=1,
+        first_k_dense_replace=1,
+        linear_attn_config={
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "num_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+        },
+    ),
+    "qwen3.5-397b": _config(
+        layers=60,
+        hidden=4096,
+        heads=32,
+        kv_heads=2,
+        width=1024,
+        vocab=248320,
+        context=262144,
+        head_dim=256,
+        attn_output_gate=True,
+        full_attention_interval=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+        num_experts=512,
+        num_experts_per_tok=10,
+        quantization_config={"quant_method": "fp8"},
+    ),
+}
+MODELS["deepseek-v3.2"] = {
+    **MODELS["deepseek-v3"],
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
 }
 
 
@@ -221,27 +293,40 @@ def shape_of(whole: Config) -> Shape:
     else:
         head_dim = int(config.get("head_dim") or hidden // heads)
         attention = hidden * head_dim * 2 * (heads + kv_heads)
+        if config.get("attn_output_gate"):
+            attention += hidden * head_dim * heads
         pair_width, kv_values = 2 * head_dim, 2 * head_dim
-    pair_flops, selected, index_bytes = 2 * heads * pair_width * layers, 0, 0
-    if config.get("index_topk") is not None:
-        pair_flops, selected, index_bytes = _index(config, layers, heads * pair_width)
+    kinds = layer_kinds(config, has_window_pool=_has_window_pool(whole, config))
+    index = sparse_index(config)
+    attended = 2 * heads * pair_width * kinds.window_tokens * kinds.window
+    pair_flops, chosen_flops = 2 * heads * pair_width, 0
+    if index.chosen_tokens:  # the index sees all pairs, attention the chosen keys, as latents
+        pair_flops = 2 * index.pair_width
+        chosen_flops = 2 * heads * (2 * kv_values - int(config["qk_rope_head_dim"]))
     active_mlp, every_mlp = _mlp(config, layers)
     vocabulary = int(config.get("vocab_size") or 0) * hidden
     embeddings = vocabulary if config.get("tie_word_embeddings") else 2 * vocabulary
+    mixers = (layers - kinds.state) * (attention + index.parameters)
+    mixers += kinds.state * kinds.state_parameters
     if min(hidden, layers, heads, kv_heads, kv_values, active_mlp) <= 0:
         raise ValueError("a size is not positive")
     return Shape(
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        active=layers * attention + active_mlp + selected,
-        parameters=layers * attention + every_mlp + embeddings,
+        active=mixers + active_mlp,
+        parameters=mixers + every_mlp + embeddings,
         weight_bytes=_weight_bytes(config.get("quantization_config") or {}),
-        pair_flops=pair_flops,
-        kv_head_bytes=layers * kv_values * _KV_VALUE_BYTES + index_bytes,
+        pair_flops=pair_flops * kinds.full,
+        kv_head_bytes=kinds.full * (kv_values * _KV_VALUE_BYTES + index.kv_bytes),
         context_tokens=_context_tokens(config),
         refused=_refused(whole, config),
         is_latent=is_latent,
+        token_flops=attended
+        + chosen_flops * index.chosen_tokens * kinds.full
+        + kinds.state * kinds.state_flops,
+        state_bytes=kinds.state * kinds.state_bytes,
+        window_head_bytes=kinds.window * kinds.window_tokens * kv_values * _KV_VALUE_BYTES,
     )
 
 
@@ -257,14 +342,6 @@ def _latent_attention(config: Config) -> tuple[int, int, int]:
     return queries + keys + heads * value * hidden, key + rope + value, latent + rope
 
 
-def _index(config: Config, layers: int, attention_width: int) -> tuple[int, int, int]:
-    """DSA: FLOPs of a pair, which the index compares; what a token costs by the pairs that it
-    selects, as if they were parameters; bytes of its index keys."""
-    heads, width = int(config.get("index_n_heads", 64)), int(config.get("index_head_dim", 128))
-    selected = int(config["index_topk"]) * attention_width * layers
-    return 2 * heads * width * layers, selected, layers * (width + _INDEX_SCALE_BYTES)
-
-
 def _mlp(config: Config, layers: int) -> tuple[int, int]:
     """MLP parameters of all layers: the ones that a token passes, and all."""
     hidden = int(config["hidden_size"])
@@ -274,7 +351,8 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
         return dense, dense
     width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("shared_expert_intermediate_size") or 0)
-    shared += int(config.get("n_shared_experts") or 0) * width
+    several = config.get("n_shared_experts") or config.get("num_shared_experts")
+    shared += int(several or 0) * width
     first = int(config.get("first_k_dense_replace") or 0)
     dense = first * 3 * hidden * int(config["intermediate_size"]) if first else 0
     router = hidden * experts
@@ -282,7 +360,8 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
     def of(used: int) -> int:
         return dense + (layers - first) * (3 * hidden * (used * width + shared) + router)
 
-    return of(int(config.get("num_experts_per_tok") or 1)), of(experts)
+    used = config.get("num_experts_per_tok") or config.get("num_experts_per_token")
+    return of(int(used or 1)), of(experts)
 
 
 def _weight_bytes(quantization: Config) -> float:
@@ -317,16 +396,10 @@ def _context_tokens(config: Config) -> int:
 def _refused(whole: Config, config: Config) -> str | None:
     """Why cake does not support the model, as far as a `config.json` shows it."""
     names = [str(name) for name in whole.get("architectures") or ()]
-    kinds = set(config.get("layer_types") or config.get("layers_block_type") or ())
     if whole.get("is_encoder_decoder"):
         return "encoder-decoder models (cross-attention KV)"
-    if kinds & _STATE_LAYERS or any(config.get(name) for name in _STATE_FIELDS):
-        return "models with Mamba or linear attention (state beside KV)"
-    if config.get("is_hybrid_swa") or WINDOW_POOLS.intersection(names):
-        return (
-            "models with a KV pool for sliding windows (slots leave it behind the window): set "
-            "--disable-hybrid-swa-memory, which most of them allow"
-        )
+    if any(name.startswith("DeepseekV4") for name in names):
+        return "DeepSeek V4 (compressed KV in pools of its own)"
     if int(config.get("index_kpool") or 1) > 1:
         return "sparse attention whose index keys stand for several tokens"
     if config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
@@ -334,6 +407,12 @@ def _refused(whole: Config, config: Config) -> str | None:
     if names and not any(_generates(name) for name in names):
         return "models that generate no text (embedding, reward, pooling)"
     return None
+
+
+def _has_window_pool(whole: Config, config: Config) -> bool:
+    """Whether SGLang keeps KV of sliding windows in a pool of their own."""
+    names = whole.get("architectures") or ()
+    return bool(config.get("is_hybrid_swa")) or not WINDOW_POOLS.isdisjoint(map(str, names))
 
 
 def _generates(architecture: str) -> bool:

@@ -25,7 +25,9 @@ def _written(folder: Path, config: dict[str, Any]) -> Path:
 def test_shape_by_name_equals_shape_by_config_file(name: str, tmp_path: Path) -> None:
     by_file = find_shape(str(_written(tmp_path, MODELS[name])))
     assert by_file == find_shape(name)
-    assert by_file.stored_bytes(1) == by_file.read_bytes(1) == kv_token_bytes(tmp_path, "bfloat16")
+    if by_file.end_blocks(1, 128) == 0:  # every layer has KV of all tokens
+        whole = kv_token_bytes(tmp_path, "bfloat16")
+        assert by_file.stored_bytes(1) == by_file.read_bytes(1) == whole
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,9 @@ def test_shape_by_name_equals_shape_by_config_file(name: str, tmp_path: Path) ->
         ("qwen3-30b-a3b", 30.5e9, 3.35e9),
         ("mistral-7b", 7.25e9, 7.25e9),
         ("deepseek-v3", 671e9, 37.5e9),
+        ("gpt-oss-120b", 116.8e9, 5.7e9),  # 5.1e9 with one of the two embeddings
+        ("kimi-linear-48b", 49.1e9, 3.48e9),
+        ("qwen3.5-397b", 397e9, 17.3e9),
     ],
 )
 def test_shape_parameters_equal_the_published_numbers(
@@ -53,6 +58,40 @@ def test_shape_parameters_equal_the_published_numbers(
     embeddings = vocabulary * (1 if config.get("tie_word_embeddings") else 2)
     assert found.parameters == pytest.approx(parameters, rel=0.01)
     assert found.active + embeddings == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bytes", "state_bytes", "window_bytes"),
+    [
+        # 18 of 36 layers; the others have a window of 128 tokens.
+        ("gpt-oss-120b", 18 * 8 * 2 * 64 * 2, 0, 128 * 18 * 8 * 2 * 64 * 2),
+        # 7 of 27 layers, MLA; the others have a float32 state and three convolutions.
+        ("kimi-linear-48b", 7 * 576 * 2, 20 * (32 * 128 * 128 * 4 + 3 * 4096 * 3 * 2), 0),
+        # 15 of 60 layers.
+        ("qwen3.5-397b", 15 * 2 * 2 * 256 * 2, 45 * (64 * 128 * 128 * 4 + 12288 * 3 * 2), 0),
+        # An index of 128 bytes and a scale beside each latent row.
+        ("deepseek-v3.2", 61 * (576 * 2 + 132), 0, 0),
+    ],
+)
+def test_shape_unequal_layers_have_kv_windows_and_states(
+    name: str, kv_bytes: int, state_bytes: int, window_bytes: int
+) -> None:
+    found = find_shape(name)
+    assert found.kv_bytes(1) == kv_bytes
+    assert found.state_bytes == state_bytes
+    assert found.kv_heads * found.window_head_bytes == window_bytes
+    end_bytes = found.end_blocks(1, 128) * 128 * kv_bytes
+    assert 0 <= end_bytes - state_bytes - window_bytes < 128 * kv_bytes
+
+
+def test_shape_windows_of_a_model_with_one_pool_have_kv_of_all_tokens() -> None:
+    windows = {"layer_types": ["sliding_attention"] * 32, "sliding_window": 128}
+    assert shape_of({**LLAMA, **windows}) == shape_of(LLAMA)
+
+
+def test_shape_end_blocks_of_a_rank_shrink_with_the_ranks_that_share_states() -> None:
+    qwen = find_shape("qwen3.5-397b")
+    assert [qwen.end_blocks(gpus, 128) for gpus in (1, 2, 8)] == [49, 49, 13]
 
 
 def test_shape_mixture_uses_few_experts_and_holds_all() -> None:
