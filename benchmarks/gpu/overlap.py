@@ -308,7 +308,7 @@ class LiveScheduler(SchedulerLoop):
 
     def release(self, run: PromptRun) -> None:
         self._gpu.model.check(run.req.origin_input_ids[0], run.req.row)
-        self.saving.before_slots_are_freed()
+        self.saving.before_slots_are_freed(lambda record: False)
         self.allocator.free_segment(torch.cat(run.req.row), 0)
 
     def _iterate(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.memory.kv_shard import KvShard
+from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
@@ -41,7 +41,7 @@ class BlockSaving:
     keeps its KV in the tree. After the last checkpoint it is given up, and counted.
     """
 
-    def __init__(self, kv: DeviceKV, copier: Copier, writer: Writer, shard: KvShard) -> None:
+    def __init__(self, kv: DeviceKV, copier: Copier, writer: Writer, shard: KvShard = SOLE) -> None:
         self._kv = kv
         self._shard = shard
         self._copier = copier
