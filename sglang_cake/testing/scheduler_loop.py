@@ -24,7 +24,6 @@ from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.kv_shard import KvShard
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -132,7 +131,7 @@ class SchedulerLoop(ABC):
         )
         self.writer = Writer(store, write_queue, io, self.counters)
         self.copier = copier(self.loader.copied)
-        self.saving = BlockSaving(kv, self.copier, self.writer, KvShard())
+        self.saving = BlockSaving(kv, self.copier, self.writer)
         self.step_costs = StepCosts(
             self.loader, prior, chunk_tokens=chunk_tokens, pipelined=overlap
         )

@@ -273,6 +273,7 @@ def test_dp_attention_aborts_at_four_stages_beside_another_group_leave_a_clean_l
         latent_groups.post("/abort_request", rid=asking.rid)
         asking.answer()
         assert_same(beside.answer(), reference)
+        assert latent_groups.events(asking.rid)  # each group writes the trace of its requests
     latent_groups.flush()
     latent_groups.check_log()
 

@@ -13,7 +13,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
-from sglang_cake.integration.memory.kv_shard import KvShard
+from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -23,7 +23,7 @@ BLOCK, PATIENCE_S = 16, 60.0
 
 
 class SavingHarness:
-    def __init__(self, *, buffers: int = 8, shard: KvShard | None = None) -> None:
+    def __init__(self, *, buffers: int = 8, shard: KvShard = SOLE) -> None:
         self.pool = mha(256, dtype=torch.bfloat16)
         scramble(self.pool, 1)
         self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
@@ -34,7 +34,7 @@ class SavingHarness:
         self.buffers = BufferPool(buffers_for(self.kv, buffers))
         self.writer = Writer(self.store, self.buffers, self.io, self.counters)
         copier = Copier(self.kv, lambda took_s: None)
-        self.saving = BlockSaving(self.kv, copier, self.writer, shard or KvShard())
+        self.saving = BlockSaving(self.kv, copier, self.writer, shard)
         # SGLang's rows of slots are int32, and slots come in no order.
         order = torch.randperm(256, generator=torch.Generator().manual_seed(2)) + 1
         self.row = order.to(torch.int32)
@@ -214,7 +214,7 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
     kv = OrderedKV(mha(256, dtype=torch.bfloat16), block_tokens=BLOCK)
     copier, io, buffers = SlowCopier(kv), IoThread("test-io"), BufferPool(buffers_for(kv, 8))
     writer = Writer(MemoryStore(), buffers, io, Counters())
-    saving = BlockSaving(kv, copier, writer, KvShard())
+    saving = BlockSaving(kv, copier, writer)
     first, second = known(2), known(2)
     row = torch.arange(1, 2 * BLOCK + 1)
     saving.checkpointed(first, first.tokens, row, last=False)
@@ -271,3 +271,52 @@ def test_block_saving_blocks_of_another_ranks_turn_are_not_counted_as_given_up(
     record = known(6)
     assert harness.checkpoint(record, 6 * BLOCK, last=True) == [turn]
     assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 2
+
+
+class SlowCopier(Copier):
+    """Launches copies that take until the test ends them."""
+
+    def __init__(self, kv: DeviceKV) -> None:
+        super().__init__(kv, lambda took_s: None)
+        self.saves: list[Save] = []
+
+    def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
+        save = Save()
+        save.launched.set_result(Copy(number=len(self.saves)))
+        self.saves.append(save)
+        return save
+
+
+class OrderedKV(DeviceKV):
+    """Notes after which copies the last forward has to start."""
+
+    ordered: Sequence[Copy] = ()
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        self.ordered = copies
+
+
+def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() -> None:
+    """However the request ended: its record alone decides, and nobody told the saving."""
+    kv = OrderedKV(mha(256, dtype=torch.bfloat16), block_tokens=BLOCK)
+    copier, io, buffers = SlowCopier(kv), IoThread("test-io"), BufferPool(buffers_for(kv, 8))
+    writer = Writer(MemoryStore(), buffers, io, Counters())
+    saving = BlockSaving(kv, copier, writer)
+    first, second = known(2), known(2)
+    row = torch.arange(1, 2 * BLOCK + 1)
+    saving.checkpointed(first, first.tokens, row, last=False)
+    saving.checkpointed(second, second.tokens, row + 2 * BLOCK, last=False)
+
+    saving.before_slots_are_freed(lambda record: True)
+    assert not kv.ordered
+    saving.before_slots_are_freed(lambda record: record is second)
+    assert [copy.number for copy in kv.ordered] == [0]
+    saving.before_slots_are_freed(lambda record: False)
+    assert [copy.number for copy in kv.ordered] == [0, 1]
+
+    for save in copier.saves:
+        save.ended.set_result(None)
+    saving.before_slots_are_freed(lambda record: False)
+    assert not kv.ordered
+    io.run(writer.drained(), PATIENCE_S)
+    io.close()

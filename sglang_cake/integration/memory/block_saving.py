@@ -12,7 +12,7 @@ from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.memory.kv_shard import KvShard
+from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
@@ -70,7 +70,7 @@ class BlockSaving:
         kv: DeviceKV,
         copier: Copier,
         writer: Writer,
-        shard: KvShard,
+        shard: KvShard = SOLE,
         ends: EndStates | None = None,
     ) -> None:
         self._kv = kv

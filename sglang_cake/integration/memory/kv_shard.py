@@ -45,6 +45,9 @@ class KvShard:
         return block % self.turns == self.turn
 
 
+SOLE = KvShard()  # no other rank has a part of the KV
+
+
 def shard_of(ctx: "TreeCacheBuildContext") -> KvShard:
     """The shard of this process.
 
