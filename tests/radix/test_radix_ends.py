@@ -249,7 +249,8 @@ def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     row = side.allocator.translate_loc_from_full_to_swa(row)
     assert torch.equal(good.window, row[-rows:])
     buffers = side.buffers(save.count)
-    save.save(EndSlots(row[-rows - page : -page], good.state), buffers, ())
+    wrong = EndSlots(row[-rows - page : -page], good.state)
+    save.save(save.prepare(wrong), buffers, ())
     side.store.ends[tuple(PROMPT[:48])][: save.count] = [bytes(b.view) for b in buffers]
     side.release(req, checkpoint=False)
     empty(side)
