@@ -186,55 +186,6 @@ def test_block_saving_slots_overwritten_after_return_keep_the_stored_bytes(
     harness.expect(record, 1)
 
 
-class SlowCopier(Copier):
-    """Launches copies that take until the test ends them."""
-
-    def __init__(self, kv: DeviceKV) -> None:
-        super().__init__(kv, lambda took_s: None)
-        self.saves: list[Save] = []
-
-    def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
-        save = Save()
-        save.launched.set_result(Copy(number=len(self.saves)))
-        self.saves.append(save)
-        return save
-
-
-class OrderedKV(DeviceKV):
-    """Notes after which copies the last forward has to start."""
-
-    ordered: Sequence[Copy] = ()
-
-    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        self.ordered = copies
-
-
-def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() -> None:
-    """However the request ended: its record alone decides, and nobody told the saving."""
-    kv = OrderedKV(mha(256, dtype=torch.bfloat16), block_tokens=BLOCK)
-    copier, io, buffers = SlowCopier(kv), IoThread("test-io"), BufferPool(buffers_for(kv, 8))
-    writer = Writer(MemoryStore(), buffers, io, Counters())
-    saving = BlockSaving(kv, copier, writer)
-    first, second = known(2), known(2)
-    row = torch.arange(1, 2 * BLOCK + 1)
-    saving.checkpointed(first, first.tokens, row, last=False)
-    saving.checkpointed(second, second.tokens, row + 2 * BLOCK, last=False)
-
-    saving.before_slots_are_freed(lambda record: True)
-    assert not kv.ordered
-    saving.before_slots_are_freed(lambda record: record is second)
-    assert [copy.number for copy in kv.ordered] == [0]
-    saving.before_slots_are_freed(lambda record: False)
-    assert [copy.number for copy in kv.ordered] == [0, 1]
-
-    for save in copier.saves:
-        save.ended.set_result(None)
-    saving.before_slots_are_freed(lambda record: False)
-    assert not kv.ordered
-    io.run(writer.drained(), PATIENCE_S)
-    io.close()
-
-
 @pytest.fixture(params=[0, 1])
 def one_of_two(request: pytest.FixtureRequest) -> Iterator[tuple[int, SavingHarness]]:
     """One of two ranks that hold the same KV, with its number."""
