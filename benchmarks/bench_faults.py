@@ -9,6 +9,7 @@ takes as long as computing it), is a proxy that spoils answers. For every fault 
 
     during  the fault begins when a quarter of the blocks has been answered for
     later   the next request, while the fault lasts: lookups and writes are hit as well
+    new     a prompt that is not stored, while the fault lasts
     miss    the same prompt on a server of SGLang without the plugin, in the same round
 
 `ratio` is the time to the first token beside `miss`, the median of rounds. `steps` is how much
@@ -44,6 +45,7 @@ NEW_TOKENS = 4
 NONE = "none"
 STORES = {"http": http_store, "s3": s3_store}
 MODES = ("auto", "load")
+WHEN = ("during", "later", "new")
 HEAL_S = 120.0  # until a store is used again
 SAID = re.compile(r": [a-z]+ (?:fail \(([a-z ]+):|are (forbidden))")  # of `store.circuit`
 FULL = {"tokens": 2048, "chunk": 256, "repeats": 1, "name": "cpu"}
@@ -131,12 +133,16 @@ class Bench:
         link.proxy.spoil(fault, methods=READ_METHODS, spare=spare)
         during = hit.cold(self.prompt, NEW_TOKENS)
         link.proxy.spoil(fault)
-        later = hit.cold(self.prompt, NEW_TOKENS)
+        new_prompt = servers.random_prompt(self.args.tokens, seed=100 + len(self.runs))
+        prompts = {"later": self.prompt, "new": new_prompt}
+        if len(self.runs) % 2:  # the first one hits a store that is still in use
+            prompts = dict(reversed(prompts.items()))
+        lasting = {name: hit.cold(prompt, NEW_TOKENS) for name, prompt in prompts.items()}
         said = sorted({first or second for first, second in SAID.findall(hit.logs()[before:])})
         link.proxy.spoil(None)
         plain = miss.cold(self.prompt, NEW_TOKENS)
         steps = self.args.tokens / self.args.chunk
-        found = run(labels, plain, {"during": during, "later": later}, said, steps)
+        found = run(labels, plain, {"during": during, **lasting}, said, steps)
         self.runs.append(found)
         self.progress.say(", ".join([*labels.values(), str(found["steps"]), *said]))
 
@@ -185,7 +191,9 @@ def run(
     return {
         **labels,
         "said": said,
-        "same_tokens": all(hit.output_ids == plain.output_ids for hit in hits.values()),
+        "same_tokens": all(
+            hit.output_ids == plain.output_ids for name, hit in hits.items() if name != "new"
+        ),
         "ttft_s": {"miss": round(plain.ttft_s, 3)}
         | {name: round(hit.ttft_s, 3) for name, hit in hits.items()},
         "ratio": {name: round(hit.ttft_s / plain.ttft_s, 3) for name, hit in hits.items()},
@@ -208,13 +216,14 @@ def text(runs: Sequence[dict[str, Any]]) -> str:
         rows.append(
             [
                 *(kind, mode, fault),
-                *(of(what, when) for when in ("during", "later") for what in ("ratio", "steps")),
+                *(of(what, when) for when in WHEN for what in ("ratio", "steps")),
                 ", ".join(sorted({word for r in some for word in r["said"]})) or "-",
                 "yes" if all(r["same_tokens"] for r in some) else "NO",
             ]
         )
-    heads = ["store", "mode", "fault", "during/miss", "steps", "later/miss", "steps"]
-    return table([*heads, "said", "same tokens"], rows, right=range(3, 7))
+    heads = ["store", "mode", "fault"]
+    heads += [head for when in WHEN for head in (f"{when}/miss", "steps")]
+    return table([*heads, "said", "same tokens"], rows, right=range(3, 9))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
@@ -60,6 +62,7 @@ from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
     from sglang_cake.integration.runahead.runahead_scheduler import Runahead
@@ -407,12 +410,28 @@ def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:
 
 def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
     on_gpu = _forward_stream(ctx) is not None
+    model, graphs = ctx.model_config, resolving_view(ctx.server_args).cuda_graph_config.prefill
+    has_graphs = on_gpu and graphs.backend != "disabled"
     return StepCosts(
         loader,
-        PrefillCost.prior(hidden=ctx.model_config.hidden_size, on_gpu=on_gpu),
+        PrefillCost.prior(
+            hidden=model.hidden_size,
+            on_gpu=on_gpu,
+            prefix_flops=_prefix_flops(model) if on_gpu else 0.0,
+            graph_tokens=tuple(sorted(graphs.bs or ())) if has_graphs else (),
+        ),
         chunk_tokens=_chunk_tokens(ctx),
         pipelined=_pipelined(ctx),
     )
+
+
+def _prefix_flops(model: "ModelConfig") -> float:
+    """FLOPs of a layer in a step, per token of the prefix: with MLA, SGLang's kernels for prefill
+    take K and V of all heads, so the latent vectors of the prefix are projected in each step."""
+    if model.attention_arch != AttentionArch.MLA:
+        return 0.0
+    widths = model.qk_nope_head_dim + model.v_head_dim
+    return float(2 * model.kv_lora_rank * model.num_attention_heads * widths)
 
 
 def _device(ctx: "TreeCacheBuildContext") -> str:

@@ -94,7 +94,8 @@ class Metrics:
         self._costs = Gauge(
             "sglang:cake_cost_seconds",
             "Measured costs: of a prefill step (fixed, per token, per pair of query and key, per "
-            "decoding request) and of a load (latency, per block, per copy to the device).",
+            "decoding request, per token of the prefix with MLA) and of a load (latency, per "
+            "block, per copy to the device).",
             [*names, "what"],
             multiprocess_mode="mostrecent",
         )
@@ -154,6 +155,7 @@ class Metrics:
             "token": prefill.token_s,
             "pair": prefill.pair_s,
             "decode": prefill.decode_s,
+            "prefix": prefill.prefix_s,
             "latency": load.latency_s,
             "block": load.block_s,
             "copy": load.copy_s,

@@ -17,7 +17,7 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.core.local_files import atomic_write
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
-VERSION = 3
+VERSION = 4
 MAX_FILES = 64  # the newest stay
 _MAX_BYTES = 4096
 _LONGEST_S = 1e4  # no cost is larger; no share is either
@@ -44,7 +44,9 @@ class CostFile:
                 content = json.loads(file.read(_MAX_BYTES))
             if content["version"] != VERSION:
                 return None
-            prefill = PrefillCost(*_numbers(content["prefill"], PrefillCost, 5))
+            prefill = PrefillCost(0, 0, 0).with_numbers(
+                _numbers(content["prefill"], PrefillCost, 6)
+            )
             loads = [None if named is None else _load(named) for named in content["loads"]]
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -57,7 +59,10 @@ class CostFile:
         """
         content = {
             "version": VERSION,
-            "prefill": asdict(prefill),
+            "prefill": {
+                field.name: value
+                for field, value in zip(fields(prefill), prefill.numbers, strict=False)
+            },
             "loads": [None if load is None else asdict(load) for load in loads],
         }
         try:

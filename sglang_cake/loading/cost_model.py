@@ -2,7 +2,9 @@
 
 Prefill: the time of a step has a fixed part, a part per token (the linear layers), a part per
 (query, key) pair (attention, which makes late chunks cost more), and a part per decoding request
-that shares the step. Loading: a latency, and then a time per block.
+that shares the step. With MLA a step also has a part per token of the prefix, whose latent vectors
+are projected again in each step. Where a graph of a fixed size runs the step, its tokens are padded
+to that size. Loading: a latency, and then a time per block.
 
 Nothing is profiled. The first numbers are guesses with the proportions of the model (`prior`). Each
 measured step moves them, the newest step most. A step that took far longer than predicted (another
@@ -10,6 +12,7 @@ process, a page fault) moves them only a little. Pure: no clock, no threads, no 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -36,11 +39,13 @@ _NEWEST_BLOCKS = 0.4  # weight of the newest group in the time per block
 _NEWEST_LATENCY = 0.2
 _SLOWEST_GROUP = 8.0  # a group counts as at most this many times the average
 
-# Units that bring the four features of a step to about the same size.
-_UNIT = np.array((1.0, 512.0, 512.0 * 512.0, 8.0))
+# Units that bring the five features of a step to about the same size.
+_UNIT = np.array((1.0, 512.0, 512.0 * 512.0, 8.0, 8192.0))
 
 # How far off the prior may be where nothing is known, as a share of the first step.
-_UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2))
+_UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2, 0.0))
+# SGLang runs no graph that would pad a step to more than so many times its tokens.
+_MOST_PADDING = 2
 
 MOST_TIERS = 8  # further ones count as the last of these
 # Costs measured longer ago are doubted. Otherwise a tier that was slow, so that nothing is loaded
@@ -57,13 +62,30 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Predicted seconds of prefill steps. `pair_s` is per (query, key) pair, causal."""
+    """Predicted seconds of prefill steps. `pair_s` is per (query, key) pair, causal.
+
+    Attributes:
+        prefix_s: per step and token of the prefix; 0: the model has no such cost.
+        graph_tokens: sizes of the graphs that run steps, ascending.
+    """
 
     fixed_s: float
     token_s: float
     pair_s: float
     decode_s: float = 0.0  # per request that decodes in the same step
     error: float = _GUESS_ERROR  # mean share by which predictions missed lately
+    prefix_s: float = 0.0
+    graph_tokens: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What is learned: all but the sizes of graphs, in the order of the fields."""
+        return astuple(self)[:-1]
+
+    def with_numbers(self, numbers: Sequence[float]) -> "PrefillCost":
+        """The cost with other `numbers`. Raises: ValueError for another count of them."""
+        fixed_s, token_s, pair_s, decode_s, error, prefix_s = numbers
+        return PrefillCost(fixed_s, token_s, pair_s, decode_s, error, prefix_s, self.graph_tokens)
 
     @property
     def guessed(self) -> bool:
@@ -71,36 +93,67 @@ class PrefillCost:
         return self.error >= _GUESS_ERROR
 
     @classmethod
-    def prior(cls, *, hidden: int, on_gpu: bool) -> "PrefillCost":
+    def prior(
+        cls,
+        *,
+        hidden: int,
+        on_gpu: bool,
+        prefix_flops: float = 0.0,
+        graph_tokens: tuple[int, ...] = (),
+    ) -> "PrefillCost":
         """The guess before anything was measured.
 
         A dense transformer layer takes about 24 h^2 FLOPs per token in its matrix products and 4 h
         per pair in attention, so a pair costs 1 / (6 h) of a token for any number of layers. The
         absolute numbers are those of an average machine; the first measured step replaces them.
+
+        Args:
+            prefix_flops: of a layer in a step, per token of the prefix (MLA).
+            graph_tokens: sizes of the graphs that run steps, ascending.
         """
         token_s = 1e-4 if on_gpu else 1e-3
-        return cls(0.01, token_s, token_s / (6 * hidden), 8 * token_s)
+        return cls(
+            0.01,
+            token_s,
+            token_s / (6 * hidden),
+            8 * token_s,
+            prefix_s=token_s * prefix_flops / (24 * hidden**2),
+            graph_tokens=graph_tokens,
+        )
+
+    def padded(self, tokens: int) -> int:
+        """The tokens that a step computes to prefill so many."""
+        i = bisect_left(self.graph_tokens, tokens)
+        if i == len(self.graph_tokens) or self.graph_tokens[i] > _MOST_PADDING * tokens:
+            return tokens  # no graph runs it
+        return self.graph_tokens[i]
 
     def step_s(self, start: int, stop: int) -> float:
         """One step over tokens `[start, stop)`; an empty one takes no time."""
-        if stop <= start:
-            return 0.0
-        return self.fixed_s + self.token_s * (stop - start) + self.pair_s * pairs(start, stop)
+        return self.work_s(work_of(start, stop)) if stop > start else 0.0
 
     def span_s(self, start: int, stop: int, chunk_tokens: int) -> float:
         """All steps of at most `chunk_tokens` over `[start, stop)`."""
         if stop <= start:
             return 0.0
-        steps = -(-(stop - start) // chunk_tokens)
-        return self.step_s(start, stop) + (steps - 1) * self.fixed_s
+        more = -(-(stop - start) // chunk_tokens) - 1  # whole steps before the last
+        last = start + more * chunk_tokens
+        prefix = more * start + chunk_tokens * more * (more - 1) / 2
+        return (
+            self.step_s(last, stop)
+            + more * (self.fixed_s + self.token_s * self.padded(chunk_tokens))
+            + self.pair_s * pairs(start, last)
+            + self.prefix_s * prefix
+        )
 
     def work_s(self, work: "StepWork") -> float:
         """One step that does `work`."""
         return (
             self.fixed_s
-            + self.token_s * work.tokens
+            + self.token_s * self.padded(work.tokens)
             + self.pair_s * work.pairs
             + self.decode_s * work.decodes
+            + self.prefix_s * work.prefix_tokens
         )
 
     def queue_s(self, work: "StepWork", chunk_tokens: int) -> float:
@@ -109,8 +162,10 @@ class PrefillCost:
         return self.work_s(work) + (steps - 1) * self.fixed_s if steps else 0.0
 
     def beside(self, others: "StepWork") -> "PrefillCost":
-        """The cost of a part of steps that do `others` as well, which is a fixed cost to it."""
-        return replace(self, fixed_s=self.work_s(others))
+        """The cost of a part of steps that do `others` as well, which is a fixed cost to it. Where
+        others prefill, the part's own tokens do not say which graph runs the step."""
+        graph_tokens = () if others.tokens else self.graph_tokens
+        return replace(self, fixed_s=self.work_s(others), graph_tokens=graph_tokens)
 
 
 def pairs(start: float, stop: float) -> float:
@@ -121,21 +176,31 @@ def pairs(start: float, stop: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of one step: prefilled spans of every request in it, and requests that decode."""
+    """The work of one step: prefilled spans of every request in it, and requests that decode.
+
+    Attributes:
+        prefix_tokens: tokens before these spans.
+    """
 
     tokens: int = 0
     pairs: float = 0.0
     decodes: int = 0
+    prefix_tokens: int = 0
 
     def __add__(self, other: "StepWork") -> "StepWork":
         return StepWork(
-            self.tokens + other.tokens, self.pairs + other.pairs, self.decodes + other.decodes
+            self.tokens + other.tokens,
+            self.pairs + other.pairs,
+            self.decodes + other.decodes,
+            self.prefix_tokens + other.prefix_tokens,
         )
 
 
 def work_of(start: int, stop: int) -> StepWork:
-    """The work of prefilling `[start, stop)`."""
-    return StepWork(stop - start, pairs(start, stop))
+    """The work of prefilling `[start, stop)` in one step."""
+    if stop <= start:
+        return StepWork()
+    return StepWork(stop - start, pairs(start, stop), prefix_tokens=start)
 
 
 class PrefillFit:
@@ -150,8 +215,10 @@ class PrefillFit:
         self._prior = _vector(prior)
         self._scale = 1.0
         self._first_s = 0.0  # what the first step took
-        self._products: Matrix = np.zeros((4, 4))  # sum of w x x'
-        self._targets: Matrix = np.zeros(4)  # sum of w x y
+        self._products: Matrix = np.zeros((5, 5))  # sum of w x x'
+        self._targets: Matrix = np.zeros(5)  # sum of w x y
+        self._graph_tokens = prior.graph_tokens
+        self._has_prefix_cost = prior.prefix_s > 0
         self._seen = 0
         self.cost = prior
 
@@ -162,6 +229,7 @@ class PrefillFit:
 
     def recall(self, cost: PrefillCost) -> None:
         """The cost that an earlier process learned replaces the prior."""
+        cost = replace(cost, graph_tokens=self._graph_tokens)
         self._prior = _vector(cost)
         self.cost = cost
 
@@ -172,7 +240,9 @@ class PrefillFit:
             return
         if not telling and not self._seen:
             return  # its time is mostly the fixed part, and would set the scale of tokens
-        x = np.array((1.0, work.tokens, work.pairs, work.decodes)) / _UNIT
+        prefix_tokens = work.prefix_tokens if self._has_prefix_cost else 0
+        tokens = self.cost.padded(work.tokens)
+        x = np.array((1.0, tokens, work.pairs, work.decodes, prefix_tokens)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
         error = self.cost.error
         if self._seen:
@@ -196,8 +266,12 @@ class PrefillFit:
             self._products + np.diag(_PRIOR_WEIGHT / spread**2),
             self._targets + _PRIOR_WEIGHT * prior / spread**2,
         )
-        fixed_s, token_s, pair_s, decode_s = (float(v) for v in found / _UNIT)
-        self.cost = PrefillCost(fixed_s, token_s, pair_s, decode_s, error)
+        fixed_s, token_s, pair_s, decode_s, prefix_s = (float(v) for v in found / _UNIT)
+        if not self._has_prefix_cost:
+            prefix_s = 0.0
+        self.cost = PrefillCost(
+            fixed_s, token_s, pair_s, decode_s, error, prefix_s, self._graph_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +515,8 @@ class LoadFits:
 
 
 def _vector(cost: PrefillCost) -> Matrix:
-    vector: Matrix = np.array((cost.fixed_s, cost.token_s, cost.pair_s, cost.decode_s)) * _UNIT
+    numbers = (cost.fixed_s, cost.token_s, cost.pair_s, cost.decode_s, cost.prefix_s)
+    vector: Matrix = np.array(numbers) * _UNIT
     return vector
 
 

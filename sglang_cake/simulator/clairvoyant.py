@@ -17,16 +17,24 @@ all t, or the time to compute everything. The bound assumes the best:
 So no schedule of whole chunks and blocks is faster, however the speeds of device and links change
 (`Machine.noise` must not be below 1). C(t) is exact: full steps, and the completed part of the step
 at t. The minimum is found by branch and bound, from below, to TOLERANCE.
+
+Padding to the sizes of graphs is left out. A step over [a, b) pays p a for its prefix
+(`PrefillCost.prefix_s`, p). Only the last step counts as paying, and the larger of two bounds is
+kept, for a prompt of n tokens and chunks of c:
+
+- It begins at n - c at the earliest, so it pays at least p (n - c).
+- It pays p n less p for each of its tokens. If all tokens cost p less, p n is added.
 """
 
 import heapq
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from dataclasses import replace
 
-from sglang_cake.loading.cost_model import StepWork, pairs
+from sglang_cake.loading.cost_model import PrefillCost, StepWork, pairs
 from sglang_cake.simulator.ideal_ttft import Ideal
-from sglang_cake.simulator.machine import Machine
+from sglang_cake.simulator.machine import Machine, Speed
 
 TOLERANCE = 2e-4
 BISECTIONS = 40
@@ -50,6 +58,25 @@ def clairvoyant(
     blocks = prompt_tokens // block_tokens
     count = blocks if stored_blocks is None else min(stored_blocks, blocks)
     stored = min(count * block_tokens, prompt_tokens - 1)
+    prefix_s = machine.prefill.prefix_s
+    plain = replace(machine.prefill, prefix_s=0.0, graph_tokens=())
+
+    def bound(cost: PrefillCost, prefix_tokens: int) -> Ideal:
+        here = replace(machine, prefill=cost)
+        ideal = _clairvoyant(here, prompt_tokens, chunk_tokens, block_tokens, stored)
+        steady = machine.device == Speed()  # otherwise the last step may be quicker
+        return replace(ideal, ttft_s=ideal.ttft_s + steady * prefix_s * prefix_tokens)
+
+    if not prefix_s:
+        return bound(plain, 0)
+    cheaper = replace(plain, token_s=plain.token_s - prefix_s)
+    bounds = bound(plain, max(0, prompt_tokens - chunk_tokens)), bound(cheaper, prompt_tokens)
+    return max(bounds, key=lambda ideal: ideal.ttft_s)
+
+
+def _clairvoyant(
+    machine: Machine, prompt_tokens: int, chunk_tokens: int, block_tokens: int, stored: int
+) -> Ideal:
     device = _Device(machine, prompt_tokens, chunk_tokens)
     early = 1 - 1 / machine.layers if machine.others is None else 0.0
 

@@ -46,16 +46,30 @@ HBM_BYTES_PER_S = 2.6e12
 KERNEL_S = 3e-6  # the least time of a kernel
 LAUNCH_S = 15e-6  # host time of one launch from Python, with its views
 EVENT_S = 3e-6
+# SGLang's default sizes of prefill graphs (`generate_prefill_cuda_graph_batch_sizes`).
+GRAPH_TOKENS = (
+    *range(4, 33, 4),
+    *range(48, 257, 16),
+    *range(288, 513, 32),
+    *range(576, 1025, 64),
+    *range(1280, 4097, 256),
+    *range(4608, 8193, 512),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """A model on a GPU (one rank of it), with the true cost of its prefill."""
+    """A model on a GPU (one rank of it), with the true cost of its prefill.
+
+    Attributes:
+        prefix_flops: as `PrefillCost.prior` has it.
+    """
 
     name: str
     layers: int
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     prefill: PrefillCost
+    prefix_flops: float
     chunk_tokens: int = 8192
 
     @property
@@ -73,17 +87,22 @@ class GpuModel:
         ).ttft_s
 
 
-def _gpu_model(name: str, kv_heads: int, head_dim: int, gpus: int) -> GpuModel:
+def _gpu_model(
+    name: str, kv_heads: int, head_dim: int, gpus: int, prefix_flops: float = 0.0
+) -> GpuModel:
     shape = find_shape(name)
     cost = prefill_cost(shape, GPUS["h100"], gpus=gpus, chunk_tokens=8192)
+    prefix_s = cost.token_s * prefix_flops * shape.layers / (2 * shape.active)
+    cost = replace(cost, prefix_s=prefix_s, graph_tokens=GRAPH_TOKENS)
     token = (kv_heads, head_dim)
     parts = (("k", token), ("v", token)) if head_dim == 128 else (("kv", token),)
-    return GpuModel(f"{name} TP{gpus}" if gpus > 1 else name, shape.layers, parts, cost)
+    full_name = f"{name} TP{gpus}" if gpus > 1 else name
+    return GpuModel(full_name, shape.layers, parts, cost, prefix_flops)
 
 
 LLAMA_8B = _gpu_model("llama-3.1-8b", 8, 128, 1)
 LLAMA_70B = _gpu_model("llama-3.1-70b", 1, 128, 8)
-DEEPSEEK_V3 = _gpu_model("deepseek-v3", 1, 576, 8)
+DEEPSEEK_V3 = _gpu_model("deepseek-v3", 1, 576, 8, prefix_flops=2.0 * 512 * 128 * (128 + 128))
 MODELS = (LLAMA_8B, LLAMA_70B, DEEPSEEK_V3)
 
 
@@ -460,7 +479,12 @@ class VirtualScheduler(SchedulerLoop):
             copier=partial(VirtualCopier, io, kv),
             staging=virtual_pool(counts.loads),
             write_queue=virtual_pool(counts.writes),
-            prior=PrefillCost.prior(hidden=4096, on_gpu=True),
+            prior=PrefillCost.prior(
+                hidden=4096,
+                on_gpu=True,
+                prefix_flops=model.prefix_flops,
+                graph_tokens=model.prefill.graph_tokens,
+            ),
             chunk_tokens=model.chunk_tokens,
             config=config,
             page_tokens=page_tokens,

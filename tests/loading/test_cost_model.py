@@ -35,11 +35,55 @@ def test_attention_pairs_of_a_span_are_summed_over_its_tokens() -> None:
     assert pairs(5, 5) == 0
 
 
-@given(st.integers(0, 4000), st.integers(0, 4000), st.integers(1, 700))
-def test_prefill_cost_span_is_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
-    cost, stop = PrefillCost(0.5, 0.01, 1e-5), start + tokens
+GRAPHS = (128, 256, 512)
+
+
+@given(
+    st.integers(0, 4000),
+    st.integers(0, 4000),
+    st.integers(1, 700),
+    st.sampled_from([0.0, 1e-3]),
+    st.sampled_from([(), GRAPHS]),
+)
+def test_prefill_cost_span_is_the_sum_of_its_steps(
+    start: int, tokens: int, chunk: int, prefix_s: float, graph_tokens: tuple[int, ...]
+) -> None:
+    cost = PrefillCost(0.5, 0.01, 1e-5, prefix_s=prefix_s, graph_tokens=graph_tokens)
+    stop = start + tokens
     steps = [(at, min(at + chunk, stop)) for at in range(start, stop, chunk)]
     assert cost.span_s(start, stop, chunk) == pytest.approx(sum(cost.step_s(*s) for s in steps))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padded"), [(128, 128), (129, 256), (65, 128), (64, 128), (63, 63), (513, 513)]
+)
+def test_prefill_cost_tokens_are_padded_to_the_next_graph_that_runs_them(
+    tokens: int, padded: int
+) -> None:
+    cost = PrefillCost(0.5, 0.01, 1e-5, graph_tokens=GRAPHS)
+    assert cost.padded(tokens) == padded
+    assert cost.step_s(0, tokens) == pytest.approx(0.5 + 0.01 * padded + 1e-5 * pairs(0, tokens))
+    beside_a_prefill = cost.beside(StepWork(10, 55.0))
+    assert beside_a_prefill.step_s(0, tokens) - beside_a_prefill.fixed_s == pytest.approx(
+        0.01 * tokens + 1e-5 * pairs(0, tokens)
+    )
+
+
+def test_prefill_fit_cost_of_the_prefix_is_separated_from_that_of_attention() -> None:
+    truth = PrefillCost(0.008, 1.5e-5, 2e-11, prefix_s=4e-7, graph_tokens=(*range(256, 8193, 256),))
+    flops = 2.0 * 512 * 128 * 256
+    prior = PrefillCost.prior(
+        hidden=7168, on_gpu=True, prefix_flops=flops, graph_tokens=truth.graph_tokens
+    )
+    blind = PrefillCost.prior(hidden=7168, on_gpu=True)
+    errors = []
+    for fit in (PrefillFit(prior), PrefillFit(blind)):
+        for start, tokens in ((0, 8192), (8192, 8192), (16384, 8192), (24576, 300)) * 5:
+            fit.observe(work_of(start, start + tokens), truth.step_s(start, start + tokens))
+        shorter, true_s = fit.cost.step_s(30000, 30500), truth.step_s(30000, 30500)
+        errors.append(abs(shorter - true_s) / true_s)
+        assert fit.cost.graph_tokens == (truth.graph_tokens if fit.cost.prefix_s else ())
+    assert errors[0] < 0.05 < errors[1]
 
 
 @pytest.mark.parametrize(("truth", "hidden"), TRUTHS)

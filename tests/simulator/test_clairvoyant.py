@@ -19,6 +19,8 @@ costs = st.builds(
     fixed_s=st.floats(1e-4, 0.05),
     token_s=st.floats(1e-5, 1e-3),
     pair_s=st.floats(0, 1e-8),
+    prefix_s=st.one_of(st.just(0.0), st.floats(1e-8, 9e-6)),
+    graph_tokens=st.sampled_from([(), (128, 256, 512, 1024)]),
 )
 loads = st.builds(LoadCost, latency_s=st.floats(0, 0.1), block_s=st.floats(1e-4, 0.2))
 

@@ -74,11 +74,11 @@ class RankConsensus:
         """
         if self._reduce_min is None:
             return [_own(record) for record in records], prefill, busy_s
-        shared = len(astuple(prefill)) + 1
+        shared = len(prefill.numbers) + 1
         sizes = [_size(record) for record in records]
         tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.int64)
         try:
-            numbers = _bits(*astuple(prefill), busy_s)
+            numbers = _bits(*prefill.numbers, busy_s)
             for record in records:
                 numbers += _pack(record)
             tensor = torch.tensor(numbers, dtype=torch.int64)
@@ -91,7 +91,7 @@ class RankConsensus:
         for record, size in zip(records, sizes, strict=True):
             updates.append(_unpack(record, numbers[position : position + size]))
             position += size
-        return updates, PrefillCost(*costs), agreed_busy_s
+        return updates, prefill.with_numbers(costs), agreed_busy_s
 
 
 def _own(record: PromptRecord) -> LoadUpdate:
