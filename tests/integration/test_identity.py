@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.identity.content import file_states
 from sglang_cake.integration.identity.identity import (
@@ -27,6 +27,8 @@ from sglang_cake.integration.identity.identity import (
 from sglang_cake.integration.memory.kv_shard import KvShard
 
 LAYOUT = BlockLayout.plain(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
+(GROUP,) = LAYOUT.groups
+INDEX = PlaneGroup(4, (("index", (8448,)),), "uint8", row_tokens=64)
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +93,12 @@ def _digest(**changed: Any) -> bytes:
         {"args": {"model_impl": "transformers"}},
         {"args": {"json_model_override_args": '{"rope_theta": 1.0}'}},
         {"args": {"enable_deterministic_inference": True}},
-        {"layout": replace(LAYOUT, dtype="bfloat16")},
+        {"layout": replace(LAYOUT, groups=(replace(GROUP, dtype="bfloat16"),))},
         {"layout": replace(LAYOUT, block_tokens=128)},
-        {"layout": replace(LAYOUT, layers=5)},
-        {"layout": replace(LAYOUT, parts=(("kv", (1, 96)),))},
+        {"layout": replace(LAYOUT, groups=(replace(GROUP, layers=5),))},
+        {"layout": replace(LAYOUT, groups=(replace(GROUP, parts=(("kv", (1, 96)),)),))},
+        {"layout": replace(LAYOUT, groups=(replace(GROUP, row_tokens=64),))},
+        {"layout": replace(LAYOUT, groups=(GROUP, INDEX))},
     ],
     ids=str,
 )
