@@ -62,6 +62,14 @@ def seeing(start: Start, model: Path, folder: Path, images: dict[str, str]) -> I
         yield live
 
 
+@pytest.fixture(scope="module")
+def eager(start: Start, model: Path, folder: Path, images: dict[str, str]) -> Iterator[Live]:
+    """Mode `auto`, in which last steps begin before their last blocks have arrived."""
+    env = {**images, "CAKE_TEST_LAYER_S": "0.005", "XDG_CACHE_HOME": str(folder / "cache-vl")}
+    with start(model, FLAGS, store=folder / "store-vl-auto", bandwidth="10MB/s", env=env) as live:
+        yield live
+
+
 def with_images(text: list[int], *places: int, tokens: int = 64) -> list[int]:
     """The prompt, with an image of so many tokens at each of these places."""
     ids = list(text)
@@ -93,6 +101,19 @@ def test_multimodal_prompt_of_text_is_loaded_and_gives_the_plain_answer(
     assert answer.loaded >= 4 * CHUNK
 
 
+def test_multimodal_last_step_of_text_that_begins_early_gives_the_plain_answer(
+    eager: Live, bare: Live, prompt: Make
+) -> None:
+    ids = [token % PAD for token in prompt(20 * BLOCK + 5)]
+    eager.ask_and_store(ids)
+
+    def early() -> Answer | None:
+        answer = eager.ask_flushed(ids)
+        return answer if answer.meta["cake"]["overlapped_tokens"] else None
+
+    assert_same(until(early, "a last step that begins early"), bare.reference(ids))
+
+
 def test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer(
     seeing: Live, bare: Live, prompt: Make
 ) -> None:
@@ -106,6 +127,23 @@ def test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer(
     assert_same(answer, reference)
     assert answer.loaded >= 3 * CHUNK
     assert answer.loaded + answer.computed == len(ids)
+
+
+def test_multimodal_images_that_are_computed_and_loaded_at_once_give_the_plain_answer(
+    eager: Live, bare: Live, prompt: Make
+) -> None:
+    text = [token % PAD for token in prompt(6 * CHUNK + 9)]
+    ids = with_images(text, 50, 3 * CHUNK + 100, tokens=256)
+    pictures = ["32x32 13", "64x16 14"]
+    ask_and_store(eager, ids, pictures)
+
+    def raced() -> Answer | None:
+        answer = eager.ask_flushed(ids, image_data=pictures)
+        assert_same(answer, plain_answer(bare, ids, *pictures))
+        assert answer.meta["cake"]["overlapped_tokens"] == 0
+        return answer if answer.loaded and answer.computed > BLOCK else None
+
+    until(raced, "a prompt that is partly computed and partly loaded")
 
 
 def test_multimodal_holes_in_images_are_computed(seeing: Live, bare: Live, prompt: Make) -> None:

@@ -195,6 +195,34 @@ def test_media_sglangs_numbers_come_from_the_identity() -> None:
     assert not set(ours[0].padding_values()) & set(ours[1].padding_values())
 
 
+def test_media_other_positions_are_other_numbers_in_sglangs_tree() -> None:
+    """Equal frames at another rate: SGLang's tree would mix their KV."""
+    rows = mrope(len(TEXT), [(20, 24)])
+    later = rows.clone()
+    later[:, 24:] += 1
+    delta = torch.tensor([[int(later.max()) + 1 - len(TEXT)]])
+    one = requested(image(1))
+    other = requested(image(1), mrope_positions=later, mrope_position_delta=delta)
+    assert one.origin_input_ids[:20] == other.origin_input_ids[:20]
+    assert one.origin_input_ids[20] != other.origin_input_ids[20]
+    first = requested(image(1), places=(0,))
+    later = first.multimodal_inputs.mrope_positions + 3
+    delta = torch.tensor([[int(later.max()) + 1 - len(TEXT)]])
+    other = requested(image(1), places=(0,), mrope_positions=later, mrope_position_delta=delta)
+    assert first.origin_input_ids[0] != other.origin_input_ids[0]
+    moved = requested(image(1), places=(26,))
+    assert moved.origin_input_ids[26:30] == one.origin_input_ids[20:24]  # one embedding for both
+
+
+def test_media_positions_of_text_that_do_not_go_on_one_by_one_have_no_keys() -> None:
+    for start in (0, 5, 30):
+        rows = mrope(len(TEXT), [(20, 24)])
+        rows[:, start:] += 1
+        delta = (rows.max() + 1 - len(TEXT)).reshape(1, 1)
+        found = requested(image(1), mrope_positions=rows, mrope_position_delta=delta)
+        assert media_of(found) is None
+
+
 def test_media_identity_is_not_the_digest_that_a_client_can_compute() -> None:
     item = image(1)
     digest = content_digest(item)

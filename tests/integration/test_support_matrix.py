@@ -299,6 +299,16 @@ def test_support_matrix_runahead_member_on_cpu_or_gpu_is_supported(device: dict[
     assert (reason is not None) == (not device)
 
 
+def test_support_matrix_runahead_member_of_a_multimodal_model_is_refused() -> None:
+    member = CakeConfig(runahead_peers="a:1,b:1")
+    reason = unsupported_group(
+        SimpleNamespace(**MEMBER), replace(PLAIN, is_multimodal=True), member
+    )
+    assert reason is not None
+    assert "does not support multimodal models" in reason
+    assert "\n" not in reason
+
+
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_support_matrix_lossy_codec_on_fp8_cache_is_refused(dtype: str) -> None:
     for codec in CHOICES:

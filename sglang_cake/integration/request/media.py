@@ -64,16 +64,16 @@ def identify(processed: "MultimodalProcessorOutput") -> list[bytes] | None:
 
     if envs.SGLANG_MM_SKIP_COMPUTE_HASH.get():
         return None
-    padded = processed.padded_input_ids
+    padded, rows = processed.padded_input_ids, processed.mrope_positions
     items = [item for item in processed.mm_items if item.is_valid()]
     digests = []
     for item in items:
         digest = content_digest(item) if _is_hash_sglangs(item, padded) else None
-        if digest is None:
+        if digest is None or not item.offsets:
             return None
         digests.append(digest)
     for item, digest in zip(items, digests, strict=True):
-        item.set_identity(_identity(digest))
+        item.set_identity(_identity(digest, item, rows))
     if padded is not None:
         processed.padded_input_ids = processed.build_padded_input_ids(padded, items)
     return digests
@@ -153,7 +153,9 @@ def _media(found: "MultimodalInputs", tokens: "array[int]") -> Media | None:
         return None
     items = []
     for item, digest in zip(found.mm_items, digests, strict=True):
-        if item.identity != _identity(digest) or not _is_padded(item, tokens):
+        if not _is_padded(item, tokens):
+            return None
+        if item.identity != _identity(digest, item, found.mrope_positions):
             return None
         items.append(MediaItem(digest, tuple((start, end + 1) for start, end in item.offsets)))
     bounds = [bound for item in items for span in item.spans for bound in span]
@@ -176,7 +178,8 @@ def _is_padded(item: "MultimodalDataItem", tokens: "array[int]") -> bool:
 def _with_positions(
     items: tuple[MediaItem, ...], found: "MultimodalInputs", tokens: int
 ) -> Media | None:
-    """`Media` with M-RoPE positions; None if those behind the prompt do not go on one by one."""
+    """`Media` with M-RoPE positions. None if those of text do not go on one by one, from 0 on and
+    also behind the prompt: SGLang's tree knows only the positions in an identity."""
     rows, delta = found.mrope_positions, found.mrope_position_delta
     if rows is None or rows.dim() != 2 or rows.shape[1] < tokens:
         return None
@@ -187,9 +190,27 @@ def _with_positions(
     ahead = torch.arange(tokens - 1, rows.shape[1]) + shift
     if not torch.equal(rows[:, tokens - 1 :], ahead.expand(rows.shape[0], -1)):
         return None
-    positions = (array("q", row[:tokens].numpy().tobytes()) for row in rows)
+    rows = rows[:, :tokens]
+    is_text = torch.ones(tokens + 1, dtype=torch.bool)  # the first one is before the prompt
+    for start, stop in (span for item in items for span in item.spans):
+        is_text[start + 1 : stop + 1] = False
+    steps = torch.diff(rows, prepend=torch.full((rows.shape[0], 1), -1))
+    if not bool((steps[:, is_text[1:] & is_text[:-1]] == 1).all()):
+        return None
+    positions = (array("q", row.numpy().tobytes()) for row in rows)
     return Media(items, tuple(positions), shift)
 
 
-def _identity(digest: bytes) -> bytes:
-    return hmac.digest(tenant_key(), b"media" + digest, "sha256")
+def _identity(digest: bytes, item: "MultimodalDataItem", rows: torch.Tensor | None) -> bytes:
+    """32 bytes, from the item's digest and from how positions go on around and inside its tokens.
+
+    Args: rows: M-RoPE positions of the prompt; None: each position is the index.
+    """
+    told = b"media" + digest
+    if rows is not None:
+        for start, end in item.offsets:
+            before = max(0, start - 1)
+            origin = rows[:1, before : before + 1] if start else -1
+            steps = (rows[:, before : end + 2] - origin).to(torch.int64).cpu()
+            told += f" {start - before} {tuple(steps.shape)} ".encode() + steps.numpy().tobytes()
+    return hmac.digest(tenant_key(), told, "sha256")
