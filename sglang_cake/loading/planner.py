@@ -103,7 +103,7 @@ def look_ahead(
 ) -> Outlook:
     """Predict the three ways (docs/theory.md, B): C(x) = l (n - x), over block borders x.
 
-    End blocks are loads that come first, whatever the border.
+    End blocks are loads that come first, unless all is computed.
 
     Args: chunk_tokens: the most that one step computes.
     """
@@ -123,7 +123,9 @@ def look_ahead(
     since_s = progress.since_s if is_asked(view, progress.load_from) else 0.0
 
     def load_s(border: int) -> float:
-        blocks = wanted.count(1, border) + view.end_wanted
+        blocks = wanted.count(1, border)
+        if later.find(1, border) >= 0:  # a block right of it is not computed
+            blocks += view.end_wanted
         return costs.load.load_s(blocks, since_s=since_s, begun=progress.begun)
 
     unbroken, overlap_s = _overlap_gain(view, later, chunk_tokens, costs)

@@ -23,8 +23,10 @@ from sglang_cake.loading.planner import (
     Outlook,
     StepPlan,
     device_work,
+    is_overdue,
     look_ahead,
     next_step,
+    overlap_span,
     should_load,
 )
 from sglang_cake.simulator.machine import Knowledge, Machine
@@ -517,3 +519,94 @@ def test_planner_race_with_useless_blocks_equals_mode_compute() -> None:
     machine = Machine(PrefillCost(0.03, 6e-5, 0.0), LoadCost(0.0, 0.06))
     compute_s = simulate_prompt(machine, 1024, chunk_tokens=512, mode="compute").ttft_s
     assert simulate_prompt(machine, 1024, chunk_tokens=512).ttft_s == compute_s
+
+
+# ---- models with end states ----
+
+
+def end_view(states: list[BlockState], end_wanted: int, *, front: int = 0) -> View:
+    """A prompt whose end state is three blocks."""
+    return replace(view_of(states, front=front), end_blocks=3, end_wanted=end_wanted)
+
+
+def test_planner_outlook_end_blocks_are_loaded_whatever_is_computed() -> None:
+    outlook = look_ahead(
+        end_view([WANTED] * 10, 3), chunk_tokens=500, costs=costs(100), progress=LoadProgress()
+    )
+    assert outlook.compute_s == 1050
+    assert outlook.load_s == 13 * 100 + 50
+    assert (
+        outlook.both_s == 700 + 50
+    )  # seven blocks and the end meet six or seven that are computed
+
+
+def test_planner_outlook_landed_blocks_before_a_missing_end_are_not_free() -> None:
+    def compute_s(states: list[BlockState], end_wanted: int) -> float:
+        view = end_view(states, end_wanted)
+        return look_ahead(
+            view, chunk_tokens=500, costs=costs(100), progress=LoadProgress()
+        ).compute_s
+
+    assert compute_s([LANDED] * 3, 0) == 50
+    assert compute_s([LANDED] * 3, 1) == 350
+    assert compute_s([WANTED, LANDED, LANDED], 0) == 350
+
+
+@pytest.mark.parametrize(("end_wanted", "loads"), [(1, True), (3, False)])
+def test_planner_prompt_is_not_loaded_if_its_end_takes_longer_than_computing(
+    end_wanted: int, loads: bool
+) -> None:
+    """Four blocks are computed in 450 s, and a block is loaded in 160 s."""
+    now = {"chunk_tokens": 500, "costs": costs(160), "progress": LoadProgress()}
+    assert should_load(end_view([WANTED] * 4, end_wanted), mode="auto", **now) == loads
+
+
+def test_planner_step_waits_before_landed_blocks_whose_end_is_near() -> None:
+    view = end_view([LANDED] * 5, 1)
+    progress = LoadProgress(since_s=1.0, begun=True, load_from=0)
+    step = next_step(view, mode="auto", chunk_tokens=500, costs=costs(10), progress=progress)
+    assert step.wait
+
+
+@pytest.mark.parametrize("mode", ["auto", "both"])
+def test_planner_step_computes_landed_blocks_whose_end_is_overdue(mode: Mode) -> None:
+    view = end_view([LANDED] * 5, 1)
+    progress = LoadProgress(since_s=10_000.0, begun=True, load_from=0)
+    step = next_step(view, mode=mode, chunk_tokens=500, costs=costs(10), progress=progress)
+    assert not step.wait
+    assert step.stop > 100
+
+
+def test_planner_step_ends_where_the_front_can_jump_to_the_end() -> None:
+    states = [ABSENT, ABSENT, LANDED, LANDED]
+    for end_wanted, stop in ((0, 200), (1, 450)):
+        step = next_step(
+            end_view(states, end_wanted),
+            mode="auto",
+            chunk_tokens=500,
+            costs=costs(1000),
+            progress=LoadProgress(load_from=0),
+        )
+        assert step.stop == stop
+
+
+def test_planner_end_block_alone_can_be_overdue() -> None:
+    late = LoadProgress(since_s=11.0, begun=True, load_from=4)
+    assert is_overdue(end_view([LANDED] * 4, 1), costs(10), late)
+    assert not is_overdue(end_view([LANDED] * 4, 0), costs(10), late)
+    assert not is_overdue(end_view([LANDED] * 4, 1), costs(10), replace(late, load_from=None))
+
+
+def test_planner_last_step_over_an_end_does_not_begin_early() -> None:
+    for view, span in ((view_of([WANTED]), (0, 100)), (end_view([WANTED], 0), None)):
+        known = costs(10)
+        assert overlap_span(view, missing_shares={0: 0.5}, chunk_tokens=500, costs=known) == span
+
+
+def test_planner_outlook_of_a_prompt_with_an_end_has_no_overlap() -> None:
+    load = replace(costs(100).load, coming_s=100)
+    known = replace(costs(100), load=load, overlap_share=0.75)
+    outlook = look_ahead(
+        end_view([WANTED] * 10, 0), chunk_tokens=500, costs=known, progress=LoadProgress()
+    )
+    assert outlook.load_s == 1000 + 50
