@@ -19,12 +19,21 @@ POOLS: dict[str, Callable[..., Any]] = {
     "mla": lambda **k: mla(96, **k),
 }
 BLOCK = 16
+SCATTERED = (torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1).tolist()
+# The slots of four blocks: two to save, two to load.
+SLOTS = {
+    "scattered": SCATTERED[: 4 * BLOCK],
+    "in_runs": [*range(3, 3 + BLOCK), *range(60, 60 + BLOCK), *range(20, 20 + 2 * BLOCK)],
+    "swapped": [*range(3, 1 + BLOCK), 2 + BLOCK, 1 + BLOCK, *range(40, 40 + 3 * BLOCK)],
+    "backwards": [*range(4 * BLOCK, 0, -1)],
+}
 
 
+@pytest.mark.parametrize("order", SLOTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", POOLS)
 def test_kv_pool_block_round_trip_is_bit_exact_and_changes_no_other_slot(
-    kind: str, dtype: torch.dtype
+    kind: str, dtype: torch.dtype, order: str
 ) -> None:
     source, target = POOLS[kind](dtype=dtype), POOLS[kind](dtype=dtype)
     scramble(source, 1)
@@ -32,8 +41,7 @@ def test_kv_pool_block_round_trip_is_bit_exact_and_changes_no_other_slot(
     before = [as_bytes(b).clone() for b in buffers_of(target)]
     kv_out, kv_in = DeviceKV(source, block_tokens=BLOCK), DeviceKV(target, block_tokens=BLOCK)
     assert kv_out.layout == kv_in.layout
-    order = torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1
-    taken, given = order[: 2 * BLOCK], order[2 * BLOCK : 4 * BLOCK]  # scattered, not the same
+    taken, given = torch.tensor(SLOTS[order]).split(2 * BLOCK)
     blocks = buffers_for(kv_out, 2)
     saved = kv_out.save(taken, blocks, kv_out.fence())
     saved.wait()

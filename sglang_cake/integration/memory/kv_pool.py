@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
@@ -131,12 +132,20 @@ class DeviceKV:
 
     def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            for rows, plane in zip(self._rows, self._planes_of(block), strict=True):
+            planes = list(self._planes_of(block))
+            if (run := _run_of(part)) is not None:
+                torch._foreach_copy_([rows[run] for rows in self._rows], planes)
+                continue
+            for rows, plane in zip(self._rows, planes, strict=True):
                 rows.index_copy_(0, part, plane)
 
     def _gather(self, slots: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            for rows, plane in zip(self._rows, self._planes_of(block), strict=True):
+            planes = list(self._planes_of(block))
+            if (run := _run_of(part)) is not None:
+                torch._foreach_copy_(planes, [rows[run] for rows in self._rows])
+                continue
+            for rows, plane in zip(self._rows, planes, strict=True):
                 torch.index_select(rows, 0, part, out=plane)
 
     def _parts(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -244,6 +253,18 @@ def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.E
     event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
+
+
+def _run_of(slots: torch.Tensor) -> slice | None:
+    """Slots in CPU memory that lie one behind the other, as they do unless the pool is fragmented.
+
+    One call copies such slots of all planes. It is faster than indexing, and lets go of the GIL
+    once, and not once for each plane.
+    """
+    numbers = slots.numpy()
+    first = int(numbers[0])
+    run = slice(first, first + len(numbers))
+    return run if (numbers == np.arange(run.start, run.stop)).all() else None
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:
