@@ -16,12 +16,20 @@ stated bandwidth, and all ways restore the same bytes from files of the same mac
 The balanced bandwidth is the one at which loading the longest prompt takes as long as computing it
 in the largest chunks; bandwidths are ratios to it. All of them are run with the largest chunk, the
 other chunks with the balanced one only and without peers (--all-cells: everything with everything).
+
+Over an `unlimited` link the machine itself is the limit. Such a cell also has
+
+    hicache-host   HiCache again, with the prompt in its host tier and other prompts on the device
+    store          bytes per second of a process that only reads the same blocks from the store,
+                   beside those of `load` from the request to its last step
 Within a cell the arms take turns, and servers that are not being measured are stopped. Cells that
 lose stay in the table.
 """
 
 import argparse
+import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +37,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
+from benchmarks.file_arms import read_store
 from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.ttft_report import cell, table
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms
+from sglang_cake.cli.named_stores import blocks_in, one_store, readable
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.host_memory import HostArena
+from sglang_cake.core.keys import BlockKey
 from sglang_cake.demo.event_trace import TRACE_ENV
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, generate
@@ -45,8 +59,12 @@ DRAIN_S = 0.3  # for reads that HiCache has under way when its request is over
 HICACHE_FLAGS = (
     *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
-    *("--hicache-ratio", "1.25", "--hicache-write-policy", "write_through"),
+    # Room for what fills the device, and for one prompt more.
+    *("--hicache-ratio", "2", "--hicache-write-policy", "write_through"),
 )
+FILLERS = 2  # prompts that fill the device
+UNLIMITED = "unlimited"
+HOST = "hicache-host"
 FULL = {"lengths": [2048, 4096, 8192], "chunks": [256, 512], "repeats": 3, "name": "cpu"}
 SMALL = {"lengths": [1024, 2048], "chunks": [256], "repeats": 1, "name": "small"}
 
@@ -58,14 +76,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    listed, ratios = stats.whole_numbers, stats.numbers
+    listed = stats.whole_numbers
     parser.add_argument("--small", action="store_true", help="a small model, short prompts")
     parser.add_argument("--lengths", type=listed, help="stored tokens, default 2048,4096,8192")
     parser.add_argument("--chunks", type=listed, help="tokens of a step, default 256,512")
-    parser.add_argument("--bandwidths", type=ratios, default=[0.5, 1.0, 2.0], help="ratios")
+    parser.add_argument(
+        "--bandwidths", type=ratios, default=[0.5, 1.0, 2.0], help=f"ratios, or {UNLIMITED}"
+    )
     parser.add_argument("--repeats", type=int, metavar="N", help="runs of each arm (default 3)")
     parser.add_argument("--peer-repeats", type=int, metavar="N", help="runs of HiCache (default 2)")
     parser.add_argument("--no-peers", action="store_true", help="leave HiCache out")
+    parser.add_argument(
+        "--policies",
+        type=lambda text: text.split(","),
+        default=list(POLICIES),
+        help=f"of HiCache (default {','.join(POLICIES)})",
+    )
     parser.add_argument(
         "--peer-page-tokens", type=int, default=16, metavar="N", help="page size of HiCache"
     )
@@ -83,7 +109,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("needs at least one run of each arm, and no more of peers than of ours")
     if any(length % BLOCK_TOKENS for length in args.lengths):
         parser.error(f"lengths must be multiples of a block, {BLOCK_TOKENS} tokens")
+    if not set(args.policies) <= set(POLICIES):
+        parser.error(f"policies are {', '.join(POLICIES)}")
     return args
+
+
+def ratios(text: str) -> list[float]:
+    """`0.5,1,unlimited` as ratios to the balanced bandwidth. Raises: ValueError."""
+    finite = [part for part in text.split(",") if part != UNLIMITED]
+    found = stats.numbers(",".join(finite)) if finite else []
+    return found + [math.inf] * (UNLIMITED in text.split(","))
 
 
 @dataclass(slots=True)
@@ -106,6 +141,14 @@ class Peer:
                 self.link.write_text("0")
                 time.sleep(DRAIN_S)
 
+    def from_host(self, prompt: Sequence[int], fillers: Sequence[Sequence[int]]) -> Reply:
+        """Have `prompt` in the host tier and not on the device, and send it."""
+        with self.server.thawed() as url:
+            flush_cache(url)
+            for each in (prompt, *fillers):
+                generate(url, each, NEW_TOKENS)
+            return generate(url, prompt, NEW_TOKENS)
+
 
 @dataclass(slots=True)
 class Bench:
@@ -123,6 +166,17 @@ class Bench:
     def token_bytes(self) -> int:
         return kv_token_bytes(self.model, servers.DTYPE)
 
+    @property
+    def store_url(self) -> str:
+        return (self.work / "store").as_uri()
+
+    @property
+    def fillers(self) -> list[list[int]]:
+        """Prompts that fill the device of a peer, but for less than a page each."""
+        tokens = servers.pool_tokens(len(self.prompt)) // FILLERS - NEW_TOKENS
+        tokens -= tokens % self.args.peer_page_tokens
+        return [servers.random_prompt(tokens, seed=8 + number) for number in range(FILLERS)]
+
     def start(
         self,
         stack: contextlib.ExitStack,
@@ -133,8 +187,8 @@ class Bench:
     ) -> FrozenServer:
         """A Cake server in `mode`, frozen; its trace is `trace_file(mode)`. `more`: flags."""
         self._trace_file(mode).unlink(missing_ok=True)
-        url = (self.work / "store").as_uri()
-        if bandwidth:
+        url = self.store_url
+        if math.isfinite(bandwidth):
             url += f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
         return self._started(
             stack,
@@ -166,17 +220,23 @@ class Bench:
                 ),
                 link,
             )
-            for policy in POLICIES
+            for policy in self.args.policies
         ]
 
     def fill(self, compute: FrozenServer, peers: Sequence[Peer]) -> None:
         """Fill the stores, and find the balanced bandwidth."""
         stored_bytes = (len(self.prompt) - 1) * self.token_bytes
-        fillers = [("store", compute), *(("hicache", peer.server) for peer in peers[:1])]
-        for folder, server in fillers:
-            server.cold(self.prompt, NEW_TOKENS)
-            with server.thawed():
-                held = servers.wait_until_steady(self.work / folder, stored_bytes)
+        writers = [("store", compute, [self.prompt])]
+        for peer in peers[:1]:
+            unlimited = math.inf in self.args.bandwidths
+            more = self.fillers if unlimited else []
+            writers.append(("hicache", peer.server, [self.prompt, *more]))
+        for folder, server, prompts in writers:
+            for number, prompt in enumerate(prompts, start=1):
+                server.cold(prompt, NEW_TOKENS)
+                with server.thawed():
+                    folder_bytes = number * stored_bytes
+                    held = servers.wait_until_steady(self.work / folder, folder_bytes)
             self.progress.say(f"{folder} holds {held / 1e6:.1f} MB")
         # The quicker of two: whatever disturbs a run makes it longer.
         ttft_s = min(compute.cold(self.prompt, NEW_TOKENS).ttft_s for _ in range(2))
@@ -191,16 +251,26 @@ class Bench:
     ) -> None:
         """The cells of one chunk and bandwidth, every length."""
         bandwidth = ratio * self.balanced
+        unlimited = math.isinf(ratio)
         for length in self.args.lengths:
             prompt = self.prompt[: length + 1]
             runs = {mode: Arm(mode, self._trace_file(mode)) for mode in MODES}
             found: dict[str, list[Reply]] = {f"hicache-{peer.policy}": [] for peer in peers}
+            in_host = [peer for peer in peers if unlimited and peer.policy == "wait_complete"]
+            if in_host:
+                found[HOST] = []
+            store_rates = []
             for repeat in range(self.args.repeats):
                 order = MODES[repeat % len(MODES) :] + MODES[: repeat % len(MODES)]
                 for mode in order:
                     runs[mode].replies.append(arms[mode].cold(prompt, NEW_TOKENS))
-                for peer in peers if repeat < self.args.peer_repeats else ():
-                    found[f"hicache-{peer.policy}"].append(peer.cold(prompt, bandwidth))
+                if unlimited:
+                    store_rates.append(store_bytes_per_s(self.store_url))
+                if repeat < self.args.peer_repeats:
+                    for peer in peers:
+                        found[f"hicache-{peer.policy}"].append(peer.cold(prompt, bandwidth))
+                    for peer in in_host:
+                        found[HOST].append(peer.from_host(prompt, self.fillers))
             self.cells.append(
                 cell(
                     Arms(**runs),
@@ -209,6 +279,7 @@ class Bench:
                     ratio=ratio,
                     bandwidth=bandwidth,
                     prompt_bytes=len(prompt) * self.token_bytes,
+                    store_rates=store_rates,
                 )
             )
             times = ", ".join(f"{name} {s:.2f}" for name, s in self.cells[-1]["ttft_s"].items())
@@ -229,6 +300,24 @@ class Bench:
         return server
 
 
+def store_bytes_per_s(url: str) -> float:
+    """Speed of a process that does nothing but read all blocks of a store, with as many reads in
+    flight as a server: the limit of a server's loads."""
+    named = one_store(url)
+
+    async def stored() -> tuple[BlockFrame, list[BlockKey]]:
+        [(_, frame)], _ = await readable(named)
+        return frame, [block.key async for block in blocks_in(named, frame)]
+
+    frame, keys = asyncio.run(stored())
+    depth = CakeConfig().queue_depth
+    arena = HostArena([frame.payload_bytes] * depth, prefault=True)
+    store = named.source.open(frame, depth=depth)
+    run = read_store(store, keys, [buffer.view for buffer in arena.buffers], frame.payload_bytes)
+    asyncio.run(store.close())
+    return run.moved_bytes / run.wall_s
+
+
 def combinations(args: argparse.Namespace) -> Iterator[tuple[int, list[float]]]:
     """(chunk, bandwidth ratios) to run, the largest chunk first."""
     balanced = min(args.bandwidths, key=lambda ratio: abs(ratio - 1))
@@ -240,7 +329,7 @@ def run(bench: Bench, result: dict[str, Any]) -> None:
     """All cells; the result file is written after each bandwidth."""
     for number, (chunk, ratios) in enumerate(combinations(bench.args)):
         with contextlib.ExitStack() as stack:
-            compute = bench.start(stack, "compute", chunk, 0)
+            compute = bench.start(stack, "compute", chunk, math.inf)
             wanted = not bench.args.no_peers and (bench.args.all_cells or not number)
             peers = bench.start_peers(stack, chunk) if wanted else []
             if not number:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.file.file_store import FileStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Run:
 
 
 def read_store(
-    store: FileStore, keys: Sequence[BlockKey], buffers: Sequence[memoryview], framed_bytes: int
+    store: Store, keys: Sequence[BlockKey], buffers: Sequence[memoryview], framed_bytes: int
 ) -> Run:
     """`len(buffers)` reads in flight, each into its own buffer."""
     left = iter(keys)

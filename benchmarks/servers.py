@@ -119,12 +119,16 @@ def random_prompt(tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=tokens)
 
 
+def pool_tokens(longest: int) -> int:
+    """Tokens of a server's KV pool: room for two of the longest prompts."""
+    return 2 * (-(-longest // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
+
+
 def common_flags(chunk_tokens: int, longest: int) -> list[str]:
-    """What every server gets, of whichever arm; room for two of the longest prompts."""
-    room = 2 * (-(-longest // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
+    """What every server gets, of whichever arm."""
     return [
         *("--dtype", DTYPE, "--chunked-prefill-size", str(chunk_tokens)),
-        *("--mem-fraction-static", "0.3", "--max-total-tokens", str(room)),
+        *("--mem-fraction-static", "0.3", "--max-total-tokens", str(pool_tokens(longest))),
         "--enable-cache-report",
     ]
 

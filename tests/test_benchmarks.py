@@ -1,6 +1,7 @@
 """The pure parts of the benchmarks, and that each of them explains itself; no server is started."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -140,7 +141,13 @@ def test_bench_ttft_arguments_have_defaults_and_wrong_ones_exit() -> None:
     assert args.out == facts.RESULTS / "ttft-cpu.json"
     small = bench_ttft.parse_args(["--small", "--repeats", "2"])
     assert (small.repeats, small.peer_repeats, small.name) == (2, 2, "small")
-    for wrong in (["--lengths", "100"], ["--lengths", "x"], ["--repeats", "0"]):
+    for wrong in (
+        ["--lengths", "100"],
+        ["--lengths", "x"],
+        ["--repeats", "0"],
+        ["--bandwidths", "1,endless"],
+        ["--policies", "best_effort,none"],
+    ):
         with pytest.raises(SystemExit):
             bench_ttft.parse_args(wrong)
 
@@ -148,6 +155,8 @@ def test_bench_ttft_arguments_have_defaults_and_wrong_ones_exit() -> None:
 def test_bench_ttft_combinations_pair_chunks_with_bandwidths() -> None:
     args = bench_ttft.parse_args([])
     assert list(bench_ttft.combinations(args)) == [(512, [0.5, 1.0, 2.0]), (256, [1.0])]
+    args = bench_ttft.parse_args(["--bandwidths", "unlimited,1,2"])
+    assert list(bench_ttft.combinations(args)) == [(512, [1.0, 2.0, math.inf]), (256, [1.0])]
     args = bench_ttft.parse_args(["--all-cells"])
     assert list(bench_ttft.combinations(args)) == [(512, [0.5, 1.0, 2.0]), (256, [0.5, 1.0, 2.0])]
 
@@ -186,6 +195,14 @@ def test_ttft_report_table_marks_beaten_and_different_cells() -> None:
     assert len(rows) == 2
     assert rows[1].endswith("- ")
     assert ttft_report.table([])  # nothing measured yet is no error
+
+
+def test_ttft_report_table_cell_without_a_limit_shows_the_share_of_the_store() -> None:
+    unlimited = _cell(bandwidth_ratio=None, bandwidth_bytes_per_s=None, load_over_store=0.81)
+    lines = ttft_report.table([_cell(), unlimited])
+    assert "no limit" in lines
+    assert lines.count("0.81 of the store's own speed") == 1
+    assert len({len(line) for line in lines.splitlines() if line.startswith("  2,049")}) == 1
 
 
 # ---- the grid, serving, the fleet ----

@@ -1,6 +1,7 @@
 """The results of the demo: numbers, a table and the picture."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """All numbers of the demo; medians over the runs of each arm.
 
-    Args: cold: one more answer that must be the same. Raises: DemoFailed.
+    Args:
+        cold: one more answer that must be the same.
+        bandwidth: bytes per second of the link; infinite: no limit, which is None in the result.
+
+    Raises: DemoFailed.
     """
     ttft_s = {arm.mode: statistics.median(arm.ttft_s) for arm in arms}
     ideal = ideal_of(arms)
@@ -113,7 +118,7 @@ def evaluate(
         "stored_tokens": trace.stored_tokens,
         "computed_tokens": arms.both.typical.cake["computed_tokens"],
         "loaded_tokens": arms.both.typical.cake["loaded_tokens"],
-        "bandwidth_bytes_per_s": round(bandwidth),
+        "bandwidth_bytes_per_s": round(bandwidth) if math.isfinite(bandwidth) else None,
         "link_limit_s": stored_bytes / bandwidth,
         "spread": max(max(arm.ttft_s) / min(arm.ttft_s) for arm in arms),
     }

@@ -56,6 +56,7 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.runahead import runahead_setup
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.scheduler.waker import Waker
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.integration.support_matrix import check_context, keys_media, may_overlap
 from sglang_cake.loading.cost_file import CostFile
@@ -147,6 +148,7 @@ class CakeService:
 
     Attributes:
         setting: the store in use, as `--cake-store`.
+        waker: of the scheduler thread.
     """
 
     runahead: "Runahead | None" = None
@@ -192,6 +194,7 @@ class CakeService:
             chunk_tokens=-(-_chunk_tokens(ctx) // shard.turns),
             end_blocks=end_blocks,
         )
+        self.waker = Waker()
         block_s = self.kv.layout.block_bytes / PRIOR_BYTES_PER_S
         self.loader = Loader(
             None,
@@ -200,6 +203,7 @@ class CakeService:
             self.counters,
             queue_depth=config.queue_depth,
             prior=LoadCost(0.0, block_s, depth=config.queue_depth),
+            wake=self.waker.wake,
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
         self.copier = CopyThread(self.kv, self.loader.copied)

@@ -214,6 +214,11 @@ def take_deferred_requests(scheduler: "Scheduler") -> list[Any]:
     return deferred
 
 
+def request_source(scheduler: "Scheduler") -> Any:
+    """Where this rank gets requests from; None: from another rank."""
+    return scheduler.request_receiver.recv_from_tokenizer
+
+
 def abort_chunked_request(scheduler: "Scheduler", req: "Req") -> None:
     """Abort `req` after the step under way, if it is the request that is prefilled in chunks."""
     if scheduler.chunked_req is req:

@@ -315,6 +315,11 @@ class _PromptQueue:
         self.asked.update(wanted)
         return wanted
 
+    @property
+    def asks(self) -> bool:
+        """Whether a block is worth loading that is not being read."""
+        return bool(self.todo) and self.todo[-1] >= self.load_from
+
     def count_ahead(self) -> None:
         """Count `ahead` again. Blocks that are being read count until they have arrived."""
         if len(self.ahead) > 1:  # with one tier, the number of blocks makes no difference
@@ -352,6 +357,8 @@ class Loader:
         queue_depth: the most reads under way at once.
         prior: cost of a store that nothing was read from yet.
         least_limit_s: every read may take that long.
+        wake: called when a lookup has answered, and when a prompt's last block that is worth
+            loading has arrived or is lost. I/O thread.
     """
 
     def __init__(
@@ -364,6 +371,7 @@ class Loader:
         queue_depth: int,
         prior: LoadCost,
         least_limit_s: float = LEAST_LIMIT_S,
+        wake: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
         self._staging = staging
@@ -376,6 +384,7 @@ class Loader:
         self._reads: dict[BlockKey, _SharedRead] = {}
         self._staged: dict[BlockKey, StagedBlock] = {}
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
+        self._wake = wake
         self._closed = False
         self._order: tuple[str, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
@@ -522,6 +531,7 @@ class Loader:
             if not request.should_load(usable, queue.cost):
                 queue.load_from = request.indices
         self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends)))
+        self._wake()
         self._pump()
         if request.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
@@ -563,7 +573,7 @@ class Loader:
     def _next_queue(self) -> _PromptQueue | None:
         # Waiting prompts leave the last buffers to the one that is served first.
         for queue in self._queues:
-            if queue.todo and queue.todo[-1] >= queue.load_from:
+            if queue.asks:
                 first = self._ranks.get(queue.request.load_id) == 0
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
@@ -634,6 +644,8 @@ class Loader:
             self._give_up(read, buffer, reason=None)
         self._retire(read)
         self._pump()
+        if not all(queue.reads or queue.asks for queue, _ in read.waiters):
+            self._wake()
 
     def _fetched(self, read: _SharedRead, buffer: Buffer, started_s: float, tier: int) -> None:
         now_s = time.monotonic()

@@ -36,6 +36,40 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "v_dim": lambda **k: mha(SLOTS, heads=2, dim=6, v_dim=4, **k),
     "mla": lambda **k: mla(SLOTS, **k),
 }
+SCATTERED = (torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1).tolist()
+# The slots of four blocks: two to save, two to load.
+ORDERS = {
+    "scattered": SCATTERED[: 4 * BLOCK],
+    "in_runs": [*range(3, 3 + BLOCK), *range(60, 60 + BLOCK), *range(20, 20 + 2 * BLOCK)],
+    "swapped": [*range(3, 1 + BLOCK), 2 + BLOCK, 1 + BLOCK, *range(40, 40 + 3 * BLOCK)],
+    "backwards": [*range(4 * BLOCK, 0, -1)],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", PLAIN)
+def test_kv_pool_slots_in_any_order_are_copied_bit_exact(
+    kind: str, dtype: torch.dtype, order: str
+) -> None:
+    source, target = PLAIN[kind](dtype=dtype), PLAIN[kind](dtype=dtype)
+    scramble(source, 1)
+    scramble(target, 2)
+    before = [as_bytes(b).clone() for b in buffers_of(target)]
+    kv_out, kv_in = DeviceKV(source, block_tokens=BLOCK), DeviceKV(target, block_tokens=BLOCK)
+    assert kv_out.layout == kv_in.layout
+    taken, given = torch.tensor(ORDERS[order]).split(2 * BLOCK)
+    blocks = buffers_for(kv_out, 2)
+    saved = kv_out.save(taken, blocks, kv_out.fence())
+    saved.wait()
+    assert saved.done()
+    for block, part in zip(blocks, given.split(BLOCK), strict=True):
+        assert kv_in.load(block, part, kv_in.fence()).done()
+    others = torch.ones(97, dtype=torch.bool)
+    others[given] = False
+    for a, b, old in zip(buffers_of(source), buffers_of(target), before, strict=True):
+        assert torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
+        assert torch.equal(as_bytes(b)[others], old[others])
 
 
 def unequal() -> Any:

@@ -114,6 +114,7 @@ class LoaderHarness(HeldReads):
         self.recorded = RecordingStore(self.faulty)
         self.pool = buffer_pool(buffers)
         self.counters = Counters()
+        self.wakes = 0
         self.loader = self.new_loader(self.recorded, depth)
         self.keys: dict[str, list[BlockKey]] = {}  # by load id
         self.events: list[LoaderEvent] = []
@@ -130,7 +131,11 @@ class LoaderHarness(HeldReads):
             queue_depth=depth,
             prior=LoadCost(0.0, 1.0, depth=depth),
             least_limit_s=least_limit_s,
+            wake=self.wake,
         )
+
+    def wake(self) -> None:
+        self.wakes += 1
 
     # ---- the test's hands ----
 
@@ -770,6 +775,46 @@ def test_loader_keep_none_leaves_a_shared_read_to_the_other_prompt(harness: Load
     harness.loader.set_load_from("a", None)
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
+
+
+# ---- when the scheduler thread should look ----
+
+
+@pytest.mark.parametrize("last", ["arrives", "is lost", "is not worth loading"])
+def test_loader_wakes_for_the_lookup_and_for_the_last_block(
+    harness_of: Callable[..., LoaderHarness], last: str
+) -> None:
+    harness = harness_of(depth=2)
+    tokens = tokens_of(0, 4)
+    keys = harness.fill(tokens)
+    if last == "is lost":
+        harness.faulty.fail(keys[0], BlockMissing("x"))
+    harness.begin("a", tokens)
+    if last == "is not worth loading":
+        harness.loader.set_load_from("a", 1)
+    harness.settle()
+    assert harness.wakes == 1
+    harness.open(keys[3], keys[2])
+    assert harness.wakes == 1
+    harness.open(keys[1])
+    harness.open(keys[0])
+    assert harness.wakes == 2
+
+
+def test_loader_wakes_for_each_prompt_whose_loads_are_over(harness: LoaderHarness) -> None:
+    one, other = tokens_of(0, 2), tokens_of(1, 2)
+    keys = harness.fill(one)
+    harness.fill(other)
+    harness.begin("a", one)
+    harness.begin("b", other)
+    harness.settle()
+    assert harness.wakes == 2
+    for key in keys:
+        harness.open(key)
+    assert harness.wakes == 3
+    for key in keys_of(other):
+        harness.open(key)
+    assert harness.wakes == 4
 
 
 # ---- failures ----

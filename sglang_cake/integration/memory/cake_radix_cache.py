@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
     from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
+    from sglang_cake.integration.scheduler.waker import Waker
 
 logger = logging.getLogger("sglang_cake")
 
@@ -38,6 +39,7 @@ class Service(Protocol):
     """Cake in one scheduler process (`build.CakeService`), as hooks reach it through the tree."""
 
     setting: str | None
+    waker: "Waker"
 
     @property
     def identity(self) -> "Identity":

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
@@ -148,13 +149,28 @@ class DeviceKV:
 
     def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            for rows, index, plane in self._planes_of(block, part):
+            moves = list(self._planes_of(block, part))
+            if (start := _start_of_run(part)) is not None:
+                planes = [plane for _, _, plane in moves]
+                torch._foreach_copy_([self._run(rows, start, p) for rows, _, p in moves], planes)
+                continue
+            for rows, index, plane in moves:
                 rows.index_copy_(0, index, plane)
 
     def _gather(self, slots: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            for rows, index, plane in self._planes_of(block, part):
+            moves = list(self._planes_of(block, part))
+            if (start := _start_of_run(part)) is not None:
+                planes = [plane for _, _, plane in moves]
+                torch._foreach_copy_(planes, [self._run(rows, start, p) for rows, _, p in moves])
+                continue
+            for rows, index, plane in moves:
                 torch.index_select(rows, 0, index, out=plane)
+
+    def _run(self, rows: torch.Tensor, start: int, plane: torch.Tensor) -> torch.Tensor:
+        """The rows of one block whose slots begin at `start` and lie one behind the other."""
+        first = start * len(plane) // self.layout.block_tokens
+        return rows[first : first + len(plane)]
 
     def _parts(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         size = self.layout.block_tokens
@@ -267,6 +283,18 @@ def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.E
     event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
+
+
+def _start_of_run(slots: torch.Tensor) -> int | None:
+    """The first of slots in CPU memory that lie one behind the other, as they do unless the pool is
+    fragmented; None: these do not.
+
+    One call copies such slots of all planes. It is faster than indexing, and lets go of the GIL
+    once, and not once for each plane.
+    """
+    numbers = slots.numpy()
+    first = int(numbers[0])
+    return first if (numbers == np.arange(first, first + len(numbers))).all() else None
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

@@ -8,6 +8,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
+from sglang_cake.integration.compat import request_source
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, others_fit
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
-# While only loads are awaited the scheduler polls. In between, the loader has the interpreter for
-# this long.
+# Between two polls that only wait for other members of a KV-Runahead group, whose messages wake
+# nobody.
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
@@ -106,8 +107,14 @@ def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: 
 
 def _idle(_: None, scheduler: "Scheduler") -> None:
     coordinator = _coordinator(scheduler)
-    if coordinator is not None and coordinator.waiting:
+    if coordinator is None or not coordinator.waiting:
+        return
+    tree = scheduler.tree_cache
+    requests = request_source(scheduler)
+    if tree.runahead is not None:
         time.sleep(_POLL_PAUSE_S)
+    elif requests is not None:  # otherwise this rank waits for the one that receives requests
+        tree.service.waker.sleep(requests)
 
 
 def _attach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:

@@ -1,0 +1,44 @@
+"""Lets the scheduler thread sleep while it only waits for loads."""
+
+import math
+import os
+import time
+from typing import Any
+
+import zmq
+
+# A poll holds the interpreter, which the threads that load need too. So the scheduler thread sleeps
+# for so many times as long as it was awake, but not for longer than `_LONGEST_S`: decisions also
+# depend on the time that loads take.
+_TIMES_AWAKE = 9
+_LONGEST_S = 0.005
+
+
+class Waker:
+    """One thread sleeps; any thread wakes it."""
+
+    def __init__(self) -> None:
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self._awake_since_s = time.monotonic()
+
+    def wake(self) -> None:
+        """End the sleep under way, or else the next one."""
+        os.eventfd_write(self._woken, 1)
+
+    def sleep(self, requests: Any) -> bool:
+        """Sleep for a few milliseconds at most, until `wake` is called or a request has come.
+
+        Args: requests: the socket that requests come from; any other object is not watched.
+        Returns whether something ended the sleep.
+        """
+        if isinstance(requests, zmq.Socket) and requests not in self._poller:
+            self._poller.register(requests, zmq.POLLIN)
+        awake_s = time.monotonic() - self._awake_since_s
+        pause_s = min(_TIMES_AWAKE * awake_s, _LONGEST_S)
+        ready = [each for each, _ in self._poller.poll(math.ceil(1e3 * pause_s))]
+        if self._woken in ready:
+            os.eventfd_read(self._woken)
+        self._awake_since_s = time.monotonic()
+        return bool(ready)
