@@ -10,6 +10,7 @@ import torch
 from kv_pools import (
     as_bytes,
     buffers_for,
+    buffers_of,
     deepseek_v4,
     dsa,
     hybrid,
