@@ -402,6 +402,10 @@ class Meet:
         """Those of the blocks, and of the target's end blocks."""
         return [*range(self.blocks), *self.end_indices]
 
+    def has(self, block: int) -> bool:
+        """Whether it is the index of a block, or of an end block of the target."""
+        return block < self.blocks or block in self.end_indices
+
     @property
     def run(self) -> range:
         """With end states: the blocks up to the target that the front may jump over."""

@@ -144,6 +144,25 @@ def test_coordinator_all_slots_taken_back_give_up_the_end(harness: CoordinatorHa
     harness.all_back()
 
 
+def test_coordinator_lost_end_frees_the_slots_that_were_reserved(
+    harness: CoordinatorHarness,
+) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.fill(tokens, set(range(6)))
+    ends = harness.fill_end(tokens, 6 * BLOCK)
+    harness.faulty.fail(ends[0], BlockCorrupt("bad"))
+    harness.arrive(req)
+    polls(harness, req)
+    assert harness.coordinator.placed_tokens > 0
+    harness.open(*ends)
+    polls(harness, req)
+    assert harness.coordinator.placed_tokens == 0
+    assert harness.slow.waiting == []
+    harness.leave(req)
+    harness.all_back()
+
+
 def test_coordinator_abort_returns_the_end_blocks(harness: CoordinatorHarness) -> None:
     req = req_of(6.5)
     tokens = req.origin_input_ids

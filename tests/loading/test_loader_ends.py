@@ -90,6 +90,17 @@ def test_loader_run_that_a_hole_cuts_is_not_read_left_of_it(harness: EndsHarness
     harness.release()
 
 
+def test_loader_run_counts_from_the_first_block_that_the_tree_lacks(harness: EndsHarness) -> None:
+    tokens = tokens_of(0, 7)
+    keys = harness.fill(tokens, without=[4])
+    for target in (4, 7):
+        harness.fill_end(keys, target)
+    harness.open(*harness.begin_ends("a", tokens, first=3))
+    assert harness.read_keys()[ENDS:] == [keys[6], keys[5]]  # two blocks, and not one
+    harness.news()
+    harness.release()
+
+
 class SparseLookups(PassingStore):
     """As a store that asks for one key per request: of many keys, it looks some up."""
 
@@ -100,16 +111,17 @@ class SparseLookups(PassingStore):
         return await look_up_in_rounds(keys, has, at_once=EXACT_KEYS, rounds=3)
 
 
+@pytest.mark.parametrize("target", [2, 23, 24, 41, 79])
 def test_loader_single_end_of_a_long_prompt_is_found_by_a_store_that_infers(
-    harness: EndsHarness,
+    harness: EndsHarness, target: int
 ) -> None:
     tokens = tokens_of(0, 5 * EXACT_KEYS)
     keys = harness.fill(tokens)
-    harness.fill_end(keys, 23)
+    harness.fill_end(keys, target)
     harness.loader = harness.new_loader(SparseLookups(harness.recorded))
     harness.begin_ends("a", tokens)
     [looked_up] = harness.news()
-    assert looked_up == LookedUp("a", (True,) * len(keys), ends(len(keys), 23))
+    assert looked_up == LookedUp("a", (True,) * len(keys), ends(len(keys), target))
 
 
 def test_loader_ends_behind_blocks_that_are_not_stored_are_not_looked_up(

@@ -466,6 +466,24 @@ def test_meet_lost_end_block_without_a_lower_end_gives_all_up() -> None:
     assert plan(meet, 512) == StepPlan(288)
 
 
+def test_meet_give_up_asks_for_no_lower_end() -> None:
+    meet = meet_of(4.5)
+    meet.found([True] * 4, ends_at(meet, 2, 4))
+    land(meet, 3, 2, 1, 0)
+    assert meet.give_up() == [0, 1, 2, 3]
+    assert meet.target == 0
+    assert meet.view().wanted == 0
+
+
+def test_meet_give_up_keeps_landed_blocks_if_their_end_has_landed() -> None:
+    meet = meet_of(4.5)
+    meet.found([True] * 4, ends_at(meet, 2, 4))
+    land(meet, *meet.end_indices, 3, 2)
+    assert meet.give_up() == []
+    meet.claim(2 * 64)
+    assert meet.island() == Span(2 * 64, 4 * 64)
+
+
 def test_meet_claim_of_landed_blocks_without_dropping_them_raises() -> None:
     meet = meet_of(4.5)
     meet.found([True] * 4, ends_at(meet, 4))

@@ -96,15 +96,15 @@ class RankConsensus:
 
 def _own(record: PromptRecord) -> LoadUpdate:
     """The update of a single rank."""
-    blocks = set(record.meet.indices)
+    local, meet = record.local, record.meet
     return LoadUpdate(
-        stored=None if record.agreed.lookup_done else record.local.stored,
-        ends=record.local.ends,
-        fetched=tuple(sorted(blocks & record.local.fetched.keys())),
-        lost=tuple(sorted(blocks & record.local.failed)),
+        stored=None if record.agreed.lookup_done else local.stored,
+        ends=local.ends,
+        fetched=tuple(sorted(b for b in local.fetched if meet.has(b))),
+        lost=tuple(sorted(b for b in local.failed if meet.has(b))),
         elapsed_s=record.local_elapsed_s(),
         now_s=time.monotonic(),
-        cost=record.local.cost,
+        cost=local.cost,
     )
 
 
