@@ -67,11 +67,26 @@ def build_qwen3_next(path: Path) -> Path:
     return path
 
 
+def build_lfm2(path: Path) -> Path:
+    """Write an LFM2 to `path`: short convolutions, whose states are their last inputs."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        **_SHAPE,
+        intermediate_size=256,
+        block_auto_adjust_ff_dim=False,
+        pad_token_id=None,
+        layer_types=["conv"] * (LAYERS - 1) + ["full_attention"],
+    )
+    write_model(path, Lfm2ForCausalLM, config, change=_sharpen)
+    return path
+
+
 def _sharpen(model: Any) -> None:
     import torch
 
     for name, weight in model.named_parameters():
-        if name.endswith("q_norm.weight"):
+        if name.endswith(("q_norm.weight", "q_layernorm.weight")):
             weight.data += 2  # a peaked softmax
         elif name.endswith("A_log"):  # half of a state is forgotten in 10 to 1,000 tokens
             weight.data = torch.linspace(-7.5, -3, len(weight))

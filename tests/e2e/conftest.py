@@ -72,7 +72,7 @@ def standins(folder: Path) -> dict[str, str]:
         "cake_test_decoders = cake_test_decoders:register\n"
         "cake_test_slow = cake_test_slow:register\n"
         "cake_test_faults = cake_test_faults:register\n"
-        "cake_test_gated_delta = cake_test_gated_delta:register\n"
+        "cake_test_recurrent = cake_test_recurrent:register\n"
     )
     module = Path(__file__).parent / "standins"
     paths = [str(info.parent), str(module), os.environ.get("PYTHONPATH", "")]

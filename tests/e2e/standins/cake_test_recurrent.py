@@ -1,9 +1,9 @@
-"""The kernels of Qwen3-Next in plain torch, most of them those of transformers. A plugin of SGLang,
-used only by tests, with CAKE_TEST_GATED_DELTA set.
+"""Kernels of Qwen3-Next and LFM2 in plain torch, most of them those of transformers.
 
-SGLang 0.5.23 runs gated delta networks on CPUs with kernels of `sgl_kernel`, which has no wheel,
-and with Triton, which needs a GPU. A state is [value heads, value width, key width] here, and the
-state of a convolution is its last inputs, oldest first: SGLang's own shapes.
+A plugin of SGLang, used only by tests, with CAKE_TEST_RECURRENT set. For these layers SGLang 0.5.23
+has kernels of `sgl_kernel`, which has no wheel for CPUs, and of Triton, which needs a GPU. A state
+is [value heads, value width, key width] here, and the state of a convolution is its last inputs,
+oldest first: SGLang's own shapes.
 
 With these stand-ins a CPU also has what the strategy `extra_buffer` of SGLang's Mamba cache needs:
 the states at every 64th token of a step, and copies of states while tokens are generated.
@@ -23,7 +23,7 @@ CHUNK_TOKENS = 64  # between two of the states that a step returns
 
 
 def register() -> None:
-    if "CAKE_TEST_GATED_DELTA" not in os.environ:
+    if "CAKE_TEST_RECURRENT" not in os.environ:
         return
     # `sgl_kernel` itself stays absent: SGLang takes what it has for more than is here.
     kernels: Any = ModuleType("sgl_kernel.mamba")
@@ -38,10 +38,12 @@ def register() -> None:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
-    from sglang.srt.models import qwen2_moe
+    from sglang.srt.models import lfm2, qwen2_moe
 
     FusedRMSNormGated.forward = norm  # type: ignore[method-assign]
     qwen2_moe.fused_gate_sigmoid_mul_add = add_shared_expert
+    lfm2.causal_conv1d_fn = convolve
+    lfm2.causal_conv1d_update = convolve_token
     hybrid_linear_attn_backend.track_mamba_states_all_layers = copy_states
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
 
@@ -51,7 +53,7 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    activation: str,
+    activation: str | None,
     conv_states: Tensor,
     has_initial_state: Tensor,
     cache_indices: Tensor,
@@ -75,7 +77,7 @@ def convolve_token(
     conv_states: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: str,
+    activation: str | None,
     *,
     conv_state_indices: Tensor,
 ) -> Tensor:
@@ -86,9 +88,11 @@ def convolve_token(
     return _activated(known, weight, bias, activation)[..., 0]
 
 
-def _activated(known: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    assert activation == "silu"
-    return silu(conv1d(known, weight[:, None], bias, groups=len(weight)))
+def _activated(
+    known: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    output = conv1d(known, weight[:, None], bias, groups=len(weight))
+    return output if activation is None else {"silu": silu}[activation](output)
 
 
 def gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
