@@ -131,7 +131,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     return steps
 
 
-def _attach(req: Any, slots: torch.Tensor, stop: int) -> None:
+def _attach(req: Any, slots: torch.Tensor, stop: int, end: Any) -> None:
     req.prefix_len = stop
 
 

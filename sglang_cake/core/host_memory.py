@@ -81,6 +81,7 @@ def buffer_counts(
     staging_bytes: int | None,
     write_queue_bytes: int | None,
     available_bytes: int,
+    end_blocks: int = 0,
 ) -> BufferCounts:
     """The settings, or defaults for this model and this server.
 
@@ -91,17 +92,19 @@ def buffer_counts(
         pool_blocks: blocks that the KV pool of the device holds.
         staging_bytes, write_queue_bytes: as set; None takes the default.
         available_bytes: what the machine has left. At most half of it is used.
+        end_blocks: blocks of an end state, which are all there before one of them is used.
 
     Raises: ConfigError if that is too little for what is set, or for the least that is needed.
     """
     load_bytes, write_bytes = _whole_pages(load_bytes), _whole_pages(write_bytes)
-    least_loads, least_writes = queue_depth + COPIED_BLOCKS, 1
+    least_loads = queue_depth + COPIED_BLOCKS + end_blocks
+    least_writes = max(1, end_blocks)
     if staging_bytes is None:
         loads = min(DEFAULT_STAGING_BYTES // load_bytes, _MAX_POOLS * pool_blocks)
     else:
         loads = staging_bytes // load_bytes
     if write_queue_bytes is None:
-        writes = max(DEFAULT_WRITE_QUEUE_BYTES // write_bytes, 2 * chunk_blocks)
+        writes = max(DEFAULT_WRITE_QUEUE_BYTES // write_bytes, 2 * chunk_blocks + end_blocks)
         writes = min(writes, _MAX_POOLS * pool_blocks)
     else:
         writes = write_queue_bytes // write_bytes

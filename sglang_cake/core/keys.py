@@ -1,7 +1,8 @@
 """Block keys: a SHA-256 chain over blocks of tokens, seeded with the namespace.
 
 Equal keys mean equal KV: a key covers the namespace digest, the request's `extra_key` (LoRA) and
-`cache_salt`, and every token from the start of the prompt to the end of the block.
+`cache_salt`, and every token from the start of the prompt to the end of the block. The keys of an
+end state are derived from the key of the block before it.
 """
 
 import hashlib
@@ -56,6 +57,19 @@ def block_keys(
         previous = hashlib.sha256(previous + raw[start : start + stride]).digest()
         keys.append(BlockKey(previous))
     return keys
+
+
+def end_keys(block: BlockKey, count: int) -> list[BlockKey]:
+    """Keys of the end state behind a block, which is stored as `count` blocks.
+
+    The last one is put first: whoever finds the first one finds all, unless some are lost later.
+
+    Args:
+        block: key of the last block before the end; it covers all that the end state depends on.
+    """
+    head = b"sglang_cake end v1" + block
+    digests = (hashlib.sha256(head + number.to_bytes(8, "little")) for number in range(count))
+    return [BlockKey(digest.digest()) for digest in digests]
 
 
 class KeyChain:

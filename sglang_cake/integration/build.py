@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,12 @@ from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.end_states import (
+    EndPart,
+    EndStates,
+    RecurrentStates,
+    WindowRows,
+)
 from sglang_cake.integration.memory.host_pools import host_pools
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.metrics import (
@@ -146,10 +153,17 @@ class CakeService:
         self._tree = tree
         self._config = config
         allocator = ctx.params.token_to_kv_pool_allocator
-        self.kv = _device_kv(ctx, allocator.get_kvcache(), config)
+        pool = allocator.get_kvcache()
+        # Blocks have the KV of the layers that see all tokens.
+        self.kv = _device_kv(ctx, getattr(pool, "full_kv_pool", pool), config)
+        ends = _end_states(ctx, tree, self.kv)
+        tree.ends = ends
         check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
         facts = server_fields(
-            ctx, self.kv.layout, codec=namespace_value(config.codec, config.max_error)
+            ctx,
+            self.kv.layout,
+            codec=namespace_value(config.codec, config.max_error),
+            end_states=None if ends is None else ends.describe(),
         )
         tenant_key()  # read now, and not by the first request that has a salt
         labels = scheduler_labels(ctx)
@@ -162,7 +176,10 @@ class CakeService:
             self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
         self.setting = config.store
         self.counters = Counters()
-        staging, write_queue = host_pools(self.kv, config, chunk_tokens=_chunk_tokens(ctx))
+        end_blocks = 0 if ends is None else ends.count
+        staging, write_queue = host_pools(
+            self.kv, config, chunk_tokens=_chunk_tokens(ctx), end_blocks=end_blocks
+        )
         block_s = self.kv.layout.block_bytes / PRIOR_BYTES_PER_S
         self.loader = Loader(
             None,
@@ -174,13 +191,19 @@ class CakeService:
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
         self.copier = CopyThread(self.kv, self.loader.copied)
-        self.saving = BlockSaving(self.kv, self.copier, self.writer)
+        self.saving = BlockSaving(self.kv, self.copier, self.writer, ends)
         self.step_costs = _step_costs(ctx, self.loader)
         self._cost_key = Namespace(tuple(facts.items())).digest()  # the same for any weights
         self._cost_file: CostFile | None = None
         self._recall_costs()
         self.device_slots = DeviceSlots(
-            self.kv, self.copier, allocator, tree.evict_own, self.counters
+            self.kv,
+            self.copier,
+            # Windows get slots when their prefix joins the tree, not with each block.
+            getattr(allocator, "full_attn_allocator", allocator),
+            tree.evict_own,
+            self.counters,
+            ends,
         )
         reducer = _reducer(ctx, tree)
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
@@ -193,6 +216,7 @@ class CakeService:
             adapter=self.identity.adapter,
             consensus=RankConsensus(reducer),
             counters=self.counters,
+            end_blocks=end_blocks,
             reporter=RequestReporter(
                 config.trace_file,
                 speaks=ctx.tp_rank == 0,
@@ -389,15 +413,53 @@ async def _stats(store: Store) -> StoreStats | None:
 
 
 def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> DeviceKV:
+    encoded = may_decode_on_device(config.codec, config.max_error)
+    return _copies(ctx, pool, config.block_tokens, encoded=encoded)
+
+
+def _copies(
+    ctx: "TreeCacheBuildContext", pool: Any, block_tokens: int, *, encoded: bool = False
+) -> DeviceKV:
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
-        return DeviceKV(pool, block_tokens=config.block_tokens)
+        return DeviceKV(pool, block_tokens=block_tokens)
     return CudaKV(
         pool,
-        block_tokens=config.block_tokens,
+        block_tokens=block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
-        encoded=may_decode_on_device(config.codec, config.max_error),
+        encoded=encoded,
     )
+
+
+def _end_states(
+    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, kv: DeviceKV
+) -> EndStates | None:
+    """The end states of the model; None: a prefix needs none. Raises: ConfigError."""
+    parts: list[EndPart] = []
+    window_tokens = 0
+    block_bytes = kv.layout.block_bytes
+    if tree.supports_swa():
+        pool = ctx.params.token_to_kv_pool_allocator.get_kvcache().swa_kv_pool
+        page = tree.page_size
+        window_tokens = -(-max(tree.sliding_window_size, page) // page) * page
+        parts.append(
+            WindowRows(
+                partial(_copies, ctx, pool),
+                token_bytes=DeviceKV(pool, block_tokens=1).layout.token_bytes,
+                window_tokens=window_tokens,
+                block_bytes=block_bytes,
+            )
+        )
+    if tree.supports_mamba():
+        stream = _forward_stream(ctx)
+        parts.append(
+            RecurrentStates(
+                ctx.params.req_to_token_pool.mamba_pool,
+                block_bytes=block_bytes,
+                forward_stream=stream if _pipelined(ctx) else None,
+            )
+        )
+    return EndStates(parts, window_tokens=window_tokens) if parts else None
 
 
 def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:

@@ -197,7 +197,7 @@ class StepCosts:
         self, record: PromptRecord, config: CakeConfig, ahead: StepWork
     ) -> Callable[[Sequence[bool], LoadCost], bool]:
         """A function that decides whether a new request's blocks are loaded at once. The I/O thread
-        calls it with the stored blocks and what loading them costs.
+        calls it with the stored blocks that are of use and what loading them costs.
 
         Args:
             ahead: what the device computes before this request.
@@ -206,9 +206,9 @@ class StepCosts:
         waiting = self._waiting(record, ahead, self.busy_s)
         chunk_tokens = self._waiting_chunk_tokens
 
-        def decide(stored: Sequence[bool], cost: LoadCost) -> bool:
-            return config.allows_loading(stored[view.first :]) and should_load(
-                view.found(stored),
+        def decide(usable: Sequence[bool], cost: LoadCost) -> bool:
+            return config.allows_loading(usable[view.first :]) and should_load(
+                view.found(usable),
                 mode=config.mode,
                 chunk_tokens=chunk_tokens,
                 costs=replace(waiting, load=cost),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """The kinds of a model that decide whether its KV is one array per layer, keyed by tokens."""
+    """The kinds of a model that decide what KV it has, and whether tokens alone are its key."""
 
     is_hybrid_swa: bool = False
     is_hybrid_ssm: bool = False
@@ -33,6 +33,11 @@ class ModelTraits:
     is_mla: bool = False
     # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
     longrope_tokens: int | None = None
+
+    @property
+    def has_end_states(self) -> bool:
+        """Whether a prefix needs more than the KV of its blocks."""
+        return self.is_hybrid_swa or self.is_hybrid_ssm
 
     @classmethod
     def of(cls, model: "ModelConfig") -> "ModelTraits":
@@ -146,11 +151,6 @@ _MODEL_RULES: tuple[tuple[str, str], ...] = (
     # SGLang's keys of image tokens have 64 bits of a hash of the features, and a client may set
     # them. That is enough for a cache in memory, but does not prove that stored KV is equal.
     ("is_multimodal", "multimodal models (--language-model-only serves the text part)"),
-    ("is_hybrid_ssm", "models with Mamba or linear attention (state beside KV)"),
-    (
-        "is_hybrid_swa",
-        "models with a KV pool for sliding windows (slots leave it behind the window)",
-    ),
     ("is_sparse", "sparse attention (an indexer cache beside KV)"),
     ("is_ngram", "models with n-gram embeddings"),
 )
@@ -184,6 +184,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     if config.runahead_peers is None:
         return None
     reason = _unfit_device(args, model)
+    if model is not None and model.has_end_states:
+        reason = "does not support models with pools for sliding windows or recurrent states"
     if reason is None and config.runahead_transport == "cuda-ipc" and args.device != "cuda":
         reason = "needs --device cuda for --cake-runahead-transport cuda-ipc: set tcp or mooncake"
     if reason is not None:
@@ -243,14 +245,9 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         reason = "cake does not support pipeline parallelism: set --pp-size 1"
     elif params.attn_cp_size > 1:
         reason = "cake does not support context parallelism: set --attn-cp-size 1"
-    elif ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa:
-        kinds = ModelTraits(
-            is_hybrid_swa=ctx.is_hybrid_swa,
-            is_hybrid_ssm=ctx.is_hybrid_ssm,
-            is_sparse=ctx.is_dsa,
-        )
-        reason = _unsupported_model(kinds)
-    else:
+    elif ctx.is_dsa:
+        reason = _unsupported_model(ModelTraits(is_sparse=ctx.is_dsa))
+    elif (reason := unsupported_pools(ctx, config)) is None:
         view = resolving_view(ctx.server_args)
         traits = ModelTraits.of(ctx.model_config)
         reason = (
@@ -263,6 +260,44 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
         raise ConfigError(reason)
 
 
+def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str | None:
+    """Why the pools of sliding windows and of recurrent states cannot be stored; None if they can,
+    or if there are none."""
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    params = ctx.params
+    if (ctx.is_hybrid_swa or ctx.is_hybrid_ssm) and config.lossy:
+        return (
+            "cake stores windows and recurrent states as they are, and its codec "
+            f"{config.codec} is lossy: set --cake-codec raw or zstd"
+        )
+    if ctx.is_hybrid_swa:
+        allocator = params.token_to_kv_pool_allocator
+        if type(allocator) is not SWATokenToKVPoolAllocator:
+            return f"cake does not support sliding windows in a {type(allocator).__name__}"
+        if type(allocator.get_kvcache()) is not SWAKVPool or (
+            allocator.swa_req_ring
+            or not params.swa_gates_prefix_match
+            or params.decoder_swa_bounded_replay
+            or params.draft_swa_window
+        ):
+            return (
+                "cake does not support this pool for sliding windows, whose rows the tree does not "
+                "own: set --disable-hybrid-swa-memory"
+            )
+    if ctx.is_hybrid_ssm:
+        pool = params.req_to_token_pool
+        if type(pool) is not HybridReqToTokenPool:
+            return f"cake does not support recurrent states in a {type(pool).__name__}"
+        if pool.mamba_ckpt_pool is not None:
+            return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"
+        if pool.mamba_pool.replayssm_write_pos is not None:
+            return "cake does not support ReplaySSM: remove --enable-linear-replayssm"
+    return None
+
+
 def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     """Whether a last step may begin before the last loads have ended. Conditions:
 
@@ -271,10 +306,13 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     - The server runs on a CPU, and its attention backend passes the layer gate at each layer. On a
       GPU this would save 0.6 % of the time to first token (`benchmarks/reports/gpu.md`).
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
+    - The model needs no end states, which the first layers of a last step would read at once.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
     if config.mode != "auto" or config.codec != RAW or ctx.tp_size > 1:
+        return False
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
         return False
     args = resolving_view(ctx.server_args)
     return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None

@@ -14,16 +14,18 @@ import time
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
 
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import FAILURE_REASONS, LATE, Counters
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, KeyChain
+from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
+from sglang_cake.loading.meet import best_run, end_indices, possible_ends
 from sglang_cake.stores.base import Store, report_access, tiers_of
+from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
@@ -75,10 +77,13 @@ class StagedBlock:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The lookup has answered: which of a prompt's full blocks are stored."""
+    """The lookup has answered: which of a prompt's full blocks are stored, and behind which of them
+    an end state is stored. Ends that make a shorter run than the best one may be missing; for a
+    model without end states, all are."""
 
     load_id: str
     stored: tuple[bool, ...]
+    ends: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +232,14 @@ class LoadRequest:
         tokens: 'q'; the loader only reads it.
         blocks: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
-        should_load: whether to load at once, given the stored blocks and the cost of loading them.
-            `set_load_from` changes that decision later.
+        should_load: whether to load at once, given the stored blocks that are of use, and the cost
+            of loading them. `set_load_from` changes that decision later.
         facts: what the store is told about the request.
         take: called with each block whose checked bytes are in host memory, on the I/O thread and
             before its `Fetched`. It must be quick. It returns whether it takes the block over; then
             it releases it once, and the `Fetched` has no bytes.
+        end_blocks: blocks of one end state. Those of the target are read before all others; their
+            indices are those of `meet.end_indices`.
     """
 
     load_id: str
@@ -243,6 +250,12 @@ class LoadRequest:
     should_load: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None
     take: Callable[[int, StagedBlock], bool] | None = None
+    end_blocks: int = 0
+
+    @property
+    def indices(self) -> int:
+        """Every block and every end block has a lower index."""
+        return self.blocks * (1 + self.end_blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -258,6 +271,11 @@ class _PromptQueue:
         tiers: for each key, the tier that the block will be read from.
         ahead: blocks that have not arrived, by tier.
         reads: reads under way, by block. Written by the I/O thread.
+        run: with end states, the blocks to load up to the target. Written by the I/O thread until
+            the lookup has answered, and by the scheduler thread from then on.
+        end_keys: keys of the target's end blocks. They are taken to be in the tier of the block
+            before them.
+        asked: with end states, all indices that were ever in `todo`.
     """
 
     request: LoadRequest
@@ -270,12 +288,38 @@ class _PromptQueue:
     tiers: list[int] = field(default_factory=list)
     ahead: Counter[int] = field(default_factory=Counter)
     reads: dict[int, BlockRead] = field(default_factory=dict)
+    run: range = range(0)
+    end_keys: list[BlockKey] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
+
+    def key(self, block: int) -> BlockKey:
+        """The key of a block, or of an end block of the target."""
+        first = self.request.blocks
+        if block < first:
+            return self.keys[block]
+        return self.end_keys[(block - first) % self.request.end_blocks]
+
+    def tier(self, block: int) -> int:
+        """The tier that a block, or an end block of the target, will be read from."""
+        return self.tiers[block if block < self.request.blocks else self.run.stop - 1]
+
+    def aim(self, run: range) -> list[int]:
+        """From now on the blocks of `run` and the end behind it are wanted, and nothing else.
+        Returns their indices, ascending. What was asked for once is not asked for again."""
+        request = self.request
+        ends = end_indices(request.blocks, request.end_blocks, run.stop)
+        self.end_keys = end_keys(self.keys[run.stop - 1], request.end_blocks) if run else []
+        wanted = [*run, *ends]
+        todo = set(self.todo)
+        self.todo = [block for block in wanted if block in todo or block not in self.asked]
+        self.asked.update(wanted)
+        return wanted
 
     def count_ahead(self) -> None:
         """Count `ahead` again. Blocks that are being read count until they have arrived."""
         if len(self.ahead) > 1:  # with one tier, the number of blocks makes no difference
             first = bisect_left(self.todo, max(self.fence, self.load_from))
-            self.ahead = Counter(self.tiers[b] for b in self.todo[first:]) or self.ahead
+            self.ahead = Counter(self.tier(b) for b in self.todo[first:]) or self.ahead
 
 
 @dataclass(slots=True, eq=False)
@@ -303,7 +347,8 @@ class Loader:
 
     Args:
         store: None: no prompt may begin before `use`.
-        staging: buffers of one block each; when they run out, loading pauses.
+        staging: buffers of one block each; when they run out, loading pauses. With end states, a
+            quarter of them holds one and a block at least.
         queue_depth: the most reads under way at once.
         prior: cost of a store that nothing was read from yet.
         least_limit_s: every read may take that long.
@@ -383,7 +428,7 @@ class Loader:
         queue = self._by_id.get(load_id)
         if queue is None:
             return
-        least = queue.request.blocks if block is None else block
+        least = queue.request.indices if block is None else block
         before = queue.load_from
         if least != before:
             queue.load_from = least
@@ -391,6 +436,14 @@ class Loader:
                 self._io.post(self._pause, queue)
             elif block < before:
                 self._io.post(self._pump)
+
+    def aim(self, load_id: str, run: range) -> None:
+        """Only the blocks of `run`, and the end behind it, are still wanted of a prompt whose model
+        has end states. Called after its lookup has answered."""
+        queue = self._by_id.get(load_id)
+        if queue is not None and run != queue.run:
+            queue.run = run
+            self._io.post(self._aim, queue, run)
 
     def under_way(self, load_id: str) -> dict[int, BlockRead]:
         """The prompt's reads that have begun and are not over, by block."""
@@ -442,26 +495,55 @@ class Loader:
         request = queue.request
         keys = request.chain.of(request.tokens)
         queue.keys = keys
+        ends: list[bool] = []
         try:
             stored = await queue.store.contains(keys)
             queue.tiers = tiers_of(queue.store, keys)
+            if request.end_blocks:
+                ends = await self._look_up_ends(queue, stored)
+                queue.run = best_run(stored[: request.blocks], ends, request.first_block)
+                todo = queue.aim(queue.run)
+            else:
+                last = min(request.blocks, len(keys))
+                todo = [b for b in range(request.first_block, last) if stored[b]]
         except Exception as error:
             if not isinstance(error, StoreError):
                 logger.exception("a store broke its contract; the prompt will be computed")
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
-        todo = [b for b in range(request.first_block, min(request.blocks, len(keys))) if stored[b]]
-        queue.ahead = Counter(queue.tiers[block] for block in todo)
+            ends = []
+            todo = []
+            queue.run = range(0)
+        queue.ahead = Counter(queue.tier(block) for block in todo)
         queue.cost = self._fits.of(queue.ahead, time.monotonic())
-        if todo and queue in self._queues:
-            queue.todo = todo
-            if not request.should_load(stored, queue.cost):
-                queue.load_from = request.blocks
-        self._outbox.append(LookedUp(request.load_id, tuple(stored)))
+        queue.todo = todo if queue in self._queues else []
+        if queue.todo:
+            usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
+            if not request.should_load(usable, queue.cost):
+                queue.load_from = request.indices
+        self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends)))
         self._pump()
         if request.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
+                if queue.run:  # older than the blocks: they are of no use without it
+                    facts = replace(request.facts, id=f"{request.facts.id} end")
+                    await report_access(queue.store, queue.end_keys, facts)
                 await report_access(queue.store, keys, request.facts)
+
+    async def _look_up_ends(self, queue: _PromptQueue, stored: Sequence[bool]) -> list[bool]:
+        """Behind which blocks an end is stored, until the best one is known."""
+        request = queue.request
+        ends = [False] * len(stored)
+        blocks = possible_ends(stored[: request.blocks], request.first_block)
+        # Ends are far apart, so stores must not look at some keys and infer the others.
+        for start in range(0, len(blocks), EXACT_KEYS):
+            some = blocks[start : start + EXACT_KEYS]
+            found = await queue.store.contains([end_keys(queue.keys[b], 1)[0] for b in some])
+            for block, yes in zip(some, found, strict=True):
+                ends[block] = yes
+            if any(found):
+                break
+        return ends
 
     def _pump(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
@@ -480,11 +562,13 @@ class Loader:
 
     def _next_queue(self) -> _PromptQueue | None:
         # Waiting prompts leave the last buffers to the one that is served first.
-        scarce = self._staging.free <= self._staging.capacity // 4
         for queue in self._queues:
             if queue.todo and queue.todo[-1] >= queue.load_from:
                 first = self._ranks.get(queue.request.load_id) == 0
-                return queue if first or not scarce else None
+                # End blocks stay in their buffers until the front has reached the end.
+                ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
+                left = self._staging.free - ends
+                return queue if first or left > self._staging.capacity // 4 else None
         return None
 
     def _reorder(self, queues: Sequence[_PromptQueue]) -> None:
@@ -495,7 +579,7 @@ class Loader:
 
     def _start(self, queue: _PromptQueue, block: int) -> bool:
         """Start to read one block for `queue`; False if there is no buffer for it."""
-        key = queue.keys[block]
+        key = queue.key(block)
         staged = self._staged.get(key)
         if staged is not None and staged.hold():
             self._arrived(queue, block, staged)
@@ -608,22 +692,27 @@ class Loader:
 
     def _pause(self, queue: _PromptQueue) -> None:
         """Stop all reads of a prompt; they may begin again."""
-        if queue.load_from >= queue.request.blocks:  # `load_from` may have changed since
+        if queue.load_from >= queue.request.indices:  # `load_from` may have changed since
             for block in queue.reads:
                 insort(queue.todo, block)
-            self._stop(queue, queue.request.blocks)
+            self._keep(queue, ())
 
     def _trim(self, queue: _PromptQueue) -> None:
         """Stop reads of blocks that are computed."""
-        self._stop(queue, queue.fence)
+        self._keep(queue, range(queue.fence, queue.request.indices))
 
-    def _stop(self, queue: _PromptQueue, below: int) -> None:
-        """The prompt waits for no block below `below` any more."""
-        for block in [b for b in queue.reads if b < below]:
+    def _aim(self, queue: _PromptQueue, run: range) -> None:
+        """Stop reads of blocks that are not wanted any more, and start others."""
+        if queue in self._queues:
+            self._keep(queue, queue.aim(run))
+
+    def _keep(self, queue: _PromptQueue, blocks: Container[int]) -> None:
+        """Of reads under way, the prompt waits for those of `blocks` only."""
+        for block in [b for b in queue.reads if b not in blocks]:
             del queue.reads[block]
         for read in list(self._reads.values()):
             before = len(read.waiters)
-            read.waiters = [(q, b) for q, b in read.waiters if q is not queue or b >= below]
+            read.waiters = [(q, b) for q, b in read.waiters if q is not queue or b in blocks]
             if before and not read.waiters and read.task is not None:
                 self._retire(read)  # at once: no prompt may join a cancelled read
                 read.task.cancel()
@@ -637,7 +726,7 @@ class Loader:
         self._queues.remove(queue)
         queue.todo.clear()
         with self._gate:
-            queue.fence = queue.request.blocks
+            queue.fence = queue.request.indices
         self._trim(queue)
 
 

@@ -23,9 +23,20 @@ claimed, and a LANDED block can be attached or dropped.
 
 This is Algorithm 1 of Cake (arXiv 2410.03065) with `io_ptr` replaced by a state per block, so that
 a lost block costs one block and not the rest of the prompt.
+
+Models with a recurrent state or with sliding windows have `end_blocks` above 0. A stored prefix of
+theirs can be used only up to an *end*: a block boundary whose end state is stored, as that many end
+blocks. One end is the *target*, and the front jumps there or nowhere:
+
+    |=========|. . . . . .|#################|. . . . .|      ###
+    0         front       blocks up to the   target   limit  end blocks of the target
+
+Only the unbroken run of blocks up to the target is wanted. A hole in the run makes the blocks left
+of it useless, and a lost end state makes all of them useless. Then either a lower end inside the
+run becomes the target, or the rest of the run is kept; what is not needed any more is given up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -93,6 +104,52 @@ TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
 }
 
 
+_TO_COME = bytes(s in (_S.WANTED, _S.LANDED) for s in _S).ljust(256, b"\0")
+
+
+def run_lengths(stored: Sequence[bool] | bytes | bytearray, first: int = 0) -> list[int]:
+    """For each block, the length of the unbroken run of stored blocks that ends with it, and begins
+    at block `first` or later."""
+    lengths = []
+    length = 0
+    for block, yes in enumerate(stored):
+        length = length + 1 if yes and block >= first else 0
+        lengths.append(length)
+    return lengths
+
+
+def possible_ends(stored: Sequence[bool], first: int) -> list[int]:
+    """The blocks behind which a stored prefix could end, the one with the longest run up to it
+    first; of equal ones, the last first. Args: first: blocks before it are in the tree."""
+    lengths = run_lengths(stored, first)
+    blocks = [block for block, length in enumerate(lengths) if length]
+    return sorted(blocks, key=lambda block: (-lengths[block], -block))
+
+
+def best_run(stored: Sequence[bool], ends: Sequence[bool], first: int) -> range:
+    """The longest unbroken run of stored blocks up to a stored end; empty if there is none.
+
+    Args:
+        ends: by block, whether the end behind it is stored.
+    """
+    for last in possible_ends(stored, first):
+        if ends[last]:
+            return range(last + 1 - run_lengths(stored, first)[last], last + 1)
+    return range(0)
+
+
+def end_indices(blocks: int, end_blocks: int, target: int) -> range:
+    """The indices of the end blocks of one end of a prompt. They follow those of its blocks, and
+    every end has its own.
+
+    Args:
+        blocks: of the prompt.
+        target: blocks before the end; 0: there is no end.
+    """
+    start = blocks + (target - 1) * end_blocks
+    return range(start, start + end_blocks) if target else range(0)
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """A prompt as `planner` sees it.
@@ -102,6 +159,8 @@ class View:
         first: block at the front.
         limit: no stored token is used from here on.
         states: one byte (`BlockState`) for each block from `first` on.
+        end_blocks: of one end; 0: the front may jump to any block boundary.
+        end_wanted: end blocks of the target that have not landed.
     """
 
     front: int
@@ -110,11 +169,28 @@ class View:
     block_tokens: int
     prompt_tokens: int
     limit: int
+    end_blocks: int = 0
+    end_wanted: int = 0
 
-    def found(self, stored: Sequence[bool]) -> "View":
-        """The view after the lookup's answer: which of the prompt's blocks are stored."""
-        states = (BlockState.WANTED if yes else BlockState.ABSENT for yes in stored[self.first :])
-        return replace(self, states=bytes(states)[: len(self.states)])
+    def found(self, usable: Sequence[bool]) -> "View":
+        """The view after the lookup's answer: which of the prompt's blocks are stored and of
+        use."""
+        states = bytes(_S.WANTED if yes else _S.ABSENT for yes in usable[self.first :])
+        states = states[: len(self.states)]
+        return replace(
+            self, states=states, end_wanted=self.end_blocks if _S.WANTED in states else 0
+        )
+
+    @property
+    def wanted(self) -> int:
+        """How many blocks are still to land, those of the end included."""
+        return self.states.count(_S.WANTED) + self.end_wanted
+
+    @property
+    def attachable(self) -> int:
+        """How many landed blocks can be attached when the front reaches them. An end needs all of
+        its blocks."""
+        return 0 if self.end_blocks and self.wanted else self.states.count(_S.LANDED)
 
 
 class Meet:
@@ -129,6 +205,10 @@ class Meet:
             may, since its logits are wanted. Rounded down to a page here.
         prompt_tokens: length of the prompt; blocks are its full blocks.
         front: first token that the tree does not hold.
+        end_blocks: blocks of one end state; 0: the model has none.
+
+    Attributes:
+        limit: the last position that the front may jump to.
     """
 
     def __init__(
@@ -139,45 +219,75 @@ class Meet:
         limit_tokens: int,
         prompt_tokens: int,
         front: int = 0,
+        end_blocks: int = 0,
     ) -> None:
         assert block_tokens % page_tokens == 0
         self.block_tokens = block_tokens
         self.page_tokens = page_tokens
-        self.limit = limit_tokens // page_tokens * page_tokens
+        self.end_blocks = end_blocks
+        unit = block_tokens if end_blocks else page_tokens
+        self.limit = limit_tokens // unit * unit
         count = min(prompt_tokens // block_tokens, -(-self.limit // block_tokens))
         self._prompt_tokens = prompt_tokens
         self._states = bytearray([BlockState.ABSENT]) * count
+        self._ends: Set[int] = set()  # blocks behind which an end is stored
+        self._target = 0  # blocks before the target; 0: there is none
+        self._end_states = bytearray()  # of the target's end blocks
         self.front = 0
         self.advance(front)
+        self._first = self.fence  # at arrival: the loader's choice of a target starts from it, too
 
-    # ---- events ----
+    # ---- events; those that return a list say which landed blocks are given up ----
 
-    def found(self, stored: Sequence[bool]) -> None:
-        """The lookup's answer; entries past the last block are ignored."""
+    def found(self, stored: Sequence[bool], ends: Sequence[bool] = ()) -> None:
+        """The lookup's answer: by block, whether it is stored, and whether the end behind it is.
+        Entries past the last block are ignored."""
         for block, yes in zip(range(len(self._states)), stored, strict=False):
             if yes:
                 self._apply(block, Event.FIND)
+        if not self.end_blocks:
+            return
+        usable = self.usable(stored, ends)
+        for block in range(self.blocks):  # the loader of this rank may have chosen another target
+            if not usable[block] and self._states[block] == BlockState.WANTED:
+                self._apply(block, Event.LOSE)
+        if any(usable):
+            self._ends = {block for block, yes in enumerate(ends) if yes}
+            self._aim(self.blocks - usable[::-1].index(True))
+            self._keep_run()
+
+    def usable(self, stored: Sequence[bool], ends: Sequence[bool]) -> Sequence[bool]:
+        """Which of the prompt's blocks are stored and of use; with end states, those of
+        `best_run`."""
+        if not self.end_blocks:
+            return stored
+        run = best_run(stored[: self.blocks], ends, self._first)
+        return [block in run for block in range(self.blocks)]
 
     def landed(self, block: int) -> bool:
         """The block is in host memory on every rank. False: too late, discard its bytes."""
         return self._apply(block, Event.LAND) is BlockState.LANDED
 
-    def lost(self, block: int) -> None:
+    def lost(self, block: int) -> list[int]:
         """The block could not be loaded."""
         self._apply(block, Event.LOSE)
+        return self._keep_run()
 
-    def dropped(self, block: int) -> None:
+    def dropped(self, block: int) -> list[int]:
         """The landed bytes of the block were given up."""
         self._apply(block, Event.DROP)
+        return self._keep_run()
 
-    def give_up(self) -> None:
+    def give_up(self) -> list[int]:
         """Blocks that have not landed are computed."""
-        for block in range(len(self._states)):
-            if self._states[block] == BlockState.WANTED:
+        self._ends = set()
+        for block in (*range(len(self._states)), *self.end_indices):
+            if self.state(block) is BlockState.WANTED:
                 self._apply(block, Event.LOSE)
+        return self._keep_run()
 
     def advance(self, front: int) -> list[int]:
-        """The tree holds `[0, front)`. Returns the blocks whose landed bytes are not needed now.
+        """The tree holds `[0, front)`.
 
         The front moves back if the tree has evicted a part of a waiting prompt. That part is
         computed then.
@@ -194,12 +304,13 @@ class Meet:
                     surplus.append(block)
                 self._apply(block, Event.PASS)
             self.front = front
-        return surplus
+        return surplus + self._keep_run()
 
     # ---- what the scheduler does ----
 
     def island(self) -> Span | None:
-        """The span to attach now, `[front, end of the island that the front touches)`, or None."""
+        """The span to attach now, `[front, end of the island that the front touches)`, or None. If
+        the model has end states, it ends at the target, all of whose end blocks have landed."""
         first = self._block_of(self.front)
         stop = first
         while stop < len(self._states) and self._states[stop] == BlockState.LANDED:
@@ -207,18 +318,41 @@ class Meet:
         end = min(stop * self.block_tokens, self.limit)
         if stop == first or end <= self.front:
             return None
+        if self.end_blocks and (
+            stop < self._target or self._end_states.count(BlockState.LANDED) < self.end_blocks
+        ):
+            return None
         assert self.front % self.page_tokens == 0, "the front entered a landed block"
         return Span(self.front, end)
 
     def attach(self, span: Span) -> None:
-        """`span` (as `island()` gave it) joins the tree."""
+        """`span` (as `island()` gave it) joins the tree, with its end blocks (`end_indices`)."""
         assert span == self.island()
         for block in self.blocks_of(span):
             self._apply(block, Event.ATTACH)
         self.front = span.stop
+        self._aim(0)
+
+    def drop_before(self, stop: int) -> list[int]:
+        """The step being scheduled will compute `[front, stop)`: give up blocks in it. Only a model
+        with end states computes landed blocks: those that the front may not jump over yet."""
+        if not self.end_blocks:
+            return []
+        surplus = []
+        last = min(-(-stop // self.block_tokens), len(self._states))
+        for block in range(self._blocks_below(self.front), last):
+            if self._states[block] == BlockState.LANDED:
+                surplus.append(block)
+                self._apply(block, Event.DROP)
+            elif self._states[block] == BlockState.WANTED:
+                self._apply(block, Event.LOSE)
+        return surplus + self._keep_run()
 
     def claim(self, stop: int) -> int:
-        """The step being scheduled computes `[front, stop)`. Returns the new `fence`."""
+        """The step being scheduled computes `[front, stop)`; `drop_before(stop)` came before.
+        Returns the new `fence`."""
+        surplus = self.drop_before(stop)
+        assert not surplus, "the step computes landed blocks"
         last = min(-(-stop // self.block_tokens), len(self._states))
         # Not from `_block_of`: past the limit the front stands in a block that may be attached.
         for block in range(self._blocks_below(self.front), last):
@@ -233,8 +367,11 @@ class Meet:
         return range(span.start // self.block_tokens, -(-span.stop // self.block_tokens))
 
     def state(self, block: int) -> BlockState:
-        """State of one block."""
-        return BlockState(self._states[block])
+        """State of a block, or of an end block. End blocks of former targets are GONE."""
+        if block < self.blocks:
+            return BlockState(self._states[block])
+        ends = self.end_indices
+        return BlockState(self._end_states[block - ends.start]) if block in ends else _S.GONE
 
     def view(self) -> View:
         """The front and the blocks right of it, for `planner`."""
@@ -246,12 +383,34 @@ class Meet:
             block_tokens=self.block_tokens,
             prompt_tokens=self._prompt_tokens,
             limit=self.limit,
+            end_blocks=self.end_blocks,
+            end_wanted=self._end_states.count(BlockState.WANTED),
         )
 
     @property
     def blocks(self) -> int:
-        """How many blocks may be loaded at all."""
+        """How many blocks may be loaded at all, end blocks aside."""
         return len(self._states)
+
+    @property
+    def target(self) -> int:
+        """The front may jump up to this token. With end states: to it alone; 0: nowhere."""
+        return self._target * self.block_tokens if self.end_blocks else self.limit
+
+    @property
+    def indices(self) -> list[int]:
+        """Those of the blocks, and of the target's end blocks."""
+        return [*range(self.blocks), *self.end_indices]
+
+    @property
+    def run(self) -> range:
+        """With end states: the blocks up to the target that the front may jump over."""
+        return range(self._states[: self._target].translate(_TO_COME).rfind(0) + 1, self._target)
+
+    @property
+    def end_indices(self) -> range:
+        """The indices of the target's end blocks."""
+        return end_indices(self.blocks, self.end_blocks, self._target)
 
     @property
     def fence(self) -> int:
@@ -268,9 +427,47 @@ class Meet:
             self._states.find(state, first) >= 0 for state in (BlockState.WANTED, BlockState.LANDED)
         )
 
+    def _aim(self, target: int) -> None:
+        self._target = target
+        self._end_states = bytearray([BlockState.WANTED] * self.end_blocks if target else [])
+
+    def _keep_run(self) -> list[int]:
+        """Choose the target again if a block of the run or its end is lost, and give up what is of
+        no use then: all but one unbroken run up to a stored end.
+
+        The target stays unless a lower end has a run that is longer by more than an end state.
+        """
+        if not self._target:
+            return []
+        to_come = self._states[: self._target].translate(_TO_COME)
+        lost = BlockState.GONE in self._end_states
+        if to_come[-1] and not lost and to_come.find(1) == to_come.rfind(0) + 1:
+            return []
+        lengths = run_lengths(to_come)
+        use = {b: lengths[b] for b in range(self._target - 1) if lengths[b] and b in self._ends}
+        if to_come[-1] and not lost:
+            use[self._target - 1] = lengths[-1] + self.end_blocks
+        last = max(use, key=lambda block: (use[block], block), default=-1)
+        kept = range(last + 1 - lengths[last], last + 1) if use else range(0)
+        surplus = []
+        for block in range(self._target):
+            if to_come[block] and block not in kept:
+                if self._states[block] == BlockState.LANDED:
+                    surplus.append(block)
+                    self._apply(block, Event.DROP)
+                else:
+                    self._apply(block, Event.LOSE)
+        if kept.stop != self._target:
+            surplus += [b for b in self.end_indices if self.state(b) is BlockState.LANDED]
+            self._aim(kept.stop)
+        return surplus
+
     def _apply(self, block: int, event: Event) -> BlockState:
-        state = TRANSITIONS[BlockState(self._states[block]), event]
-        self._states[block] = state
+        state = TRANSITIONS[self.state(block), event]
+        if block < self.blocks:
+            self._states[block] = state
+        elif block in self.end_indices:
+            self._end_states[block - self.end_indices.start] = state
         return state
 
     def _block_of(self, token: int) -> int:

@@ -103,10 +103,12 @@ def look_ahead(
 ) -> Outlook:
     """Predict the three ways (docs/theory.md, B): C(x) = l (n - x), over block borders x.
 
+    End blocks are loads that come first, whatever the border.
+
     Args: chunk_tokens: the most that one step computes.
     """
     wanted = view.states.translate(_WANTED + _PAD)
-    now = view.states.translate(_PRESENT + _PAD)
+    now = _attachable(view)
     later = view.states.translate(_TO_BE_PRESENT + _PAD)
 
     def compute_s(marked: bytes, start: int, stop: int) -> float:
@@ -118,10 +120,11 @@ def look_ahead(
             at = end
         return total
 
-    since_s = progress.since_s if _is_asked(view, progress) else 0.0
+    since_s = progress.since_s if is_asked(view, progress.load_from) else 0.0
 
     def load_s(border: int) -> float:
-        return costs.load.load_s(wanted.count(1, border), since_s=since_s, begun=progress.begun)
+        blocks = wanted.count(1, border) + view.end_wanted
+        return costs.load.load_s(blocks, since_s=since_s, begun=progress.begun)
 
     unbroken, overlap_s = _overlap_gain(view, later, chunk_tokens, costs)
 
@@ -143,7 +146,7 @@ def look_ahead(
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return compute_s(later, x, view.prompt_tokens)
 
-    borders = range(wanted.rfind(1) + 2)
+    borders = range((later if view.end_wanted else wanted).rfind(1) + 2)
     meet = bisect_left(borders, 0.0, key=lambda b: ahead_s(token(b)) - link_s(b))
     best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
     if costs.others_s:  # an earlier border may be better, if loads end with a step of others
@@ -172,7 +175,8 @@ def _overlap_gain(
     begins while the last block is read."""
     stop = later.rfind(1) + 1
     end = min((view.first + stop) * view.block_tokens, view.limit)
-    if not stop or costs.others_s or view.prompt_tokens - end > chunk_tokens:
+    alone = not costs.others_s and not view.end_blocks
+    if not stop or not alone or view.prompt_tokens - end > chunk_tokens:
         return 0, 0.0
     last_s = costs.prefill.step_s(end, view.prompt_tokens)
     return later.rfind(0, 0, stop) + 1, costs.overlap_share * min(costs.load.last_s, last_s)
@@ -204,7 +208,7 @@ def next_step(
     """
     furthest = min(view.front + chunk_tokens, view.prompt_tokens)
     edge = min(furthest, island_start(view))
-    if BlockState.WANTED not in view.states:
+    if not view.wanted:
         return StepPlan(edge)
     if mode == "load":
         return StepPlan(view.front, wait=True)
@@ -224,9 +228,9 @@ def next_step(
 
 
 def island_start(view: View) -> int:
-    """The start of the first landed block right of the front, where a step must end; the end of the
-    prompt if there is none."""
-    return _next_run(view, view.states.translate(_PRESENT + _PAD), view.front)[0]
+    """The start of the first landed block right of the front that can be attached, where a step
+    must end; the end of the prompt if there is none."""
+    return _next_run(view, _attachable(view), view.front)[0]
 
 
 def should_load(
@@ -248,7 +252,7 @@ def should_load(
 def device_work(view: View, load_from: int | None) -> StepWork:
     """What a prompt computes if blocks from `load_from` on are loaded; None: no block is."""
     stop = view.prompt_tokens
-    if load_from is not None and BlockState.WANTED in view.states:
+    if load_from is not None and view.wanted:
         stop = min(stop, load_from * view.block_tokens)
     return work_of(view.front, max(view.front, stop))
 
@@ -256,14 +260,13 @@ def device_work(view: View, load_from: int | None) -> StepWork:
 def is_overdue(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:
     """Whether a block of the prompt was predicted to land by now, and has not."""
     overdue = costs.load.is_overdue(progress.since_s, begun=progress.begun)
-    return overdue and _is_asked(view, progress)
+    return overdue and is_asked(view, progress.load_from)
 
 
-def _is_asked(view: View, progress: LoadProgress) -> bool:
+def is_asked(view: View, load_from: int | None) -> bool:
     """Whether a block of the prompt is being read, or is next on the link."""
-    load_from = progress.load_from
-    if load_from is None:
-        return False
+    if load_from is None or view.end_wanted:
+        return load_from is not None
     return view.first + view.states.rfind(BlockState.WANTED) >= load_from
 
 
@@ -279,7 +282,8 @@ def overlap_span(
 
     The step computes the tokens behind the stored part. Its layer i needs KV of layer i alone, and
     a block's bytes come layer by layer. So it can run while the last blocks are read, and wait at
-    each layer for KV that is not there yet.
+    each layer for KV that is not there yet. With end states there is no such step: its first layer
+    may need all of the end state.
 
     It begins when the loads are predicted to end before a step that begins now. So it holds the
     device for at most twice the time that the step takes anyway. The caller must see that no other
@@ -291,7 +295,7 @@ def overlap_span(
     """
     there = (BlockState.LANDED, BlockState.WANTED)
     count = next((i for i, state in enumerate(view.states) if state not in there), len(view.states))
-    if any(state in there for state in view.states[count:]):
+    if view.end_blocks or any(state in there for state in view.states[count:]):
         return None  # the hole between these blocks is computed first
     wanted = [view.first + i for i in range(count) if view.states[i] == BlockState.WANTED]
     stop = min((view.first + count) * view.block_tokens, view.limit)
@@ -323,6 +327,13 @@ def _towards(meet: int, edge: int, view: View, costs: PromptCosts) -> StepPlan:
         sure = view.front + int((meet - view.front) * (1 - error))
         stop = max(smallest, sure - sure % size)
     return StepPlan(stop, load_from=load_from)
+
+
+def _attachable(view: View) -> bytes:
+    """Marks of the landed blocks that the front can jump over when it reaches them."""
+    if not view.attachable:
+        return bytes(len(view.states))
+    return view.states.translate(_PRESENT + _PAD)
 
 
 def _one_block(edge: int, view: View) -> int:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sglang_cake.loading.meet import BlockState, View
+from sglang_cake.loading.meet import View
 
 # A larger value is nearer to first come, first served; a smaller one, to the least mean time
 # (docs/scheduling.md).
@@ -79,9 +79,9 @@ class QueueEntry:
             begun: whether a block of it has landed.
             chunk_tokens: the most that one step computes.
         """
-        if loads and BlockState.WANTED in view.states:
+        if loads and view.wanted:
             return cls(rid, remaining_s(), waited_s)
-        landed_tokens = view.states.count(BlockState.LANDED) * view.block_tokens
+        landed_tokens = view.attachable * view.block_tokens
         rest_tokens = view.prompt_tokens - view.front - landed_tokens
         return cls(rid, None, waited_s, nearly_done=begun and rest_tokens <= chunk_tokens)
 

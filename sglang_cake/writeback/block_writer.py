@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import UNSTORED_REASONS, Counters
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, KeyChain
+from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
 from sglang_cake.stores.base import Store, put_first, report_access
 from sglang_cake.stores.request_facts import RequestFacts
 
@@ -34,6 +35,7 @@ class WriteJob:
         tokens: 'q': all tokens up to the end of the last block.
         copied: done when the copies into the buffers are complete; or the error of the copies.
         facts: of the request; the store gets them before the blocks.
+        of_end: they are end blocks of the end at the last of `tokens`.
     """
 
     chain: KeyChain
@@ -42,6 +44,7 @@ class WriteJob:
     buffers: tuple[Buffer, ...]
     copied: "Future[None]"
     facts: RequestFacts | None = None  # reported to the store before the blocks are put
+    of_end: bool = False
 
 
 class Writer:
@@ -62,6 +65,17 @@ class Writer:
     def take(self) -> Buffer | None:
         """A buffer for one block, or None if all are in use. Scheduler thread."""
         return self._pool.take()
+
+    def take_all(self, blocks: int) -> list[Buffer] | None:
+        """So many buffers, or None if there are not enough. Scheduler thread."""
+        taken: list[Buffer] = []
+        while len(taken) < blocks and (buffer := self._pool.take()) is not None:
+            taken.append(buffer)
+        if len(taken) == blocks:
+            return taken
+        for buffer in taken:
+            self._pool.give(buffer)
+        return None
 
     def give_up(self, blocks: int) -> None:
         """So many blocks got no buffer, and are not stored."""
@@ -109,19 +123,37 @@ class Writer:
                     await report_access(store, keys, job.facts)
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
+        if job.of_end:
+            await self._put_end(store, end_keys(keys[-1], len(job.buffers)), job.buffers)
+            return
         puts = [
             self._put(store, keys[block], buffer, first=block == 0)
             for block, buffer in zip(job.blocks, job.buffers, strict=True)
         ]
         await asyncio.gather(*puts)
 
-    async def _put(self, store: Store, key: BlockKey, buffer: Buffer, *, first: bool) -> None:
+    async def _put_end(
+        self, store: Store, keys: Sequence[BlockKey], buffers: Sequence[Buffer]
+    ) -> None:
+        """Put the first end block last, and only if the others are stored: who finds it finds
+        all."""
+        pairs = zip(keys[1:], buffers[1:], strict=True)
+        puts = [self._put(store, key, buffer, first=False) for key, buffer in pairs]
+        if all(await asyncio.gather(*puts)):
+            await self._put(store, keys[0], buffers[0], first=False)
+        else:
+            self._counters.add("unstored_blocks", label="unavailable")
+            self._release(buffers[0])
+
+    async def _put(self, store: Store, key: BlockKey, buffer: Buffer, *, first: bool) -> bool:
+        """Returns whether the block is stored."""
         try:
             async with self._slots:
                 put = put_first(store, key, buffer.view) if first else store.put(key, buffer.view)
                 fresh = await put
             if fresh:
                 self._counters.add("stored_blocks")
+            return True
         except StoreError as error:
             known = error.reason in UNSTORED_REASONS
             self._counters.add("unstored_blocks", label=error.reason if known else "unavailable")
@@ -131,6 +163,7 @@ class Writer:
             logger.exception("a store broke its contract; a block was not stored")
         finally:
             self._release(buffer)
+        return False
 
     def _warn(self, error: StoreError) -> None:
         now_s = time.monotonic()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.core.keys import KeyChain, KeySeed, block_keys
+from sglang_cake.core.keys import KeyChain, KeySeed, block_keys, end_keys
 from sglang_cake.core.namespace import Namespace
 
 NAMESPACE = Namespace((("model", "m"),)).digest()
@@ -98,3 +98,22 @@ def test_key_chain_asked_in_any_order_gives_equal_keys(tokens, block_tokens, sto
 def test_block_keys_token_above_64_bits_raises():
     with pytest.raises(OverflowError):
         block_keys(SEED, [2**63], 1)
+
+
+def test_end_keys_differ_from_each_other_and_from_those_of_other_blocks():
+    blocks = block_keys(SEED, range(40), 4)
+    ends = [key for block in blocks for key in end_keys(block, 3)]
+    assert len({*blocks, *ends}) == len(blocks) * 4
+
+
+def test_end_keys_fewer_are_the_first_of_more():
+    block = block_keys(SEED, range(4), 4)[0]
+    assert end_keys(block, 5)[:2] == end_keys(block, 2)
+    assert end_keys(block, 0) == []
+
+
+def test_end_keys_are_those_that_stores_have():
+    """A change of the derivation loses all end states that are stored."""
+    block = block_keys(SEED, range(4), 4)[0]
+    expected = hashlib.sha256(b"sglang_cake end v1" + block + (1).to_bytes(8, "little")).digest()
+    assert end_keys(block, 2)[1] == expected

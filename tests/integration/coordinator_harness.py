@@ -2,22 +2,23 @@
 drives it as SGLang's scheduler does."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from held_reads import HeldReads
 from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scramble
 
-from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -79,9 +80,12 @@ class CoordinatorHarness(HeldReads):
         io: Any = None,
         load: LoadCost = LOAD,
         chunk: int = 64,
+        end_blocks: int = 0,
     ) -> None:
         """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
         super().__init__(io)
+        self.end_blocks = end_blocks
+        self.no_end_memory = False
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
         self.allocator = allocator_of(self.pool, PAGE)
@@ -107,6 +111,7 @@ class CoordinatorHarness(HeldReads):
             self.allocator,
             lambda tokens: None,
             self.counters,
+            cast(Any, self),
         )
         self.coordinator = Coordinator(
             loader,
@@ -120,6 +125,7 @@ class CoordinatorHarness(HeldReads):
             consensus=RankConsensus(self.reduce if ranks else None),
             counters=self.counters,
             reporter=RequestReporter(None, speaks=True, metrics=None),
+            end_blocks=end_blocks,
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)
 
@@ -141,6 +147,15 @@ class CoordinatorHarness(HeldReads):
         self.store({keys[b]: self.block(b) for b in blocks})
         return keys
 
+    def fill_end(self, tokens: array, stop: int) -> list[BlockKey]:
+        """Store the end state behind token `stop`."""
+        keys = end_keys(KeyChain(KeySeed(NAMESPACE), BLOCK).of(tokens[:stop])[-1], self.end_blocks)
+        self.store({key: self.end_block(stop, number) for number, key in enumerate(keys)})
+        return keys
+
+    def end_block(self, stop: int, number: int) -> bytes:
+        return self.block(1_000_000 + stop * 100 + number)
+
     def block(self, number: int) -> bytes:
         generator = torch.Generator().manual_seed(number)
         size = (self.kv.layout.block_bytes,)
@@ -156,7 +171,27 @@ class CoordinatorHarness(HeldReads):
         self.coordinator.arrive(req, lambda tokens, limit: matched)
         self.settle()
 
-    def attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
+    # As `EndMemory` and `EndStates`: an end state is what was copied into it.
+
+    def allocate_end(self, req: FakeReq, span: Span) -> dict[int, bytes] | None:
+        return None if self.no_end_memory else {}
+
+    def free_end(self, req: FakeReq, end: dict[int, bytes]) -> None:
+        end.clear()
+
+    def load(self, index: int, buffer: Buffer, end: dict[int, bytes], after: Fence) -> Copy:
+        end[index] = bytes(buffer.view)
+        return Copy()
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        pass
+
+    def attach(
+        self, req: FakeReq, slots: torch.Tensor, stop: int, end: dict[int, bytes] | None
+    ) -> None:
+        assert len(end or {}) == self.end_blocks
+        for number, data in (end or {}).items():
+            assert data == self.end_block(stop, number)
         assert stop - req.prefix_len == len(slots)
         want, have = b"", b""
         for token, slot in zip(range(req.prefix_len, stop), slots.tolist(), strict=True):
@@ -176,7 +211,7 @@ class CoordinatorHarness(HeldReads):
         """One scheduling step of a request that is served. True: its prefill is over."""
         if self.coordinator.awaits_lookup(req):
             return False
-        self.coordinator.settle(req, self.attach)
+        self.coordinator.settle(req, self.attach, self)
         plan = self.coordinator.plan(req, CHUNK)
         if plan is not None and plan.wait:
             return False

@@ -157,8 +157,13 @@ def test_boundary_raising_method_returns_a_false_value_and_counts() -> None:
 
 @pytest.mark.parametrize("owned", [CakeRadixCache, CakePrefillAdder])
 def test_boundary_every_overridden_method_is_guarded(owned: type) -> None:
-    reads_only = {"prefix_device_indices", "evictable_size", "full_evictable_size"}
-    same = {"evict_for_alloc": "evict"}
+    reads_only = {
+        "prefix_device_indices",
+        "evictable_size",
+        "full_evictable_size",
+        "swa_retain_floor",
+    }
+    same = dict.fromkeys(("evict_for_alloc", "insert", "release_swa"), "evict")
     (base,) = owned.__bases__
     overridden = {
         name for name in vars(owned) if hasattr(base, name) and callable(vars(owned)[name])

@@ -110,9 +110,9 @@ class PrefillLoop:
         self.progress += 1
         req.prefix_len = req.in_tree = req.extend_end
 
-    def attach(self, req: Any, slots: Any, stop: int) -> None:
+    def attach(self, req: Any, slots: Any, stop: int, end: Any) -> None:
         self.progress += 1
-        self.base.attach(req, slots, stop)
+        self.base.attach(req, slots, stop, end)
 
     def costs(self, load: PromptRecord) -> PromptCosts:
         """Most of the time a prompt that is being loaded has nothing better to do than to wait."""

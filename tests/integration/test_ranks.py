@@ -16,8 +16,9 @@ PATIENCE_S = 20.0
 class TwoRanks:
     """Runs the same on both ranks at once. Their reductions are real: each waits for the other."""
 
-    def __init__(self) -> None:
-        self.harnesses = [CoordinatorHarness(ranks=True), CoordinatorHarness(ranks=True)]
+    def __init__(self, **options: Any) -> None:
+        """Args: options: of both harnesses."""
+        self.harnesses = [CoordinatorHarness(ranks=True, **options) for _ in range(2)]
         self.said: list[torch.Tensor | None] = [None, None]
         self.reductions = 0
         self._barrier = threading.Barrier(2)

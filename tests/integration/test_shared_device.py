@@ -123,7 +123,7 @@ class SharedDevice:
         step = coordinator.plan(req, left)
         return min(total, req.prefix_len + left) if step is None else step.stop
 
-    def _attach(self, req: FakeReq, slots: torch.Tensor, stop: int) -> None:
+    def _attach(self, req: FakeReq, slots: torch.Tensor, stop: int, end: object) -> None:
         self.base.allocator.free(slots)
         req.prefix_len = stop
 

@@ -16,6 +16,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported,
     unsupported_codec,
     unsupported_group,
+    unsupported_pools,
 )
 
 PLAIN = ModelTraits()
@@ -136,8 +137,6 @@ def test_support_matrix_block_of_partial_pages_is_refused_with_advice(
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(PLAIN, is_hybrid_swa=True),
-        replace(PLAIN, is_hybrid_ssm=True),
         replace(PLAIN, is_encoder_decoder=True),
         replace(PLAIN, is_generation=False),
         replace(PLAIN, is_multimodal=True),
@@ -173,8 +172,6 @@ def _context(**changes: Any) -> Any:
         {"is_eagle": True},
         {"pp_size": 2},
         {"attn_cp_size": 2},
-        {"is_hybrid_swa": True},
-        {"is_hybrid_ssm": True},
         {"is_dsa": True},
     ],
 )
@@ -182,6 +179,69 @@ def test_support_matrix_unsupported_scheduler_context_is_one_line(changes: dict[
     pytest.importorskip("sglang")
     with pytest.raises(ConfigError, match=r"^cake [^\n]+$"):
         check_context(_context(**changes), CakeConfig())
+
+
+def _pools(**changes: Any) -> Any:
+    """The context of a model with both kinds of end states, and the pools that SGLang makes."""
+    swa = pytest.importorskip("sglang.srt.mem_cache.allocator.swa").SWATokenToKVPoolAllocator
+    memory = pytest.importorskip("sglang.srt.mem_cache.memory_pool")
+    windows = pytest.importorskip("sglang.srt.mem_cache.swa_memory_pool").SWAKVPool
+    allocator = swa.__new__(swa)
+    allocator._kvcache = windows.__new__(windows)
+    states = memory.HybridReqToTokenPool.__new__(memory.HybridReqToTokenPool)
+    states.mamba_ckpt_pool = None
+    states.mamba_pool = SimpleNamespace(replayssm_write_pos=None)
+    params = {
+        "token_to_kv_pool_allocator": allocator,
+        "req_to_token_pool": states,
+        "swa_gates_prefix_match": True,
+        "decoder_swa_bounded_replay": False,
+        "draft_swa_window": 0,
+    }
+    assert set(changes) <= set(params)
+    return SimpleNamespace(
+        is_hybrid_swa=True, is_hybrid_ssm=True, params=SimpleNamespace(**params | changes)
+    )
+
+
+def test_support_matrix_pools_of_end_states_are_supported() -> None:
+    assert unsupported_pools(_pools(), CakeConfig()) is None
+    assert unsupported_pools(_pools(), CakeConfig(codec="zstd")) is None
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> None:
+    reason = unsupported_pools(_pools(), CakeConfig(codec=codec))
+    assert reason is not None
+    assert "--cake-codec raw or zstd" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"token_to_kv_pool_allocator": object()}, "in a object"),
+        ({"swa_gates_prefix_match": False}, "--disable-hybrid-swa-memory"),
+        ({"decoder_swa_bounded_replay": True}, "--disable-hybrid-swa-memory"),
+        ({"draft_swa_window": 4}, "--disable-hybrid-swa-memory"),
+        ({"req_to_token_pool": object()}, "in a object"),
+    ],
+)
+def test_support_matrix_other_pools_of_end_states_are_refused(
+    changes: dict[str, Any], advice: str
+) -> None:
+    reason = unsupported_pools(_pools(**changes), CakeConfig())
+    assert reason is not None
+    assert reason.startswith("cake does not support ")
+    assert advice in reason
+    assert "\n" not in reason
+
+
+def test_support_matrix_states_of_other_forms_are_refused_by_flag_name() -> None:
+    int8, replay = _pools(), _pools()
+    int8.params.req_to_token_pool.mamba_ckpt_pool = object()
+    replay.params.req_to_token_pool.mamba_pool.replayssm_write_pos = object()
+    assert "--enable-int8-mamba-checkpoint" in str(unsupported_pools(int8, CakeConfig()))
+    assert "--enable-linear-replayssm" in str(unsupported_pools(replay, CakeConfig()))
 
 
 def _graphs(backend: str) -> dict[str, Any]:
@@ -231,6 +291,8 @@ def test_support_matrix_runahead_member_on_cpu_or_gpu_is_supported(device: dict[
     args = SimpleNamespace(**MEMBER | device)
     assert unsupported_group(args, None, member) is None
     assert unsupported_group(args, PLAIN, member) is None
+    for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
+        assert unsupported_group(args, replace(PLAIN, **{kind: True}), member) is not None
     reason = unsupported_group(args, replace(PLAIN, is_mla=True), member)
     assert (reason is not None) == bool(device)
     between = replace(member, runahead_transport="cuda-ipc")

@@ -49,13 +49,18 @@ def private_name() -> str:
 
 
 def server_fields(
-    ctx: "TreeCacheBuildContext", layout: BlockLayout, *, codec: str
+    ctx: "TreeCacheBuildContext",
+    layout: BlockLayout,
+    *,
+    codec: str,
+    end_states: str | None = None,
 ) -> NamespaceFields:
     """All fields except those about the content of files.
 
     Args:
         layout: of this rank's pool.
         codec: the encoding of the blocks.
+        end_states: form of the end states of this rank's pools; None: the model has none.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
@@ -76,6 +81,8 @@ def server_fields(
         "tp_size": parallel.attn_tp_size,
         "codec": codec,
     }
+    if end_states is not None:
+        fields["end_states"] = end_states
     if "context_len" in _source(model_class):  # few models read it, for their RoPE
         fields["context_length"] = model.context_len
     if values.enable_deterministic_inference:  # KV is shared only if it is equal bit by bit

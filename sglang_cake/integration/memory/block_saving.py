@@ -1,18 +1,27 @@
-"""New blocks, copied from the slots of a request into the write pipeline."""
+"""New blocks and end states, copied from device memory into the write pipeline."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.copier import Copier, Save
-from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.end_states import EndSlots, EndStates
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
+
+# Inside a prompt, an end state is saved where the blocks since the last one are this many times as
+# many as its end blocks; at the end of a prompt, where they are as many.
+END_SPACING = 8
+
+FindEnd = Callable[[int], EndSlots | None]
+"""`(stop)`: where the tree has the end state at that token; None: it has not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,31 +33,57 @@ class _Unsaved:
         row: device slot of each of these tokens.
         next_block: blocks before this one were looked at.
         blocks: blocks that are new to the store, and had no buffer yet, ascending.
+        end: the last block boundary whose end state was looked at, in tokens.
+        find_end: of an end state that is new to the store, and had no buffers yet.
     """
 
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
     row: torch.Tensor | None = None
     next_block: int = 0
     blocks: list[int] = field(default_factory=list)
+    end: int = 0
+    find_end: FindEnd | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A copy that may still read slots. Attributes: record: of the request that locks them; None:
+    no request does."""
+
+    record: PromptRecord | None
+    save: Save
+    order_forwards_after: Callable[[Sequence[Copy]], None]
 
 
 class BlockSaving:
-    """Copies the full blocks that checkpoints complete and the store lacks. Scheduler thread.
+    """Copies the full blocks that checkpoints complete and the store lacks, and end states.
+    Scheduler thread.
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
-    keeps its KV in the tree. After the last checkpoint it is given up, and counted.
+    keeps its KV in the tree. After the last checkpoint it is given up, and counted. An end state is
+    given up earlier, if a later one takes its place or the tree has evicted it.
     """
 
-    def __init__(self, kv: DeviceKV, copier: Copier, writer: Writer) -> None:
+    def __init__(
+        self, kv: DeviceKV, copier: Copier, writer: Writer, ends: EndStates | None = None
+    ) -> None:
         self._kv = kv
+        self._ends = ends
         self._copier = copier
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
         self._requests: WeakKeyDictionary[PromptRecord, _Unsaved] = WeakKeyDictionary()
-        self._saves: list[tuple[PromptRecord, Save]] = []  # copies that may still read slots
+        self._saves: list[_Saving] = []  # copies that may still read slots
 
     def checkpointed(
-        self, record: PromptRecord, tokens: "array[int]", row: torch.Tensor, *, last: bool
+        self,
+        record: PromptRecord,
+        tokens: "array[int]",
+        row: torch.Tensor,
+        *,
+        last: bool,
+        held_tokens: int = 0,
+        find_end: FindEnd | None = None,
     ) -> None:
         """The tree holds the KV of `tokens`.
 
@@ -56,6 +91,8 @@ class BlockSaving:
             tokens: the request's leading tokens whose KV is complete.
             row: device slot of each of these tokens, `[len(tokens)]`.
             last: no further checkpoint of this request will come.
+            held_tokens: so many of them are the tree's.
+            find_end: for a model with end states.
         """
         if not record.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
@@ -66,35 +103,92 @@ class BlockSaving:
         unsaved.next_block = max(unsaved.next_block, full)
         unsaved.tokens = tokens
         unsaved.row = row
+        end = held_tokens - held_tokens % self._block_tokens
+        if find_end is not None and self.wants_end(record, end, last=last):
+            unsaved.end = end
+            unsaved.find_end = find_end
         self._save(record, unsaved)
         if last:
-            self._writer.give_up(len(unsaved.blocks))
-            unsaved.blocks.clear()
+            self._give_up(unsaved)
+
+    def wants_end(self, record: PromptRecord, end: int, *, last: bool = False) -> bool:
+        """Whether the end state at this block boundary is worth its place in the store.
+
+        Args: last: the request computes nothing behind it.
+        """
+        assert self._ends is not None
+        unsaved = self._requests.get(record)
+        seen = 0 if unsaved is None else unsaved.end
+        size = self._block_tokens
+        known = [block * size + size for block, yes in enumerate(record.agreed.ends) if yes]
+        since = max([seen, *(each for each in known if each <= end)])
+        last |= end >= (len(record.tokens) - 1) // size * size
+        return end > seen and (end - since) // size >= self._ends.count * (
+            1 if last else END_SPACING
+        )
 
     def polled(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """A step is about to be scheduled: save what had no buffer before, as far as there are
         buffers now. Args: is_live: whether the request still has its slots."""
         for record, unsaved in list(self._requests.items()):
-            if unsaved.blocks and is_live(record):
+            if (unsaved.blocks or unsaved.find_end) and is_live(record):
                 self._save(record, unsaved)
 
     def released(self, record: PromptRecord) -> None:
         """The request ends: the tree may free its slots from now on."""
         unsaved = self._requests.pop(record, None)
         if unsaved is not None:
-            self._writer.give_up(len(unsaved.blocks))
+            self._give_up(unsaved)
 
     def before_slots_are_freed(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """The tree is about to free slots: forwards that write to them start after they were
         read. The scheduler thread waits until these copies are launched.
 
-        Args: is_live: whether a request still locks its slots in the tree.
+        Args: is_live: whether a request still locks its slots in the tree. It never locks the end
+            states that it has passed.
         """
-        self._saves = [(record, save) for record, save in self._saves if not save.ended.done()]
-        saves = [save for record, save in self._saves if not is_live(record)]
-        self._kv.order_forwards_after([save.launched.result() for save in saves])
+        self._saves = [saving for saving in self._saves if not saving.save.ended.done()]
+        due = [each for each in self._saves if each.record is None or not is_live(each.record)]
+        for order in {saving.order_forwards_after for saving in due}:
+            saves = [saving.save for saving in due if saving.order_forwards_after == order]
+            order([save.launched.result() for save in saves])
+
+    def _give_up(self, unsaved: _Unsaved) -> None:
+        self._writer.give_up(len(unsaved.blocks))
+        unsaved.blocks.clear()
+        if unsaved.find_end is not None and self._ends is not None:
+            self._writer.give_up(self._ends.count)
+            unsaved.find_end = None
+
+    def _save_end(self, record: PromptRecord, unsaved: _Unsaved) -> None:
+        """Save the end state, if there are buffers for all of it, and the tree still has it."""
+        assert self._ends is not None
+        assert unsaved.find_end is not None
+        slots = unsaved.find_end(unsaved.end)
+        if slots is None:
+            unsaved.find_end = None
+            return
+        buffers = self._writer.take_all(self._ends.count)
+        if buffers is None:
+            return
+        unsaved.find_end = None
+        launch = partial(self._ends.save, slots, buffers, self._kv.fence())
+        save = self._copier.launch_save(launch)
+        self._saves.append(_Saving(None, save, self._ends.order_forwards_after))
+        self._writer.offer(
+            WriteJob(
+                chain=record.chain,
+                tokens=unsaved.tokens[: unsaved.end],
+                blocks=tuple(range(self._ends.count)),
+                buffers=tuple(buffers),
+                copied=save.ended,
+                of_end=True,
+            )
+        )
 
     def _save(self, record: PromptRecord, unsaved: _Unsaved) -> None:
+        if unsaved.find_end is not None:  # first, since it is the shortest-lived
+            self._save_end(record, unsaved)
         blocks: list[int] = []
         buffers: list[Buffer] = []
         for block in unsaved.blocks:
@@ -111,8 +205,8 @@ class BlockSaving:
         assert row is not None
         slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
         save = self._copier.save(slots, buffers, self._kv.fence())
-        self._saves = [each for each in self._saves if not each[1].ended.done()]
-        self._saves.append((record, save))
+        self._saves = [each for each in self._saves if not each.save.ended.done()]
+        self._saves.append(_Saving(record, save, self._kv.order_forwards_after))
         end = (blocks[-1] + 1) * size
         self._writer.offer(
             WriteJob(

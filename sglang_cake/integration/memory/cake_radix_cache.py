@@ -1,6 +1,7 @@
 """SGLang's radix tree, which calls cake where KV is computed, released or evicted."""
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -8,13 +9,17 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     EvictResult,
     InsertParams,
+    InsertResult,
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_cake.core.errors import OverlapError
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
+from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -62,9 +67,11 @@ class CakeRadixCache(UnifiedRadixCache):
     """The default tree of SGLang; matching, locking and eviction stay its own.
 
     Slots that hold landed blocks count as evictable: SGLang may plan with that memory, and `evict*`
-    gives them up after everything else. So SGLang's accounting balances at every moment.
+    gives them up after everything else. So SGLang's accounting balances at every moment. Slots of
+    end states are allocated when their prefix joins the tree, so they are never held.
 
     Attributes: set by `build`, and None where cake, or that part of it, is off.
+        ends: the end states of the model; None: a prefix may end at every block.
         releasing: id of a request that gives its row back and returns to the queue
             (`queue_order.requeue`).
     """
@@ -74,7 +81,9 @@ class CakeRadixCache(UnifiedRadixCache):
     service: Service | None = None
     runahead: "Runahead | None" = None
     overlap_runner: "OverlapRunner | None" = None
+    ends: EndStates | None = None
     releasing: str | None = None
+    _window_start: int | None = None  # the checkpoint under way keeps windows from this token on
 
     # ---- what SGLang calls: each method calls SGLang's own once, outside of the guarded part ----
 
@@ -93,8 +102,16 @@ class CakeRadixCache(UnifiedRadixCache):
         if self._overlapped_step(req) is not None:
             self._ran_past(req)
             return
-        super().checkpoint(req, up_to=up_to, **kwargs)
+        self._window_start = self._last_window_start(up_to)
+        try:
+            super().checkpoint(req, up_to=up_to, **kwargs)
+        finally:
+            self._window_start = None
         self._save(req, up_to)
+
+    def swa_retain_floor(self, req: "Req") -> int | None:
+        floors = (super().swa_retain_floor(req), self._window_start)
+        return min((floor for floor in floors if floor is not None), default=None)
 
     def on_release(self, req: "Req", *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -107,6 +124,15 @@ class CakeRadixCache(UnifiedRadixCache):
     def reset(self) -> None:
         self._emptied()
         super().reset()
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        if self.ends is not None:  # it may free slots of the tree, whose window has gone
+            self._before_slots_are_freed()
+        return super().insert(params)
+
+    def release_swa(self, lock: Any) -> None:
+        self._before_slots_are_freed()
+        super().release_swa(lock)
 
     def evictable_size(self) -> int:
         return int(super().evictable_size()) + self._placed_tokens()
@@ -122,10 +148,9 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
         self._before_slots_are_freed()
-        target = self.token_to_kv_pool_allocator.available_size() + params.num_tokens
+        target = self._free_tokens() + params.num_tokens
         result = super().evict_for_alloc(params, **kwargs)
-        missing = target - self.token_to_kv_pool_allocator.available_size()
-        result.num_tokens_evicted += self._reclaim(missing)
+        result.num_tokens_evicted += self._reclaim(target - self._free_tokens())
         return result
 
     # ---- what the boundary calls ----
@@ -177,19 +202,87 @@ class CakeRadixCache(UnifiedRadixCache):
 
     # ---- what cake calls ----
 
-    def evict_own(self, tokens: int) -> None:
+    def evict_own(self, tokens: int, *, window_tokens: int = 0, states: int = 0) -> None:
         """Evict from the tree alone, never landed blocks. Its errors are those of the caller: no
         request may end while slots are allocated for it."""
         self._order_after_saves()
-        super().evict_for_alloc(EvictParams(num_tokens=tokens))
+        super().evict_for_alloc(
+            EvictParams(num_tokens=tokens, swa_num_tokens=window_tokens, mamba_num=states)
+        )
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
         """How many leading tokens the tree holds."""
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         return int(self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
 
-    def attach_running(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
-        """Give `slots` to the row of a request between two chunks, and with the row to the tree."""
+    def end_slots(self, req: "Req", stop: int) -> EndSlots | None:
+        """Where the tree has the end state of the request's first `stop` tokens; None: it has not.
+
+        The tree is asked for a match of these tokens, as for any request. So an end is stored only
+        if SGLang itself would go on from it.
+        """
+        assert self.ends is not None
+        tokens = req.full_untruncated_fill_ids
+        key = RadixKey(tokens, req.extra_key, limit=stop, cache_salt=req.cache_salt)
+        match = self.match_prefix(MatchPrefixParams(key=key))
+        if match.device_prefix_len != stop:
+            return None
+        window = state = None
+        if self.supports_swa():
+            slots = self.path_device_indices(match.last_device_node)[-self.ends.window_tokens :]
+            window = self.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(slots)
+        if self.supports_mamba():
+            node = match.last_device_node
+            state = self.tree_core.get_component_device_value(node, ComponentType.MAMBA)
+            if state is None:
+                return None
+            state = self.req_to_token_pool.translate_mamba_indices(state)
+        return EndSlots(window, state)
+
+    def allocate_end(self, req: "Req", span: Span) -> EndSlots | None:
+        """Slots for the end state at the end of `span`, which joins the tree next. None: not enough
+        memory. The caller gives them to `attach_*` or to `free_end`.
+
+        The tree has the rows of the window that are left of the span.
+        """
+        assert self.ends is not None
+        window = state = None
+        if self.supports_swa():
+            allocator = self.token_to_kv_pool_allocator
+            rows = min(self.ends.window_tokens, span.stop)
+            new = min(rows, span.tokens)
+            if (short := new - allocator.swa_available_size()) > 0:
+                self.evict_own(0, window_tokens=short)
+            slots = allocator.swa_attn_allocator.alloc(new)
+            if slots is None:
+                return None
+            window = torch.cat([slots.new_zeros(rows - new), slots]).to(torch.int64)
+        if self.supports_mamba():
+            state = self._allocate_state(req)
+            if state is None:
+                self.free_end(req, EndSlots(window))
+                return None
+        return EndSlots(window, state)
+
+    def free_end(self, req: "Req", end: EndSlots) -> None:
+        """Free slots that `allocate_end` gave, and that nothing writes to."""
+        if end.window is not None:
+            window = end.window[end.window > 0]
+            self.token_to_kv_pool_allocator.swa_attn_allocator.free(window)
+        if end.state is not None and not self._is_own_state(req):
+            self.req_to_token_pool.mamba_allocator.free(end.state)
+
+    def attach_running(
+        self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
+    ) -> None:
+        """Give `slots` to the row of a request between two chunks, and with the row to the tree.
+
+        Args: end: slots that hold the end state at `stop`.
+        """
+        if end is not None and end.window is not None:
+            self._adopt_window(req, slots, stop, end.window)
+        if end is not None and end.state is not None:
+            self._adopt_state(req, stop, end.state)
         row = (req.kv.req_pool_idx, slice(req.prefix_len, stop))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
         req.kv.kv_allocated_len = stop
@@ -197,6 +290,11 @@ class CakeRadixCache(UnifiedRadixCache):
         req.extend_end = stop
         self.checkpoint(req, up_to=stop)
         req.prefix_len = stop
+        if end is not None and end.state is not None and not self._is_own_state(req):
+            # SGLang copies it into the request's own state before the next chunk.
+            req.kv.mamba_cow_src_index = self.tree_core.get_component_device_value(
+                req.last_node, ComponentType.MAMBA
+            )
 
     def lend_running(self, req: "Req", slots: torch.Tensor, start: int) -> None:
         """Give `slots` to the row of a request between two chunks, from token `start` on. The
@@ -204,23 +302,117 @@ class CakeRadixCache(UnifiedRadixCache):
         row = (req.kv.req_pool_idx, slice(start, start + len(slots)))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
 
-    def attach_waiting(self, req: "Req", slots: torch.Tensor, stop: int) -> None:
-        """Give `slots` to the tree, below the prefix that a waiting request has matched."""
+    def attach_waiting(
+        self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
+    ) -> None:
+        """Give `slots` to the tree, below the prefix that a waiting request has matched.
+
+        Args: end: slots that hold the end state at `stop`.
+        """
         prefix = self.prefix_device_indices(req)
-        self.insert(
-            InsertParams(
-                key=RadixKey(
-                    req.full_untruncated_fill_ids[:stop],
-                    req.extra_key,
-                    cache_salt=req.cache_salt,
-                ),
-                value=torch.cat([prefix.to(torch.int64), slots]),
-                prev_prefix_len=req.prefix_len,
-                inserted_len=req.prefix_len,
-                priority=req.priority or 0,
-            )
+        params = InsertParams(
+            key=RadixKey(
+                req.full_untruncated_fill_ids[:stop],
+                req.extra_key,
+                cache_salt=req.cache_salt,
+            ),
+            value=torch.cat([prefix.to(torch.int64), slots]),
+            prev_prefix_len=req.prefix_len,
+            inserted_len=req.prefix_len,
+            priority=req.priority or 0,
         )
+        if end is not None and end.window is not None:
+            self._map_window(slots, end.window)
+            params.set_evicted_seqlen(ComponentType.SWA, stop - len(end.window))
+        if end is not None:
+            params.mamba_value = end.state
+        result = self.insert(params)
+        if end is not None and end.state is not None and result.mamba_exist:
+            self.req_to_token_pool.mamba_allocator.free(end.state)
         req.init_next_round_input(self)
+
+    # ---- end states ----
+
+    def step_stop(self, req: "Req") -> int | None:
+        """Where the next step of a request must stop, if it gets there, so that the tree gets the
+        state of the last whole block before the last token; None: anywhere.
+
+        Without SGLang's extra buffers, there are recurrent states only where steps end.
+        """
+        if self.ends is None or self.coordinator is None or self.saving is None:
+            return None
+        if not self.supports_mamba() or self.enable_mamba_extra_buffer:
+            return None
+        record = self.coordinator.record(req.rid)
+        last = len(req.full_untruncated_fill_ids) - 1
+        stop = last - last % self.coordinator.block_tokens
+        if record is None or stop <= req.prefix_len or not self.saving.wants_end(record, stop):
+            return None
+        return stop
+
+    def track_end(self, req: "Req") -> None:
+        """With SGLang's extra buffers, have the forward of the scheduled step keep the state at the
+        last block boundary that it reaches."""
+        if self.ends is None or self.coordinator is None or not self.enable_mamba_extra_buffer:
+            return
+        stop = min(req.extend_end, req.mamba_branching_seqlen or req.extend_end)
+        end = stop - stop % self.coordinator.block_tokens
+        if end > req.prefix_len:
+            req.mamba_branching_seqlen = end
+
+    def _last_window_start(self, up_to: int) -> int | None:
+        """Where the window begins that belongs to the last block before `up_to`."""
+        if self.ends is None or not self.ends.window_tokens or self.coordinator is None:
+            return None
+        return up_to - up_to % self.coordinator.block_tokens - self.ends.window_tokens
+
+    def _map_window(self, slots: torch.Tensor, window: torch.Tensor) -> None:
+        """The last of `slots` have these rows of the window; rows in slot 0 were there before."""
+        new = min(len(window), len(slots))
+        allocator = self.token_to_kv_pool_allocator
+        allocator.set_full_to_swa_mapping(slots[-new:], window[-new:])
+
+    def _adopt_window(
+        self, req: "Req", slots: torch.Tensor, stop: int, window: torch.Tensor
+    ) -> None:
+        """The window of a request between two chunks ends at `stop` now."""
+        start = stop - len(window)
+        assert self.ends is not None
+        self.evict_sliding_windows(req, min(req.prefix_len, start) + self.ends.window_tokens)
+        evicted = max(req.kv.get_evicted_seqlen(ComponentType.SWA), start)
+        req.kv.set_evicted_seqlen(ComponentType.SWA, evicted)
+        req.swa_branching_seqlen = None  # it is passed: the tree must get all up to `stop`
+        self._map_window(slots, window)
+
+    def _is_own_state(self, req: "Req") -> bool:
+        """Whether a loaded state goes to the request itself, which the tree copies it from."""
+        return bool(req.kv.holds_kv) and not self.enable_mamba_extra_buffer
+
+    def _allocate_state(self, req: "Req") -> torch.Tensor | None:
+        """A slot for a loaded state, int64 `[1]`; None: not enough memory."""
+        if self._is_own_state(req):
+            own: torch.Tensor = req.kv.mamba_pool_idx.reshape(1)
+            return own
+        allocator = self.req_to_token_pool.mamba_allocator
+        state: torch.Tensor | None = allocator.alloc(1)
+        if state is None:
+            self.evict_own(0, states=1)
+            state = allocator.alloc(1)
+        return state
+
+    def _adopt_state(self, req: "Req", stop: int, state: torch.Tensor) -> None:
+        """The checkpoint that follows gives the tree this state of a request between two chunks."""
+        kv = req.kv
+        kv.mamba_cow_src_index = None
+        kv.mamba_needs_clear = False
+        if self._is_own_state(req):
+            return
+        pool = self.req_to_token_pool
+        place = pool.get_mamba_ping_pong_keep_idx(req)
+        if not kv.mamba_ping_pong_empty[place]:
+            pool.mamba_allocator.free(kv.mamba_ping_pong_track_buffer[place : place + 1].clone())
+        pool.set_mamba_ping_pong_slot(req, place, state[0])
+        kv.mamba_last_track_seqlen = stop
 
     # ---- the guarded parts of what SGLang calls ----
 
@@ -252,7 +444,14 @@ class CakeRadixCache(UnifiedRadixCache):
             with self.coordinator.timed():
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
                 tokens = req.full_untruncated_fill_ids[:up_to]
-                self.saving.checkpointed(record, tokens, row, last=req.finished())
+                self.saving.checkpointed(
+                    record,
+                    tokens,
+                    row,
+                    last=req.finished(),
+                    held_tokens=req.kv.cache_protected_len,
+                    find_end=None if self.ends is None else partial(self.end_slots, req),
+                )
 
     @guarded("CakeRadixCache.evict")
     def _before_slots_are_freed(self) -> None:
@@ -285,6 +484,11 @@ class CakeRadixCache(UnifiedRadixCache):
         self._before_slots_are_freed()
         if self.coordinator is not None:
             self.coordinator.emptied()
+
+    def _free_tokens(self) -> int:
+        allocator = self.token_to_kv_pool_allocator
+        free = allocator.full_available_size if self.supports_swa() else allocator.available_size
+        return int(free())
 
     def _placed_tokens(self) -> int:
         return 0 if self.coordinator is None else self.coordinator.placed_tokens

@@ -139,15 +139,23 @@ class Copier:
 
     def load(self, copy: SlotCopy, staged: StagedBlock) -> None:
         """Copy a block into its slots, and then stop being a holder of `staged`."""
-        self._post(lambda: self._load(copy, staged))
+        self.launch_load(copy, staged, lambda: self._kv.load(staged.buffer, copy.slots, copy.after))
+
+    def launch_load(self, copy: SlotCopy, staged: StagedBlock, launch: Callable[[], Copy]) -> None:
+        """The same with another copy, such as that of an end block."""
+        self._post(lambda: self._load(copy, staged, launch))
 
     def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
         """Copy slots (int64 `[len(buffers) * block_tokens]`, on the device) into whole blocks.
 
         Args: after: what the slots hold behind this point is copied.
         """
+        return self.launch_save(lambda: self._kv.save(slots, buffers, after))
+
+    def launch_save(self, launch: Callable[[], Copy]) -> Save:
+        """The same with another copy, such as that of an end state."""
         save = Save()
-        self._post(lambda: self._save(save, slots, buffers, after))
+        self._post(lambda: self._save(save, launch))
         return save
 
     def check(self) -> None:
@@ -169,9 +177,11 @@ class Copier:
             begun.copy.wait()
             begun.end()
 
-    def _load(self, copy: SlotCopy, staged: StagedBlock) -> _UnderWay | None:
+    def _load(
+        self, copy: SlotCopy, staged: StagedBlock, launch: Callable[[], Copy]
+    ) -> _UnderWay | None:
         try:
-            launched = copy.start(lambda: self._kv.load(staged.buffer, copy.slots, copy.after))
+            launched = copy.start(launch)
         except Exception as error:
             logger.exception("a block could not be copied to the device")
             self._failure = self._failure or error
@@ -186,11 +196,9 @@ class Copier:
 
         return _UnderWay(launched, end)
 
-    def _save(
-        self, save: Save, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence
-    ) -> _UnderWay | None:
+    def _save(self, save: Save, launch: Callable[[], Copy]) -> _UnderWay | None:
         try:
-            copy = self._kv.save(slots, buffers, after)
+            copy = launch()
         except Exception as error:
             save.launched.set_exception(error)
             save.ended.set_exception(error)

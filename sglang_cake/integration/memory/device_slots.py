@@ -11,6 +11,7 @@ way, so the forwards that follow wait for its copy on the device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier, SlotCopy
+from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.loader import StagedBlock
@@ -30,6 +32,8 @@ class DeviceSlots:
     Args:
         allocator: SGLang's slot allocator (`alloc`, `free_segment`, `available_size`).
         evict: `(tokens)` evicts that many tokens from the tree, if it can.
+        ends: the end states of the model, if it needs any. Their blocks get no slots, and stay
+            staged until `load_end`.
     """
 
     def __init__(
@@ -39,12 +43,14 @@ class DeviceSlots:
         allocator: Any,
         evict: Callable[[int], object],
         counters: Counters,
+        ends: EndStates | None = None,
     ) -> None:
         self._kv = kv
         self._copier = copier
         self._allocator = allocator
         self._evict = evict
         self._counters = counters
+        self._ends = ends
         self._block_tokens = kv.layout.block_tokens
         self.block_bytes = kv.layout.block_bytes
         self.placed_tokens = 0  # of reserved slots, and of slots that hold landed blocks
@@ -60,7 +66,8 @@ class DeviceSlots:
         """Reserve slots for `blocks`, which are to be loaded, in this order, as far as there is
         memory."""
         memory = record.memory
-        todo = [b for b in blocks if b not in memory.reserved and b not in memory.slots]
+        taken = memory.reserved.keys() | memory.slots.keys()
+        todo = [b for b in self._with_slots(record, blocks) if b not in taken]
         copies = self._allocate(todo)
         memory.reserved |= copies
         self.placed_tokens += len(copies) * self._block_tokens
@@ -108,6 +115,7 @@ class DeviceSlots:
         Rightmost blocks come first, since they stay landed longest.
         """
         memory = record.memory
+        blocks = self._with_slots(record, blocks)
         todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
         copies = self._allocate(todo)
         memory.slots |= copies
@@ -138,6 +146,22 @@ class DeviceSlots:
             del record.memory.slots[block]
         self.placed_tokens -= len(copies) * self._block_tokens
         return slots
+
+    def load_end(self, record: PromptRecord, blocks: Sequence[int], end: EndSlots) -> None:
+        """Copy the end state that has landed. The forwards that follow see the copies complete.
+
+        Args: blocks: of the record's row, its end blocks in order. Raises: the error of a copy.
+        """
+        assert self._ends is not None
+        after = self._kv.fence()
+        copies = []
+        for index, block in enumerate(blocks):
+            staged = record.memory.staged.pop(block)
+            copies.append(SlotCopy(after))
+            copies[-1].claim()
+            launch = partial(self._ends.load, index, staged.buffer, end, after)
+            self._copier.launch_load(copies[-1], staged, launch)
+        self._ends.order_forwards_after([copy.launched() for copy in copies])
 
     # ---- from slots to an overlapped last step, and back ----
 
@@ -214,25 +238,27 @@ class DeviceSlots:
 
         Computing would reach the leftmost block soonest.
         """
-        freed = 0
+        before = self.placed_tokens
         for record in reversed(records):
             for block in sorted(record.memory.reserved):
-                if freed >= tokens:
-                    return freed
+                if before - self.placed_tokens >= tokens:
+                    break
                 self.unreserve(record, [block], "memory")
                 if record.meet.state(block) is BlockState.WANTED:
-                    record.meet.lost(block)
-                freed += self._block_tokens
+                    self.discard(record, record.meet.lost(block), "memory")
             for block in sorted(record.memory.slots):
-                if freed >= tokens:
-                    return freed
+                if before - self.placed_tokens >= tokens:
+                    break
                 self.discard(record, [block], "memory")
                 if record.meet.state(block) is BlockState.LANDED:
-                    record.meet.dropped(block)
-                freed += self._block_tokens
-        return freed
+                    self.discard(record, record.meet.dropped(block), "memory")
+        return before - self.placed_tokens
 
     # ---- inside ----
+
+    def _with_slots(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
+        """Of `blocks`, those that get slots: all but end blocks."""
+        return [block for block in blocks if block < record.meet.blocks]
 
     def _blocks_of(self, span: Span) -> range:
         return range(span.start // self._block_tokens, -(-span.stop // self._block_tokens))

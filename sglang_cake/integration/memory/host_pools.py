@@ -19,14 +19,17 @@ logger = logging.getLogger("sglang_cake")
 
 
 def host_pools(
-    kv: DeviceKV, config: CakeConfig, *, chunk_tokens: int
+    kv: DeviceKV, config: CakeConfig, *, chunk_tokens: int, end_blocks: int = 0
 ) -> tuple[BufferPool, BufferPool]:
     """Buffers for blocks that are being loaded, and for blocks that are being stored.
 
     The calling thread touches all of the memory, so that it lies on the NUMA node of that thread.
     SGLang binds the process to the node of its GPU before.
 
-    Args: chunk_tokens: the most that SGLang computes in one step.
+    Args:
+        chunk_tokens: the most that SGLang computes in one step.
+        end_blocks: blocks of an end state. They are held until the last of them is there.
+
     Raises: ConfigError if the machine does not have the memory.
     """
     layout = kv.layout
@@ -36,6 +39,7 @@ def host_pools(
         queue_depth=config.queue_depth,
         chunk_blocks=-(-chunk_tokens // layout.block_tokens),
         pool_blocks=len(kv.rows[0]) // layout.block_tokens,
+        end_blocks=end_blocks,
         staging_bytes=config.staging_bytes,
         write_queue_bytes=config.write_queue_bytes,
         available_bytes=psutil.virtual_memory().available,

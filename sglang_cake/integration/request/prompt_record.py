@@ -31,7 +31,14 @@ from sglang_cake.core.keys import KeyChain
 from sglang_cake.loading.cost_model import LoadCost, PromptCosts, StepWork
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.loading.planner import LoadProgress, Mode, StepPlan, device_work, next_step
+from sglang_cake.loading.planner import (
+    LoadProgress,
+    Mode,
+    StepPlan,
+    device_work,
+    is_asked,
+    next_step,
+)
 from sglang_cake.loading.priority import QueueEntry
 from sglang_cake.stores.request_facts import RequestFacts
 
@@ -49,6 +56,7 @@ class LoadUpdate:
 
     Attributes:
         stored: which full blocks are stored; None: known before, or a rank's lookup is under way.
+        ends: behind which of them an end state is stored; empty for a model without end states.
         fetched: blocks that every rank has fetched, ascending.
         lost: blocks that a rank could not fetch, ascending.
         elapsed_s: the shortest wait of all ranks, see `PromptRecord.local_elapsed_s`.
@@ -62,6 +70,7 @@ class LoadUpdate:
     elapsed_s: float
     now_s: float
     cost: LoadCost
+    ends: tuple[bool, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +85,7 @@ class LocalLoads:
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
         stored: the answer of the lookup; None: under way.
+        ends: behind which full blocks an end state is stored, as far as the lookup says.
         last_fetched_s: when the last block was fetched.
     """
 
@@ -84,6 +94,7 @@ class LocalLoads:
     fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     stored: tuple[bool, ...] | None = None
+    ends: tuple[bool, ...] = ()
     last_fetched_s: float = 0.0
 
 
@@ -97,6 +108,7 @@ class AgreedLoads:
         cost: of the loads that the prompt has ahead of it; this rank's own until the first update.
         lookup_done: the lookups of all ranks have answered.
         stored: which full blocks are stored, once the lookup is done.
+        ends: behind which of them an end state is stored, as far as the lookup says.
         begun: a block has landed.
         elapsed_s: length of the present wait. Until the lookup has answered: since arrival. Then:
             since the last fetched block, or since the link put this prompt first, whichever is
@@ -108,6 +120,7 @@ class AgreedLoads:
     cost: LoadCost
     lookup_done: bool = False
     stored: tuple[bool, ...] = ()
+    ends: tuple[bool, ...] = ()
     begun: bool = False
     elapsed_s: float = 0.0
     first_poll_s: float | None = None
@@ -122,6 +135,7 @@ class AgreedLoads:
         if update.stored is not None:
             self.lookup_done = True
             self.stored = update.stored
+            self.ends = update.ends
 
 
 @dataclass(slots=True, eq=False)
@@ -226,9 +240,9 @@ class PromptRecord:
     @property
     def loading(self) -> bool:
         """Whether a block has landed and waits for the front, or is being loaded."""
-        states = self.meet.view().states
-        asked = self.agreed.load_from is not None and BlockState.WANTED in states
-        return asked or BlockState.LANDED in states
+        view = self.meet.view()
+        asked = self.agreed.load_from is not None and view.wanted > 0
+        return asked or BlockState.LANDED in view.states
 
     @property
     def device_work(self) -> StepWork:
@@ -243,8 +257,8 @@ class PromptRecord:
     @property
     def rest_of_loads_s(self) -> float:
         """Predicted time until all wanted blocks have landed."""
-        wanted = self.meet.view().states.count(BlockState.WANTED)
         agreed = self.agreed
+        wanted = self.meet.view().wanted
         return agreed.cost.load_s(wanted, since_s=agreed.elapsed_s, begun=agreed.begun)
 
     def local_elapsed_s(self) -> float:
@@ -307,9 +321,7 @@ class PromptRecord:
 
     def set_load_from(self, block: int | None) -> None:
         """From now on blocks from `block` on are worth loading; None: no block is."""
-        view = self.meet.view()
-        last_wanted = view.first + view.states.rfind(BlockState.WANTED)
-        if self.agreed.load_from is None or last_wanted < self.agreed.load_from:
+        if not is_asked(self.meet.view(), self.agreed.load_from):
             # No block was asked for lately, so none was due in that time.
             self.local.served_since_s = time.monotonic()
             self.agreed.elapsed_s = 0.0
@@ -333,7 +345,8 @@ class PromptRecord:
         part, or there was nothing to get."""
         size = self.meet.block_tokens
         first = -(-self.stats.matched_tokens // size)
-        usable = self.agreed.stored[first : self.meet.limit // size]
+        usable = self.meet.usable(self.agreed.stored, self.agreed.ends)
+        usable = usable[first : self.meet.limit // size]
         if not any(usable):
             return None
         if not self.stats.loaded_tokens:

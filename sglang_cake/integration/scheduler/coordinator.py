@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,6 +27,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.end_states import EndSlots
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.integration.request.request_metadata import (
     facts_of,
@@ -41,14 +42,36 @@ from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork
 from sglang_cake.loading.loader import Loader, LoadRequest
-from sglang_cake.loading.meet import Meet
+from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-AttachSlots = Callable[["Req", torch.Tensor, int], None]
+
+class Attach(Protocol):
+    """How loaded KV joins the tree (`CakeRadixCache`)."""
+
+    def __call__(
+        self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
+    ) -> None:
+        """Make `slots` the KV of `[req.prefix_len, stop)` and `end` the end state at `stop`, give
+        them to the tree and move `req.prefix_len` to `stop`."""
+        ...
+
+
+class EndMemory(Protocol):
+    """Device memory of end states (`CakeRadixCache`)."""
+
+    def allocate_end(self, req: "Req", span: Span) -> EndSlots | None:
+        """Slots for the end state at the end of `span`; None: not enough memory."""
+        ...
+
+    def free_end(self, req: "Req", end: EndSlots) -> None:
+        """Free slots of `allocate_end` that were not attached."""
+        ...
+
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
 RECONSIDERED = 8
@@ -63,6 +86,7 @@ class Coordinator:
     Args:
         page_tokens: page size of the tree.
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
+        end_blocks: blocks of one end state; 0: the model has none.
 
     Attributes:
         suspended: the tree holds KV of before a change of weights.
@@ -85,7 +109,9 @@ class Coordinator:
         consensus: RankConsensus,
         counters: Counters,
         reporter: RequestReporter,
+        end_blocks: int = 0,
     ) -> None:
+        self._end_blocks = end_blocks
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
@@ -154,6 +180,7 @@ class Coordinator:
                 limit_tokens=limit,
                 prompt_tokens=len(tokens),
                 front=matched(tokens, limit),
+                end_blocks=self._end_blocks,
             ),
             local=LocalLoads(cost, served_since_s=arrived_s),
             agreed=AgreedLoads(cost),
@@ -175,6 +202,7 @@ class Coordinator:
                 facts=record.facts,
                 should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
                 take=partial(self._device_slots.take_bytes, record),
+                end_blocks=self._end_blocks,
             )
         )
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=block_tokens)
@@ -286,12 +314,10 @@ class Coordinator:
         self.waiting |= waits
         return waits
 
-    def settle(self, req: "Req", attach: AttachSlots) -> None:
+    def settle(self, req: "Req", attach: Attach, memory: EndMemory | None = None) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
-        Args:
-            attach: `(req, slots, stop)` makes `slots` the KV of `[req.prefix_len, stop)`, gives
-                them to the tree and moves `req.prefix_len` to `stop`.
+        Args: memory: of end states, for a model that has them.
         """
         if (record := self._records.get(req.rid)) is None:
             return
@@ -306,10 +332,24 @@ class Coordinator:
                 unplaced = [b for b in blocks if b not in record.memory.slots]
                 self._device_slots.discard(record, unplaced, "memory")
                 for block in unplaced:
-                    record.meet.dropped(block)
+                    if record.meet.state(block) is BlockState.LANDED:
+                        surplus = record.meet.dropped(block)
+                        self._device_slots.discard(record, surplus, "memory")
                 continue
+            end = None
+            if memory is not None and (end_blocks := record.meet.end_indices):
+                end = memory.allocate_end(req, span)
+                if end is None:
+                    surplus = record.meet.dropped(end_blocks.start)
+                    self._device_slots.discard(record, [end_blocks.start, *surplus], "memory")
+                    continue
+                try:
+                    self._device_slots.load_end(record, end_blocks, end)
+                except BaseException:
+                    memory.free_end(req, end)
+                    raise
             self._attached(record, span)
-            attach(req, self._device_slots.take(record, span), span.stop)
+            attach(req, self._device_slots.take(record, span), span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
         self.inbox.fence(record, record.meet.fence)
@@ -343,6 +383,7 @@ class Coordinator:
         self._computed(record, Span(start, stop))
         if not overlapped:
             self._advance(record, req)
+            self._device_slots.discard(record, record.meet.drop_before(stop), "overtaken")
             self._claim(req, record, stop)
 
     def overlapped_step_ran(
@@ -512,7 +553,8 @@ class Coordinator:
         self.inbox.serve(served)
         if served:
             first = served[0]
-            self._device_slots.place(first, list(first.memory.staged))
+            blocks = [block for block in first.memory.staged if block < first.meet.blocks]
+            self._device_slots.place(first, blocks)
             self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----

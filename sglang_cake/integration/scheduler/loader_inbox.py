@@ -59,8 +59,9 @@ class LoaderInbox:
         self.now_s = update.now_s
         record.agreed.apply(update)
         if update.stored is not None:
-            if self._config.allows_loading(update.stored[record.meet.view().first :]):
-                record.meet.found(update.stored)
+            usable = record.meet.usable(update.stored, update.ends)
+            if self._config.allows_loading(usable[record.meet.view().first :]):
+                record.meet.found(update.stored, update.ends)
             else:  # too little is stored, on one rank at least
                 self.stop_loading(record, "peer")
         for block in update.fetched:
@@ -73,9 +74,10 @@ class LoaderInbox:
         self._device_slots.unreserve(record, update.lost, "peer")
         for block in update.lost:
             if record.meet.state(block) is BlockState.WANTED:
-                record.meet.lost(block)
+                self._device_slots.discard(record, record.meet.lost(block), "overtaken")
             if block in record.local.fetched:  # another rank could not fetch its part
                 self._device_slots.refuse(record, record.local.fetched.pop(block), "peer")
+        self._aim(record)
 
     def used_while_read(self, record: PromptRecord, block: int) -> None:
         """An overlapped last step used this block, which has been fetched since."""
@@ -93,8 +95,9 @@ class LoaderInbox:
         record.set_load_from(block)
         if overdue and block is None:
             self._loader.fence(record.load_id, record.meet.blocks)
-            record.meet.give_up()
+            self._device_slots.discard(record, record.meet.give_up(), "overtaken")
             self._device_slots.unreserve(record, list(record.memory.reserved), "overtaken")
+            self._aim(record)
         else:
             self._loader.set_load_from(record.load_id, block)
 
@@ -105,6 +108,7 @@ class LoaderInbox:
         self._device_slots.unreserve(record, computed, "overtaken")
         for block in [b for b in record.local.fetched if b < fence]:
             self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
+        self._aim(record)
 
     def stop_loading(self, record: PromptRecord, reason: str) -> None:
         """No further block is needed; blocks that did not join the tree are given up."""
@@ -125,6 +129,17 @@ class LoaderInbox:
 
     # ---- inside ----
 
+    def _aim(self, record: PromptRecord) -> None:
+        """With end states: tell the loader of another target, and of holes before it."""
+        meet = record.meet
+        if not meet.end_blocks or not record.agreed.lookup_done:
+            return
+        self._loader.aim(record.load_id, meet.run)
+        former = [b for b in record.memory.reserved if b not in meet.run]
+        self._device_slots.unreserve(record, former, "overtaken")
+        for block in [b for b in record.local.fetched if meet.state(b) is BlockState.GONE]:
+            self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
+
     def _receive(self, event: LoaderEvent) -> None:
         record = self._records.get(event.load_id)
         if record is None or record.stats.prefill_s is not None:
@@ -132,6 +147,7 @@ class LoaderInbox:
                 event.staged.release(used=False, reason="ended")
         elif isinstance(event, LookedUp):
             record.local.stored = event.stored
+            record.local.ends = event.ends
             self._reporter.trace(record, "found", stored_blocks=sum(event.stored))
         elif isinstance(event, Fetched):
             record.local.fetched[event.block] = event.staged

@@ -8,7 +8,7 @@ records in a guarded part. If a part fails, the request is computed as SGLang wo
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -76,6 +76,7 @@ class Skip:
 
 
 AS_SGLANG = Run()
+Decision = TypeVar("Decision", Requeue | Run | OverlapLastStep | Park, Run | OverlapLastStep | Skip)
 
 
 def decide_chunked(
@@ -129,6 +130,13 @@ def decide_waiting(
     if chunk_taken and step.stop < prompt_tokens:
         return Skip(AddReqResult.CONTINUE)
     return Run(step.stop)
+
+
+def stop_at(stop: int | None, decision: Decision) -> Decision:
+    """The decision, but no step goes past `stop`; None: as it is."""
+    if stop is None or not isinstance(decision, Run):
+        return decision
+    return Run(stop if decision.stop is None else min(stop, decision.stop))
 
 
 # ---- admission ----
@@ -222,10 +230,10 @@ class CakePrefillAdder(PrefillAdder):
                 preemptor = queue_order.find_preemptor(req, queue, coordinator, policy, budget)
 
             def plan() -> StepPlan | None:
-                coordinator.settle(req, tree.attach_running)
+                coordinator.settle(req, tree.attach_running, tree)
                 return coordinator.plan(req, self.rem_chunk_tokens)
 
-            return decide_chunked(
+            decision = decide_chunked(
                 preemptor,
                 plan=plan,
                 begin_overlap=lambda: self._begin_overlap(req),
@@ -233,6 +241,7 @@ class CakePrefillAdder(PrefillAdder):
                     budget is not None and queue_order.may_yield(req, queue, coordinator, budget)
                 ),
             )
+            return stop_at(tree.step_stop(req), decision)
 
     def _budget_for_others(
         self, req: "Req", coordinator: "Coordinator"
@@ -270,7 +279,7 @@ class CakePrefillAdder(PrefillAdder):
             recorded = coordinator.record(req.rid) is not None
             if recorded:
                 with lock_node(self, req.last_node):
-                    coordinator.settle(req, tree.attach_waiting)
+                    coordinator.settle(req, tree.attach_waiting, tree)
             shared = self._decide_share(req, has_chunked_req)
             if shared is not None:
                 return shared
@@ -283,12 +292,14 @@ class CakePrefillAdder(PrefillAdder):
                 with lock_node(self, req.last_node):
                     return self._begin_overlap(req)
 
-            return decide_waiting(
+            chunk_taken = has_chunked_req or self.new_chunked_req is not None
+            decision = decide_waiting(
                 coordinator.plan(req, self.rem_chunk_tokens),
                 begin_overlap=begin_overlap,
                 prompt_tokens=len(req.full_untruncated_fill_ids),
-                chunk_taken=has_chunked_req or self.new_chunked_req is not None,
+                chunk_taken=chunk_taken,
             )
+            return decision if chunk_taken else stop_at(tree.step_stop(req), decision)
 
     def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
         """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
@@ -421,6 +432,7 @@ class CakePrefillAdder(PrefillAdder):
             runner = tree.overlap_runner
             overlapped = runner is not None and runner.step_of(req.rid) is not None
             coordinator.claimed(req, req.extend_end, overlapped=overlapped)
+            tree.track_end(req)
 
     def _cake(self) -> "tuple[CakeRadixCache, Coordinator | None]":
         tree = self.tree_cache

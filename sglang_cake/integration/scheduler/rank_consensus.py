@@ -96,11 +96,12 @@ class RankConsensus:
 
 def _own(record: PromptRecord) -> LoadUpdate:
     """The update of a single rank."""
-    blocks = record.meet.blocks
+    blocks = set(record.meet.indices)
     return LoadUpdate(
         stored=None if record.agreed.lookup_done else record.local.stored,
-        fetched=tuple(sorted(b for b in record.local.fetched if b < blocks)),
-        lost=tuple(sorted(b for b in record.local.failed if b < blocks)),
+        ends=record.local.ends,
+        fetched=tuple(sorted(blocks & record.local.fetched.keys())),
+        lost=tuple(sorted(blocks & record.local.failed)),
         elapsed_s=record.local_elapsed_s(),
         now_s=time.monotonic(),
         cost=record.local.cost,
@@ -130,34 +131,38 @@ def _full_blocks(record: PromptRecord) -> int:
 
 
 def _size(record: PromptRecord) -> int:
-    stored = 0 if record.agreed.lookup_done else _full_blocks(record)
-    return _HEAD + 2 * record.meet.blocks + stored
+    asked = 0 if record.agreed.lookup_done else _full_blocks(record)
+    return _HEAD + 2 * len(record.meet.indices) + asked * (2 if record.meet.end_blocks else 1)
 
 
 def _pack(record: PromptRecord) -> list[int]:
-    """[elapsed, now, lookup answered, cost of loads, fetched..., not failed..., stored...]. The
-    stored blocks are left out once the lookup is done."""
+    """[elapsed, now, lookup answered, cost of loads, fetched..., not failed..., stored...,
+    ends...]. The stored blocks and ends are left out once the lookup is done."""
     local = record.local
-    blocks = range(record.meet.blocks)
+    blocks = record.meet.indices
     clocks = [int(s * _NS) for s in (record.local_elapsed_s(), time.monotonic())]
     numbers = [*clocks, local.stored is not None, *_pack_cost(local.cost)]
     numbers += [b in local.fetched for b in blocks]
     numbers += [b not in local.failed for b in blocks]
     if not record.agreed.lookup_done:
         numbers += local.stored or [0] * _full_blocks(record)
+        if record.meet.end_blocks:
+            numbers += local.ends or [0] * _full_blocks(record)
     return [int(n) for n in numbers]
 
 
 def _unpack(record: PromptRecord, numbers: list[int]) -> LoadUpdate:
     elapsed, now, answered = numbers[:3]
-    blocks = record.meet.blocks
-    fetched = numbers[_HEAD : _HEAD + blocks]
-    not_failed = numbers[_HEAD + blocks : _HEAD + 2 * blocks]
-    stored = tuple(bool(n) for n in numbers[_HEAD + 2 * blocks :])
+    blocks = record.meet.indices
+    count, full = len(blocks), _full_blocks(record)
+    fetched = numbers[_HEAD : _HEAD + count]
+    not_failed = numbers[_HEAD + count : _HEAD + 2 * count]
+    found = tuple(bool(n) for n in numbers[_HEAD + 2 * count :])
     return LoadUpdate(
-        stored=stored if answered and not record.agreed.lookup_done else None,
-        fetched=tuple(b for b in range(blocks) if fetched[b]),
-        lost=tuple(b for b in range(blocks) if not not_failed[b]),
+        stored=found[:full] if answered and not record.agreed.lookup_done else None,
+        ends=found[full:],
+        fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
+        lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
         elapsed_s=elapsed / _NS,
         now_s=now / _NS,
         cost=_unpack_cost(numbers[3:_HEAD], record.local.cost),

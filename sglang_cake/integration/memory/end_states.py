@@ -1,0 +1,307 @@
+"""What a stored prefix needs at its end, beside the KV of its blocks.
+
+A model with sliding windows or recurrent layers goes on from a stored prefix only at certain
+tokens, the prefix's ends. At an end it needs an end state:
+
+| layers | end state at token `P` |
+|---|---|
+| sliding windows | their KV of the last window, `[P - window_tokens, P)` |
+| recurrent: Mamba, linear attention, short convolutions | their state behind token `P - 1` |
+
+An end state is stored as end blocks. Each has the size of a block, and zeros behind its bytes. So
+stores, host buffers and the loader know one size.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang_cake.core.buffers import Buffer
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
+
+
+@dataclass(frozen=True, slots=True)
+class EndSlots:
+    """Device memory of the end state at one token.
+
+    Attributes:
+        window: slots of the last window in the pool of sliding windows, int64, oldest first. Nearer
+            to the start of a prompt than a window, there are fewer. What is loaded into slot 0 is
+            not needed: it is SGLang's target for padding.
+        state: slot in the pool of recurrent states, int64 `[1]`.
+    """
+
+    window: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+
+
+class EndPart(Protocol):
+    """The end states of one kind of layer. The copier's thread calls `load` and `save`, and the
+    scheduler thread the rest.
+
+    Attributes:
+        count: end blocks of one end.
+    """
+
+    count: int
+
+    def describe(self) -> dict[str, object]:
+        """The form of the bytes, as JSON; equal forms give equal values."""
+        ...
+
+    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
+        """Copy an end state, as it is behind `after`, into `count` buffers."""
+        ...
+
+    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
+        """Copy end block `index` into the slots, behind `after`."""
+        ...
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        """As `DeviceKV.order_forwards_after`, for copies of this part."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndCopy(Copy):
+    """Copies of one or all parts of an end state.
+
+    Attributes:
+        parts: the copy of each part.
+    """
+
+    parts: tuple[tuple[EndPart, Copy], ...] = ()
+
+    def done(self) -> bool:
+        return all(copy.done() for _, copy in self.parts)
+
+    def seconds(self) -> float:
+        return sum(copy.seconds() for _, copy in self.parts)
+
+    def wait(self) -> None:
+        for _, copy in self.parts:
+            copy.wait()
+
+
+class EndStates:
+    """The end states of one model, of all kinds of its layers. Threads: as for `EndPart`.
+
+    Attributes:
+        parts: in the order of their end blocks.
+        window_tokens: tokens of an end's window; 0: no layer has a sliding window.
+        count: end blocks of one end.
+    """
+
+    def __init__(self, parts: Sequence[EndPart], *, window_tokens: int = 0) -> None:
+        self.parts = tuple(parts)
+        self.window_tokens = window_tokens
+        self.count = sum(part.count for part in parts)
+
+    def describe(self) -> str:
+        """Canonical JSON for the namespace: end states of another form are never found."""
+        return json.dumps([part.describe() for part in self.parts], separators=(",", ":"))
+
+    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> EndCopy:
+        """Copy an end state, as it is behind `after`, into `count` buffers."""
+        copies: list[tuple[EndPart, Copy]] = []
+        first = 0
+        try:
+            for part in self.parts:
+                copy = part.save(slots, buffers[first : first + part.count], after)
+                copies.append((part, copy))
+                first += part.count
+        except BaseException:  # the caller takes all buffers back
+            EndCopy(parts=tuple(copies)).wait()
+            raise
+        return EndCopy(parts=tuple(copies))
+
+    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> EndCopy:
+        """Copy end block `index` into the slots, behind `after`."""
+        for part in self.parts:
+            if index < part.count:
+                return EndCopy(parts=((part, part.load(index, buffer, slots, after)),))
+            index -= part.count
+        raise IndexError(index)
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        """As `DeviceKV.order_forwards_after`, for copies of end states."""
+        found = [pair for copy in copies if isinstance(copy, EndCopy) for pair in copy.parts]
+        for part in self.parts:
+            part.order_forwards_after([copy for owner, copy in found if owner is part])
+
+
+class WindowRows:
+    """KV of sliding windows: the rows of the last window before an end, whole rows in each block.
+
+    Args:
+        kv_of: `(block_tokens)` gives the copies of blocks of so many tokens of the windows' pool.
+        token_bytes: of one token in that pool.
+        window_tokens: tokens of a window, whole pages.
+        block_bytes: size of a buffer.
+    """
+
+    def __init__(
+        self,
+        kv_of: Callable[[int], DeviceKV],
+        *,
+        token_bytes: int,
+        window_tokens: int,
+        block_bytes: int,
+    ) -> None:
+        rows = min(window_tokens, block_bytes // token_bytes)
+        if not rows:
+            raise ConfigError(
+                "cake stores sliding windows in blocks, and a token of them takes more than a "
+                "block: raise --cake-block-tokens"
+            )
+        self.count = -(-window_tokens // rows)
+        self._kv = kv_of(rows)
+        self._rows = rows
+        self._window_tokens = window_tokens
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "window_tokens": self._window_tokens,
+            "layout": json.loads(self._kv.layout.describe()),
+        }
+
+    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
+        assert slots.window is not None
+        for buffer in buffers:
+            _zero(buffer, self._kv.layout.block_bytes)
+        rows = torch.cat([self._slots_of(index, slots.window) for index in range(self.count)])
+        return self._kv.save(rows, [self._piece(buffer) for buffer in buffers], after)
+
+    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
+        assert slots.window is not None
+        return self._kv.load(self._piece(buffer), self._slots_of(index, slots.window), after)
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        self._kv.order_forwards_after(copies)
+
+    def _slots_of(self, index: int, window: torch.Tensor) -> torch.Tensor:
+        """The slots of an end block. Where the window has no further row, its last one is repeated:
+        the bytes stay those of one request, and a load writes equal bytes twice."""
+        last = len(window) - 1
+        start = min(index * self._rows, last)
+        slots = window[start : start + self._rows]
+        return torch.cat([slots, window[last:].expand(self._rows - len(slots))])
+
+    def _piece(self, buffer: Buffer) -> Buffer:
+        return Buffer(buffer.view[: self._kv.layout.block_bytes])
+
+
+class RecurrentStates:
+    """States of recurrent layers: the bytes of all layers, one after the other, cut into blocks.
+
+    Args:
+        pool: SGLang's `MambaPool`. Raises: ConfigError for one with another form of memory.
+        block_bytes: size of a buffer.
+        forward_stream: as for `CudaKV`.
+    """
+
+    def __init__(
+        self, pool: Any, *, block_bytes: int, forward_stream: torch.cuda.Stream | None = None
+    ) -> None:
+        (inventory,) = pool.get_device_pool_infos()
+        buffers = inventory.buffer_info
+        layers = [layer for each in (*buffers.conv, buffers.temporal) for layer in each]
+        planes = [plane for plane in (*layers, *buffers.extra_checkpoint_buffers) if plane.numel()]
+        if not planes or not all(plane.is_contiguous() for plane in planes):
+            raise ConfigError(f"cake cannot store the states of a {type(pool).__name__}")
+        self._planes = planes
+        self._rows = [plane.view(len(plane), -1).view(torch.uint8) for plane in planes]
+        self._starts = list(itertools.accumulate((rows.shape[1] for rows in self._rows), initial=0))
+        self._block_bytes = block_bytes
+        self.count = -(-self._starts[-1] // block_bytes)
+        self._forward = forward_stream
+        self._in = self._out = None
+        if planes[0].is_cuda:
+            self._in = torch.cuda.Stream(planes[0].device, priority=-1)
+            self._out = torch.cuda.Stream(planes[0].device, priority=-1)
+        self._numbers = itertools.count()
+
+    def describe(self) -> dict[str, object]:
+        forms = [
+            [str(plane.dtype).removeprefix("torch."), *plane.shape[1:]] for plane in self._planes
+        ]
+        runs = [[len(list(run)), form] for form, run in itertools.groupby(forms)]
+        return {"states": runs}
+
+    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
+        state = slots.state
+        assert state is not None
+
+        def move() -> None:
+            for rows, start in zip(self._rows, self._starts, strict=False):
+                row = torch.index_select(rows, 0, state)[0]
+                for index, within, part in self._cut(start, start + len(row)):
+                    _bytes(buffers[index])[within].copy_(row[part], non_blocking=True)
+
+        _zero(buffers[-1], self._starts[-1] - (self.count - 1) * self._block_bytes)
+        return self._launch(self._out, after, move, state)
+
+    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
+        state = slots.state
+        assert state is not None
+
+        def move() -> None:
+            piece = _bytes(buffer).to(self._rows[0].device, non_blocking=True)
+            for rows, start in zip(self._rows, self._starts, strict=False):
+                for each, within, part in self._cut(start, start + rows.shape[1]):
+                    if each == index:
+                        rows[:, part].index_copy_(0, state, piece[within].unsqueeze(0))
+
+        return self._launch(self._in, after, move, state)
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        last = max(copies, key=lambda copy: copy.number, default=Copy())
+        if last.pool is not None:
+            # The scheduler thread copies states on its own stream.
+            current = torch.cuda.current_stream(self._planes[0].device)
+            for stream in {current, self._forward or current}:
+                stream.wait_event(last.pool)
+
+    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+        """The blocks that the bytes `[start, stop)` of a state lie in: index, place in the block,
+        and place in these bytes."""
+        size = self._block_bytes
+        for index in range(start // size, -(-stop // size)):
+            first, last = max(start, index * size), min(stop, (index + 1) * size)
+            within = slice(first - index * size, last - index * size)
+            yield index, within, slice(first - start, last - start)
+
+    def _launch(
+        self,
+        stream: torch.cuda.Stream | None,
+        after: Fence,
+        move: Callable[[], object],
+        keep: torch.Tensor,
+    ) -> Copy:
+        if stream is None:
+            started_s = time.perf_counter()
+            move()
+            return Copy(took_s=time.perf_counter() - started_s)
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            move()
+            end.record(stream)
+            return Copy(end, end, (keep,), begin, number=next(self._numbers))
+
+
+def _bytes(buffer: Buffer) -> torch.Tensor:
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
+
+
+def _zero(buffer: Buffer, start: int) -> None:
+    """A buffer still has bytes of another block: none of them is stored."""
+    _bytes(buffer)[start:].zero_()

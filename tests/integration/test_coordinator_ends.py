@@ -1,0 +1,271 @@
+"""A coordinator whose model has end states: over a store whose reads a test releases."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_ranks import TwoRanks
+
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+
+ENDS = 2
+
+
+@pytest.fixture
+def harness() -> Iterator[CoordinatorHarness]:
+    made = CoordinatorHarness(end_blocks=ENDS, staging=12)
+    yield made
+    made.io.close()
+
+
+def polls(harness: CoordinatorHarness, req: FakeReq, count: int = 4) -> None:
+    for _ in range(count):
+        harness.coordinator.poll([req.rid])
+        harness.settle()
+
+
+def run(harness: CoordinatorHarness, req: FakeReq, steps: int = 30) -> dict[str, int]:
+    """Until prefill is over; the report."""
+    for _ in range(steps):
+        polls(harness, req, 2)
+        if harness.step(req):
+            [report] = req.customized_info["cake"]
+            return report
+    raise AssertionError("no progress")
+
+
+def test_coordinator_prompt_is_loaded_up_to_its_stored_end(harness: CoordinatorHarness) -> None:
+    req = req_of(6.5)
+    keys = harness.fill(req.origin_input_ids, set(range(6)))
+    harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))
+    harness.arrive(req)
+    polls(harness, req)
+    report = run(harness, req)
+    assert report["loaded_tokens"] == 4 * BLOCK
+    assert report["computed_tokens"] == 2 * BLOCK + BLOCK // 2
+    assert harness.counters.snapshot()["fallback", "load"] == 1
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_prompt_without_a_stored_end_is_computed(harness: CoordinatorHarness) -> None:
+    req = req_of(6.5)
+    harness.open(*harness.fill(req.origin_input_ids, set(range(6))))
+    harness.arrive(req)
+    report = run(harness, req)
+    assert report["loaded_tokens"] == 0
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_missing_end_block_falls_back_to_the_lower_end(
+    harness: CoordinatorHarness,
+) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    keys = harness.fill(tokens, set(range(6)))
+    lower, upper = harness.fill_end(tokens, 2 * BLOCK), harness.fill_end(tokens, 6 * BLOCK)
+    harness.faulty.fail(upper[0], BlockCorrupt("bad"))
+    harness.open(*keys, *lower, *upper)
+    harness.arrive(req)
+    polls(harness, req)
+    report = run(harness, req)
+    assert report["loaded_tokens"] == 2 * BLOCK
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_computing_meets_the_run_before_the_end(harness: CoordinatorHarness) -> None:
+    req = req_of(12.5)
+    tokens = req.origin_input_ids
+    keys = harness.fill(tokens, set(range(12)))
+    ends = harness.fill_end(tokens, 12 * BLOCK)
+    harness.arrive(req)
+    polls(harness, req)
+    assert not harness.step(req)
+    assert req.prefix_len == 40
+    harness.open(*keys, *ends)
+    report = run(harness, req)
+    assert report["computed_tokens"] >= 40
+    assert report["loaded_tokens"] >= BLOCK
+    assert report["computed_tokens"] + report["loaded_tokens"] == len(tokens)
+    assert report["meet_token"] == 12 * BLOCK - report["loaded_tokens"]
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_end_that_never_lands_leaves_the_prompt_to_compute(
+    harness: CoordinatorHarness,
+) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    keys = harness.fill(tokens, set(range(6)))
+    ends = harness.fill_end(tokens, 6 * BLOCK)
+    harness.open(*keys, ends[1])
+    harness.arrive(req)
+    assert run(harness, req, steps=1_000_000)["loaded_tokens"] == 0
+    harness.open(*ends)
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_slots_that_sglang_takes_back_shorten_the_run(
+    harness: CoordinatorHarness,
+) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    harness.arrive(req)
+    polls(harness, req)
+    assert harness.coordinator.placed_tokens == 6 * BLOCK
+    assert harness.coordinator.reclaim(2 * BLOCK) == 2 * BLOCK
+    report = run(harness, req)
+    assert report["loaded_tokens"] == 4 * BLOCK
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_all_slots_taken_back_give_up_the_end(harness: CoordinatorHarness) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    harness.arrive(req)
+    polls(harness, req)
+    assert harness.coordinator.reclaim(6 * BLOCK) == 6 * BLOCK
+    harness.settle()
+    assert harness.staging.free == harness.staging.capacity
+    assert run(harness, req)["loaded_tokens"] == 0
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_abort_returns_the_end_blocks(harness: CoordinatorHarness) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    harness.arrive(req)
+    polls(harness, req)
+    assert harness.staging.free == harness.staging.capacity - ENDS
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_end_slower_than_computing_is_not_loaded() -> None:
+    """Six blocks are computed in 0.1 s; they would be loaded in 0.06 s, and their end in 0.1 s."""
+    harness = CoordinatorHarness(
+        end_blocks=10,
+        staging=48,
+        mode="auto",
+        prefill=PrefillCost(0.0, 1e-3, 1e-9, error=0.0),
+        load=LoadCost(0.0, 0.01, error=0.0, depth=2),
+    )
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.fill(tokens, set(range(6)))
+    harness.fill_end(tokens, 6 * BLOCK)
+    harness.arrive(req)
+    harness.coordinator.poll([req.rid])
+    assert harness.slow.waiting == []
+    long = req_of(30.5, "long")
+    harness.fill(long.origin_input_ids, set(range(30)))
+    harness.fill_end(long.origin_input_ids, 30 * BLOCK)
+    harness.arrive(long)
+    harness.coordinator.poll([req.rid, "long"])
+    harness.settle()
+    assert harness.slow.waiting != []
+    harness.leave(req)
+    harness.leave(long)
+    harness.all_back()
+    harness.io.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_coordinator_random_faults_and_steps_return_everything(seed: int) -> None:
+    """Bytes that are attached are checked by the harness; here: progress, and nothing is kept."""
+    dice = random.Random(seed)
+    harness = CoordinatorHarness(
+        end_blocks=dice.randint(1, 3),
+        staging=dice.choice([16, 24]),
+        slots=dice.choice([10, 20]) * BLOCK,
+        mode=dice.choice(["both", "auto"]),
+    )
+    try:
+        reqs = [req_of(dice.randint(2, 9) + 0.5, f"r{n}") for n in range(2)]
+        keys: list[BlockKey] = []
+        for req in reqs:  # the second prompt begins like the first
+            tokens = req.origin_input_ids
+            blocks = len(tokens) // BLOCK
+            keys += harness.fill(tokens, {b for b in range(blocks) if dice.random() < 0.9})
+            for block in range(1, blocks + 1):
+                if dice.random() < 0.4:
+                    keys += harness.fill_end(tokens, block * BLOCK)
+        for key in keys:
+            if dice.random() < 0.1:
+                harness.faulty.fail(key, dice.choice([BlockMissing, BlockCorrupt])("x"))
+        waiting = list(reqs)
+        for req in reqs:
+            harness.arrive(req)
+        for _ in range(400):
+            if not waiting:
+                break
+            if dice.random() < 0.5:
+                harness.open(*dice.sample(keys, min(len(keys), 4)))
+            harness.coordinator.poll([req.rid for req in waiting])
+            if dice.random() < 0.1:
+                harness.coordinator.reclaim(BLOCK)
+            if harness.step(waiting[0]) or dice.random() < 0.01:
+                harness.leave(waiting.pop(0))
+            elif dice.random() < 0.2:
+                waiting.reverse()
+        assert not waiting, "no progress"
+        harness.open(*keys)
+        harness.all_back()
+    finally:
+        harness.io.close()
+
+
+def test_ranks_that_hold_different_ends_agree_on_the_highest_that_both_have() -> None:
+    ranks = TwoRanks(end_blocks=ENDS, staging=12)
+    try:
+        reqs = [req_of(6.5) for _ in ranks.harnesses]
+        for rank, (harness, req) in enumerate(zip(ranks.harnesses, reqs, strict=True)):
+            tokens = req.origin_input_ids
+            keys = harness.fill(tokens, set(range(6)))
+            for target in (3, 6) if rank else (3, 5):
+                keys += harness.fill_end(tokens, target * BLOCK)
+            harness.open(*keys)
+        ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+        for _ in range(5):
+            assert ranks.poll("r") == [None, None]
+            for harness in ranks.harnesses:
+                harness.settle()
+        for harness in ranks.harnesses:
+            record = harness.coordinator.record("r")
+            assert record is not None
+            assert record.meet.target == 3 * BLOCK
+            assert record.meet.island() is not None
+            assert set(record.memory.staged) == set(record.meet.end_indices)
+            harness.settle()
+            assert harness.staging.free == harness.staging.capacity - ENDS
+    finally:
+        ranks.close()
+
+
+def test_coordinator_end_state_without_memory_leaves_the_prompt_to_compute(
+    harness: CoordinatorHarness,
+) -> None:
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    harness.no_end_memory = True
+    harness.arrive(req)
+    polls(harness, req)
+    assert run(harness, req)["loaded_tokens"] == 0
+    harness.leave(req)
+    harness.all_back()

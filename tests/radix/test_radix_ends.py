@@ -1,0 +1,424 @@
+"""End states of sliding windows and recurrent layers: saved from SGLang's tree and pools, loaded,
+and attached to waiting and running requests."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from hybrid_trees import BLOCK, MAMBA, SWA, WINDOW, HybridTree, config_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.test.kits.unified_radix_cache import fixtures
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+from sglang.test.kits.unified_radix_cache.insert_walk import SegmentLockFuzzFixtures
+from trees import CORES
+
+from sglang_cake.core.token_span import Span
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.end_states import EndSlots
+
+KINDS = {
+    "window": config_of(SWA),
+    "window-pages": config_of(SWA, page=4),
+    "state": config_of(MAMBA),
+    "state-extra-buffer": config_of(MAMBA, page=4, extra_buffer=True),
+    "window-state": config_of(SWA, MAMBA),
+    "window-state-extra-buffer": config_of(SWA, MAMBA, page=4, extra_buffer=True),
+}
+SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
+PROMPT = [*range(100, 150)]  # six blocks and two tokens
+
+
+def kinds() -> Any:
+    return pytest.mark.parametrize("kind", KINDS)
+
+
+def cores() -> Any:
+    return pytest.mark.parametrize("core", CORES)
+
+
+def stored(kind: str, core: str = "python", *ends: int) -> HybridTree:
+    """An empty tree, and a store with the ends of the prompt at these tokens (default: 48)."""
+    side = HybridTree(KINDS[kind], core)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    for end in ends or (48,):
+        assert side.compute(req, end)
+        assert side.save(req, end)
+    assert side.compute(req, len(PROMPT))
+    side.release(req)
+    side.check_books()
+    empty(side)
+    return side
+
+
+def empty(side: HybridTree) -> None:
+    side.tree.reset()
+    side.allocator.clear()
+    side.requests.clear()
+
+
+# ---- attach ----
+
+
+@cores()
+@kinds()
+def test_radix_ends_attached_to_waiting_request_serve_the_rest(kind: str, core: str) -> None:
+    side = stored(kind, core)
+    req = side.arrive(PROMPT)
+    assert side.load(req, 48, running=False)
+    assert req.prefix_len == 48
+    assert side.admit(req)
+    side.check_books()
+    assert side.compute(req, len(PROMPT))  # it reads what was loaded, and finds it right
+    side.check_books()
+    side.release(req)
+    side.check_books()
+    again = side.arrive(PROMPT)  # the tree has the end
+    assert again.prefix_len == (
+        48 if KINDS[kind].has_mamba else 49 // side.cfg.page_size * side.cfg.page_size
+    )
+
+
+@cores()
+@kinds()
+@pytest.mark.parametrize("front", [8, 24, 40, 44])
+def test_radix_ends_attached_to_running_request_serve_the_rest(
+    kind: str, core: str, front: int
+) -> None:
+    """Left of the window, and inside it."""
+    side = stored(kind, core)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, front)
+    side.check_books()
+    assert side.load(req, 48, running=True)
+    assert req.prefix_len == 48
+    side.check_books()
+    assert side.compute(req, len(PROMPT))
+    side.release(req)
+    side.check_books()
+
+
+@kinds()
+def test_radix_ends_of_a_prompt_shorter_than_a_window_are_attached(kind: str) -> None:
+    assert WINDOW > BLOCK
+    side = stored(kind, "python", 8)
+    req = side.arrive(PROMPT[:10])
+    assert side.load(req, 8, running=False)
+    assert side.admit(req)
+    side.check_books()
+    assert side.compute(req, 10)
+    side.release(req)
+    side.check_books()
+
+
+@cores()
+@kinds()
+def test_radix_ends_where_the_tree_has_kv_alone_are_attached(kind: str, core: str) -> None:
+    """The tree has lost the windows and states, and still has the KV of full attention."""
+    side = stored(kind, core)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, 40)
+    side.release(req)
+    other = side.arrive([*PROMPT[:40], 1, 2, 3])
+    assert side.admit(other)  # so that the tree does not drop the leaf with its window
+    side.tree.evict(EvictParams(swa_num_tokens=100, mamba_num=20))
+    side.release(other, checkpoint=False)
+    side.tree.evict(EvictParams(swa_num_tokens=100, mamba_num=20))
+    req = side.arrive(PROMPT)
+    assert side.load(req, 48, running=False)
+    assert req.prefix_len == 48
+    assert side.admit(req)
+    assert side.compute(req, len(PROMPT))
+    side.release(req)
+    side.check_books()
+
+
+@kinds()
+def test_radix_ends_without_memory_leave_the_books_balanced(kind: str) -> None:
+    side = stored(kind)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, 8)
+    taken: list[Any] = []
+    if SWA in side.cfg.components:
+        swa = side.allocator.swa_attn_allocator
+        taken.append((swa, swa.alloc(swa.available_size())))
+    if MAMBA in side.cfg.components:
+        states = side.requests.mamba_allocator
+        taken.append((states, states.alloc(states.available_size())))
+    own = kind == "state"  # the request's own slot takes the state
+    assert (side.tree.allocate_end(req, Span(8, 48)) is not None) == own
+    for allocator, slots in taken:
+        allocator.free(slots)
+    side.check_books()
+    side.release(req)
+    side.check_books()
+
+
+@kinds()
+def test_radix_ends_given_back_are_free(kind: str) -> None:
+    side = stored(kind)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, 8)
+    end = side.tree.allocate_end(req, Span(8, 48))
+    assert end is not None
+    side.tree.free_end(req, end)
+    side.check_books()
+
+
+# ---- save ----
+
+
+@cores()
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not KINDS[kind].has_mamba])
+def test_radix_ends_inside_the_last_chunk_keep_their_window(kind: str, core: str) -> None:
+    """SGLang frees the rows that leave the window; those of the last block boundary are kept."""
+    side = HybridTree(KINDS[kind], core)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, len(PROMPT))
+    assert side.save(req, 48)
+    assert not side.save(req, 32)
+    side.release(req)
+    side.check_books()
+    empty(side)
+    req = side.arrive(PROMPT)
+    assert side.load(req, 48, running=False)
+    assert side.admit(req)
+    assert side.compute(req, len(PROMPT))
+
+
+@kinds()
+def test_radix_ends_that_the_tree_cannot_go_on_from_are_not_saved(kind: str) -> None:
+    side = HybridTree(KINDS[kind])
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, 32)
+    assert side.save(req, 32)
+    assert not side.save(req, 8)
+    assert not side.save(req, 40)
+    side.tree.unlock(req.lock)
+    req.lock = side.tree.lock(side.tree.root_node_handle())
+    side.tree.evict(EvictParams(swa_num_tokens=100, mamba_num=20))
+    assert not side.save(req, 32)
+
+
+def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block() -> None:
+    side = HybridTree(KINDS["state-extra-buffer"])
+    side.cfg  # noqa: B018
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    req.extend_end = 44
+    side.tree.track_end(req)
+    assert req.mamba_branching_seqlen == 40
+    assert side.compute(req, 44)
+    assert side.save(req, 40)
+
+
+# ---- negative controls ----
+
+
+@pytest.mark.parametrize("kind", ["window", "window-pages", "window-state"])
+def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
+    side = stored(kind)
+    page = side.cfg.page_size
+    save, rows = side.ends.parts[0], side.window_tokens
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    for stop in (40, 48 if side.cfg.has_mamba else len(PROMPT)):
+        assert side.compute(req, stop)
+    good = side.tree.end_slots(req, 48)
+    row = side.requests.req_to_token[req.kv.req_pool_idx, :48].to(torch.int64)
+    row = side.allocator.translate_loc_from_full_to_swa(row)
+    assert torch.equal(good.window, row[-rows:])
+    buffers = side.buffers(save.count)
+    save.save(EndSlots(row[-rows - page : -page], good.state), buffers, ())
+    side.store.ends[tuple(PROMPT[:48])][: save.count] = [bytes(b.view) for b in buffers]
+    side.release(req, checkpoint=False)
+    empty(side)
+    req = side.arrive(PROMPT)
+    assert side.load(req, 48, running=False)
+    assert side.admit(req)
+    with pytest.raises(AssertionError, match="window"):
+        side.compute(req, len(PROMPT))
+
+
+@pytest.mark.parametrize("kind", ["state", "state-extra-buffer", "window-state"])
+@pytest.mark.parametrize("running", [False, True])
+def test_radix_ends_wrong_state_is_noticed(kind: str, running: bool) -> None:
+    side = stored(kind)
+    pieces = side.store.ends[tuple(PROMPT[:48])]
+    piece = bytearray(pieces[-1])
+    piece[3] ^= 1
+    pieces[-1] = bytes(piece)
+    req = side.arrive(PROMPT)
+    if running:
+        assert side.admit(req)
+        assert side.compute(req, 8)
+    assert side.load(req, 48, running=running)
+    if not running:
+        assert side.admit(req)
+    with pytest.raises(AssertionError, match="state"):
+        side.compute(req, len(PROMPT))
+
+
+@kinds()
+def test_end_blocks_have_zeros_behind_their_bytes(kind: str) -> None:
+    """Buffers are used again: no byte of another block may be stored."""
+    side = stored(kind)
+    needed = sum(len(rows[0]) for name, rows in (side._states() if side.cfg.has_mamba else ()))
+    pieces = side.store.ends[tuple(PROMPT[:48])]
+    size = side.kv.layout.block_bytes
+    assert all(len(piece) == size for piece in pieces)
+    if side.cfg.has_mamba:
+        states = side.ends.parts[-1].count
+        assert pieces[-1][needed - (states - 1) * size :].strip(b"\0") == b""
+    again = HybridTree(KINDS[kind])
+    req = again.arrive(PROMPT)
+    assert again.admit(req)
+    assert again.compute(req, 48)
+    assert again.save(req, 48)
+    assert again.store.ends == side.store.ends
+
+
+def test_end_states_of_other_forms_have_other_descriptions() -> None:
+    texts = [HybridTree(cfg).ends.describe() for cfg in KINDS.values()]
+    assert len(set(texts)) == 3  # windows, states, both: pages and buffers make no difference
+    wider = replace(KINDS["window"], sliding_window_size=WINDOW + 1)
+    larger = replace(KINDS["state"], mamba_state_size=8)
+    layers = replace(KINDS["window"], full_attention_layer_ids=(1, 2, 4))
+    assert len({*texts, *(HybridTree(cfg).ends.describe() for cfg in (wider, larger, layers))}) == 6
+
+
+# ---- random calls ----
+
+
+class HybridMachine(RuleBasedStateMachine):
+    """Requests come, are loaded for, are computed, and go, in a pool that is too small for all."""
+
+    kind = "window"
+    core = "python"
+
+    @initialize()
+    def begin(self) -> None:
+        self.side = HybridTree(KINDS[self.kind], self.core)
+
+    @precondition(lambda self: len(self.side.live) < 4)  # SGLang has states for those that run
+    @rule(
+        document=st.integers(0, 1),
+        shared=st.integers(0, 60),
+        more=st.integers(1, 30),
+        own=st.integers(0, 2),
+    )
+    def arrive(self, document: int, shared: int, more: int, own: int) -> None:
+        """A prompt of a part of a document and a question, with a load if it is stored."""
+        side = self.side
+        tokens = [1000 * document + at for at in range(shared)]
+        tokens += [5000 + 100 * own + at for at in range(more)]
+        req = side.arrive(tokens)
+        end = side.stored_end(tokens, req.prefix_len)
+        if end is not None and side.load(req, end, running=False):
+            assert req.prefix_len >= end
+        side.admit(req)
+
+    @precondition(lambda self: self.side.live)
+    @rule(data=st.data(), blocks=st.integers(1, 4), aligned=st.booleans())
+    def compute(self, data: st.DataObject, blocks: int, aligned: bool) -> None:
+        side = self.side
+        req = data.draw(st.sampled_from(side.live), "req")
+        total = len(req.full_untruncated_fill_ids)
+        if req.prefix_len >= total:
+            return
+        stop = (req.prefix_len // BLOCK + blocks) * BLOCK
+        if stop >= total or not aligned:
+            page = side.cfg.page_size
+            stop = total if stop >= total else max(req.prefix_len + page, (stop - 3) // page * page)
+        stop = min(stop, total)
+        req.extend_end = stop
+        side.tree.track_end(req)
+        if side.compute(req, stop):
+            end = req.kv.cache_protected_len // BLOCK * BLOCK
+            if end and side.save(req, end):
+                assert end <= stop
+
+    @precondition(lambda self: self.side.live)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        side = self.side
+        req = data.draw(st.sampled_from(side.live), "req")
+        if req.prefix_len % side.cfg.page_size:
+            return
+        end = side.stored_end(req.full_untruncated_fill_ids, req.prefix_len)
+        if end is not None and side.load(req, end, running=True):
+            assert req.prefix_len == end
+
+    @precondition(lambda self: self.side.live)
+    @rule(data=st.data(), checkpoint=st.booleans())
+    def release(self, data: st.DataObject, checkpoint: bool) -> None:
+        self.side.release(data.draw(st.sampled_from(self.side.live), "req"), checkpoint=checkpoint)
+
+    @rule(full=st.integers(0, 60), window=st.integers(0, 60), states=st.integers(0, 4))
+    def evict(self, full: int, window: int, states: int) -> None:
+        self.side.tree.evict(EvictParams(num_tokens=full, swa_num_tokens=window, mamba_num=states))
+
+    @precondition(lambda self: not self.side.live)
+    @rule()
+    def reset(self) -> None:
+        empty(self.side)
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        if getattr(self, "side", None):
+            self.side.check_books()
+
+    def teardown(self) -> None:
+        if getattr(self, "side", None):
+            for req in list(self.side.live):
+                self.side.release(req, checkpoint=False)
+            self.side.check_books()
+
+
+@cores()
+@kinds()
+def test_radix_ends_random_calls_keep_kv_and_books_right(kind: str, core: str) -> None:
+    machine = type("Machine", (HybridMachine,), {"kind": kind, "core": core})
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+# ---- SGLang's own fuzz ----
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["window", "window-state"])
+def test_radix_cache_with_ends_passes_the_lock_fuzz_of_sglang(
+    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kit's own; it needs the Python core. Without ends it runs in `test_radix_model.py`."""
+    tree = type("Tree", (CakeRadixCache,), {"ends": HybridTree(KINDS[kind]).ends})
+    monkeypatch.setattr(fixtures, "UnifiedRadixCache", tree)
+    monkeypatch.setattr(fixtures, "get_device", lambda: "cpu")
+    fuzz = SegmentLockFuzzFixtures()
+    fuzz.cfg = CacheConfig(
+        components=KINDS[kind].components,
+        sliding_window_size=4,
+        mamba_cache_size=200,
+        max_num_reqs=200,
+    )
+    fuzz._run_seed(seed)
