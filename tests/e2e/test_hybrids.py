@@ -69,7 +69,9 @@ KINDS = {
         "states", "both", (*STATE_FLAGS, "--mamba-radix-cache-strategy", "extra_buffer")
     ),
     "states-load": Kind(
-        "states", "load", (*STATE_FLAGS, "--mamba-radix-cache-strategy", "no_buffer")
+        "states",
+        "load",
+        (*STATE_FLAGS, "--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
     ),
     "convolutions-load": Kind("convolutions", "load", STATE_FLAGS),
 }
@@ -129,7 +131,7 @@ def hybrid(
     stored."""
     kind = KINDS[request.param]
     model, store = folders[kind.state], folder / f"store-{kind.state}"
-    env = standins | {"CAKE_TEST_GATED_DELTA": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    env = standins | {"CAKE_TEST_RECURRENT": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
 
     def flags(kind: Kind) -> tuple[str, ...]:
         return (
@@ -173,7 +175,9 @@ def test_prompt_stored_before_a_restart_is_loaded_up_to_its_end(hybrid: Hybrid) 
     answer = hybrid.live.ask(KEPT)
     hybrid.check(answer, KEPT)
     hybrid.live.store.until_end_stored(KEPT)
-    assert answer.loaded == 20 * BLOCK or not hybrid.is_second
+    if hybrid.is_second:  # SGLang's own first requests may have left some tokens in the tree
+        assert answer.loaded + answer.meta["cake"]["matched_tokens"] == 20 * BLOCK
+        assert answer.loaded > 19 * BLOCK or hybrid.live.races
 
 
 @pytest.mark.parametrize("tokens", [BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1, 4 * CHUNK, 1000, 2047])
@@ -183,13 +187,14 @@ def test_prompt_of_any_length_cold_and_stored_gives_the_answer_of_transformers(
     ids, live = tiny(tokens), hybrid.live
     hybrid.check(live.ask(ids), ids)
     live.store.until_stored(ids)
-    if tokens > BLOCK:
+    ends_inside = tokens > BLOCK and tokens % BLOCK > 0
+    if ends_inside:  # else a prompt has its last end at its own end, or a block before
         live.store.until_end_stored(ids)
     answer = live.ask_flushed(ids)
     hybrid.check(answer, ids)
     assert answer.loaded + answer.computed == tokens
     assert answer.cached == answer.loaded
-    if tokens % BLOCK and not live.races:  # else it ends at its end, and its last token is computed
+    if ends_inside and not live.races:
         assert answer.loaded == tokens // BLOCK * BLOCK
 
 
@@ -231,8 +236,8 @@ def test_generated_tokens_in_the_next_turn_give_the_answer_of_transformers(
     hybrid: Hybrid, tiny: Make
 ) -> None:
     ids = tiny(6 * BLOCK + 1)
-    first = hybrid.live.ask(ids, 3 * BLOCK)
-    hybrid.check(first, ids, 3 * BLOCK)
+    first = hybrid.live.ask(ids, 2 * BLOCK)
+    hybrid.check(first, ids, 2 * BLOCK)
     turn = ids + first.tokens + tiny(20)
     hybrid.live.store.until_stored(ids + first.tokens[:-1])
     answer = hybrid.live.ask_flushed(turn)
@@ -279,16 +284,16 @@ def test_concurrent_requests_for_one_document_give_the_answers_of_transformers(
 def test_prompts_that_outgrow_the_pools_together_give_the_answers_of_transformers(
     hybrid: Hybrid, tiny: Make
 ) -> None:
-    prompts = [tiny(18 * BLOCK + i) for i in range(5)]
+    prompts = [tiny(18 * BLOCK + i) for i in range(1, 5)]
     for ids in prompts:
         hybrid.ask_and_store(ids)
     hybrid.live.flush()
     asked = [
-        PendingRequest(hybrid.live, ids, new_tokens=90, rid=f"{hybrid.kind}-full-{i}")
+        PendingRequest(hybrid.live, ids, new_tokens=40, rid=f"{hybrid.kind}-full-{i}")
         for i, ids in enumerate(prompts)
     ]
     for asking, ids in zip(asked, prompts, strict=True):
-        hybrid.check(asking.answer(), ids, 90)
+        hybrid.check(asking.answer(), ids, 40)
 
 
 STAGES = (("arrive", 1), ("land", 1), ("land", 6), ("claim", 1), ("attach", 1), ("done", 1))
