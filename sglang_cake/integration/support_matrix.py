@@ -263,6 +263,7 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
 def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str | None:
     """Why the pools of sliding windows and of recurrent states cannot be stored; None if they can,
     or if there are none."""
+    from sglang.srt.environ import envs
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -295,6 +296,8 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"
         if pool.mamba_pool.replayssm_write_pos is not None:
             return "cake does not support ReplaySSM: remove --enable-linear-replayssm"
+        if envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get():  # a loaded state is copied from the tree
+            return "cake needs locks on states: unset SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"
     return None
 
 

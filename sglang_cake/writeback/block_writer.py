@@ -73,9 +73,13 @@ class Writer:
             taken.append(buffer)
         if len(taken) == blocks:
             return taken
-        for buffer in taken:
-            self._pool.give(buffer)
+        self.put_back(taken)
         return None
+
+    def put_back(self, buffers: Sequence[Buffer]) -> None:
+        """Return buffers that are not needed after all. Scheduler thread."""
+        for buffer in buffers:
+            self._pool.give(buffer)
 
     def give_up(self, blocks: int) -> None:
         """So many blocks got no buffer, and are not stored."""

@@ -179,6 +179,9 @@ class CoordinatorHarness(HeldReads):
     def free_end(self, req: FakeReq, end: dict[int, bytes]) -> None:
         end.clear()
 
+    def prepare(self, end: dict[int, bytes]) -> dict[int, bytes]:
+        return end
+
     def load(self, index: int, buffer: Buffer, end: dict[int, bytes], after: Fence) -> Copy:
         end[index] = bytes(buffer.view)
         return Copy()

@@ -18,6 +18,7 @@ from sglang_cake.integration.scheduler.prefill_adder import (
     Skip,
     decide_chunked,
     decide_waiting,
+    stop_at,
 )
 from sglang_cake.loading.planner import StepPlan
 
@@ -71,3 +72,20 @@ def test_decide_waiting_each_situation_gives_its_decision(
     overlap = span if span is never else lambda: span
     found = decide_waiting(step, begin_overlap=overlap, prompt_tokens=100, chunk_taken=chunk_taken)
     assert found == decision
+
+
+@pytest.mark.parametrize(
+    ("stop", "before", "after"),
+    [
+        (None, AS_SGLANG, AS_SGLANG),
+        (32, AS_SGLANG, Run(32)),
+        (32, Run(48), Run(32)),
+        (32, Run(16), Run(16)),
+        (32, OverlapLastStep(SPAN), OverlapLastStep(SPAN)),
+        (32, SKIP, SKIP),
+        (32, Park(), Park()),
+        (32, Requeue(REQ), Requeue(REQ)),
+    ],
+)
+def test_stop_at_shortens_steps_alone(stop: int | None, before: Any, after: Any) -> None:
+    assert stop_at(stop, before) == after

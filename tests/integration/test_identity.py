@@ -59,6 +59,7 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
         "served": SamplingParams,  # any class of SGLang that does not read the context length
         "layout": LAYOUT,
         "codec": "raw",
+        "end_states": None,
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
@@ -76,7 +77,9 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
         params=SimpleNamespace(page_size=facts["page_size"]),
         tp_worker=SimpleNamespace(model_runner=runner),
     )
-    found = server_fields(ctx, facts["layout"], codec=facts["codec"])
+    found = server_fields(
+        ctx, facts["layout"], codec=facts["codec"], end_states=facts["end_states"]
+    )
     return Namespace(tuple((found | facts["content"]).items())).digest()
 
 
@@ -88,6 +91,8 @@ def _digest(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> bytes:
         {"rank": 1},
         {"size": 2},
         {"codec": "int8"},
+        {"end_states": "[]"},
+        {"args": {"mamba_ssm_dtype": "float32"}},
         {"content": {"weights": "w2", "config": "c"}},
         {"content": {"weights": "w", "config": "c2"}},
         {"content": {"weights": "w", "config": "c", "beside": "scales"}},

@@ -323,7 +323,7 @@ class HybridTree:
             self.kv.save(row[end - BLOCK : end], [buffer], ())
             self.store.blocks[tokens[:end]] = bytes(buffer.view)
         buffers = self.buffers(self.ends.count)
-        self.ends.save(slots, buffers, ())
+        self.ends.save(self.ends.prepare(slots), buffers, ())
         self.store.ends[tokens[:stop]] = [bytes(buffer.view) for buffer in buffers]
         return True
 
@@ -366,6 +366,7 @@ class HybridTree:
         return True
 
     def load_end(self, tokens: tuple[int, ...], end: EndSlots) -> None:
+        end = self.ends.prepare(end)
         for index, piece in enumerate(self.store.ends[tokens]):
             self.ends.load(index, held(piece), end, ())
 

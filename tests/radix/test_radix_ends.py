@@ -249,7 +249,8 @@ def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     row = side.allocator.translate_loc_from_full_to_swa(row)
     assert torch.equal(good.window, row[-rows:])
     buffers = side.buffers(save.count)
-    save.save(EndSlots(row[-rows - page : -page], good.state), buffers, ())
+    wrong = EndSlots(row[-rows - page : -page], good.state)
+    save.save(save.prepare(wrong), buffers, ())
     side.store.ends[tuple(PROMPT[:48])][: save.count] = [bytes(b.view) for b in buffers]
     side.release(req, checkpoint=False)
     empty(side)
@@ -310,6 +311,10 @@ def test_end_states_of_other_forms_have_other_descriptions() -> None:
 # ---- random calls ----
 
 
+def tokens_of(document: int, count: int) -> list[int]:
+    return [1000 * document + at for at in range(count)]
+
+
 class HybridMachine(RuleBasedStateMachine):
     """Requests come, are loaded for, are computed, and go, in a pool that is too small for all."""
 
@@ -319,22 +324,31 @@ class HybridMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.side = HybridTree(KINDS[self.kind], self.core)
+        for document in range(2):
+            req = self.side.arrive(tokens_of(document, 57))
+            assert self.side.admit(req)
+            for stop in (16, 32, 56):
+                assert self.side.compute(req, stop)
+                assert self.side.save(req, stop)
+            self.side.release(req, checkpoint=False)
+        empty(self.side)
 
     @precondition(lambda self: len(self.side.live) < 4)  # SGLang has states for those that run
     @rule(
         document=st.integers(0, 1),
-        shared=st.integers(0, 60),
+        shared=st.sampled_from([0, 7, 16, 30, 33, 56, 60]),
         more=st.integers(1, 30),
         own=st.integers(0, 2),
+        loads=st.booleans(),
     )
-    def arrive(self, document: int, shared: int, more: int, own: int) -> None:
+    def arrive(self, document: int, shared: int, more: int, own: int, loads: bool) -> None:
         """A prompt of a part of a document and a question, with a load if it is stored."""
         side = self.side
-        tokens = [1000 * document + at for at in range(shared)]
+        tokens = tokens_of(document, shared)
         tokens += [5000 + 100 * own + at for at in range(more)]
         req = side.arrive(tokens)
         end = side.stored_end(tokens, req.prefix_len)
-        if end is not None and side.load(req, end, running=False):
+        if loads and end is not None and side.load(req, end, running=False):
             assert req.prefix_len >= end
         side.admit(req)
 

@@ -12,7 +12,7 @@ from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -273,3 +273,48 @@ def test_block_writer_drained_waits_for_every_offered_job(desk: Desk) -> None:
         desk.offer(TOKENS, (block,))
     desk.drain()
     assert len(desk.stored()) == 5
+
+
+# ---- end states ----
+
+
+def _offer_end(desk: Desk, tokens: array, count: int) -> list[BlockKey]:
+    """Keys of the end blocks; block `i` is full of byte `i`."""
+    buffers = desk.writer.take_all(count)
+    assert buffers is not None
+    for index, buffer in enumerate(buffers):
+        buffer.view[:] = bytes([index]) * BYTES
+    copied: Future[None] = Future()
+    copied.set_result(None)
+    chain = KeyChain(SEED, BLOCK)
+    job = WriteJob(chain, tokens, tuple(range(count)), tuple(buffers), copied, of_end=True)
+    desk.writer.offer(job)
+    desk.io.run(desk.writer.drained(), PATIENCE_S)
+    assert desk.pool.free == CAPACITY
+    assert desk.writer.pending_blocks == 0
+    return end_keys(chain.of(tokens)[-1], count)
+
+
+def test_writer_puts_the_first_end_block_last(desk: Desk) -> None:
+    keys = _offer_end(desk, array("q", range(2 * BLOCK)), 4)
+    assert [key for _, key in desk.store.calls][-1] == keys[0]
+    assert [desk.memory.blocks[key] for key in keys] == [bytes([i]) * BYTES for i in range(4)]
+
+
+def test_writer_incomplete_end_is_not_to_be_found(desk: Desk) -> None:
+    tokens = array("q", range(2 * BLOCK))
+    keys = end_keys(KeyChain(SEED, BLOCK).of(tokens)[-1], 4)
+    desk.faulty.fail(keys[2], StoreUnavailable("gone"))
+    _offer_end(desk, tokens, 4)
+    assert keys[0] not in desk.memory.blocks
+    assert desk.counters.snapshot()["unstored_blocks", "unavailable"] == 2
+
+
+def test_writer_gives_all_buffers_of_an_end_or_none(desk: Desk) -> None:
+    assert desk.writer.take_all(CAPACITY + 1) is None
+    assert desk.pool.free == CAPACITY
+    taken = desk.writer.take_all(CAPACITY)
+    assert taken is not None
+    assert desk.writer.take_all(1) is None
+    desk.writer.put_back(taken)
+    assert desk.pool.free == CAPACITY

@@ -164,14 +164,15 @@ class BlockSaving:
         """Save the end state, if there are buffers for all of it, and the tree still has it."""
         assert self._ends is not None
         assert unsaved.find_end is not None
-        slots = unsaved.find_end(unsaved.end)
-        if slots is None:
-            unsaved.find_end = None
-            return
         buffers = self._writer.take_all(self._ends.count)
         if buffers is None:
             return
+        slots = unsaved.find_end(unsaved.end)
         unsaved.find_end = None
+        if slots is None:
+            self._writer.put_back(buffers)
+            return
+        slots = self._ends.prepare(slots)
         launch = partial(self._ends.save, slots, buffers, self._kv.fence())
         save = self._copier.launch_save(launch)
         self._saves.append(_Saving(None, save, self._ends.order_forwards_after))

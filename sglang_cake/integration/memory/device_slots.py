@@ -153,6 +153,7 @@ class DeviceSlots:
         Args: blocks: of the record's row, its end blocks in order. Raises: the error of a copy.
         """
         assert self._ends is not None
+        end = self._ends.prepare(end)
         after = self._kv.fence()
         copies = []
         for index, block in enumerate(blocks):

@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +53,11 @@ class EndPart(Protocol):
 
     def describe(self) -> dict[str, object]:
         """The form of the bytes, as JSON; equal forms give equal values."""
+        ...
+
+    def prepare(self, slots: EndSlots) -> EndSlots:
+        """The slots as `load` and `save` take them. The device computes them before the fence that
+        these get."""
         ...
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
@@ -106,6 +111,12 @@ class EndStates:
     def describe(self) -> str:
         """Canonical JSON for the namespace: end states of another form are never found."""
         return json.dumps([part.describe() for part in self.parts], separators=(",", ":"))
+
+    def prepare(self, slots: EndSlots) -> EndSlots:
+        """As `EndPart.prepare`, for all parts."""
+        for part in self.parts:
+            slots = part.prepare(slots)
+        return slots
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> EndCopy:
         """Copy an end state, as it is behind `after`, into `count` buffers."""
@@ -171,27 +182,26 @@ class WindowRows:
             "layout": json.loads(self._kv.layout.describe()),
         }
 
+    def prepare(self, slots: EndSlots) -> EndSlots:
+        """Whole blocks of slots: the last one is repeated. So the bytes stay those of one request,
+        and a load writes equal bytes twice."""
+        assert slots.window is not None
+        missing = self.count * self._rows - len(slots.window)
+        return replace(slots, window=torch.cat([slots.window, slots.window[-1:].expand(missing)]))
+
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
         assert slots.window is not None
         for buffer in buffers:
             _zero(buffer, self._kv.layout.block_bytes)
-        rows = torch.cat([self._slots_of(index, slots.window) for index in range(self.count)])
-        return self._kv.save(rows, [self._piece(buffer) for buffer in buffers], after)
+        return self._kv.save(slots.window, [self._piece(buffer) for buffer in buffers], after)
 
     def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
         assert slots.window is not None
-        return self._kv.load(self._piece(buffer), self._slots_of(index, slots.window), after)
+        rows = slots.window[index * self._rows : (index + 1) * self._rows]
+        return self._kv.load(self._piece(buffer), rows, after)
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         self._kv.order_forwards_after(copies)
-
-    def _slots_of(self, index: int, window: torch.Tensor) -> torch.Tensor:
-        """The slots of an end block. Where the window has no further row, its last one is repeated:
-        the bytes stay those of one request, and a load writes equal bytes twice."""
-        last = len(window) - 1
-        start = min(index * self._rows, last)
-        slots = window[start : start + self._rows]
-        return torch.cat([slots, window[last:].expand(self._rows - len(slots))])
 
     def _piece(self, buffer: Buffer) -> Buffer:
         return Buffer(buffer.view[: self._kv.layout.block_bytes])
@@ -233,6 +243,9 @@ class RecurrentStates:
         ]
         runs = [[len(list(run)), form] for form, run in itertools.groupby(forms)]
         return {"states": runs}
+
+    def prepare(self, slots: EndSlots) -> EndSlots:
+        return slots
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
         state = slots.state

@@ -153,6 +153,11 @@ def requeue(
     req.lock = None
     req.num_matched_prefix_tokens = 0
     req.kv_rotation_base = None
+    req.swa_branching_seqlen = None
+    req.mamba_branching_seqlen = None
+    req.kv.mamba_cow_src_index = None
+    req.kv.mamba_needs_clear = False
+    req.kv.mamba_last_track_seqlen = None
     req.kv.cache_protected_len = 0
     req.kv.cache_inserted_len = 0
     req.kv.kv_committed_len = 0

@@ -1,0 +1,216 @@
+"""Which end states are saved, when, and under which keys."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from kv_pools import record_of
+from test_block_saving import BLOCK, PATIENCE_S, SavingHarness
+
+from sglang_cake.core.buffers import Buffer
+from sglang_cake.core.keys import end_keys
+from sglang_cake.integration.memory.block_saving import END_SPACING, BlockSaving
+from sglang_cake.integration.memory.copier import Copier, Save
+from sglang_cake.integration.memory.end_states import EndSlots
+from sglang_cake.integration.memory.kv_pool import Copy, Fence
+from sglang_cake.integration.request.prompt_record import PromptRecord
+
+COUNT = 2
+
+
+class FakeEnds:
+    """End states that are the number of their token."""
+
+    count = COUNT
+
+    def __init__(self) -> None:
+        self.ordered = 0
+        self.at = 0
+
+    def prepare(self, slots: EndSlots) -> EndSlots:
+        return slots
+
+    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
+        for index, buffer in enumerate(buffers):
+            buffer.view[:] = end_block(self.at, index, len(buffer.view))
+        return Copy()
+
+    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
+        self.ordered += len(copies)
+
+
+def end_block(end: int, index: int, size: int) -> bytes:
+    return f"{end}/{index} ".encode().ljust(size, b".")
+
+
+class HeldCopier(Copier):
+    """Copies that are launched, and end when the test says so."""
+
+    held: "list[Save] | None" = None
+
+    def launch_save(self, launch: Callable[[], Copy]) -> Save:
+        if self.held is None:
+            return super().launch_save(launch)
+        save = Save()
+        save.launched.set_result(launch())
+        self.held.append(save)
+        return save
+
+
+class EndHarness(SavingHarness):
+    def __init__(self) -> None:
+        super().__init__(buffers=4)
+        self.ends = FakeEnds()
+        self.copier = HeldCopier(self.kv, lambda took_s: None)
+        self.saving = BlockSaving(self.kv, self.copier, self.writer, self.ends)  # type: ignore[arg-type]
+        self.gone = False
+        self.asked: list[int] = []
+
+    def find(self, stop: int) -> EndSlots | None:
+        self.asked.append(stop)
+        self.ends.at = stop
+        return None if self.gone else EndSlots()
+
+    def tell(self, record: PromptRecord, upto: int, *, last: bool = False) -> None:
+        """A checkpoint, and what is written because of it."""
+        self.checkpointed(record, upto, last=last)
+        self.io.run(self.writer.drained(), PATIENCE_S)
+
+    def checkpointed(self, record: PromptRecord, upto: int, *, last: bool = False) -> None:
+        tokens = record.tokens[:upto]
+        row = self.row.repeat(-(-upto // len(self.row)))[:upto]
+        self.saving.checkpointed(
+            record, tokens, row, last=last, held_tokens=upto, find_end=self.find
+        )
+
+    def stored_ends(self, record: PromptRecord) -> list[int]:
+        """The ends that the store has; each has the right bytes."""
+        keys = record.chain.of(record.tokens)
+        size = self.kv.layout.block_bytes
+        found = []
+        for block, key in enumerate(keys):
+            pieces = [self.memory.blocks.get(each) for each in end_keys(key, COUNT)]
+            if any(pieces):
+                end = (block + 1) * BLOCK
+                assert pieces == [end_block(end, index, size) for index in range(COUNT)]
+                found.append(end)
+        return found
+
+
+@pytest.fixture
+def harness() -> Iterator[EndHarness]:
+    made = EndHarness()
+    yield made
+    made.io.close()
+
+
+def known(blocks: int, *ends: int, **settings: Any) -> PromptRecord:
+    made = record_of(blocks, block=BLOCK, **settings)
+    made.agreed.lookup_done = True
+    made.agreed.stored = (False,) * blocks
+    made.agreed.ends = tuple(block + 1 in ends for block in range(blocks))
+    return made
+
+
+def test_end_saving_stores_the_last_boundary_of_a_prompt(harness: EndHarness) -> None:
+    record = known(6, extra_tokens=3)
+    harness.tell(record, 3 * BLOCK)
+    assert harness.stored_ends(record) == []
+    harness.tell(record, 6 * BLOCK + 3)
+    assert harness.stored_ends(record) == [6 * BLOCK]
+    assert harness.buffers.free == harness.buffers.capacity
+
+
+def test_end_saving_of_a_prompt_shorter_than_its_end_state_stores_none(
+    harness: EndHarness,
+) -> None:
+    record = known(COUNT - 1, extra_tokens=3)
+    harness.tell(record, (COUNT - 1) * BLOCK + 3, last=True)
+    assert harness.stored_ends(record) == harness.asked == []
+
+
+def test_end_saving_inside_a_prompt_keeps_its_distance(harness: EndHarness) -> None:
+    blocks = 3 * END_SPACING * COUNT
+    record = known(blocks)
+    for block in range(1, blocks):
+        harness.tell(record, block * BLOCK)
+    last = (blocks - 1) * BLOCK  # the last token is never loaded
+    spacing = END_SPACING * COUNT * BLOCK
+    assert harness.stored_ends(record) == [spacing, 2 * spacing, last]
+
+
+def test_end_saving_counts_from_ends_that_are_stored(harness: EndHarness) -> None:
+    record = known(6, 4, 6, extra_tokens=3)
+    harness.tell(record, 6 * BLOCK + 3)
+    assert harness.asked == []
+    record = known(6, 5, extra_tokens=3)
+    harness.tell(record, 6 * BLOCK + 3)
+    assert harness.asked == []
+    record = known(6, 6 - COUNT, extra_tokens=3)
+    harness.tell(record, 6 * BLOCK + 3)
+    assert harness.stored_ends(record) == [6 * BLOCK]
+
+
+def test_end_saving_without_buffers_is_tried_again(harness: EndHarness) -> None:
+    record = known(6, extra_tokens=3)
+    taken = [harness.writer.take() for _ in range(3)]
+    harness.tell(record, 6 * BLOCK + 3)
+    assert harness.stored_ends(record) == harness.asked == []
+    assert harness.buffers.free == 1
+    for buffer in taken:
+        assert buffer is not None
+        harness.buffers.give(buffer)
+    harness.poll(record, live=False)
+    assert harness.asked == []
+    for _ in range(3):
+        harness.saving.polled(lambda each: each is record)
+        harness.io.run(harness.writer.drained(), PATIENCE_S)
+    assert harness.stored_ends(record) == [6 * BLOCK]
+    assert harness.asked == [6 * BLOCK]
+
+
+def test_end_saving_of_an_evicted_end_gives_its_buffers_back(harness: EndHarness) -> None:
+    record = known(6, extra_tokens=3)
+    harness.gone = True
+    harness.tell(record, 6 * BLOCK + 3)
+    assert harness.asked == [6 * BLOCK]
+    assert harness.stored_ends(record) == []
+    assert harness.buffers.free == harness.buffers.capacity
+
+
+def test_end_saving_given_up_at_the_end_is_counted(harness: EndHarness) -> None:
+    record = known(6, 0, extra_tokens=3)
+    record.agreed.stored = (True,) * 6
+    taken = [harness.writer.take() for _ in range(4)]
+    assert all(taken)
+    harness.tell(record, 6 * BLOCK + 3, last=True)
+    assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == COUNT
+    harness.saving.released(record)
+    assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == COUNT
+
+
+def test_end_saving_is_ordered_before_slots_are_freed_also_of_live_requests(
+    harness: EndHarness,
+) -> None:
+    """A request locks the window and the state that it has now, not those that it has passed."""
+    record = known(6, extra_tokens=3)
+    record.agreed.stored = (True,) * 6
+    harness.copier.held = []
+    harness.checkpointed(record, 6 * BLOCK + 3)
+    harness.saving.before_slots_are_freed(lambda each: True)
+    assert harness.ends.ordered == 1
+    [save] = harness.copier.held
+    save.ended.set_result(None)
+    harness.io.run(harness.writer.drained(), PATIENCE_S)
+    harness.saving.before_slots_are_freed(lambda each: True)
+    assert harness.ends.ordered == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "end", "wanted"), [(False, 6, True), (False, 5, False), (True, 5, True)]
+)
+def test_end_saving_wants_the_last_end_of_a_prompt_or_of_its_answer(
+    harness: EndHarness, last: bool, end: int, wanted: bool
+) -> None:
+    record = known(6, extra_tokens=3)
+    assert harness.saving.wants_end(record, end * BLOCK, last=last) == wanted
