@@ -403,3 +403,29 @@ def test_control_window_shifted_by_one_page_changes_the_answer(hybrid: Hybrid, t
     for file, payload in zip(end, payloads, strict=True):
         forge(file, payload.tobytes())
     _assert_changed(hybrid, ids, files + end)
+
+
+# ---- windows without a pool of their own ----
+
+
+def test_windows_in_one_pool_stored_prompt_gives_the_answer_of_transformers(
+    start: Start, folders: dict[str, Path], folder: Path, tiny: Make
+) -> None:
+    """Gemma 3 and OLMo 3 run in this way by default. Blocks have the KV of all layers, and a prefix
+    needs no end state."""
+    model, ids = folders["windows"], tiny(20 * BLOCK + 7)
+    expected = Transformers(model).answer(ids, NEW_TOKENS)
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS), "--sleep-on-idle"),
+        *("--disable-hybrid-swa-memory", "--cake-mode", "load"),
+    )
+    with start(model, flags, store=folder / "store-one-pool") as live:
+        files = live.ask_and_store(ids)
+        answer = live.ask_flushed(ids)
+        assert answer.tokens == expected.tokens
+        assert distance(answer.logprobs, expected.logprobs) <= TOLERANCE
+        assert answer.loaded == 20 * BLOCK
+        for file in files:  # the control
+            falsify(file)
+        lie = live.ask_flushed(ids)
+        assert distance(lie.logprobs, expected.logprobs) > 20 * TOLERANCE
