@@ -1,6 +1,7 @@
 """Random models, made without a network: Llama, DeepSeek-V2 or Qwen3-VL; a byte-level tokenizer."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def build_llama(
         bos_token_id=None,
         eos_token_id=None,
     )
-    _write(path, LlamaForCausalLM, config, seed=seed, dtype=dtype)
+    write_model(path, LlamaForCausalLM, config, seed=seed, dtype=dtype)
     return path
 
 
@@ -97,7 +98,7 @@ def build_deepseek(
         n_group=1,
         topk_group=1,
     )
-    _write(path, DeepseekV2ForCausalLM, config, seed=0, dtype=dtype)
+    write_model(path, DeepseekV2ForCausalLM, config, dtype=dtype)
     # SGLang reads these fields, and this version of transformers does not write them.
     file = path / "config.json"
     facts = json.loads(file.read_text())
@@ -165,16 +166,31 @@ def build_qwen_vl(path: Path, *, hidden: int, layers: int, heads: int, vocab: in
         vision_end_token_id=vocab - 7,
         tie_word_embeddings=False,
     )
-    _write(path, Qwen3VLForConditionalGeneration, config, seed=0, dtype="float32")
+    write_model(path, Qwen3VLForConditionalGeneration, config, seed=0, dtype="float32")
     return path
 
 
-def _write(path: Path, kind: Any, config: Any, *, seed: int, dtype: str) -> None:
+def write_model(
+    path: Path,
+    kind: Any,
+    config: Any,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    change: Callable[[Any], None] = lambda model: None,
+) -> None:
+    """Write a random model and its tokenizer to `path`.
+
+    Args:
+        kind: class of transformers that makes the model of its `config`.
+        change: may change the weights of the model before they are written.
+    """
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config)
+    change(model)
     path.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _byte_tokenizer().save_pretrained(path)

@@ -16,7 +16,7 @@ import requests
 
 from sglang_cake.codecs.frame import HEADER_BYTES, check_header, make_header, payload_checksum
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys
+from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys, end_keys
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.demo.sglang_server import SglangServer
 from sglang_cake.stores.file.block_folder import BlockFolder
@@ -27,6 +27,7 @@ CHUNK = 256
 VOCAB = 32000  # as SGLang's own test kits expect
 NEW_TOKENS = 6
 DEADLINE_S = 120.0
+MOST_END_BLOCKS = 16  # of the models here
 # With other chunk borders, results are rounded differently, by about 1e-5 in float32. The controls,
 # with wrong KV, require a difference of twenty times the tolerance.
 TOLERANCE = 5e-4
@@ -116,6 +117,26 @@ class StoreView:
             for key in block_keys(KeySeed(namespace.digest, **seed), tokens, BLOCK)
         ]
 
+    def end_files(self, tokens: Sequence[int]) -> list[Path]:
+        """Those of the end state behind the full blocks of `tokens`, if it is stored."""
+        [namespace] = self.namespaces()
+        last = block_keys(KeySeed(namespace.digest), tokens, BLOCK)[-1]
+        files = [namespace.block(key) for key in end_keys(last, MOST_END_BLOCKS)]
+        return [file for file in files if file.exists()]
+
+    def until_end_stored(self, tokens: Sequence[int]) -> list[Path]:
+        """Wait until the end state behind the full blocks of `tokens` is stored. Its first block is
+        stored last."""
+        with contextlib.closing(BlockFolder(self.root)) as folder:
+            until(
+                lambda: (
+                    (files := self.namespaces() and self.end_files(tokens))
+                    and all(_is_indexed(folder, file) for file in files)
+                ),
+                f"an end at token {len(tokens) // BLOCK * BLOCK} in the store",
+            )
+        return self.end_files(tokens)
+
     def until_stored(self, tokens: Sequence[int], **seed: str) -> list[Path]:
         if not tokens:
             return []
@@ -156,8 +177,20 @@ def _is_indexed(folder: BlockFolder, file: Path) -> bool:
 
 
 def layout_of(file: Path) -> BlockLayout:
-    description = json.loads((file.parents[2] / "namespace.json").read_text())
-    return BlockLayout.parse(description["layout"])
+    return BlockLayout.parse(description_of(file)["layout"])
+
+
+def layout_from(described: dict[str, Any]) -> BlockLayout:
+    """Args: described: what `BlockLayout.describe` wrote."""
+    parts = tuple((name, tuple(shape)) for name, shape in described["parts"])
+    return BlockLayout.plain(
+        described["layers"], parts, described["dtype"], described["block_tokens"]
+    )
+
+
+def description_of(file: Path) -> dict[str, str]:
+    """The facts of the namespace that a block belongs to."""
+    return dict(json.loads((file.parents[2] / "namespace.json").read_text()))
 
 
 def check_block(file: Path) -> None:
@@ -182,15 +215,19 @@ def falsify(file: Path) -> None:
         .ravel()
         for plane in layout.planes
     ]
-    wrong = np.concatenate(planes[1:] + planes[:1]).tobytes()
+    forge(file, np.concatenate(planes[1:] + planes[:1]).tobytes())
+
+
+def forge(file: Path, payload: bytes) -> None:
+    """Make a file a valid block with this payload."""
     header = make_header(
         namespace=Digest(bytes.fromhex(file.parents[2].name)),
         key=BlockKey(bytes.fromhex(file.name)),
-        layout=layout,
-        payload_bytes=len(wrong),
-        checksum=payload_checksum(wrong),
+        layout=layout_of(file),
+        payload_bytes=len(payload),
+        checksum=payload_checksum(payload),
     )
-    file.write_bytes(header + wrong)
+    file.write_bytes(header + payload)
 
 
 @dataclass(slots=True)

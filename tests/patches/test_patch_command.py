@@ -17,6 +17,7 @@ NAMES = [
     "0001-torchvision-optional",
     "0002-cpu-sgl-kernel-standins",
     "0003-torch-native-lower-right-causal",
+    "0004-torch-native-window-slots",
 ]
 # The parser of this module alone: the other sub-commands are not under test.
 MAIN = """

@@ -1,0 +1,198 @@
+"""Kernels of Qwen3-Next and LFM2 in plain torch, most of them those of transformers.
+
+A plugin of SGLang, used only by tests, with CAKE_TEST_RECURRENT set. For these layers SGLang 0.5.23
+has kernels of `sgl_kernel`, which has no wheel for CPUs, and of Triton, which needs a GPU. A state
+is [value heads, value width, key width] here, and the state of a convolution is its last inputs,
+oldest first: SGLang's own shapes.
+
+With these stand-ins a CPU also has what the strategy `extra_buffer` of SGLang's Mamba cache needs:
+the states at every 64th token of a step, and copies of states while tokens are generated.
+"""
+
+import os
+import sys
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, sigmoid, silu, softplus
+
+CHUNK_TOKENS = 64  # between two of the states that a step returns
+
+
+def register() -> None:
+    if "CAKE_TEST_RECURRENT" not in os.environ:
+        return
+    # `sgl_kernel` itself stays absent: SGLang takes what it has for more than is here.
+    kernels: Any = ModuleType("sgl_kernel.mamba")
+    kernels.causal_conv1d_fn_cpu = convolve
+    kernels.causal_conv1d_update_cpu = convolve_token
+    kernels.chunk_gated_delta_rule_cpu = attend
+    sys.modules["sgl_kernel.mamba"] = kernels
+    operators: Any = torch.ops.sgl_kernel
+    operators.fused_gdn_gating_cpu = gates
+    operators.fused_sigmoid_gating_delta_rule_update_cpu = attend_token
+
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.models import lfm2, qwen2_moe
+
+    FusedRMSNormGated.forward = norm  # type: ignore[method-assign]
+    qwen2_moe.fused_gate_sigmoid_mul_add = add_shared_expert
+    lfm2.causal_conv1d_fn = convolve
+    lfm2.causal_conv1d_update = convolve_token
+    hybrid_linear_attn_backend.track_mamba_states_all_layers = copy_states
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def convolve(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str | None,
+    conv_states: Tensor,
+    has_initial_state: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Causal convolutions of the requests of a step: [channels, tokens] to the same shape."""
+    output = torch.empty_like(inputs)
+    spans = pairwise(query_start_loc.tolist())
+    slots, continued = cache_indices.tolist(), has_initial_state.tolist()
+    for (start, stop), slot, continues in zip(spans, slots, continued, strict=True):
+        state = conv_states[slot] if continues else torch.zeros_like(conv_states[slot])
+        known = torch.cat([state.to(inputs.dtype), inputs[:, start:stop]], dim=1)
+        conv_states[slot] = known[:, known.shape[1] - state.shape[1] :]
+        output[:, start:stop] = _activated(known[None], weight, bias, activation)[0]
+    return output
+
+
+def convolve_token(
+    inputs: Tensor,
+    conv_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    *,
+    conv_state_indices: Tensor,
+) -> Tensor:
+    """As `convolve`, for one token of each request: [requests, channels] to the same shape."""
+    slots = conv_state_indices.long()
+    known = torch.cat([conv_states[slots].to(inputs.dtype), inputs[..., None]], dim=2)
+    conv_states[slots] = known[..., 1:].to(conv_states.dtype)
+    return _activated(known, weight, bias, activation)[..., 0]
+
+
+def _activated(
+    known: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    output = conv1d(known, weight[:, None], bias, groups=len(weight))
+    return output if activation is None else {"silu": silu}[activation](output)
+
+
+def gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay in log space and learning rate, each [1, tokens, value heads]."""
+    return (-A_log.float().exp() * softplus(a.float() + dt_bias))[None], sigmoid(b.float())[None]
+
+
+def attend(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None, Tensor]:
+    """The outputs of a step; and the states before each of its chunks, request by request."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    q, k = _for_values(q, v), _for_values(k, v)
+    output, before = torch.empty_like(v), []
+    spans = pairwise(cu_seqlens.tolist())
+    for (start, stop), slot in zip(spans, initial_state_indices.tolist(), strict=True):
+        state = initial_state[slot].transpose(-1, -2)[None].float()
+        for first in range(start, stop, CHUNK_TOKENS):
+            before.append(state[0].transpose(-1, -2))
+            chunk = slice(first, min(first + CHUNK_TOKENS, stop))
+            output[:, chunk], state = torch_chunk_gated_delta_rule(
+                *(tensor[:, chunk] for tensor in (q, k, v)),
+                g=g[:, chunk],
+                beta=beta[:, chunk],
+                chunk_size=CHUNK_TOKENS,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+        initial_state[slot] = state[0].transpose(-1, -2)
+    return output, None, torch.stack(before)[None]
+
+
+def attend_token(
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    **_: Any,
+) -> Tensor:
+    """As `attend`, for one token of each request."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    g, beta = gates(A_log, a, b, dt_bias)
+    slots = initial_state_indices.long()
+    by_request = (tensor.transpose(0, 1) for tensor in (_for_values(q, v), _for_values(k, v), v))
+    output, state = torch_recurrent_gated_delta_rule(
+        *by_request,
+        g=g.transpose(0, 1),
+        beta=beta.transpose(0, 1),
+        initial_state=initial_state_source[slots].transpose(-1, -2).float(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    initial_state_source[slots] = state.transpose(-1, -2).to(initial_state_source.dtype)
+    return output.transpose(0, 1)
+
+
+def _for_values(heads: Tensor, values: Tensor) -> Tensor:
+    """Queries or keys, repeated for the value heads that share them."""
+    return heads.repeat_interleave(values.shape[2] // heads.shape[2], dim=2)
+
+
+def norm(layer: Any, x: Tensor, g: Tensor) -> Tensor:
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + layer.eps)
+    return (layer.weight * scaled.to(x.dtype) * silu(g.float())).to(x.dtype)
+
+
+def add_shared_expert(hidden: Tensor, gate: Tensor, shared: Tensor, routed: Tensor) -> None:
+    routed += sigmoid(hidden @ gate)[:, None] * shared
+
+
+def copy_states(
+    conv_states: Tensor,
+    states: Tensor,
+    sources: Tensor,
+    mask: Tensor,
+    targets: Tensor,
+    requests: int,
+    **_: Any,
+) -> None:
+    """Copy the states of the requests in `mask`, in all layers."""
+    chosen = mask[:requests].bool()
+    source, target = sources[:requests][chosen].long(), targets[:requests][chosen].long()
+    for pool in (conv_states, states):
+        pool[:, target] = pool[:, source]
