@@ -284,7 +284,7 @@ class Bench:
             )
             times = ", ".join(f"{name} {s:.2f}" for name, s in self.cells[-1]["ttft_s"].items())
             self.progress.say(
-                f"{length:,} tokens, chunk {chunk}, {ratio:g}x balanced: {times} s, "
+                f"{length:,} tokens, chunk {chunk}, link {_named(ratio)}: {times} s, "
                 f"T/T* {self.cells[-1]['over_ideal']:.3f}"
             )
 
@@ -298,6 +298,10 @@ class Bench:
         stack.enter_context(server)
         self.progress.say(f"{name}: healthy after {server.start_s:.1f} s")
         return server
+
+
+def _named(ratio: float) -> str:
+    return f"{ratio:g}x balanced" if math.isfinite(ratio) else UNLIMITED
 
 
 def store_bytes_per_s(url: str) -> float:

@@ -351,6 +351,26 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
     assert calls[2:] == ["together", "identify", "poll", "identify", "poll"]
 
 
+@pytest.mark.parametrize(
+    ("waiting", "source", "slept"),
+    [(True, "socket", ["socket"]), (True, None, []), (False, "socket", [])],
+    ids=["waits", "gets requests from another rank", "idle"],
+)
+def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
+    registry: Any, waiting: bool, source: str | None, slept: list[str]
+) -> None:
+    calls: list[object] = []
+    tree = SimpleNamespace(
+        coordinator=SimpleNamespace(waiting=waiting),
+        service=SimpleNamespace(waker=SimpleNamespace(sleep=calls.append)),
+        runahead=None,
+    )
+    receiver = SimpleNamespace(recv_from_tokenizer=source)
+    (idle,) = (each for each in registry if each.endswith("Scheduler.on_idle"))
+    registry[idle][0][1](None, SimpleNamespace(tree_cache=tree, request_receiver=receiver))
+    assert calls == slept
+
+
 def test_boundary_failure_before_the_tree_exists_switches_off() -> None:
     boundary = Boundary()
     handler = Tree()

@@ -42,7 +42,7 @@ SCATTERED = (torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 1)
 ORDERS = {
     "scattered": SCATTERED[: 4 * BLOCK],
     "in_runs": [*range(3, 3 + BLOCK), *range(60, 60 + BLOCK), *range(20, 20 + 2 * BLOCK)],
-    "swapped": [*range(3, 1 + BLOCK), 2 + BLOCK, 1 + BLOCK, *range(40, 40 + 3 * BLOCK)],
+    "swapped": [3, 5, 4, *range(6, 3 + 2 * BLOCK), 50, 51, 53, 52, *range(54, 50 + 2 * BLOCK)],
     "backwards": [*range(4 * BLOCK, 0, -1)],
 }
 
