@@ -281,6 +281,5 @@ def _prefilled(run: PromptRun) -> bool:
 
 
 def prompt(number: int, tokens: int) -> LoopRequest:
-    """A request whose tokens no other number has."""
-    start = number * 1_000_000
-    return LoopRequest(str(number), array("q", range(start, start + tokens)))
+    """A request whose first token, and so no key, another number has."""
+    return LoopRequest(str(number), array("q", [number, *range(1, tokens)]))
