@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,8 +161,9 @@ class CakeService:
         self._config = config
         allocator = ctx.params.token_to_kv_pool_allocator
         pool = allocator.get_kvcache()
-        # Blocks have the KV of the layers that see all tokens.
-        self.kv = _device_kv(ctx, getattr(pool, "full_kv_pool", pool), config)
+        # Blocks have the KV of the layers that see all tokens. The rest is in end states.
+        apart = [getattr(pool, name, None) for name in ("swa_kv_pool", "mamba_pool")]
+        self.kv = _device_kv(ctx, pool, config, [each for each in apart if each is not None])
         ends = _end_states(ctx, tree, self.kv)
         tree.ends = ends
         check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
@@ -431,22 +432,30 @@ async def _stats(store: Store) -> StoreStats | None:
         return None
 
 
-def _device_kv(ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig) -> DeviceKV:
+def _device_kv(
+    ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig, apart: Sequence[object]
+) -> DeviceKV:
     encoded = may_decode_on_device(config.codec, config.max_error)
-    return _copies(ctx, pool, config.block_tokens, encoded=encoded)
+    return _copies(ctx, pool, config.block_tokens, encoded=encoded, apart=apart)
 
 
 def _copies(
-    ctx: "TreeCacheBuildContext", pool: Any, block_tokens: int, *, encoded: bool = False
+    ctx: "TreeCacheBuildContext",
+    pool: Any,
+    block_tokens: int,
+    *,
+    encoded: bool = False,
+    apart: Sequence[object] = (),
 ) -> DeviceKV:
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
-        return DeviceKV(pool, block_tokens=block_tokens)
+        return DeviceKV(pool, block_tokens=block_tokens, apart=apart)
     return CudaKV(
         pool,
         block_tokens=block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
         encoded=encoded,
+        apart=apart,
     )
 
 

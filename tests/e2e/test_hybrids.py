@@ -393,9 +393,9 @@ def test_control_window_shifted_by_one_page_changes_the_answer(hybrid: Hybrid, t
     payloads = np.stack([np.frombuffer(f.read_bytes()[HEADER_BYTES:], np.uint8) for f in end])
     [windows] = json.loads(description_of(end[0])["end_states"])
     layout, offset = layout_from(windows["layout"]), 0
-    for token_bytes in layout.plane_token_bytes:  # each has the rows of a window, cut into blocks
-        size = layout.block_tokens * token_bytes
-        rows = payloads[:, offset : offset + size].reshape(-1, token_bytes)
+    for plane in layout.planes:  # each has the rows of a window, cut into blocks
+        size = plane.rows * plane.row_bytes
+        rows = payloads[:, offset : offset + size].reshape(-1, plane.row_bytes)
         window = rows[: windows["window_tokens"]]
         window[:] = np.roll(window, PAGE_TOKENS, axis=0)
         payloads[:, offset : offset + size] = rows.reshape(len(end), size)
