@@ -30,6 +30,7 @@ class ModelTraits:
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_index_pooled: bool = False  # a key of that index stands for several tokens
+    is_compressed: bool = False  # keeps KV of several tokens as one
     is_ngram: bool = False  # keeps a table of earlier tokens per request
     is_mla: bool = False
     # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
@@ -48,6 +49,7 @@ class ModelTraits:
             AttentionArch,
             get_dsa_index_kpool,
             is_deepseek_dsa,
+            is_deepseek_v4,
             is_minimax_sparse,
         )
 
@@ -60,6 +62,7 @@ class ModelTraits:
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_dsa or is_minimax_sparse(model.hf_config)),
             is_index_pooled=bool(is_dsa and get_dsa_index_kpool(model.hf_config) > 1),
+            is_compressed=bool(is_deepseek_v4(model.hf_config)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_mla=model.attention_arch == AttentionArch.MLA,
             longrope_tokens=longrope_tokens(model),
@@ -133,6 +136,12 @@ FAMILIES: tuple[Family, ...] = (
         "encoder-decoder",
         "Whisper, Llama 3.2 Vision",
         refused="encoder-decoder models (cross-attention KV)",
+    ),
+    Family(
+        "is_compressed",
+        "compressed attention",
+        "DeepSeek V4",
+        refused="DeepSeek V4 (compressed KV in pools of its own)",
     ),
     Family(
         "is_hybrid_swa",
