@@ -316,10 +316,15 @@ class Coordinator:
                         surplus = record.meet.dropped(block)
                         self._device_slots.discard(record, surplus, "memory")
                 continue
-            end_indices = record.meet.end_indices
-            self._attached(record, span)
-            slots = self._device_slots.take(record, span)
-            attach(req, slots, span.stop, self._device_slots.take_end(record, end_indices))
+            end = self._device_slots.take_end(record, record.meet.end_indices)
+            try:
+                self._attached(record, span)
+                slots = self._device_slots.take(record, span)
+            except BaseException:
+                for staged in end:
+                    staged.release(used=False)
+                raise
+            attach(req, slots, span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
         self.inbox.fence(record, record.meet.fence)
