@@ -58,7 +58,7 @@ def cell(server: Server, gbps: float, tokens: int) -> dict[str, Any]:
     shape = find_shape(server.model)
     gpu = GPUS[server.gpu]
     copied = server.gpus if server.copies is None else min(server.gpus, shape.kv_heads)
-    kv_bytes = shape.kv_bytes(copied)
+    kv_bytes = shape.read_bytes(copied)
     end_blocks = shape.end_blocks(copied, BLOCK)
     machine = Machine(
         prefill_cost(shape, gpu, gpus=server.gpus, chunk_tokens=CHUNK),

@@ -88,7 +88,7 @@ def test_architectures_by_kind_are_those_that_were_reviewed() -> None:
         ("is_multimodal",): 47,
         ("is_hybrid_ssm",): 22,
         ("is_hybrid_swa",): 11,
-        ("is_compressed", "is_hybrid_swa"): 1,
+        ("is_hybrid_swa", "is_compressed"): 1,
         ("is_hybrid_ssm", "is_multimodal"): 11,
         ("is_hybrid_swa", "is_multimodal"): 7,
         ("is_sparse",): 4,

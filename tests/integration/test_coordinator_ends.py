@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from held_reads import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_ranks import TwoRanks
@@ -151,10 +152,10 @@ def test_coordinator_lost_end_frees_the_slots_that_were_reserved(
     tokens = req.origin_input_ids
     harness.fill(tokens, set(range(6)))
     ends = harness.fill_end(tokens, 6 * BLOCK)
-    harness.faulty.fail(ends[0], BlockCorrupt("bad"))
     harness.arrive(req)
     polls(harness, req)
     assert harness.coordinator.placed_tokens > 0
+    harness.io.run(harness.memory.delete(ends[0]), PATIENCE_S)
     harness.open(*ends)
     polls(harness, req)
     assert harness.coordinator.placed_tokens == 0

@@ -345,19 +345,23 @@ class Coordinator:
                         self._device_slots.discard(record, surplus, "memory")
                 continue
             end = None
-            if memory is not None and (end_blocks := record.meet.end_indices):
+            end_blocks = record.meet.end_indices
+            if memory is not None and end_blocks:
                 end = memory.allocate_end(req, span)
                 if end is None:
                     surplus = record.meet.dropped(end_blocks.start)
                     self._device_slots.discard(record, [end_blocks.start, *surplus], "memory")
                     continue
-                try:
+            try:
+                if end is not None:
                     self._device_slots.load_end(record, end_blocks, end)
-                except BaseException:
+                self._attached(record, span)
+                slots = self._device_slots.take(record, span)
+            except BaseException:
+                if memory is not None and end is not None:
                     memory.free_end(req, end)
-                    raise
-            self._attached(record, span)
-            attach(req, self._device_slots.take(record, span), span.stop, end)
+                raise
+            attach(req, slots, span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
         self.inbox.fence(record, record.meet.fence)
