@@ -66,7 +66,7 @@ def cell(server: Server, gbps: float, tokens: int) -> dict[str, Any]:
         plan_s=PLAN_S,
         end_blocks=end_blocks,
     )
-    spec = ServerSpec(shape, gpu, server.gpus, kv_bytes, machine, CHUNK, BLOCK)
+    spec = ServerSpec(shape, gpu, server.gpus, kv_bytes, kv_bytes, machine, CHUNK, BLOCK)
     found = predict_ttft(spec, tokens)
     best_s = min(found["compute"], found["load"])
     no_end = dataclasses.replace(machine, end_blocks=0)

@@ -38,7 +38,16 @@ from benchmarks import (  # noqa: E402
 )
 
 BENCHES = (
-    *("attention", "burst", "codec", "codec_demo", "codec_share", "codec_ttft", "end_states"),
+    *(
+        "ageing",
+        "attention",
+        "burst",
+        "codec",
+        "codec_demo",
+        "codec_share",
+        "codec_ttft",
+        "end_states",
+    ),
     *("eviction", "exactness"),
     *(
         "faults",

@@ -231,7 +231,7 @@ def test_coordinator_random_faults_and_steps_return_everything(seed: int) -> Non
         waiting = list(reqs)
         for req in reqs:
             harness.arrive(req)
-        for _ in range(400):
+        for _ in range(20000):
             if not waiting:
                 break
             if dice.random() < 0.5:

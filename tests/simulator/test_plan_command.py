@@ -80,11 +80,11 @@ def test_plan_machine_that_cannot_serve_answers_no_with_a_reason(
 def test_plan_unsupported_model_answers_no_with_the_servers_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {**MODELS["llama-3.1-8b"], "architectures": ["GptOssForCausalLM"]}
+    config = {**MODELS["llama-3.1-8b"], "architectures": ["DeepseekV4ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = planned(capsys, "--model", str(tmp_path), "--gpu", "h100", "--store", "nvme")
     assert (found["answer"], found["prompts"]) == ("no", [])
-    assert "cake does not support models with a KV pool for sliding windows" in found["because"]
+    assert "cake does not support DeepSeek V4" in found["because"]
 
 
 def test_plan_prompts_beyond_the_context_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
