@@ -148,14 +148,14 @@ FAMILIES: tuple[Family, ...] = (
         "sliding windows in a pool of their own",
         "gpt-oss, Gemma 4, MiMo V2",
         "K and V of the other layers, and the last window of some prefixes",
-        SERVER,
+        f"{SERVER} (Mellum)",
     ),
     Family(
         "is_hybrid_ssm",
         "Mamba and linear attention",
         "Qwen3.5, Nemotron-H, Kimi Linear",
         "K and V of the attention layers, and the states behind some prefixes",
-        f"{SERVER} (Qwen3-Next)",
+        f"{SERVER} (Qwen3-Next, LFM2)",
     ),
     Family(
         "is_sparse",

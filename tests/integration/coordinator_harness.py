@@ -26,6 +26,7 @@ from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store
+from sglang_cake.testing.scheduler_loop import LoopRequest
 
 BLOCK, PAGE, CHUNK = 16, 4, 40
 NAMESPACE = Digest(b"n" * 32)
@@ -34,34 +35,13 @@ LOAD = LoadCost(0.0, 0.05, error=0.0, depth=2)
 
 
 @dataclass(eq=False)
-class FakeReq:
-    """What the coordinator touches of SGLang's request."""
+class FakeReq(LoopRequest):
+    """A request, and every slot that it owns, for the audit."""
 
-    rid: str
-    origin_input_ids: array
-    prefix_len: int = 0
-    output_ids: array = field(default_factory=lambda: array("q"))
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    lora_id: str | None = None
-    input_embeds: Any = None
-    positional_embed_overrides: Any = None
-    multimodal_inputs: Any = None
-    session: Any = None
     sampling_params: Any = field(
         default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=8)
     )
-    customized_info: dict | None = None
-    retracted_stain: bool = False
-    cached_tokens: int = 0
-    cached_tokens_storage: int = 0
-    storage_hit_length: int = 0
-    storage_hit_start: int | None = None
-    _cache_breakdown_computed: bool = False
-    owned: list[torch.Tensor] = field(default_factory=list)  # every slot it has, for the audit
-
-    def _compute_max_prefix_len(self, tokens: int) -> int:
-        return max(0, tokens - 1)
+    owned: list[torch.Tensor] = field(default_factory=list)
 
 
 class CoordinatorHarness(HeldReads):

@@ -267,6 +267,7 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
 
     for save in copier.saves:
         save.ended.set_result(None)
+    kv.ordered = ()
     saving.before_slots_are_freed(lambda record: False)
     assert not kv.ordered
     io.run(writer.drained(), PATIENCE_S)

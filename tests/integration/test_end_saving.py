@@ -62,7 +62,7 @@ class EndHarness(SavingHarness):
         super().__init__(buffers=4)
         self.ends = FakeEnds()
         self.copier = HeldCopier(self.kv, lambda took_s: None)
-        self.saving = BlockSaving(self.kv, self.copier, self.writer, self.ends)  # type: ignore[arg-type]
+        self.saving = BlockSaving(self.kv, self.copier, self.writer, ends=self.ends)  # type: ignore[arg-type]
         self.gone = False
         self.asked: list[int] = []
 

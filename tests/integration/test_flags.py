@@ -113,10 +113,10 @@ def test_launchers_refused_flags_exit_with_2_and_one_line(
 
 def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     """There are no weights."""
-    window = {**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
-    flags = ["--model-path", _model(tmp_path / "window", window), "--enable-cake", *CPU]
+    judge = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
+    flags = ["--model-path", _model(tmp_path / "judge", judge), "--enable-cake", *CPU]
     done = _launch(tmp_path, FORKED_LAUNCH, flags)
-    _check_refused(done, "cake does not support models with a KV pool")
+    _check_refused(done, "cake does not support models that generate no text")
 
 
 def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
@@ -273,11 +273,17 @@ def test_flags_unsupported_model_kind_is_refused_when_resolved(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:
     models = {
-        "set --disable-hybrid-swa-memory": {"architectures": ["GptOssForCausalLM"]}
-        | {"model_type": "gpt_oss"},
         "generate no text": {"architectures": ["LlamaForSequenceClassification"]},
-        "Mamba or linear attention": {"architectures": ["FalconH1ForCausalLM"]}
-        | {"model_type": "falcon_h1"},
+        "longrope beyond the original context": {
+            "max_position_embeddings": 8192,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 8,
+                "original_max_position_embeddings": 4096,
+            },
+        },
     }
     folders = [_model(tmp_path / f"m{i}", {**LLAMA, **m}) for i, m in enumerate(models.values())]
     results = probe(

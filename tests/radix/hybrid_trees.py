@@ -108,7 +108,7 @@ class HybridTree:
         if cfg.has_swa:
             window, page = cfg.sliding_window_size or 0, cfg.page_size
             self.window_tokens = -(-window // page) * page
-            row = DeviceKV(pool.swa_kv_pool, block_tokens=1).layout.token_bytes
+            row = DeviceKV(pool.swa_kv_pool, block_tokens=1).layout.block_bytes
             parts.append(
                 WindowRows(
                     lambda tokens: DeviceKV(pool.swa_kv_pool, block_tokens=tokens),
