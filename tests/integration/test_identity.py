@@ -79,8 +79,8 @@ def _digest(**changed: Any) -> bytes:
     [
         {"dtype": "torch.bfloat16"},
         {"page_size": 16},
-        {"shard": KvShard(1, 2)},
-        {"shard": KvShard(0, 2)},
+        {"shard": KvShard(index=1)},
+        {"shard": KvShard(count=2)},
         {"codec": "int8"},
         {"content": {"weights": "w2", "config": "c"}},
         {"content": {"weights": "w", "config": "c2"}},
