@@ -88,8 +88,8 @@ def _digest(**changed: Any) -> bytes:
     [
         {"dtype": "torch.bfloat16"},
         {"page_size": 16},
-        {"shard": KvShard(1, 2)},
-        {"shard": KvShard(0, 2)},
+        {"shard": KvShard(index=1)},
+        {"shard": KvShard(count=2)},
         {"codec": "int8"},
         {"end_states": "[]"},
         {"args": {"mamba_ssm_dtype": "float32"}},
