@@ -17,7 +17,7 @@ from hostile import (
     rewrite,
     use,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -173,6 +173,7 @@ def test_index_with_one_foreign_mark_is_rebuilt(tmp_path, script, caplog):
 
 
 @FEW
+@example(18, 0)  # the version that SQLite writes: it takes others for read-only
 @given(st.integers(0, 4095), st.integers(0, 7))
 def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
     def damage(root, outside):

@@ -63,6 +63,7 @@ class IndexSupervisor:
             allocated_bytes: files take multiples of it on the disk.
         """
         self._root = root
+        self._path = root / "index.db"
         self._evictor = evictor
         self._descriptions = descriptions
         self._allocated_bytes = allocated_bytes
@@ -103,7 +104,7 @@ class IndexSupervisor:
             if code == sqlite3.SQLITE_FULL:
                 raise StoreFull(f"{self._root}: index: {error}") from error
             if code != sqlite3.SQLITE_BUSY:
-                self._damaged |= _is_damage(error)
+                self._damaged |= _is_damage(error, self._path)
                 self._drop_index(index)
             raise StoreUnavailable(f"{self._root}: index: {error}") from error
 
@@ -159,7 +160,7 @@ class IndexSupervisor:
     def _is_current(self, index: BlockIndex) -> bool:
         """Whether the file is the open one: another process may have replaced a damaged index."""
         try:
-            return os.stat(self._root / "index.db").st_ino == index.inode
+            return os.stat(self._path).st_ino == index.inode
         except OSError:
             return False
 
@@ -176,7 +177,7 @@ class IndexSupervisor:
             try:
                 self._tick()
             except (sqlite3.Error, OSError, StoreUnavailable, StoreFull) as error:
-                self._damaged |= _is_damage(error)
+                self._damaged |= _is_damage(error, self._path)
                 self._complain(error)
                 self._closing.wait(TICK_S)  # also with pending calls: a broken disk needs a pause
             except Exception:  # a bug; the thread must go on, or nothing could be written
@@ -260,14 +261,14 @@ class IndexSupervisor:
         self._opened.set()
 
     def _open_undamaged(self) -> BlockIndex:
-        path = self._root / "index.db"
+        path = self._path
         try:
             if self._damaged:
                 raise DamagedIndexError("found during use")
             index = BlockIndex(path)
             index.check()
         except sqlite3.Error as error:
-            if not _is_damage(error):
+            if not _is_damage(error, path):
                 raise
             aside = put_aside(path)
             logger.warning(
@@ -347,9 +348,12 @@ class IndexSupervisor:
         index.forget_namespace(digest, remove)
 
 
-def _is_damage(error: Exception) -> bool:
+def _is_damage(error: Exception, path: Path) -> bool:
+    """Whether the index at `path` can be used no more. SQLite also takes a file for read-only if
+    the version in its header is not one of its own."""
     code = getattr(error, "sqlite_errorcode", None)
-    return isinstance(error, DamagedIndexError) or code in _DAMAGED
+    unknown_version = code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK)
+    return isinstance(error, DamagedIndexError) or code in _DAMAGED or unknown_version
 
 
 def _this_boot() -> str:
