@@ -8,8 +8,9 @@ package `sgl_kernel` without its libraries, this file is what the package loads 
 from collections.abc import Callable
 
 import torch
+from torch import library
 
-_LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
+_OPS = library.Library("sgl_kernel", "FRAGMENT")
 
 
 def rmsnorm(
@@ -36,8 +37,8 @@ def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _define(schema: str, function: Callable[..., object]) -> None:
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+    _OPS.define(schema)
+    _OPS.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
 
 
 _define("rmsnorm(Tensor! out, Tensor x, Tensor weight, float eps, bool pdl) -> ()", rmsnorm)

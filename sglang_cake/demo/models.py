@@ -1,4 +1,4 @@
-"""Random models, made without a network: Llama, DeepSeek-V2 or Qwen3-VL; a byte-level tokenizer."""
+"""Random models, made without a network: Llama or DeepSeek-V2, and a byte-level tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -120,53 +120,6 @@ def build_deepseek(
         "rope_parameters": {**scaling, "rope_theta": 10000.0},
     }
     file.write_text(json.dumps(facts))
-    return path
-
-
-def build_qwen_vl(path: Path, *, hidden: int, layers: int, heads: int, vocab: int) -> Path:
-    """Write a random Qwen3-VL to `path`, as `build_llama` does. Its image token is `vocab - 10`,
-    and a vision feature goes into the first layer of the text as well (deepstack)."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    half = hidden // heads // 2
-    config = Qwen3VLConfig(
-        text_config={
-            "hidden_size": hidden,
-            "intermediate_size": 4 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2,
-            "head_dim": hidden // heads,
-            "vocab_size": vocab,
-            "max_position_embeddings": 32768,
-            "initializer_range": 0.08,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
-                "mrope_interleaved": True,
-            },
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "out_hidden_size": hidden,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-            "initializer_range": 0.08,
-        },
-        image_token_id=vocab - 10,
-        video_token_id=vocab - 9,
-        vision_start_token_id=vocab - 8,
-        vision_end_token_id=vocab - 7,
-        tie_word_embeddings=False,
-    )
-    write_model(path, Qwen3VLForConditionalGeneration, config, seed=0, dtype="float32")
     return path
 
 

@@ -128,9 +128,9 @@ class StepCosts:
 
     def agree(self, records: Sequence[PromptRecord], consensus: RankConsensus) -> list[LoadUpdate]:
         """The ranks' common updates of `records`. Sets `agreed` as well."""
-        updates, self.agreed, self._agreed_busy_s = consensus.agree(
-            records, self._fit.cost, self.busy_s
-        )
+        updates, agreed, agreed_busy_s = consensus.agree(records, self._fit.cost, self.busy_s)
+        self.agreed = agreed
+        self._agreed_busy_s = agreed_busy_s
         return updates
 
     @property

@@ -96,8 +96,12 @@ class _Link:
     def __init__(self, engine: WriteEngine, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        self.buffer_address, self.landing = engine.lend()
-        self._source_address, self._source = engine.lend()
+        buffer_address, landing = engine.lend()
+        self.buffer_address = buffer_address
+        self.landing = landing
+        source_address, source = engine.lend()
+        self._source_address = source_address
+        self._source = source
         self._changed = threading.Condition()
         self.meetings = 0
         self._theirs: ReceiveBuffer | None = None

@@ -245,8 +245,12 @@ class Curve:
     """
 
     def __init__(self, secret: bytes) -> None:
-        self._server_public, self._server_secret = _pair(secret, b"server")
-        self._client_public, self._client_secret = _pair(secret, b"client")
+        server_public, server_secret = _pair(secret, b"server")
+        self._server_public = server_public
+        self._server_secret = server_secret
+        client_public, client_secret = _pair(secret, b"client")
+        self._client_public = client_public
+        self._client_secret = client_secret
 
     def admit(
         self, context: "zmq.Context[zmq.Socket[bytes]]", kv_password: str

@@ -20,7 +20,7 @@ from live import (
     until,
 )
 
-from sglang_cake.demo.models import build_qwen_vl
+from sglang_cake.demo.models import write_model
 
 Make = Callable[[int], list[int]]
 
@@ -29,6 +29,53 @@ FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "12000", "--enable-metrics"),
     *("--mm-attention-backend", "sdpa", "--sleep-on-idle"),
 )
+
+
+def build_qwen_vl(path: Path, *, hidden: int, layers: int, heads: int, vocab: int) -> Path:
+    """Write a random Qwen3-VL to `path`, as `build_llama` does. Its image token is `vocab - 10`,
+    and a vision feature goes into the first layer of the text as well (deepstack)."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    half = hidden // heads // 2
+    config = Qwen3VLConfig(
+        text_config={
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2,
+            "head_dim": hidden // heads,
+            "vocab_size": vocab,
+            "max_position_embeddings": 32768,
+            "initializer_range": 0.08,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": hidden,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.08,
+        },
+        image_token_id=vocab - 10,
+        video_token_id=vocab - 9,
+        vision_start_token_id=vocab - 8,
+        vision_end_token_id=vocab - 7,
+        tie_word_embeddings=False,
+    )
+    write_model(path, Qwen3VLForConditionalGeneration, config, seed=0, dtype="float32")
+    return path
 
 
 @pytest.fixture(scope="module")

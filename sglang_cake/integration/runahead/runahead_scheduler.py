@@ -128,9 +128,11 @@ class Runahead:
         self._mine: Mine | None = None
         self._asked: set[str] = set()  # requests for which helpers were asked
         # A byte in this socket wakes an idle scheduler.
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        for end in (self._wake_reader, self._wake_writer):
-            end.setblocking(False)
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self._wake_reader = reader
+        self._wake_writer = writer
         self._poller: Any = None
         self._scheduler: Scheduler | None = None  # known from the first poll on
         self.member = Member(rank, transport, rows, self._wake, settings=member_settings)
