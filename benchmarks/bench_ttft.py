@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peer_repeats=args.peer_repeats,
         peer_page_tokens=args.peer_page_tokens,
         new_tokens=NEW_TOKENS,
-        restores_from="files of the same machine, in its page cache, behind the stated link",
+        restores_from="files of the same machine, behind the stated link",
     )
     # One token more than is stored: it is computed by all arms, for the logits.
     prompt = servers.random_prompt(max(args.lengths) + 1, seed=7)

@@ -102,6 +102,11 @@ class DeviceKV:
         self._rows = [
             buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
         ]
+        self._words = [rows.view(-1) for rows in self._rows]
+        self._plane_words = [
+            plane.rows * rows.shape[1]
+            for plane, rows in zip(self.layout.planes, self._rows, strict=True)
+        ]
 
     @property
     def rows(self) -> Sequence[torch.Tensor]:
@@ -149,45 +154,50 @@ class DeviceKV:
 
     def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            moves = list(self._planes_of(block, part))
             if (start := _start_of_run(part)) is not None:
-                planes = [plane for _, _, plane in moves]
-                torch._foreach_copy_([self._run(rows, start, p) for rows, _, p in moves], planes)
+                torch._foreach_copy_(self._run(start), self._planes_of(block))
                 continue
-            for rows, index, plane in moves:
+            for rows, index, plane in self._indexed(block, part):
                 rows.index_copy_(0, index, plane)
 
     def _gather(self, slots: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            moves = list(self._planes_of(block, part))
             if (start := _start_of_run(part)) is not None:
-                planes = [plane for _, _, plane in moves]
-                torch._foreach_copy_(planes, [self._run(rows, start, p) for rows, _, p in moves])
+                torch._foreach_copy_(self._planes_of(block), self._run(start))
                 continue
-            for rows, index, plane in moves:
+            for rows, index, plane in self._indexed(block, part):
                 torch.index_select(rows, 0, index, out=plane)
-
-    def _run(self, rows: torch.Tensor, start: int, plane: torch.Tensor) -> torch.Tensor:
-        """The rows of one block whose slots begin at `start` and lie one behind the other."""
-        first = start * len(plane) // self.layout.block_tokens
-        return rows[first : first + len(plane)]
 
     def _parts(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         size = self.layout.block_tokens
         return (slots[i : i + size] for i in range(0, len(slots), size))
 
-    def _planes_of(
+    def _planes_of(self, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The planes of a block (uint8 `[block_bytes]`), `[words]` each."""
+        words = block[: self.layout.block_bytes].view(self._rows[0].dtype)
+        return words.split_with_sizes(self._plane_words)
+
+    def _run(self, start: int) -> list[torch.Tensor]:
+        """The same words in the pool, of a block whose slots begin at `start` and lie one behind
+        the other."""
+        tokens = self.layout.block_tokens
+        return [
+            words.narrow(0, start * size // tokens, size)
+            for words, size in zip(self._words, self._plane_words, strict=True)
+        ]
+
+    def _indexed(
         self, block: torch.Tensor, slots: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each plane: the pool's rows, which of them are those of `slots`, and the plane of a
-        block (uint8 `[block_bytes]`) in the same words."""
+        """For each plane: the pool's rows, which of them are those of `slots`, and the rows of a
+        block (uint8 `[block_bytes]`)."""
         index = {1: slots}
-        for rows, plane in zip(self._rows, self.layout.planes, strict=True):
+        planes = zip(self._rows, self.layout.planes, self._planes_of(block), strict=True)
+        for rows, plane, words in planes:
             tokens = plane.row_tokens
             if tokens not in index:
                 index[tokens] = slots[::tokens] // tokens
-            data = block[plane.start : plane.start + plane.rows * plane.row_bytes]
-            yield rows, index[tokens], data.view(rows.dtype).view(-1, rows.shape[1])
+            yield rows, index[tokens], words.view(-1, rows.shape[1])
 
 
 class CudaKV(DeviceKV):
