@@ -1,12 +1,13 @@
 """Each block of a shard is stored by one rank of a machine."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_pools import mha, mla
+from kv_pools import hybrid, mha, mla
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
@@ -47,10 +48,14 @@ def test_kv_shard_rank_with_heads_of_its_own_stores_all_of_its_blocks() -> None:
     assert all(shard.stores(block) for block in range(100))
 
 
+latent_hybrid = partial(hybrid, use_mla=True, kv_lora_rank=16, qk_rope_head_dim=8)
+
+
 @pytest.mark.parametrize(
     ("pool", "nnodes", "expected"),
     [
         (mha, 1, KvShard(3, 4)),
+        (latent_hybrid, 1, KvShard(3, 4)),  # ranks divide its states
         (mla, 1, KvShard(turn=3, turns=4)),
         (mla, 4, KvShard(turn=1, turns=2)),  # of 8 ranks, two on each machine
         (mla, 16, KvShard()),  # data-parallel workers on further machines

@@ -52,7 +52,8 @@ def shard_of(ctx: "TreeCacheBuildContext") -> KvShard:
     """The shard of this process.
 
     MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
-    are the same on all of them. SGLang's HiCache stores them once for the same reason.
+    are the same on all of them. SGLang's HiCache stores them once for the same reason. A pool of a
+    hybrid holds recurrent states as well, which the ranks divide.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
