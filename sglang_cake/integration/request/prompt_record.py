@@ -196,7 +196,7 @@ class PromptStats:
     helped: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptRecord:
     """A live request's record. The scheduler thread owns it.
 
