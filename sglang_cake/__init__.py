@@ -1,5 +1,7 @@
 """Compute and load: a radix-cache extension of SGLang that restores stored KV from both ends.
 
+docs/glossary.md defines the terms of all modules.
+
 The public interface: the settings, and what a store of one's own implements. Everything else may
 change with any version.
 """

@@ -62,6 +62,23 @@ def test_architecture_modules_import_only_allowed_parts(path: Path) -> None:
             assert allowed, f"{relative} imports {module}"
 
 
+# Of the decisions, these carry out what others decide, or measure it.
+EFFECTS = {"loading/loader.py", "loading/cost_file.py", "simulator/eviction_replay.py"}
+CLOCKS_AND_THREADS = {"asyncio", "concurrent", "datetime", "sched", "threading", "time"}
+
+
+@pytest.mark.parametrize("folder", ["loading", "simulator", "stores/eviction"])
+def test_architecture_decisions_import_no_torch_clock_or_thread(folder: str) -> None:
+    paths = [*(ROOT / folder).glob("*.py")]
+    assert paths
+    for path in paths:
+        relative = str(path.relative_to(ROOT))
+        found = {module.split(".")[0] for module in _imports(path)}
+        assert "torch" not in found, relative
+        if relative not in EFFECTS:
+            assert not found & CLOCKS_AND_THREADS, relative
+
+
 def test_architecture_eviction_imports_no_clock_disk_or_lock() -> None:
     """It decides: no clock, no disk, no lock, nothing of the store."""
     paths = [*(ROOT / "stores" / "eviction").glob("*.py")]

@@ -108,6 +108,42 @@ def test_docs_back_ticked_paths_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docs_paths_in_blocks_of_code_exist(path: Path) -> None:
+    blocks = re.findall(r"^ *```.*?^ *```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    ours = r"(?<![\w./~$-])(?:sglang_cake|tests|benchmarks|docs|patches|examples)/[\w./-]*\w"
+    for name in re.findall(ours, "\n".join(blocks)):
+        assert named_file(name), name
+
+
+def wrong_references(text: str) -> list[str]:
+    """References of a source text to pages or sections that do not exist."""
+    wrong = []
+    for page, anchor in re.findall(r"\b((?:docs|benchmarks)/[\w/-]+\.md)(?:#([\w-]+))?", text):
+        path = ROOT / page
+        if not path.is_file() or (anchor and anchor not in anchors(path)):
+            wrong.append(f"{page}#{anchor}")
+    # A section is named by its anchor, which can be checked.
+    return wrong + re.findall(r"\bdocs/[\w/-]+\.md, (?:\"[^\"]+\"|[A-Z]\b(?:\.\d+)?(?!\())", text)
+
+
+def test_docs_references_in_sources_exist() -> None:
+    own = Path(__file__).relative_to(ROOT)
+    sources = [path for path in tracked() if path.suffix in {".py", ".toml"} and path != own]
+    assert len(sources) > 300
+    wrong = {path: wrong_references((ROOT / path).read_text()) for path in sources}
+    assert not {path: each for path, each in wrong.items() if each}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["docs/theorie.md", "docs/theory.md#no-section", "docs/theory.md, B)", 'docs/theory.md, "B"'],
+)
+def test_docs_wrong_reference_in_a_source_is_found(text: str) -> None:
+    assert wrong_references(f"It meets there (see {text}.")
+    assert not wrong_references("See docs/theory.md#the-meeting-point, and docs/theory.md, `C(x)`.")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docs_back_ticked_names_exist(path: Path) -> None:
     for text in re.findall(r"`([^`\n]+)`", prose(path)):
         name = text.removesuffix("()")
@@ -159,3 +195,8 @@ def test_docs_anchors_equal_those_of_github(tmp_path: Path) -> None:
     )
     made = {"auto-and-more-what", "own-store", "own-store-1", "10_000-of-them"}
     assert anchors(path) == made
+
+
+def test_docs_readme_is_short_before_its_reference_part() -> None:
+    told = re.sub(r"\]\([^)]*\)", "]", prose(ROOT / "README.md").partition("## Reference")[0])
+    assert len([word for word in told.split() if re.search("[A-Za-z]", word)]) <= 700

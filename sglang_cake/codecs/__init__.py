@@ -1,0 +1,1 @@
+"""Header and checksum of a stored block, and conversion between arrays and bytes."""

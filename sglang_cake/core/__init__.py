@@ -1,1 +1,4 @@
-"""What every other part uses: settings, keys, layouts, errors. No SGLang, no torch."""
+"""What every other part uses: settings, keys, layouts, errors. No SGLang, no torch.
+
+Terms: docs/glossary.md (block, plane, group, namespace, shard, key).
+"""

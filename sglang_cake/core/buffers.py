@@ -4,6 +4,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # O_DIRECT reads fill memory that starts on a multiple of it without a copy. It is a multiple of the
 # alignment of every disk, whatever the machine's page size is.
@@ -20,6 +21,10 @@ def on_page(size_bytes: int) -> memoryview:
     raw = bytearray(size_bytes + PAGE_BYTES)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % PAGE_BYTES
     return memoryview(raw)[start : start + size_bytes]
+
+
+# KV of one layer on its way: a memoryview, or, between GPUs, a uint8 tensor on our GPU.
+Payload = Any
 
 
 # Called with the number of bytes of a buffer that have arrived so far.

@@ -268,6 +268,15 @@ class CakeConfig:
 
         return registered_chain(self.codec).loses
 
+    @property
+    def has_group_setting(self) -> bool:
+        """Whether any setting of KV-Runahead is not its default. Other servers do not import it."""
+        return any(
+            getattr(self, field.name) != field.default
+            for field in fields(self)
+            if field.name.startswith("runahead_")
+        )
+
     def allows_loading(self, stored: Sequence[bool]) -> bool:
         """Whether enough of a prompt's next blocks are stored to load any of them."""
         least = max(1, self.min_load_tokens // self.block_tokens)

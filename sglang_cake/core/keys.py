@@ -143,7 +143,8 @@ def block_keys(
 def end_keys(block: BlockKey, count: int) -> list[BlockKey]:
     """Keys of the end state behind a block, which is stored as `count` blocks.
 
-    The last one is put first: whoever finds the first one finds all, unless some are lost later.
+    The first one is put when all others are stored. So a store that has it has all of them, unless
+    it has lost some since.
 
     Args:
         block: key of the last block before the end; it covers all that the end state depends on.

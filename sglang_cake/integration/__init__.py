@@ -1,0 +1,1 @@
+"""The package inside of SGLang. Only modules of this folder import SGLang."""

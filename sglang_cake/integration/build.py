@@ -53,7 +53,6 @@ from sglang_cake.integration.overlap import forward_hook
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.integration.runahead import runahead_setup
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker
@@ -62,7 +61,6 @@ from sglang_cake.integration.support_matrix import check_context, keys_media, ma
 from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
-from sglang_cake.runahead.group_setting import CUDA_IPC, group_setting
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
 from sglang_cake.stores.open_store import open_blocks, sources_of_setting
@@ -111,24 +109,26 @@ def _join_forwards(
 
     Raises: ConfigError.
     """
-    setting = group_setting(config)
+    in_group = config.runahead_peers is not None
     overlaps = may_overlap(ctx, config) and service.kv.layout.is_plain
-    if setting is not None or overlaps or service.step_costs.pipelined:
+    if in_group or overlaps or service.step_costs.pipelined:
         forward_hook.ForwardProcess.tree = tree
-    if setting is None and not overlaps:
+    if not in_group and not overlaps:
         return
-    if setting is not None:
+    if in_group:
         service.identity.wait()  # members of a group compare their namespaces
         if service.identity.is_private:
             raise ConfigError(
                 "KV-Runahead needs weights that come from files: see the warning above, or remove "
                 "--cake-runahead-peers"
             )
-    on_device = setting is not None and setting.transport == CUDA_IPC
+    on_device = in_group and config.runahead_transport == "cuda-ipc"
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     rows, gate = forward_hook.gated(service.kv, pool, on_device=on_device)
-    if setting is not None:
-        service.runahead = runahead_setup.start(ctx, service, config, setting, rows, gate)
+    if in_group:
+        from sglang_cake.integration.runahead import runahead_setup
+
+        service.runahead = runahead_setup.start(ctx, service, config, rows, gate)
         tree.runahead = service.runahead
     if overlaps and not on_device:
         tree.overlap_runner = OverlapRunner(

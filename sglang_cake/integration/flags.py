@@ -39,7 +39,6 @@ from sglang_cake.integration.support_matrix import (
     unsupported_codec,
     unsupported_group,
 )
-from sglang_cake.runahead.group_setting import group_setting
 from sglang_cake.stores.open_store import sources_of_setting
 
 BACKEND = "cake"
@@ -210,7 +209,10 @@ def _set(record: Any, name: str, value: object) -> None:
 def _check_paths(config: CakeConfig) -> None:
     for source in sources_of_setting(config.store, config.eviction_policy):
         source.check()
-    group_setting(config)
+    if config.has_group_setting:
+        from sglang_cake.runahead.group_setting import group_setting
+
+        group_setting(config)
     for file in (config.trace_file, config.record_trace):
         if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
             raise ConfigError(f"trace file {file!r} cannot be written: no such folder, or a folder")

@@ -8,7 +8,8 @@ position); the loader lands blocks from the end leftwards. A maximal run of land
     |=========|. . . . . . . . . . . |###|. .|##########|
     0         front                   island      island  limit
 
-Each block is in exactly one state, and TRANSITIONS has every change of state:
+Each block is in exactly one state (docs/glossary.md#the-states-of-a-block-of-a-prompt), and
+TRANSITIONS has every change of state:
 
     ABSENT    not stored, as far as is known: compute it
     WANTED    stored, and not loaded yet

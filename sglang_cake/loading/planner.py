@@ -76,7 +76,7 @@ class Outlook:
 
     @property
     def best_s(self) -> float:
-        """The remaining T* (docs/theory.md, B), with whole steps and blocks."""
+        """The remaining T* (docs/theory.md#the-meeting-point), with whole steps and blocks."""
         return min(self.compute_s, self.load_s, self.both_s)
 
 
@@ -101,7 +101,8 @@ class StepPlan:
 def look_ahead(
     view: View, *, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
 ) -> Outlook:
-    """Predict the three ways (docs/theory.md, B): C(x) = l (n - x), over block borders x.
+    """Predict the three ways over block borders x: C(x) = l (n - x)
+    (docs/theory.md#the-meeting-point).
 
     End blocks are loads that come first, unless all is computed.
 

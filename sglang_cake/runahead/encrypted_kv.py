@@ -5,7 +5,7 @@ port, and a password that connections need. The password keeps strangers out, bu
 it crosses the network in plain text. KV is protected by encryption: each part is encrypted with
 AES-256-GCM, by a key that the receiver made for this path and sent on the CurveZMQ connection. The
 nonce counts parts, so that a changed, repeated, missing or reordered part is detected. Why not
-CurveZMQ: docs/runahead.md, "The link between two members".
+CurveZMQ (docs/runahead.md#the-link-between-two-members).
 
     [path] [PartHead] [KV of the part, sealed; its tag]
 """

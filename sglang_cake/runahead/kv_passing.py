@@ -23,10 +23,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from sglang_cake.core.buffers import Payload
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.transport import MAX_PART_BYTES, Payload
+from sglang_cake.runahead.transport import MAX_PART_BYTES
 
 logger = logging.getLogger("sglang_cake")
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from sglang_cake.core.buffers import Payload
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.messages import (
     BadMessage,
@@ -36,7 +37,6 @@ from sglang_cake.runahead.transport import (
     LINK_TIMES,
     MAX_PART_BYTES,
     Handler,
-    Payload,
     PeerGone,
 )
 from sglang_cake.runahead.zeromq import ZmqTransport

@@ -11,15 +11,13 @@ Handlers are called from the transport's threads, one at a time for each peer.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+from sglang_cake.core.buffers import Payload
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart, Message
 
 MAX_PART_BYTES = 4 * 2**20
-
-# The bytes of a part: a memoryview, or, with a transport between GPUs, a uint8 tensor on our GPU.
-Payload = Any
 
 
 @dataclass(frozen=True, slots=True)

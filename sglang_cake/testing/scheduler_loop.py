@@ -257,9 +257,6 @@ class SchedulerLoop(ABC):
         for run in ended:
             run.ttft_s = self.io.now_s - run.arrive_s
             self._checkpoint(run, last=True)
-            record = self.coordinator.record(run.req.rid)
-            if record is not None:
-                self.saving.released(record)
             run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
             self.coordinator.end(run.req.rid)
             self.release(run)

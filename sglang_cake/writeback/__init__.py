@@ -1,0 +1,1 @@
+"""The write pipeline: new blocks on their way into the store."""

@@ -1,8 +1,8 @@
 """Puts new blocks into the store, in the background, with bounded memory.
 
-The scheduler thread copies a block from the device into a write buffer and offers it. The I/O
-thread hashes the key and stores the block. If all buffers are in use until the request ends, the
-block is not stored, and counted: serving never waits for the store.
+The scheduler thread takes a write buffer for a block, has the block copied into it, and offers it.
+When the copy is complete, the I/O thread hashes the key and stores the block. If all buffers are in
+use until the request ends, the block is not stored, and counted: serving never waits for the store.
 """
 
 import asyncio
@@ -139,8 +139,8 @@ class Writer:
     async def _put_end(
         self, store: Store, keys: Sequence[BlockKey], buffers: Sequence[Buffer]
     ) -> None:
-        """Put the first end block last, and only if the others are stored: who finds it finds
-        all."""
+        """Put the first end block last, and only if the others are stored: a lookup that finds it
+        may rely on the others."""
         pairs = zip(keys[1:], buffers[1:], strict=True)
         puts = [self._put(store, key, buffer, first=False) for key, buffer in pairs]
         if all(await asyncio.gather(*puts)):

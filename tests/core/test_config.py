@@ -225,3 +225,12 @@ def _message(action: Any) -> str:
     assert message
     assert len(message.splitlines()) == 1
     return message
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rank": 0}, {"peers": "a:1,b:1"}, {"secret": "file"}, {"transport": "mooncake"}]
+)
+def test_config_any_runahead_setting_is_a_group_setting(settings: dict[str, Any]) -> None:
+    named = {f"runahead_{name}": value for name, value in settings.items()}
+    assert CakeConfig(**named).has_group_setting
+    assert not CakeConfig().has_group_setting

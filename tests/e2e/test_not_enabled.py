@@ -109,3 +109,41 @@ print("as it was")
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
     done = run_forked([sys.executable, str(program)], env, tmp_path, timeout_s=240)
     assert "as it was" in done.stdout, done.stdout[-2000:]
+
+
+def test_server_with_cake_imports_nothing_that_its_settings_do_not_use(tmp_path: Path) -> None:
+    """Of its own processes: the launcher checks the settings, a scheduler builds the tree."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import sys
+from pathlib import Path
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+prepare_server_args(["--model-path", "none", *sys.argv[1:], "--enable-cake"])
+from sglang_cake.integration import plugin
+plugin.register()
+from sglang.srt.plugins.hook_registry import HookRegistry
+HookRegistry.apply_hooks()
+import sglang_cake.integration.build
+print("PARTS", *sorted({".".join(each.split(".")[:3]) for each in sys.modules if "_cake" in each}))
+""")
+    command = [sys.executable, str(program), *("--device", "cpu")]
+    env = {
+        **os.environ,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "XDG_CACHE_HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path),
+    }
+    unused = (".runahead", ".integration.runahead", ".simulator", ".demo", ".cli", ".testing")
+
+    def imported(*settings: str) -> set[str]:
+        done = run_forked([*command, *settings], env, tmp_path, timeout_s=240)
+        (line,) = [each for each in done.stdout.splitlines() if each.startswith("PARTS")]
+        return {part.removeprefix("sglang_cake") for part in line.split()[1:]}
+
+    parts = imported()
+    assert ".integration.build" in parts
+    assert not {part for part in parts if part.startswith(unused)}
+    peers = "--cake-runahead-peers=127.0.0.1:7001,127.0.0.1:7002"
+    assert ".runahead.group_setting" in imported(peers, "--cake-runahead-rank=0")

@@ -161,12 +161,17 @@ def test_block_saving_blocks_without_a_buffer_at_the_end_are_given_up_and_counte
         harness.io.close()
 
 
-def test_block_saving_request_that_is_not_live_is_not_saved_at_a_poll() -> None:
+def test_block_saving_blocks_of_an_aborted_request_are_given_up_and_counted_at_the_next_poll() -> (
+    None
+):
+    """However the request ended: nobody told the saving."""
     harness = SavingHarness(buffers=2)
     try:
         record = known(5)
-        harness.checkpoint(record, 5 * BLOCK)
+        assert harness.checkpoint(record, 5 * BLOCK) == [0, 1]
         assert harness.poll(record, live=False) == []
+        assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 3
+        assert harness.poll(record) == []
     finally:
         harness.io.close()
 

@@ -9,11 +9,11 @@ import torch
 from fake_cuda import FakeCuda, install
 from kv_pools import as_bytes, buffers_of, mha
 
+from sglang_cake.core.buffers import Payload
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
+from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows, LayersSkipped
 from sglang_cake.runahead.kv_passing import (
-    Broken,
     KvPassing,
     KvReceiver,
     KvSender,
@@ -21,7 +21,6 @@ from sglang_cake.runahead.kv_passing import (
     Predecessor,
 )
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.transport import Payload
 
 LAYERS, TOKENS = 4, 96
 JOB = "0123456789abcdef" * 2
@@ -248,7 +247,7 @@ def test_runahead_cuda_skipped_layer_fails_the_forward(
             for layer in asked:
                 worker.pool.get_kv_buffer(layer)
 
-    with pytest.raises(Broken, match=says):
+    with pytest.raises(LayersSkipped, match=says):
         forward()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from members import WAIT_S
 
+from sglang_cake.core.buffers import Payload
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.member import Helping, Member, MemberSettings, Owned
-from sglang_cake.runahead.transport import Payload
 
 PLANES, TOKEN = 2, 12  # bytes of a token in each plane
 SETTINGS = MemberSettings(first_wait_s=WAIT_S, bind_timeout_s=WAIT_S)  # two slow cores

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sglang_cake.core.buffers import Payload
 from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
-from sglang_cake.runahead.transport import Payload
 
 
 class HostIpc(IpcEngine):

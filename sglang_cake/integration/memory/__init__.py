@@ -1,1 +1,4 @@
-"""The radix cache, device slots, copies of KV rows."""
+"""The radix cache, device slots, copies of KV rows.
+
+Terms: docs/glossary.md (staged, placed, reserved slots, end state, copier).
+"""

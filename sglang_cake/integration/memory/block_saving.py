@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -61,7 +60,7 @@ class BlockSaving:
     rank's turn to store them, and end states. Scheduler thread.
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
-    keeps its KV in the tree. After the last checkpoint it is given up, and counted. An end state is
+    keeps its KV in the tree. Then it is given up, and counted. An end state is
     given up earlier, if a later one takes its place or the tree has evicted it.
     """
 
@@ -79,7 +78,7 @@ class BlockSaving:
         self._copier = copier
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
-        self._requests: WeakKeyDictionary[PromptRecord, _Unsaved] = WeakKeyDictionary()
+        self._requests: dict[PromptRecord, _Unsaved] = {}
         self._saves: list[_Saving] = []  # copies that may still read slots
 
     def checkpointed(
@@ -136,13 +135,18 @@ class BlockSaving:
 
     def polled(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """A step is about to be scheduled: save what had no buffer before, as far as there are
-        buffers now. Args: is_live: whether the request still has its slots."""
+        buffers now, and give up what belongs to requests that have ended in any way.
+
+        Args: is_live: whether the request still has its slots.
+        """
         for record, unsaved in list(self._requests.items()):
-            if (unsaved.blocks or unsaved.find_end) and is_live(record):
+            if not is_live(record):
+                self.released(record)
+            elif unsaved.blocks or unsaved.find_end:
                 self._save(record, unsaved)
 
     def released(self, record: PromptRecord) -> None:
-        """The request ends: the tree may free its slots from now on."""
+        """The request ends or is requeued: the tree may free its slots from now on."""
         unsaved = self._requests.pop(record, None)
         if unsaved is not None:
             self._give_up(unsaved)

@@ -29,7 +29,7 @@ class SlotCopy:
     """The copy of one block into device slots, from the reservation of the slots on. Thread-safe.
 
     Attributes:
-        slots: int64 `[block_tokens]`, on the device; set once, by who reserves them.
+        slots: int64 `[block_tokens]`, on the device; set once, when they are reserved.
         after: the slots may be written behind this point.
     """
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_cake.core.buffers import Payload
 from sglang_cake.core.errors import CakeError, ConfigError, RunaheadError
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.runahead.transport import Payload
 
 _HOOK = "LayerGate.wait_until"
 BOUNDARY.hooks[_HOOK] = []

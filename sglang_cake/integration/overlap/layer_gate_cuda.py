@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 
+from sglang_cake.core.buffers import Payload
+from sglang_cake.core.errors import RunaheadError
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, Passage, PoolRows
-from sglang_cake.runahead.kv_passing import Broken
-from sglang_cake.runahead.transport import Payload
+
+
+class LayersSkipped(RunaheadError):
+    """Attention did not pass the gate at each layer, so a layer was read that may lack KV."""
+
+    reason = "broken"
 
 
 class CudaRows(PoolRows):
@@ -123,7 +129,7 @@ class CudaGate(LayerGate):
         if layer <= self._layer:
             return
         if layer > self._layer + 1:
-            raise Broken(f"attention comes to layer {layer} after layer {self._layer}")
+            raise LayersSkipped(f"attention comes to layer {layer} after layer {self._layer}")
         self._rows.pass_gate()
         if layer > 0:
             self._wrote(passage, layer - 1)
@@ -144,7 +150,7 @@ class CudaGate(LayerGate):
         if passage is None or error[0] is not None:
             return
         if self._layer != self._rows.layers - 1:  # a layer was read that may not have come
-            raise Broken(f"attention ended with layer {self._layer}")
+            raise LayersSkipped(f"attention ended with layer {self._layer}")
         self._wrote(passage, self._layer)
 
     def _wrote(self, passage: Passage, layer: int) -> None:

@@ -24,9 +24,12 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.partial_forward import preceding_batch, run_forward
+from sglang_cake.integration.overlap.partial_forward import (
+    drop_answer,
+    preceding_batch,
+    run_forward,
+)
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.integration.runahead.runahead_request import drop_answer
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.loader import BlockRead, Loader
 from sglang_cake.loading.planner import overlap_span

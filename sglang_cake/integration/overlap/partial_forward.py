@@ -1,12 +1,15 @@
-"""Forwards over a part of a scheduled batch."""
+"""Forwards over a part of a scheduled batch, and the end of a request whose forward lacks KV."""
 
 import copy
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_cake.core.token_span import Span
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 
 def cut_batch(batch: Any, start: int, stop: int) -> Any:
@@ -68,3 +71,12 @@ def run_forward(worker: Any, part: Any) -> None:
         part, worker.model_runner, return_hidden_states_before_norm=False
     )
     worker.model_runner.forward(forward)
+
+
+def drop_answer(req: "Req") -> None:
+    """Drop the tokens that the current step samples for `req`, and its KV: the request ends as
+    aborted."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.skip_radix_cache_insert = True
+    req.discard_output_reason = FINISH_ABORT()

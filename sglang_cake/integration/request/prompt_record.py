@@ -11,7 +11,7 @@
 | `PromptStats` | numbers that are only reported | `Coordinator` |
 
 A block on its way from the store to the tree is in these places, one after another; the blocks that
-an overlapped last step uses go from the first to the last:
+an overlapped last step uses go from the first to the last. Terms: docs/glossary.md.
 
 1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
 2. `BlockMemory.staged`: every rank has its part of the block. The block is `LANDED`.
@@ -19,7 +19,7 @@ an overlapped last step uses go from the first to the last:
 4. SGLang's tree.
 
 Blocks of the prompt that is served first have slots reserved before they come
-(`LandedBlocks.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
+(`BlockMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
 """
 
 import time
@@ -196,7 +196,7 @@ class PromptStats:
     helped: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptRecord:
     """A live request's record. The scheduler thread owns it.
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.compat import abort_chunked_request, take_deferred_requests
+from sglang_cake.integration.overlap.partial_forward import drop_answer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -76,12 +77,3 @@ def give_up(scheduler: "Scheduler", req: "Req") -> None:
     """
     drop_answer(req)
     abort_chunked_request(scheduler, req)
-
-
-def drop_answer(req: "Req") -> None:
-    """Drop the tokens that the current step samples for `req`, and its KV: the request ends as
-    aborted."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    req.skip_radix_cache_insert = True
-    req.discard_output_reason = FINISH_ABORT()

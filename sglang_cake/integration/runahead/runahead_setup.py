@@ -18,7 +18,7 @@ from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting
+from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting, group_setting
 from sglang_cake.runahead.messages import Message
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import OneSidedTransport, apart
@@ -59,11 +59,12 @@ def start(
     ctx: "TreeCacheBuildContext",
     host: Host,
     config: CakeConfig,
-    setting: GroupSetting,
     rows: PoolRows,
     gate: LayerGate,
 ) -> Runahead:
-    """Join the group of `setting`. Raises: ConfigError."""
+    """Join the group that `config` describes. Raises: ConfigError."""
+    setting = group_setting(config)
+    assert setting is not None
     here = Runahead(
         setting.rank,
         _transport(setting, host, rows),
