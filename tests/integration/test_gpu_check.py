@@ -13,7 +13,7 @@ import torch
 from fake_cuda import PlainRowKernel, install
 
 from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory import kv_pool, row_kernel
 from sglang_cake.integration.memory.kv_pool import CudaKV
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,7 @@ FORMS = {
     "MLA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, dtype=torch.float32),
     "DSA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, index_page_bytes=64 * 132),
 }
+PIECE_BYTES = {"MHA": 4096, "MLA": 12288, "DSA": 12288}  # that hold half of a block at most
 CASES = [(form, page) for form in FORMS for page in (1, 64) if (form, page) != ("DSA", 1)]
 
 
@@ -51,10 +52,13 @@ def test_gpu_check_copies_are_compared_with_plain_indexing(
 ) -> None:
     load = Load(SMALL, torch.cuda.Stream(), CPU)
     assert exact.copies_of(FORMS[form], page, load, CPU) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_pool, "PIECE_BYTES", PIECE_BYTES.get(form, kv_pool.PIECE_BYTES))
+        assert exact.copies_of(FORMS[form], page, load, CPU) == ""
 
     class Twisted(PlainRowKernel):
-        def scatter(self, blocks: Any, index: Any, slots: Any) -> None:
-            super().scatter(blocks, index, slots.roll(1))
+        def scatter(self, blocks: Any, index: Any, slots: Any, piece: Any = None) -> None:
+            super().scatter(blocks, index, slots.roll(1), piece)
 
     monkeypatch.setattr(row_kernel, "RowKernel", Twisted)
     assert "after loads" in exact.copies_of(FORMS[form], page, load, CPU)
