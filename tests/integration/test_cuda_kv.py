@@ -226,7 +226,7 @@ def test_cuda_kv_takes_no_more_device_memory_than_it_says(
         values = torch.randn(layout.block_bytes // 2).to(torch.bfloat16).view(torch.uint8).numpy()
         chain_of(codec, layout, rope_theta=5e5).encode(layout, values.data, block.view)
     slots = torch.arange(tokens) + 1
-    kept = []
+    row, kept = slots.repeat(4), []
     with LiveBytes() as live:
         kv = CudaKV(pool, block_tokens=tokens, forward_stream=None, encoded=codec is not None)
         memory = CopyMemory.of_blocks(layout.block_bytes, encoded=codec is not None)
@@ -234,7 +234,7 @@ def test_cuda_kv_takes_no_more_device_memory_than_it_says(
         loaded = block if codec is not None else Buffer(block.view[: layout.block_bytes])
         for _ in range(8):
             kept.append(kv.load(loaded, slots, ()))
-            kept.append(kv.save(slots.repeat(4), buffers, ()))
+            kept.append(kv.save(row, buffers, ()))
         assert memory.decodes == (codec is not None)
         assert memory.in_bytes + memory.out_bytes < live.peak
         assert live.peak <= memory.all_bytes + 2**14  # and small tables
