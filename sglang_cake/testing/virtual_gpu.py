@@ -445,6 +445,9 @@ class VirtualScheduler(SchedulerLoop):
     Args:
         link_bytes_per_s: of the store, in each direction.
         overlap, decodes: as `SchedulerLoop`.
+
+    Attributes:
+        poll_launches: what the scheduler thread launched in each iteration of its loop.
     """
 
     def __init__(
@@ -474,6 +477,7 @@ class VirtualScheduler(SchedulerLoop):
             available_bytes=2**37,
         )
         self.model = model
+        self.poll_launches: list[int] = []
         self.gpu = VirtualGpu(io)
         kv = VirtualKV(self.gpu, layout)
         super().__init__(
@@ -520,6 +524,17 @@ class VirtualScheduler(SchedulerLoop):
         step = VirtualTimer(self.io, *self.gpu.forwards[-1])
         self.gpu.schedule.wait(step.end_s)  # `_apply_war_barrier` of fa3
         return step
+
+    def loaded_bytes_per_s(self, since: int) -> float:
+        """Between the first and the last read of a block. Args: since: reads before that."""
+        reads = self.store.read_s[since:]
+        return (len(reads) - 1) * self.model.layout.block_bytes / (reads[-1] - reads[0])
+
+    def _iterate(self) -> bool:
+        before = self.gpu.scheduler.launches
+        launched = super()._iterate()
+        self.poll_launches.append(self.gpu.scheduler.launches - before)
+        return launched
 
     def wait(self, step: VirtualTimer) -> None:
         self.io.until(max(step.end_s, self.io.now_s))
