@@ -27,38 +27,53 @@ from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, virtual_scheduler
 BEFORE = facts.RESULTS / "virtual-gpu-before.json"
 REPORT = facts.REPORTS / "gpu.md"
 LINKS_GB_PER_S = (1, 2, 4, 8, 16, 25, 50)
+STORING_GB_PER_S = (0.25, 0.5, 1, 2, 4)
+BEFORE_GB_PER_S = 4  # of the store before
 TOKENS = 32768
+SHORT_TOKENS = 16384
+PROMPTS_BEFORE = 3
 MODES: tuple[Mode, ...] = ("auto", "compute", "load")
 
 
-def cold(model: GpuModel) -> dict[str, Any]:
-    """A prompt that is not stored, and a store that takes 4 GB/s."""
-    with virtual_scheduler(model, link_bytes_per_s=4e9) as scheduler:
+def cold(model: GpuModel, link_gb_per_s: float) -> dict[str, Any]:
+    """A prompt that is not stored, and a store that takes so much."""
+    with virtual_scheduler(model, link_bytes_per_s=link_gb_per_s * 1e9) as scheduler:
         req = prompt(0, TOKENS)
         scheduler.serve([(0.0, req)])
         scheduler.settle()
         stored = len(scheduler.store.keys) / len(scheduler.keys(req.origin_input_ids))
-    return {"model": model.name, "stored_share": stored}
+    return {"model": model.name, "link_gb_per_s": link_gb_per_s, "stored_share": stored}
 
 
-def restored(model: GpuModel, link_gb_per_s: float) -> dict[str, Any]:
-    """A prompt that is stored, three ways."""
+def restored(model: GpuModel, link_gb_per_s: float, tokens: int) -> dict[str, Any]:
+    """A prompt that is stored, three ways, after others of its kind."""
     link = link_gb_per_s * 1e9
-    found: dict[str, Any] = {"model": model.name, "link_gb_per_s": link_gb_per_s}
+    found: dict[str, Any] = {
+        "model": model.name,
+        "link_gb_per_s": link_gb_per_s,
+        "tokens": tokens,
+        "ideal_s": model.ideal_s(tokens, link),
+    }
     for mode in MODES:
         with virtual_scheduler(model, link_bytes_per_s=link, mode=mode) as scheduler:
-            found[f"{mode}_s"] = scheduler.restore(TOKENS).ttft_s
+            scheduler.restore(tokens, prompts_before=PROMPTS_BEFORE - 1)
+            before, reads = scheduler.polls, len(scheduler.store.read_s)
+            gpu = scheduler.gpu
+            copied_s = gpu.copier.launch_s
+            found[f"{mode}_s"] = scheduler.restore(tokens, prompts_before=0).ttft_s
             if mode == "auto":
-                gpu, reads = scheduler.gpu, scheduler.store.read_s
-                prompts = 4
+                launches = scheduler.poll_launches[before:]
+                blocks = len(scheduler.store.read_s) - reads
                 found |= {
-                    "launches": gpu.scheduler.launches / prompts,
-                    "host_ms": gpu.scheduler.launch_s / prompts * 1e3,
-                    "syncs": gpu.scheduler.syncs,
+                    "launches": sum(launches),
+                    "poll_launches": max(launches),
+                    "block_us": (gpu.copier.launch_s - copied_s) / blocks * 1e6,
+                    "loaded_gb_per_s": scheduler.loaded_bytes_per_s(reads) / 1e9,
+                    "blocks_loaded": blocks,
+                    "waits": gpu.scheduler.syncs,
+                    "waited_ms": gpu.scheduler.sync_s * 1e3,
                     "scratch_mib": gpu.peak_scratch_bytes / 2**20,
-                    "blocks_loaded": len(reads) / prompts,
                 }
-    found["ideal_s"] = model.ideal_s(TOKENS, link)
     return found
 
 
@@ -75,18 +90,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     models = MODELS[:1] if args.small else MODELS
     links = (8,) if args.small else LINKS_GB_PER_S
+    rates = STORING_GB_PER_S[-1:] if args.small else STORING_GB_PER_S
+    lengths = (TOKENS,) if args.small else (TOKENS, SHORT_TOKENS)
     result = {
         **facts.header("virtual_gpu", tokens=TOKENS),
-        "cold": [cold(model) for model in models],
-        "restored": [restored(model, link) for model in models for link in links],
+        "cold": [cold(model, rate) for model in models for rate in rates],
+        "restored": [
+            restored(model, link, tokens)
+            for tokens in lengths
+            for model in models
+            for link in links
+        ],
     }
     facts.write(args.out, result)
     before = json.loads(BEFORE.read_text())
-    cells = rows(result, before)
-    print(table(HEADS, cells, right=range(1, len(HEADS))))
+    texts = {}
+    for name, (heads, cells) in tables(result, before).items():
+        print(table(heads, cells, right=range(1, len(heads))), end="\n\n")
+        texts[name] = documents.table(heads, cells, right=True)
     if args.docs:
-        documents.update({"restored": documents.table(HEADS, cells, right=True)}, REPORT)
+        documents.update(texts, REPORT)
     return 0
+
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def tables(result: dict[str, Any], before: dict[str, Any]) -> dict[str, Table]:
+    """Heads and rows of each table of the report."""
+    long, short = (
+        [cell for cell in result["restored"] if cell["tokens"] == tokens]
+        for tokens in (TOKENS, SHORT_TOKENS)
+    )
+    return {
+        "restored": (HEADS, rows(long, before)),
+        "shorter": (SHORT_HEADS, [short_row(cell) for cell in short]),
+        "path": (PATH_HEADS, [path_row(cell) for cell in long]),
+        "cold": cold_table(result["cold"], before),
+    }
 
 
 HEADS = [
@@ -100,17 +141,69 @@ HEADS = [
     "launches",
     "before",
 ]
+SHORT_HEADS = [*HEADS[:4], HEADS[5]]
+PATH_HEADS = [
+    "model, link GB/s",
+    "loaded, of the link",
+    "launches in one iteration, at most",
+    "host time of a block, us",
+    "waits of the scheduler thread",
+    "waited, ms",
+    "device memory, MiB",
+]
 
 
-def rows(result: dict[str, Any], before: dict[str, Any]) -> list[list[str]]:
+def short_row(cell: dict[str, Any]) -> list[str]:
+    """Times of one cell."""
+    return [
+        name_of(cell),
+        f"{cell['ideal_s']:.3f}",
+        f"{cell['auto_s']:.3f}",
+        f"{cell['auto_s'] / cell['ideal_s']:.3f}",
+        f"{cell['auto_s'] / better_s(cell):.2f}",
+    ]
+
+
+def path_row(cell: dict[str, Any]) -> list[str]:
+    """What the copies of one cell take."""
+    return [
+        name_of(cell),
+        f"{cell['loaded_gb_per_s'] / cell['link_gb_per_s']:.2f}",
+        f"{cell['poll_launches']}",
+        f"{cell['block_us']:.0f}",
+        f"{cell['waits']}",
+        f"{cell['waited_ms']:.2f}",
+        f"{cell['scratch_mib']:.0f}",
+    ]
+
+
+def cold_table(cells: list[dict[str, Any]], before: dict[str, Any]) -> Table:
+    """One row for each model."""
+    old = {cell["model"]: cell["stored_share"] for cell in before["cold"]}
+    rates = sorted({cell["link_gb_per_s"] for cell in cells})
+    shares = {(cell["model"], cell["link_gb_per_s"]): cell["stored_share"] for cell in cells}
+    heads = ["model", f"before, {BEFORE_GB_PER_S} GB/s", *(f"{rate:g} GB/s" for rate in rates)]
+    names = list(dict.fromkeys(cell["model"] for cell in cells))
+    return heads, [
+        [name, *(f"{share:.0%}" for share in (old[name], *(shares[name, r] for r in rates)))]
+        for name in names
+    ]
+
+
+def name_of(cell: dict[str, Any]) -> str:
+    """The first column."""
+    return f"{cell['model']}, {cell['link_gb_per_s']:g}"
+
+
+def rows(cells: list[dict[str, Any]], before: dict[str, Any]) -> list[list[str]]:
     """One for each cell."""
     old = {(cell["model"], cell["link_gb_per_s"]): cell for cell in before["restored"]}
     made = []
-    for cell in result["restored"]:
+    for cell in cells:
         was = old.get((cell["model"], cell["link_gb_per_s"]))
         made.append(
             [
-                f"{cell['model']}, {cell['link_gb_per_s']:g}",
+                name_of(cell),
                 f"{cell['ideal_s']:.3f}",
                 f"{cell['auto_s']:.3f}",
                 f"{cell['auto_s'] / cell['ideal_s']:.3f}",

@@ -210,8 +210,9 @@ def decoded(layout: BlockLayout, codec: str, device: torch.device) -> str:
     payload, size = encode(layout, codec, device)
     wanted = bytearray(layout.block_bytes)
     decode(layout, payload.view[:size], memoryview(wanted))
-    found = decode_payload(layout, bytes_of(payload), device).cpu().numpy().tobytes()
-    return "" if found == bytes(wanted) else "differs"
+    found = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
+    decode_payload(layout, bytes_of(payload), found)
+    return "" if found.cpu().numpy().tobytes() == bytes(wanted) else "differs"
 
 
 def encode(layout: BlockLayout, codec: str, device: torch.device) -> tuple[Buffer, int]:

@@ -36,6 +36,7 @@ class Size:
         gemms: how many of them are one load.
         blocks: how many of them a measurement of copies moves, or twice as many.
         turns: of the check of reused slots.
+        has_goals: figures must reach the goals. Where everything is tiny, fixed times rule.
     """
 
     form: PoolForm
@@ -50,6 +51,15 @@ class Size:
     gemms: int
     blocks: int
     turns: int
+    has_goals: bool
+
+    def at_most(self, limit: float, what: str, value: float, unit: str = "") -> Finding:
+        """A figure with a goal."""
+        return Finding(what, value, unit, value <= limit if self.has_goals else None)
+
+    def at_least(self, limit: float, what: str, value: float, unit: str = "") -> Finding:
+        """A figure with a goal."""
+        return Finding(what, value, unit, value >= limit if self.has_goals else None)
 
 
 FULL = Size(
@@ -65,6 +75,7 @@ FULL = Size(
     gemms=300,
     blocks=48,
     turns=240,
+    has_goals=True,
 )
 SMALL = Size(
     form=PoolForm(layers=4, heads=2, dim=32, v_dim=32),
@@ -79,6 +90,7 @@ SMALL = Size(
     gemms=20,
     blocks=6,
     turns=60,
+    has_goals=False,
 )
 
 

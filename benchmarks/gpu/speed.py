@@ -24,12 +24,14 @@ from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.copier import CopyThread, SlotCopy
 from sglang_cake.integration.memory.device_decode import decode_payload
-from sglang_cake.integration.memory.kv_pool import CudaKV, Fence
+from sglang_cake.integration.memory.kv_pool import COPY_BYTES, CudaKV, Fence
 from sglang_cake.loading.loader import StagedBlock
 
 STAGED = 8  # buffers of loads and of saves that take turns
 SAVED = 4  # blocks of a save
 NAP_S = 20e-6
+MOST_HOST_US = 60.0  # of a thread, for the copies of a block
+LEAST_GB_PER_S = 0.9 * 25  # of loads beside matrix products
 
 
 def memcpy(size: Size, device: torch.device) -> Iterator[Finding]:
@@ -111,6 +113,8 @@ class Copying:
     def __init__(self, size: Size, device: torch.device, forward: torch.cuda.Stream) -> None:
         slots = 4 * SAVED * size.block_tokens
         pool = make_pool(size.form, slots, device=device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._before_bytes = torch.cuda.memory_allocated(device)
         self.kv = CudaKV(pool, block_tokens=size.block_tokens, forward_stream=forward)
         self.block_bytes = self.kv.layout.block_bytes
         order = torch.randperm(slots, device=device) + 1
@@ -120,6 +124,11 @@ class Copying:
         self.copier = CopyThread(self.kv, lambda took_s: None)
         self.fence: Fence = ()
         self._saves: list[tuple[Future[None], list[Buffer]]] = []
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory that copies have taken at most."""
+        return torch.cuda.max_memory_allocated(self.kv.device) - self._before_bytes
 
     def run(self, enough: Callable[[int], bool], *, loads: bool, saves: bool) -> float:
         """Copy until `enough(blocks so far)`. Returns bytes per second."""
@@ -165,8 +174,8 @@ class Copying:
 def cake_copies(size: Size, device: torch.device) -> Iterator[Finding]:
     """What `CudaKV` and `CopyThread` reach, on an idle device and beside matrix products."""
     forward = torch.cuda.Stream(device)
+    load = Load(size, forward, device)  # first: its memory is none of the copies'
     copying = Copying(size, device, forward)
-    load = Load(size, forward, device)
     kv, tokens = copying.kv, copying.kv.layout.block_tokens
     try:
         for way, loads, saves in WAYS:
@@ -182,7 +191,8 @@ def cake_copies(size: Size, device: torch.device) -> Iterator[Finding]:
             copying.fence = kv.fence()
             load.launch()
             rate = copying.run(lambda blocks: load.is_over(), loads=loads, saves=saves)
-            yield Finding(f"{way}, beside products", rate / GB, "GB/s")
+            least = LEAST_GB_PER_S if loads and not saves else 0.0
+            yield size.at_least(least, f"{way}, beside products", rate / GB, "GB/s")
             yield Finding(f"products beside {way}", load.seconds() / alone_s, "x the time alone")
         copying.fence = kv.fence()
         torch.cuda.synchronize()
@@ -193,9 +203,11 @@ def cake_copies(size: Size, device: torch.device) -> Iterator[Finding]:
             load_s = host_s(lambda n: kv.load(buffers[n % SAVED], slots, ()), repeats=64)
             save_s = host_s(lambda n: kv.save(row, buffers, ()), repeats=16) / SAVED
             fence_s = host_s(lambda n: kv.fence(), repeats=64)
-        yield Finding("host time of a loaded block", load_s * 1e6, "us")
-        yield Finding("host time of a saved block", save_s * 1e6, "us")
+        yield size.at_most(MOST_HOST_US, "host time of a loaded block", load_s * 1e6, "us")
+        yield size.at_most(MOST_HOST_US, "host time of a saved block", save_s * 1e6, "us")
         yield Finding("host time of a fence", fence_s * 1e6, "us")
+        peak_mib, most_mib = copying.peak_bytes / 2**20, COPY_BYTES / 2**20
+        yield size.at_most(most_mib, "device memory of copies, peak", peak_mib, "MiB")
     finally:
         copying.copier.close()
 
@@ -211,9 +223,10 @@ def decoding(size: Size, device: torch.device) -> Iterator[Finding]:
     for codec in CODECS:
         payload, encoded_bytes = encode(layout, codec, device)
         source = bytes_of(payload)
-        took_s = device_s(lambda n, s=source: decode_payload(layout, s, device), repeats=10)
+        block = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
+        took_s = device_s(lambda n, s=source, b=block: decode_payload(layout, s, b), repeats=10)
         yield Finding(f"{codec}, on the device", layout.block_bytes / took_s / GB, "GB/s")
-        took_s = host_s(lambda n, s=source: decode_payload(layout, s, device), repeats=10)
+        took_s = host_s(lambda n, s=source, b=block: decode_payload(layout, s, b), repeats=10)
         yield Finding(f"{codec}, host time of a block", took_s * 1e6, "us")
         yield Finding(f"{codec}, size", encoded_bytes / layout.block_bytes, "of a block")
 

@@ -435,26 +435,14 @@ async def _stats(store: Store) -> StoreStats | None:
 def _device_kv(
     ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig, apart: Sequence[object]
 ) -> DeviceKV:
-    encoded = may_decode_on_device(config.codec, config.max_error)
-    return _copies(ctx, pool, config.block_tokens, encoded=encoded, apart=apart)
-
-
-def _copies(
-    ctx: "TreeCacheBuildContext",
-    pool: Any,
-    block_tokens: int,
-    *,
-    encoded: bool = False,
-    apart: Sequence[object] = (),
-) -> DeviceKV:
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
-        return DeviceKV(pool, block_tokens=block_tokens, apart=apart)
+        return DeviceKV(pool, block_tokens=config.block_tokens, apart=apart)
     return CudaKV(
         pool,
-        block_tokens=block_tokens,
+        block_tokens=config.block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
-        encoded=encoded,
+        encoded=may_decode_on_device(config.codec, config.max_error),
         apart=apart,
     )
 
@@ -472,21 +460,15 @@ def _end_states(
         window_tokens = -(-max(tree.sliding_window_size, page) // page) * page
         parts.append(
             WindowRows(
-                partial(_copies, ctx, pool),
+                partial(kv.beside, pool),
                 token_bytes=DeviceKV(pool, block_tokens=1).layout.block_bytes,
                 window_tokens=window_tokens,
                 block_bytes=block_bytes,
             )
         )
     if tree.supports_mamba():
-        stream = _forward_stream(ctx)
-        parts.append(
-            RecurrentStates(
-                ctx.params.req_to_token_pool.mamba_pool,
-                block_bytes=block_bytes,
-                forward_stream=stream if _pipelined(ctx) else None,
-            )
-        )
+        pool = ctx.params.req_to_token_pool.mamba_pool
+        parts.append(RecurrentStates(pool, block_bytes=block_bytes, streams=kv.streams))
     return EndStates(parts, window_tokens=window_tokens) if parts else None
 
 

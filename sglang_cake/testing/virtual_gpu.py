@@ -28,7 +28,7 @@ from sglang_cake.core.host_memory import buffer_counts
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.copier import Copier
-from sglang_cake.integration.memory.kv_pool import RING_BLOCKS, RING_BYTES
+from sglang_cake.integration.memory.kv_pool import CopyMemory, pieces_of
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import clairvoyant
@@ -244,9 +244,12 @@ class VirtualKV:
         self._in = VirtualStream()
         self._out = VirtualStream()
         self._dma_s = layout.block_bytes / DMA_BYTES_PER_S
-        self._kernel_s = max(KERNEL_S, 2 * layout.block_bytes / HBM_BYTES_PER_S)
-        self._ring = max(1, min(RING_BLOCKS, RING_BYTES // layout.block_bytes))
-        gpu.hold(self, layout.block_bytes * (1 + self._ring))
+        self._pieces = len(pieces_of(layout))
+        kernel_s = 2 * layout.block_bytes / HBM_BYTES_PER_S
+        self._kernel_s = max(self._pieces * KERNEL_S, kernel_s)  # of all pieces
+        memory = CopyMemory.of_blocks(layout.block_bytes)
+        self._ring = 1 if self._pieces > 1 else memory.out_bytes // memory.in_bytes
+        gpu.hold(self, memory.all_bytes)
 
     def here(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -257,7 +260,8 @@ class VirtualKV:
 
     def load(self, block: Any, slots: torch.Tensor, after: tuple[float, ...]) -> VirtualCopy:
         gpu = self.gpu
-        self._launch(2, 2 * LAUNCH_S + (2 + len(after)) * EVENT_S)
+        count = 2 * self._pieces
+        self._launch(count, count * LAUNCH_S + (2 + len(after)) * EVENT_S)
         self._in.wait(max(self.launched_s, *after))
         end_s = gpu.to_device.run(self._in.tail_s, self._dma_s) + self._kernel_s
         self._in.tail_s = end_s
@@ -273,7 +277,8 @@ class VirtualKV:
         pool_s = begin_s
         for start in range(0, len(blocks), self._ring):
             count = len(blocks[start : start + self._ring])
-            self._launch(1 + count, (1 + count) * LAUNCH_S + EVENT_S)
+            launches = (1 + count) * self._pieces
+            self._launch(launches, launches * LAUNCH_S + self._pieces * EVENT_S)
             self._out.wait(self.launched_s)
             self._out.tail_s += count * self._kernel_s
             gpu.kernels_s += count * self._kernel_s
@@ -440,6 +445,9 @@ class VirtualScheduler(SchedulerLoop):
     Args:
         link_bytes_per_s: of the store, in each direction.
         overlap, decodes: as `SchedulerLoop`.
+
+    Attributes:
+        poll_launches: what the scheduler thread launched in each iteration of its loop.
     """
 
     def __init__(
@@ -469,6 +477,7 @@ class VirtualScheduler(SchedulerLoop):
             available_bytes=2**37,
         )
         self.model = model
+        self.poll_launches: list[int] = []
         self.gpu = VirtualGpu(io)
         kv = VirtualKV(self.gpu, layout)
         super().__init__(
@@ -515,6 +524,17 @@ class VirtualScheduler(SchedulerLoop):
         step = VirtualTimer(self.io, *self.gpu.forwards[-1])
         self.gpu.schedule.wait(step.end_s)  # `_apply_war_barrier` of fa3
         return step
+
+    def loaded_bytes_per_s(self, since: int) -> float:
+        """Between the first and the last read of a block. Args: since: reads before that."""
+        reads = self.store.read_s[since:]
+        return (len(reads) - 1) * self.model.layout.block_bytes / (reads[-1] - reads[0])
+
+    def _iterate(self) -> bool:
+        before = self.gpu.scheduler.launches
+        launched = super()._iterate()
+        self.poll_launches.append(self.gpu.scheduler.launches - before)
+        return launched
 
     def wait(self, step: VirtualTimer) -> None:
         self.io.until(max(step.end_s, self.io.now_s))

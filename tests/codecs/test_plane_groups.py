@@ -167,5 +167,6 @@ def test_plane_groups_reach_the_device_as_they_are(kind: str, codec: str) -> Non
     payload = encoded(chain_of(codec, layout), layout, block)
     memory[: len(payload)] = payload
     prepare(layout, memoryview(memory)[: len(payload)], memoryview(memory))
-    found = decode_payload(layout, torch.frombuffer(memory, dtype=torch.uint8), torch.device("cpu"))
+    found = torch.empty(layout.block_bytes, dtype=torch.uint8)
+    decode_payload(layout, torch.frombuffer(memory, dtype=torch.uint8), found)
     assert bytes(found.numpy()) == block

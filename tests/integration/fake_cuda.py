@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory.kv_pool import Piece
 
 GARBAGE = 0xEE
 _aten = torch.ops.aten
@@ -170,21 +171,36 @@ class PlainRowKernel:
         self._planes = planes
         self._layout = layout
 
-    def scatter(self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor) -> None:
-        for plane, part, rows in self._parts(blocks, index, slots):
+    def scatter(
+        self,
+        blocks: torch.Tensor,
+        index: torch.Tensor,
+        slots: torch.Tensor,
+        piece: Piece | None = None,
+    ) -> None:
+        for plane, part, rows in self._parts(blocks, index, slots, piece):
             plane.index_copy_(0, part, rows)
 
-    def gather(self, slots: torch.Tensor, blocks: torch.Tensor, index: torch.Tensor) -> None:
-        for plane, part, rows in self._parts(blocks, index, slots):
+    def gather(
+        self,
+        slots: torch.Tensor,
+        blocks: torch.Tensor,
+        index: torch.Tensor,
+        piece: Piece | None = None,
+    ) -> None:
+        for plane, part, rows in self._parts(blocks, index, slots, piece):
             torch.index_select(plane, 0, part, out=rows)
 
     def _parts(
-        self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor
+        self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, piece: Piece | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         layout = self._layout
+        piece = piece or Piece(slice(None), 0, layout.block_bytes)
+        pairs = list(zip(self._planes, layout.planes, strict=True))[piece.planes]
         for block, part in zip(index.tolist(), slots.split(layout.block_tokens), strict=True):
-            for pool, plane in zip(self._planes, layout.planes, strict=True):
-                rows = blocks[block, plane.start : plane.start + plane.rows * plane.row_bytes]
+            for pool, plane in pairs:
+                start = plane.start - piece.start
+                rows = blocks[block, start : start + plane.rows * plane.row_bytes]
                 index = part
                 if plane.row_tokens > 1:
                     index = torch.empty(plane.rows, dtype=part.dtype)

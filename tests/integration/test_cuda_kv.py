@@ -1,14 +1,34 @@
-"""Copies of blocks are ordered with forwards on a GPU, whatever order the streams run in."""
+"""Copies of blocks are ordered with forwards on a GPU, whatever order the streams run in, and take
+no more device memory than they may."""
 
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, install
+from fake_cuda import FakeCuda, PlainRowKernel, install
+from hypothesis import given
+from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_for, buffers_of, mha
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from sglang_cake.codecs.catalogue import chain_of
 from sglang_cake.core.buffers import Buffer, on_page
-from sglang_cake.integration.memory.kv_pool import RING_BLOCKS, Copy, CudaKV
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.integration.memory import kv_pool, row_kernel
+from sglang_cake.integration.memory.end_states import EndSlots, RecurrentStates
+from sglang_cake.integration.memory.kv_pool import (
+    COPY_BYTES,
+    OUT_BLOCKS,
+    Copy,
+    CopyMemory,
+    CopyStreams,
+    CudaKV,
+    pieces_of,
+)
 
 BLOCK, SEEDS = 16, range(12)
 
@@ -16,9 +36,16 @@ BLOCK, SEEDS = 16, range(12)
 class GpuHarness:
     """A `CudaKV`, and forwards that write to slots and read them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        seed: int,
+        pool: Any = None,
+        kernel: type = PlainRowKernel,
+    ) -> None:
         self.cuda: FakeCuda = install(monkeypatch, seed)
-        self.pool = mha(12 * BLOCK)
+        monkeypatch.setattr(row_kernel, "RowKernel", kernel)
+        self.pool = mha(12 * BLOCK) if pool is None else pool
         self.forward: Any = torch.cuda.Stream()
         self.kv = CudaKV(self.pool, block_tokens=BLOCK, forward_stream=self.forward)
         order = torch.randperm(12 * BLOCK, generator=torch.Generator().manual_seed(seed)) + 1
@@ -92,7 +119,7 @@ def test_cuda_kv_load_is_behind_the_forward_before_and_before_the_forward_behind
 def test_cuda_kv_save_takes_what_the_forward_before_wrote(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    assert RING_BLOCKS < 6  # so that the ring is used again
+    assert OUT_BLOCKS < 6  # so that the ring is used again
     assert GpuHarness(monkeypatch, seed).wrong_saves() == 0
 
 
@@ -120,3 +147,182 @@ def test_cuda_kv_forwards_wait_for_the_last_of_several_copies(
         harness.run()
         whole = harness.kv.layout.block_bytes
         assert seen == [[bytes([n]) * whole] for n in range(5)]
+
+
+# ---- device memory ----
+
+MHA = (("k", (8, 128)), ("v", (8, 128)))
+
+
+@given(block_bytes=st.integers(1, 2**34), encoded=st.booleans())
+def test_copy_memory_of_blocks_of_any_size_is_within_its_bound(
+    block_bytes: int, encoded: bool
+) -> None:
+    memory = CopyMemory.of_blocks(block_bytes, encoded=encoded)
+    assert memory.all_bytes <= COPY_BYTES == 128 * 2**20
+    assert memory.decodes <= encoded
+    assert memory.out_bytes >= memory.in_bytes >= min(block_bytes, kv_pool.PIECE_BYTES)
+
+
+def test_copy_memory_blocks_of_16_mib_are_decoded_on_the_device_and_larger_ones_are_not() -> None:
+    assert CopyMemory.of_blocks(16 * 2**20, encoded=True).decodes
+    assert not CopyMemory.of_blocks(24 * 2**20, encoded=True).decodes
+
+
+@given(layers=st.integers(1, 200), tokens=st.integers(1, 2048), width=st.integers(1, 2**13))
+def test_pieces_of_a_block_are_its_planes_in_order(layers: int, tokens: int, width: int) -> None:
+    layout = BlockLayout.plain(layers, (("k", (width,)), ("v", (2 * width,))), "uint8", tokens)
+    pieces = pieces_of(layout)
+    numbers = [n for piece in pieces for n in range(*piece.planes.indices(2 * layers))]
+    assert numbers == list(range(2 * layers))
+    assert max(piece.size_bytes for piece in pieces) <= kv_pool.PIECE_BYTES
+    starts = [layout.planes[piece.planes.start].start for piece in pieces]
+    assert starts == [piece.start for piece in pieces]
+    assert sum(piece.size_bytes for piece in pieces) == layout.block_bytes
+
+
+def test_pieces_of_a_plane_that_is_too_large_raises_what_to_do() -> None:
+    layout = BlockLayout.plain(1, MHA, "bfloat16", 2**14)
+    with pytest.raises(ConfigError, match="lower --cake-block-tokens"):
+        pieces_of(layout)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that tensors take which are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {_address(each) for each in tree_leaves((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if _address(each) not in before and isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._drop, storage.nbytes())
+        return result
+
+    def _drop(self, size_bytes: int) -> None:
+        self.now -= size_bytes
+
+
+def _address(each: Any) -> int | None:
+    return each.untyped_storage().data_ptr() if isinstance(each, torch.Tensor) else None
+
+
+@pytest.mark.parametrize("codec", [None, "raw", "int8", "int4", "kvquant3"])
+def test_cuda_kv_takes_no_more_device_memory_than_it_says(
+    monkeypatch: pytest.MonkeyPatch, codec: str | None
+) -> None:
+    install(monkeypatch, 0, eager=True)
+    tokens, layers = 64, 4
+    pool = mha(2 * tokens, heads=8, dim=128, layers=layers, dtype=torch.bfloat16)
+    layout = BlockLayout.plain(layers, MHA, "bfloat16", tokens)
+    block = Buffer(on_page(layout.block_bytes + 2**16))
+    if codec is not None:
+        values = torch.randn(layout.block_bytes // 2).to(torch.bfloat16).view(torch.uint8).numpy()
+        chain_of(codec, layout, rope_theta=5e5).encode(layout, values.data, block.view)
+    slots = torch.arange(tokens) + 1
+    row, kept = slots.repeat(4), []
+    with LiveBytes() as live:
+        kv = CudaKV(pool, block_tokens=tokens, forward_stream=None, encoded=codec is not None)
+        memory = CopyMemory.of_blocks(layout.block_bytes, encoded=codec is not None)
+        buffers = buffers_for(kv, 4)
+        loaded = block if codec is not None else Buffer(block.view[: layout.block_bytes])
+        for _ in range(8):
+            kept.append(kv.load(loaded, slots, ()))
+            kept.append(kv.save(row, buffers, ()))
+        assert memory.decodes == (codec is not None)
+        assert memory.in_bytes + memory.out_bytes < live.peak
+        assert live.peak <= memory.all_bytes + 2**14  # and small tables
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cuda_kv_block_of_several_pieces_is_ordered_like_one(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(kv_pool, "PIECE_BYTES", 4096)
+    pool = mha(12 * BLOCK, heads=2, dim=16)
+    harness = GpuHarness(monkeypatch, seed, pool)
+    assert len(pieces_of(harness.kv.layout)) > 1
+    assert harness.wrong_loads() == 0
+    assert GpuHarness(monkeypatch, seed, pool).wrong_saves() == 0
+
+
+def test_cuda_kv_pools_share_streams_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in SEEDS:
+        harness = GpuHarness(monkeypatch, seed)
+        other = mha(6 * BLOCK, layers=1)
+        with LiveBytes() as live:
+            beside: Any = harness.kv.beside(other, BLOCK)
+        assert live.peak < harness.kv.layout.block_bytes
+        one, two = harness.block(1), Buffer(harness.block(2).view[: beside.layout.block_bytes])
+        slots = harness.slots[0]
+        loads = [
+            kv.load(b, s, kv.fence())
+            for kv, b, s in ((harness.kv, one, slots), (beside, two, torch.arange(BLOCK) + 1))
+        ]
+        beside.order_forwards_after(loads[1:])
+        seen = harness.read(slots)  # behind the other one's copy, and so behind its own
+        harness.run()
+        assert seen == [bytes([1]) * len(one.view)]
+        assert all((as_bytes(b)[1 : BLOCK + 1] == 2).all() for b in buffers_of(other))
+
+
+def test_cuda_kv_failed_launch_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots of a load that fails are free at once."""
+    monkeypatch.setattr(kv_pool, "PIECE_BYTES", 4096)
+    for seed in SEEDS:
+        harness = GpuHarness(monkeypatch, seed, mha(12 * BLOCK, heads=2, dim=16), Failing)
+        block = harness.block(1)
+        with pytest.raises(torch.OutOfMemoryError):
+            harness.kv.load(block, harness.slots[0], ())
+        harness.fill(harness.slots[0], 0xCC)
+        seen = harness.read(harness.slots[0])
+        harness.run()
+        assert seen == [bytes([0xCC]) * len(block.view)]
+
+
+class Failing(PlainRowKernel):
+    """Copies the first piece of a block, and fails at the second one."""
+
+    def scatter(self, blocks: Any, index: Any, slots: Any, piece: Any = None) -> None:
+        if piece.start:
+            raise torch.OutOfMemoryError("no memory")
+        super().scatter(blocks, index, slots, piece)
+
+
+# ---- recurrent states ----
+
+
+@pytest.mark.parametrize("ring_bytes", [48, 4096])
+def test_recurrent_states_go_through_the_rings_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, ring_bytes: int
+) -> None:
+    for seed in SEEDS:
+        cuda = install(monkeypatch, seed)
+        forward: Any = torch.cuda.Stream()
+        memory = CopyMemory(ring_bytes, ring_bytes, decodes=False, decoding_bytes=0)
+        streams = CopyStreams(torch.device("cpu"), memory, forward)
+        random = torch.Generator().manual_seed(seed)
+        planes = [torch.randn((2, 4, 5, width), generator=random) for width in (3, 8)]
+        before = [plane.clone() for plane in planes]
+        buffers = SimpleNamespace(conv=[planes[0]], temporal=planes[1], extra_checkpoint_buffers=[])
+        pool = SimpleNamespace(
+            get_device_pool_infos=lambda found=buffers: (SimpleNamespace(buffer_info=found),)
+        )
+        states = RecurrentStates(pool, block_bytes=128, streams=streams)
+        assert states.count > 2
+        saved = [Buffer(on_page(128)) for _ in range(states.count)]
+        save = states.save(EndSlots(state=torch.tensor([1])), saved, ())
+        save.wait()
+        target = EndSlots(state=torch.tensor([3]))
+        loads = [states.load(n, buffer, target, ()) for n, buffer in enumerate(saved)]
+        states.order_forwards_after(loads)
+        cuda.run_all()
+        for plane, old in zip(planes, before, strict=True):
+            assert torch.equal(plane[:, 3], old[:, 1])
+            assert torch.equal(plane[:, :3], old[:, :3])

@@ -45,7 +45,8 @@ def by_loops(layout: BlockLayout, payload: memoryview) -> bytes:
 
 
 def by_torch(layout: BlockLayout, memory: bytearray) -> bytes:
-    block = decode_payload(layout, torch.frombuffer(memory, dtype=torch.uint8), CPU)
+    block = torch.empty(layout.block_bytes, dtype=torch.uint8)
+    decode_payload(layout, torch.frombuffer(memory, dtype=torch.uint8), block)
     assert block.dtype == torch.uint8
     assert block.shape == (layout.block_bytes,)
     return block.numpy().tobytes()

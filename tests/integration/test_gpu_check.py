@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import torch
 from fake_cuda import PlainRowKernel, install
 
 from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory import kv_pool, row_kernel
 from sglang_cake.integration.memory.kv_pool import CudaKV
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
 
 from benchmarks.gpu import check, environment, exact, overlap, sanitizer, serve, speed  # noqa: E402
-from benchmarks.gpu.measuring import SMALL, Finding, Load  # noqa: E402
+from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load  # noqa: E402
 from benchmarks.gpu.stand_ins import PoolForm, make_pool  # noqa: E402
 from sglang_cake.core.layout import BlockLayout  # noqa: E402
 
@@ -31,6 +32,7 @@ FORMS = {
     "MLA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, dtype=torch.float32),
     "DSA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, index_page_bytes=64 * 132),
 }
+PIECE_BYTES = {"MHA": 4096, "MLA": 12288, "DSA": 12288}  # that hold half of a block at most
 CASES = [(form, page) for form in FORMS for page in (1, 64) if (form, page) != ("DSA", 1)]
 
 
@@ -51,10 +53,13 @@ def test_gpu_check_copies_are_compared_with_plain_indexing(
 ) -> None:
     load = Load(SMALL, torch.cuda.Stream(), CPU)
     assert exact.copies_of(FORMS[form], page, load, CPU) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_pool, "PIECE_BYTES", PIECE_BYTES.get(form, kv_pool.PIECE_BYTES))
+        assert exact.copies_of(FORMS[form], page, load, CPU) == ""
 
     class Twisted(PlainRowKernel):
-        def scatter(self, blocks: Any, index: Any, slots: Any) -> None:
-            super().scatter(blocks, index, slots.roll(1))
+        def scatter(self, blocks: Any, index: Any, slots: Any, piece: Any = None) -> None:
+            super().scatter(blocks, index, slots.roll(1), piece)
 
     monkeypatch.setattr(row_kernel, "RowKernel", Twisted)
     assert "after loads" in exact.copies_of(FORMS[form], page, load, CPU)
@@ -112,9 +117,49 @@ def test_gpu_check_decoding_is_measured(monkeypatch: pytest.MonkeyPatch, eager: 
 
 
 def test_gpu_check_sizes_are_those_of_llama_3_8b() -> None:
-    from benchmarks.gpu.measuring import FULL
-
     assert FULL.form.token_bytes * FULL.block_tokens == 16 * 2**20
+
+
+def _findings(auto_s: float, block_s: float) -> dict[str, bool | None]:
+    """Of a cell in which computing and loading take 4 s each, and T* is 2 s."""
+    size = replace(FULL, question_tokens=1, chunk_tokens=8192)
+    arms: dict[Any, overlap.Arm] = {mode: overlap.Arm() for mode in overlap.MODES}
+    link = size.form.token_bytes * 32768 / 4 / 1e9
+    for mode, ttft_s in (("compute", 4.0), ("load", 4.0), ("auto", auto_s)):
+        arms[mode].ttft_s.append(ttft_s)
+        arms[mode].steps_s.append([1.0, 1.0, 1.0, 1.0] if mode == "compute" else [0.001])
+        arms[mode].bytes_per_s.append(size.form.token_bytes * 128 / block_s)
+        arms[mode].plan_s.append(0.001)
+        arms[mode].errors.append(auto_s / 10)
+    return {each.what.partition(": ")[2]: each.ok for each in overlap.cell(size, link, 32768, arms)}
+
+
+def test_gpu_check_overlap_passes_only_near_its_goals() -> None:
+    link_block_s = 4 * 128 / 32768
+    well, badly = _findings(2.05, 1.05 * link_block_s), _findings(5.5, 1.25 * link_block_s)
+    judged = {
+        *("auto to the better single way", "error of predicted steps"),
+        *("loaded by auto", "loaded by load"),
+    }
+    assert {what for what, ok in well.items() if ok} == judged
+    assert {what for what, ok in badly.items() if ok is False} == judged
+
+
+def test_gpu_check_figures_of_tiny_sizes_have_no_goal() -> None:
+    assert FULL.at_most(1, "x", 2).ok is FULL.at_least(2, "x", 1).ok is False
+    assert FULL.at_most(2, "x", 2).ok is FULL.at_least(1, "x", 1).ok is True
+    assert SMALL.at_most(1, "x", 2).ok is SMALL.at_least(2, "x", 1).ok is None
+
+
+def test_gpu_check_copies_have_goals(eager: None) -> None:
+    """Which a device that is made up does not reach."""
+    found = {each.what: each for each in speed.cake_copies(replace(SMALL, has_goals=True), CPU)}
+    judged = {what for what, each in found.items() if each.ok is not None}
+    assert judged >= {
+        *("host time of a loaded block", "host time of a saved block"),
+        *("loads, beside products", "device memory of copies, peak"),
+    }
+    assert found["loads, beside products"].ok is False
 
 
 # ---- the command ----

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory import kv_pool, row_kernel
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.memory.row_kernel import RowKernel
 
@@ -181,6 +181,33 @@ def test_row_kernel_copies_of_every_group_equal_those_of_the_plain_path(kind: st
     check(make, gap_bytes=4096, **options)
 
 
+@pytest.mark.parametrize("kind", ["index pages", "index rows", "packed KV"])
+def test_row_kernel_pieces_of_a_block_are_copied_like_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    make, options = GROUPS[kind]
+    page, block_tokens = options["page"], options["block_tokens"]
+    whole, parted = make(), make()
+    kv, of_parted = (DeviceKV(pool, block_tokens=block_tokens) for pool in (whole, parted))
+    largest = max(plane.rows * plane.row_bytes for plane in kv.layout.planes)
+    monkeypatch.setattr(kv_pool, "PIECE_BYTES", largest)
+    pieces = kv_pool.pieces_of(kv.layout)
+    assert len(pieces) > 1
+    block, slots = random_bytes(1, kv.layout.block_bytes), slots_in_pages(whole.size, page, 1)
+    index, slots = torch.tensor([0]), slots[:block_tokens].contiguous()
+    RowKernel(kv.rows, kv.layout).scatter(block, index, slots)
+    kernel = RowKernel(of_parted.rows, kv.layout)
+    found = []
+    for piece in pieces:
+        part = block[:, piece.start : piece.start + piece.size_bytes].contiguous()
+        kernel.scatter(part, index, slots, piece)
+        found.append(torch.zeros_like(part))
+        kernel.gather(slots, found[-1], index, piece)
+    for one, other in zip(kv.rows, of_parted.rows, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(torch.cat(found, dim=1), block)
+
+
 def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib() -> None:
     """Memory that is not touched costs nothing."""
     width = 2**12 + 1  # of bytes that are words
@@ -253,6 +280,7 @@ def test_row_kernel_compiles_for_a_gpu_with_accesses_of_one_unit(
                 "blocks": f"*{word}",
                 **dict.fromkeys(("index", "slots", "planes"), "*i64"),
                 "stride": "i32",
+                "first": "i32",
             }
             | dict.fromkeys(
                 (

@@ -3,6 +3,7 @@
 The numbers before this path was built stand in `benchmarks/reports/gpu.md`.
 """
 
+import itertools
 import math
 import statistics
 
@@ -43,7 +44,7 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
     model: GpuModel,
 ) -> None:
     over = []
-    for tokens, link in ((16384, 4), (32768, 2), (32768, 8), (32768, 25)):
+    for tokens, link in itertools.product((16384, 32768), (2, 8, 25)):
         auto, compute, load = (
             ttft_s(model, tokens, link * GB, mode) for mode in ("auto", "compute", "load")
         )
@@ -53,14 +54,17 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
     assert min(over) >= 1 - 1e-9
 
 
-@pytest.mark.parametrize("link", [8, 25])
-def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(link: int) -> None:
-    with virtual_scheduler(LLAMA_8B, link_bytes_per_s=link * GB) as scheduler:
-        scheduler.restore(32768)
-        reads = scheduler.store.read_s[-100:]  # of the last prompt
-        carried_bytes = (len(reads) - 1) * LLAMA_8B.layout.block_bytes
-        assert carried_bytes / (reads[-1] - reads[0]) >= 0.9 * link * GB
-        assert scheduler.staging.capacity * LLAMA_8B.layout.block_bytes <= 2**30
+@models
+@pytest.mark.parametrize("link", [2, 8, 25])
+def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(
+    model: GpuModel, link: int
+) -> None:
+    with virtual_scheduler(model, link_bytes_per_s=link * GB) as scheduler:
+        scheduler.restore(32768, prompts_before=1)
+        before = len(scheduler.store.read_s)
+        scheduler.restore(32768, prompts_before=0)
+        assert scheduler.loaded_bytes_per_s(before) >= 0.9 * link * GB
+        assert scheduler.staging.capacity * model.layout.block_bytes <= 2**30
 
 
 def test_virtual_gpu_costs_are_those_of_the_step_that_ran() -> None:
@@ -79,15 +83,27 @@ def test_virtual_gpu_scheduler_thread_never_waits_and_launches_little(
     with virtual_scheduler(model, link_bytes_per_s=8 * GB, page_tokens=page_tokens) as scheduler:
         scheduler.restore(32768, prompts_before=1)
         host = scheduler.gpu.scheduler
-        before, polls = host.launches, scheduler.polls
         copied = scheduler.gpu.copier.launches
         scheduler.restore(32768, prompts_before=0)  # stored and known by now
         assert host.syncs == 0
-        assert (host.launches - before) / (scheduler.polls - polls) <= 10
         blocks = (scheduler.gpu.copier.launches - copied) / 2
         assert scheduler.gpu.copier.launch_s / scheduler.gpu.copier.launches * 2 <= 60e-6
         assert blocks > 0
         assert scheduler.gpu.peak_scratch_bytes <= 128 * 2**20
+
+
+@models
+@pytest.mark.parametrize("page_tokens", [1, 64])
+def test_virtual_gpu_launches_of_a_poll_do_not_grow_with_its_blocks(
+    model: GpuModel, page_tokens: int
+) -> None:
+    most = {}
+    for tokens in (8192, 32768):
+        with virtual_scheduler(model, link_bytes_per_s=8 * GB, page_tokens=page_tokens) as loop:
+            loop.restore(tokens)
+            most[tokens] = max(loop.poll_launches)
+    # Four times as many blocks. A prompt of one chunk meets fewer situations in a poll.
+    assert 0 < most[32768] <= most[8192] + 2
 
 
 def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone() -> None:

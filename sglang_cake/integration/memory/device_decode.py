@@ -24,22 +24,22 @@ _HALF_MAX = 65504.0
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def decode_payload(
-    layout: BlockLayout, payload: torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    """The block (uint8 `[block_bytes]`, on `device`) that a payload in host memory begins with.
+def decode_payload(layout: BlockLayout, payload: torch.Tensor, block: torch.Tensor) -> None:
+    """Fill `block` (uint8 `[block_bytes]`, on a device) with what a payload in host memory begins
+    with.
 
     Only its encoded bytes are copied to the device, asynchronously: `payload` (uint8) must not
-    change until the copy is done. It has passed `prepare`.
+    change until the copy is done. It has passed `prepare`. What this takes of device memory beside
+    `block` may be used again by what is launched next on the current stream.
     """
     text, body = split(payload.numpy())
     chain = parse(text)
     start = payload.numel() - len(body)
     size = chain.max_bytes(layout)
-    source = payload[start : start + size].to(device, non_blocking=True)
     if chain == RAW_CHAIN:
-        return source
-    block = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
+        block.copy_(payload[start : start + size], non_blocking=True)
+        return
+    source = payload[start : start + size].to(block.device, non_blocking=True)
     lead = chain.leading_bytes(layout)
     kept = source[:lead]
     source = source[lead:]
@@ -55,7 +55,6 @@ def decode_payload(
         turn_keys(layout, step, block)
     if chain.leading is not None:
         put_back_leading(layout, chain.leading, kept, block)
-    return block
 
 
 def restore_groups(

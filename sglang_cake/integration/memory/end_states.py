@@ -17,13 +17,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
+from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +214,10 @@ class RecurrentStates:
     Args:
         pool: SGLang's `MambaPool`. Raises: ConfigError for one with another form of memory.
         block_bytes: size of a buffer.
-        forward_stream: as for `CudaKV`.
+        streams: of the blocks' copies; None: on a CPU. They go through its rings, in pieces.
     """
 
-    def __init__(
-        self, pool: Any, *, block_bytes: int, forward_stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def __init__(self, pool: Any, *, block_bytes: int, streams: CopyStreams | None = None) -> None:
         (inventory,) = pool.get_device_pool_infos()
         buffers = inventory.buffer_info
         layers = [layer for each in (*buffers.conv, buffers.temporal) for layer in each]
@@ -230,12 +229,7 @@ class RecurrentStates:
         self._starts = list(itertools.accumulate((rows.shape[1] for rows in self._rows), initial=0))
         self._block_bytes = block_bytes
         self.count = -(-self._starts[-1] // block_bytes)
-        self._forward = forward_stream
-        self._in = self._out = None
-        if planes[0].is_cuda:
-            self._in = torch.cuda.Stream(planes[0].device, priority=-1)
-            self._out = torch.cuda.Stream(planes[0].device, priority=-1)
-        self._numbers = itertools.count()
+        self._streams = streams
 
     def describe(self) -> dict[str, object]:
         forms = [
@@ -251,64 +245,79 @@ class RecurrentStates:
         state = slots.state
         assert state is not None
 
-        def move() -> None:
+        def move(ring: torch.Tensor) -> None:
             for rows, start in zip(self._rows, self._starts, strict=False):
-                row = torch.index_select(rows, 0, state)[0]
-                for index, within, part in self._cut(start, start + len(row)):
-                    _bytes(buffers[index])[within].copy_(row[part], non_blocking=True)
+                for index, within, part in self._cut(start, start + rows.shape[1], len(ring)):
+                    row = ring[: part.stop - part.start].unsqueeze(0)
+                    torch.index_select(rows[:, part], 0, state, out=row)
+                    _bytes(buffers[index])[within].copy_(row[0], non_blocking=True)
 
         _zero(buffers[-1], self._starts[-1] - (self.count - 1) * self._block_bytes)
-        return self._launch(self._out, after, move, state)
+        streams = self._streams
+        if streams is None:
+            move(torch.empty(self._block_bytes, dtype=torch.uint8))
+            return Copy()
+        return self._launch(streams.out, after, partial(move, streams.ring_out), state)
 
     def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
         state = slots.state
         assert state is not None
+        first = index * self._block_bytes
+        source = _bytes(buffer)[: self._starts[-1] - first]
 
-        def move() -> None:
-            piece = _bytes(buffer).to(self._rows[0].device, non_blocking=True)
-            for rows, start in zip(self._rows, self._starts, strict=False):
-                for each, within, part in self._cut(start, start + rows.shape[1]):
-                    if each == index:
-                        rows[:, part].index_copy_(0, state, piece[within].unsqueeze(0))
+        def move(ring: torch.Tensor) -> None:
+            for at in range(0, len(source), len(ring)):
+                piece = source[at : at + len(ring)]
+                if ring is not source:
+                    piece = ring[: len(piece)].copy_(piece, non_blocking=True)
+                begin, stop = first + at, first + at + len(piece)
+                for rows, start in zip(self._rows, self._starts, strict=False):
+                    low, high = max(begin, start), min(stop, start + rows.shape[1])
+                    if low < high:
+                        part = piece[low - begin : high - begin].unsqueeze(0)
+                        rows[:, low - start : high - start].index_copy_(0, state, part)
 
-        return self._launch(self._in, after, move, state)
+        streams = self._streams
+        if streams is None:
+            started_s = time.perf_counter()
+            move(source)
+            return Copy(took_s=time.perf_counter() - started_s)
+        return self._launch(streams.into, after, partial(move, streams.ring_in), state)
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         last = max(copies, key=lambda copy: copy.number, default=Copy())
-        if last.pool is not None:
+        if last.pool is not None and self._streams is not None:
             # The scheduler thread copies states on its own stream.
             current = torch.cuda.current_stream(self._planes[0].device)
-            for stream in {current, self._forward or current}:
+            for stream in {current, self._streams.forward or current}:
                 stream.wait_event(last.pool)
 
-    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """The blocks that the bytes `[start, stop)` of a state lie in: index, place in the block,
-        and place in these bytes."""
+    def _cut(self, start: int, stop: int, most: int) -> Iterator[tuple[int, slice, slice]]:
+        """The bytes `[start, stop)` of a state, in parts of at most `most` bytes, each in one
+        block: index of the block, place in the block, and place in these bytes."""
         size = self._block_bytes
-        for index in range(start // size, -(-stop // size)):
-            first, last = max(start, index * size), min(stop, (index + 1) * size)
-            within = slice(first - index * size, last - index * size)
-            yield index, within, slice(first - start, last - start)
+        low = start
+        while low < stop:
+            index = low // size
+            high = min(stop, low + most, (index + 1) * size)
+            within = slice(low - index * size, high - index * size)
+            yield index, within, slice(low - start, high - start)
+            low = high
 
     def _launch(
         self,
-        stream: torch.cuda.Stream | None,
+        stream: torch.cuda.Stream,
         after: Fence,
         move: Callable[[], object],
         keep: torch.Tensor,
     ) -> Copy:
-        if stream is None:
-            started_s = time.perf_counter()
-            move()
-            return Copy(took_s=time.perf_counter() - started_s)
-        with torch.cuda.stream(stream):
-            for event in after:
-                stream.wait_event(event)
+        assert self._streams is not None
+        with self._streams.launching(stream, after):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record(stream)
             move()
             end.record(stream)
-            return Copy(end, end, (keep,), begin, number=next(self._numbers))
+            return Copy(end, end, (keep,), begin, number=next(self._streams.numbers))
 
 
 def _bytes(buffer: Buffer) -> torch.Tensor:

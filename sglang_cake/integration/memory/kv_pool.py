@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +14,17 @@ import torch
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.host_memory import mib
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.pool_planes import pool_planes
 
-RING_BLOCKS = 4  # blocks that one kernel moves out of the pool
-RING_BYTES = 96 * 2**20  # at most, of device memory, for blocks on their way out
+COPY_BYTES = 128 * 2**20  # at most, of device memory, for the copies of a process
+PIECE_BYTES = 24 * 2**20  # of a block, at most, that one DMA and one kernel move
+OUT_BLOCKS = 4  # that one kernel moves out of the pool
+OUT_BYTES = 3 * PIECE_BYTES  # of device memory, at most, for blocks on their way out
+# Device memory that decoding takes beside the block itself, in sizes of the block (5.1 at most, of
+# what is decoded on a device).
+DECODING_BLOCKS = 5.5
 # Row copies use the widest integer type that divides every row, whatever the dtype of the KV: there
 # are no index kernels for float8.
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -26,6 +32,63 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 # A point of the device's work: events that are recorded at it. On a CPU there are none.
 Fence = tuple[torch.cuda.Event, ...]
+
+
+class Piece(NamedTuple):
+    """Consecutive planes of a block."""
+
+    planes: slice
+    start: int  # its first byte
+    size_bytes: int
+
+
+def pieces_of(layout: BlockLayout) -> list[Piece]:
+    """What is copied at a time: as many planes as `PIECE_BYTES` hold. Raises: ConfigError if they
+    do not hold one plane."""
+    pieces: list[Piece] = []
+    first = start = 0
+    for number, plane in enumerate(layout.planes):
+        stop = plane.start + plane.rows * plane.row_bytes
+        if stop - plane.start > PIECE_BYTES:
+            raise ConfigError(
+                f"a block of {layout.block_tokens} tokens has {mib(stop - plane.start)} of one "
+                f"layer, and cake copies at most {mib(PIECE_BYTES)} at a time: lower "
+                "--cake-block-tokens"
+            )
+        if stop - start > PIECE_BYTES:
+            pieces.append(Piece(slice(first, number), start, plane.start - start))
+            first, start = number, plane.start
+    last = layout.block_bytes - start
+    return [*pieces, Piece(slice(first, len(layout.planes)), start, last)]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyMemory:
+    """Device memory that the copies of a process take, one way and the other.
+
+    Attributes:
+        decodes: blocks are decoded on the device. Larger blocks are decoded by a CPU.
+        in_bytes, out_bytes: of the rings.
+        decoding_bytes: at most, beside the rings.
+    """
+
+    in_bytes: int
+    out_bytes: int
+    decodes: bool
+    decoding_bytes: int
+
+    @classmethod
+    def of_blocks(cls, block_bytes: int, *, encoded: bool = False) -> "CopyMemory":
+        """For blocks of this size, and for smaller ones. Args: encoded: loads come encoded."""
+        piece = min(-(-block_bytes // PAGE_BYTES) * PAGE_BYTES, PIECE_BYTES)
+        decoding = math.ceil(DECODING_BLOCKS * block_bytes)
+        decodes = encoded and block_bytes <= PIECE_BYTES and 2 * piece + decoding <= COPY_BYTES
+        out_blocks = 1 if decodes else min(OUT_BLOCKS, OUT_BYTES // piece)
+        return cls(piece, out_blocks * piece, decodes, decoding if decodes else 0)
+
+    @property
+    def all_bytes(self) -> int:
+        return self.in_bytes + self.out_bytes + self.decoding_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +135,16 @@ class DeviceKV:
 
     Attributes:
         slots: the pool's, with those of the first page, which are never used.
+        encoded: `load` gets payloads, and decodes them.
+        streams: that copies run on; None: they run in the calling thread.
 
     Args:
         pool: as `pool_planes` takes it. Raises: ConfigError for any other.
-        encoded: `load` gets payloads, which are decoded on the device.
+        encoded: blocks come encoded.
         apart: as for `pool_planes`.
     """
+
+    streams: "CopyStreams | None" = None
 
     def __init__(
         self,
@@ -119,6 +186,10 @@ class DeviceKV:
         """Size of a buffer that `load` takes; those of `save` have the size of a block."""
         return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
 
+    def beside(self, pool: Any, block_tokens: int) -> "DeviceKV":
+        """The same for blocks of another pool, which are not larger, and not encoded."""
+        return DeviceKV(pool, block_tokens=block_tokens)
+
     def here(self) -> contextlib.AbstractContextManager[object]:
         """The context of a thread that calls `load` and `save`."""
         return torch.inference_mode()
@@ -145,12 +216,18 @@ class DeviceKV:
         have left the KV pool."""
 
     def _fetched(self, buffer: Buffer) -> torch.Tensor:
-        """The block that a buffer holds (uint8 `[block_bytes]`), on the device."""
-        if self.encoded:
-            from sglang_cake.integration.memory.device_decode import decode_payload  # loads numba
+        """The block that a buffer holds (uint8 `[block_bytes]`)."""
+        if not self.encoded:
+            return _tensor(buffer)
+        block = torch.empty(self.layout.block_bytes, dtype=torch.uint8)
+        self._decode(buffer, block)
+        return block
 
-            return decode_payload(self.layout, _tensor(buffer), self.device)
-        return _tensor(buffer).to(self.device, non_blocking=True)
+    def _decode(self, buffer: Buffer, block: torch.Tensor) -> None:
+        """Fill a block (uint8 `[block_bytes]`, on the device) from an encoded one."""
+        from sglang_cake.integration.memory.device_decode import decode_payload  # loads numba
+
+        decode_payload(self.layout, _tensor(buffer), block)
 
     def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
@@ -200,17 +277,63 @@ class DeviceKV:
             yield rows, index[tokens], words.view(-1, rows.shape[1])
 
 
+class CopyStreams:
+    """The streams that copies run on, one each way, each with a ring of device memory that bytes go
+    through. All pools of a process share them.
+
+    The order of launches on a stream is the order in which its ring is used, so nothing waits for
+    a free place.
+
+    Attributes:
+        into, out: the streams.
+        ring_in, ring_out: uint8, the device memory of each.
+        numbers: of copies, in the order of their launches.
+
+    Args:
+        forward: the stream that forwards run on; None: the scheduler's current stream.
+    """
+
+    def __init__(
+        self, device: torch.device, memory: CopyMemory, forward: torch.cuda.Stream | None
+    ) -> None:
+        self.forward = forward
+        # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
+        # normal priority. A kernel of ours is short, and waits for no block of a long one.
+        self.into, self.out = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self.ring_in, self.ring_out = (
+            torch.empty(size, dtype=torch.uint8, device=device)
+            for size in (memory.in_bytes, memory.out_bytes)
+        )
+        self.numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def launching(self, stream: torch.cuda.Stream, after: Fence) -> Iterator[None]:
+        """Launch copies in `stream`, behind `after`. If that fails, what was launched is over
+        before the error is raised: its slots and buffers get other owners then."""
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            try:
+                yield
+            except BaseException:
+                _recorded(stream).synchronize()
+                raise
+
+
 class CudaKV(DeviceKV):
     """The same on a GPU: copies run on two streams of their own, one each way, beside forwards.
 
-    A block goes through a ring of blocks in device memory: one DMA between host and ring, and one
-    kernel between ring and slots (`row_kernel.py`). The order of launches on a stream is the order
-    in which its ring is used, so nothing waits for a free place. The host waits for
-    a copy only if its buffer is not pinned.
+    A block goes through device memory, in one piece or several (`pieces_of`): one DMA between host
+    and ring, and one kernel between ring and slots (`row_kernel.py`). The host waits for a copy
+    only if its buffer is not pinned.
 
     Args:
-        forward_stream: the stream that forwards run on; None: the scheduler's current stream.
+        forward_stream: as for `CopyStreams`.
+        encoded: blocks come encoded; they are decoded on the device unless they are too large.
+        streams: of another pool of the process; None: new ones.
     """
+
+    streams: CopyStreams
 
     def __init__(
         self,
@@ -220,22 +343,32 @@ class CudaKV(DeviceKV):
         forward_stream: torch.cuda.Stream | None,
         encoded: bool = False,
         apart: Sequence[object] = (),
+        streams: CopyStreams | None = None,
     ) -> None:
         from sglang_cake.integration.memory.row_kernel import RowKernel  # loads Triton
 
         super().__init__(pool, block_tokens=block_tokens, encoded=encoded, apart=apart)
-        self._forward = forward_stream
-        # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
-        # normal priority. A kernel of ours is short, and waits for no block of a long one.
-        self._in = torch.cuda.Stream(self.device, priority=-1)
-        self._out = torch.cuda.Stream(self.device, priority=-1)
-        stride = -(-self.layout.block_bytes // PAGE_BYTES) * PAGE_BYTES
-        count = max(1, min(RING_BLOCKS, RING_BYTES // stride))
-        self._ring_in = torch.empty((1, stride), dtype=torch.uint8, device=self.device)
-        self._ring_out = torch.empty((count, stride), dtype=torch.uint8, device=self.device)
+        self._pieces = pieces_of(self.layout)
+        memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
+        self.encoded = memory.decodes
+        self.streams = streams or CopyStreams(self.device, memory, forward_stream)
+        largest = max(piece.size_bytes for piece in self._pieces)
+        stride = -(-largest // PAGE_BYTES) * PAGE_BYTES
+        count = 1
+        if len(self._pieces) == 1:
+            count = min(OUT_BLOCKS, self.streams.ring_out.numel() // stride)
+        self._ring_in = self.streams.ring_in[:stride].view(1, stride)
+        self._ring_out = self.streams.ring_out[: count * stride].view(count, stride)
         self._index = torch.arange(count, device=self.device)
-        self._numbers = itertools.count()
         self._kernel = RowKernel(self._rows, self.layout)
+
+    def beside(self, pool: Any, block_tokens: int) -> DeviceKV:
+        return CudaKV(
+            pool,
+            block_tokens=block_tokens,
+            forward_stream=self.streams.forward,
+            streams=self.streams,
+        )
 
     def here(self) -> contextlib.AbstractContextManager[object]:
         stack = contextlib.ExitStack()
@@ -247,46 +380,48 @@ class CudaKV(DeviceKV):
         return tuple(_recorded(stream) for stream in self._launching)
 
     def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
-        with torch.cuda.stream(self._in):
-            for event in after:
-                self._in.wait_event(event)
-            begin = _recorded(self._in, timed=True)
-            if self.encoded:
-                ring = self._fetched(block).unsqueeze(0)
-            else:
-                ring = self._ring_in
-                ring[0, : self.layout.block_bytes].copy_(_tensor(block), non_blocking=True)
-            self._kernel.scatter(ring, self._index[:1], slots)
-            end = _recorded(self._in, timed=True)
-            return Copy(end, end, (ring, slots), begin, number=next(self._numbers))
+        streams = self.streams
+        with streams.launching(streams.into, after):
+            begin = _recorded(streams.into, timed=True)
+            for piece in self._pieces:
+                place = self._ring_in[0, : piece.size_bytes]
+                if self.encoded:  # a block of one piece
+                    self._decode(block, place)
+                else:
+                    place.copy_(_part(_tensor(block), piece), non_blocking=True)
+                self._kernel.scatter(self._ring_in, self._index[:1], slots, piece)
+            end = _recorded(streams.into, timed=True)
+            return Copy(end, end, (slots,), begin, number=next(streams.numbers))
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
+        streams = self.streams
         tokens = self.layout.block_tokens
         count = len(self._ring_out)
-        with torch.cuda.stream(self._out):
-            for event in after:
-                self._out.wait_event(event)
+        with streams.launching(streams.out, after):
             for start in range(0, len(blocks), count):
-                part = blocks[start : start + count]
-                rows = slots[start * tokens : (start + len(part)) * tokens]
-                self._kernel.gather(rows, self._ring_out, self._index[: len(part)])
-                pool = _recorded(self._out)
-                for block, place in zip(part, self._ring_out, strict=False):
-                    source = place[: self.layout.block_bytes]
-                    _tensor(block).copy_(source, non_blocking=True)
-            return Copy(_recorded(self._out), pool, (slots,), number=next(self._numbers))
+                some = blocks[start : start + count]
+                rows = slots[start * tokens : (start + len(some)) * tokens]
+                for piece in self._pieces:
+                    self._kernel.gather(rows, self._ring_out, self._index[: len(some)], piece)
+                    pool = _recorded(streams.out)
+                    for block, place in zip(some, self._ring_out, strict=False):
+                        target = _part(_tensor(block), piece)
+                        target.copy_(place[: piece.size_bytes], non_blocking=True)
+            return Copy(_recorded(streams.out), pool, (slots,), number=next(streams.numbers))
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         if copies:
             last = max(copies, key=lambda copy: copy.number)
             assert last.pool is not None
-            (self._forward or torch.cuda.current_stream(self.device)).wait_event(last.pool)
+            stream = self.streams.forward or torch.cuda.current_stream(self.device)
+            stream.wait_event(last.pool)
 
     @property
     def _launching(self) -> list[torch.cuda.Stream]:
         """The streams on which SGLang computes and allocates."""
         current = torch.cuda.current_stream(self.device)
-        return [current] if self._forward is None else [current, self._forward]
+        forward = self.streams.forward
+        return [current] if forward is None else [current, forward]
 
 
 def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
@@ -305,6 +440,10 @@ def _start_of_run(slots: torch.Tensor) -> int | None:
     numbers = slots.numpy()
     first = int(numbers[0])
     return first if (numbers == np.arange(first, first + len(numbers))).all() else None
+
+
+def _part(block: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return block[piece.start : piece.start + piece.size_bytes]
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

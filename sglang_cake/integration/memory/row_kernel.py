@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.kv_pool import WORDS
+from sglang_cake.integration.memory.kv_pool import WORDS, Piece
 
 # Memory is addressed in units: the widest power of two, up to what one access of a thread can copy,
 # that divides the address and the width of every row. A unit has one or two words.
@@ -27,7 +27,9 @@ _TILE_COLUMNS = 64
 
 
 # One compilation for each direction, wherever in a tensor the index and the slots begin.
-@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["index", "slots"])
+@triton.jit(
+    do_not_specialize=["stride", "first"], do_not_specialize_on_alignment=["index", "slots"]
+)
 def copy_rows(
     blocks,  # the words of all blocks
     index,  # [copied blocks]: which blocks
@@ -35,6 +37,7 @@ def copy_rows(
     planes,  # int64 [planes, 4]: address in the pool; units of a row; units before it in a block;
     #                  slots of a row
     stride,  # units from a block to the next
+    first,  # units of a block before those that are copied
     BLOCK_TOKENS: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
     UNIT_WORDS: tl.constexpr,
@@ -51,8 +54,8 @@ def copy_rows(
     if PAGED:
         row_slots = tl.load(plane + 3)
         inside = row * row_slots < BLOCK_TOKENS
-        first = tl.load(slots + block * BLOCK_TOKENS + row * row_slots, mask=inside)
-        in_rows = first // row_slots
+        in_slots = tl.load(slots + block * BLOCK_TOKENS + row * row_slots, mask=inside)
+        in_rows = in_slots // row_slots
     else:
         inside = row < BLOCK_TOKENS
         in_rows = tl.load(slots + block * BLOCK_TOKENS + row, mask=inside)
@@ -62,7 +65,7 @@ def copy_rows(
     # whole units. Width and start are int64, and all offsets with them: a plane, and the memory of
     # all blocks, may have more than 2 GiB.
     width = tl.load(plane + 1) * UNIT_WORDS
-    start = (place * stride + tl.load(plane + 2)) * UNIT_WORDS
+    start = (place * stride + tl.load(plane + 2) - first) * UNIT_WORDS
     in_pool = pool + in_rows[:, None] * width
     in_block = blocks + start + row[:, None] * width
     for begin in range(0, width, COLUMNS):
@@ -113,6 +116,7 @@ class RowKernel:
             "PAGED": any(plane.row_tokens > 1 for plane in layout.planes),
         }
         self._layout = layout
+        self._whole = Piece(slice(None), 0, layout.block_bytes)
         self._pool = tuple(planes)  # keeps the addresses valid
         self._planes = torch.tensor(
             [
@@ -123,7 +127,13 @@ class RowKernel:
             device=planes[0].device,
         )
 
-    def scatter(self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor) -> None:
+    def scatter(
+        self,
+        blocks: torch.Tensor,
+        index: torch.Tensor,
+        slots: torch.Tensor,
+        piece: Piece | None = None,
+    ) -> None:
         """Copy blocks into slots.
 
         Args:
@@ -132,33 +142,49 @@ class RowKernel:
             index: int32 or int64 `[n]`: which of `blocks` are copied.
             slots: int64 `[n * block_tokens]`, those of each block in turn, all different. Where a
                 row of a plane has several slots, they are those of whole rows, in order.
+            piece: `blocks` have this part of each block alone; None: all of it.
 
         Indices and slots are not checked, since they are on the device.
         """
-        self._launch(blocks, index, slots, into_pool=True)
+        self._launch(blocks, index, slots, piece, into_pool=True)
 
-    def gather(self, slots: torch.Tensor, blocks: torch.Tensor, index: torch.Tensor) -> None:
+    def gather(
+        self,
+        slots: torch.Tensor,
+        blocks: torch.Tensor,
+        index: torch.Tensor,
+        piece: Piece | None = None,
+    ) -> None:
         """Copy slots into blocks. The arguments are those of `scatter`; the values of `index` are
         all different."""
-        self._launch(blocks, index, slots, into_pool=False)
+        self._launch(blocks, index, slots, piece, into_pool=False)
 
     def _launch(
-        self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, *, into_pool: bool
+        self,
+        blocks: torch.Tensor,
+        index: torch.Tensor,
+        slots: torch.Tensor,
+        piece: Piece | None,
+        *,
+        into_pool: bool,
     ) -> None:
+        piece = piece or self._whole
+        planes = self._planes[piece.planes]
         # A wrong size would be an access to any address.
         stride = blocks.stride(0)
         assert slots.is_contiguous(), slots.stride()
         assert index.is_contiguous(), index.stride()
         assert len(slots) == len(index) * self._layout.block_tokens, (slots.shape, index.shape)
-        assert blocks.shape[1] >= self._layout.block_bytes, blocks.shape
+        assert blocks.shape[1] >= piece.size_bytes, (blocks.shape, piece)
         assert blocks.data_ptr() % self._unit_bytes == stride % self._unit_bytes == 0, stride
         with torch.cuda.device_of(blocks):  # the device of the calling thread may be another one
-            copy_rows[(len(index) * self._tiles, len(self._pool))](
+            copy_rows[(len(index) * self._tiles, len(planes))](
                 blocks.view(self._word),
                 index,
                 slots,
-                self._planes,
+                planes,
                 stride // self._unit_bytes,
+                piece.start // self._unit_bytes,
                 **self._sizes,
                 INTO_POOL=into_pool,
             )
