@@ -41,7 +41,8 @@ def metrics() -> str:
         if not family.name.startswith("sglang:cake_"):
             continue
         name = family.name + ("_total" if family.type == "counter" else "")
-        names = sorted({key for sample in family.samples for key in sample.labels} - {own, "le"})
+        # Not from its samples: a label may have no value before something happens.
+        names = sorted({*REGISTRY._names_to_collectors[family.name]._labelnames} - {own})
         told = ", ".join(f"`{each}`" for each in names)
         rows.append(f"| `{name}` | {family.type} | {told} | {family.documentation} |")
     return "\n".join(rows)

@@ -68,7 +68,8 @@ def words_of(paths: Iterable[Path]) -> frozenset[str]:
 @cache
 def words() -> frozenset[str]:
     """Every word of the source texts, the names of modules, and those of metrics."""
-    kinds = {".py", ".toml", ".sh", ".diff", ".patch", ".json", ".lock", ".txt", ""}
+    kinds = {".py", ".sh", ".diff", ".patch", ".lock", ".txt", ""}
+    kinds |= {".json", ".toml", ".yaml", ".yml"}
     sources = words_of(ROOT / path for path in tracked() if path.suffix in kinds)
     metrics = re.findall(r"`sglang:cake_(\w+)`", (ROOT / "docs/monitoring.md").read_text())
     return sources | {path.stem for path in tracked()} | {*metrics}
@@ -98,7 +99,7 @@ def named_file(name: str) -> bool:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docs_back_ticked_paths_exist(path: Path) -> None:
-    ours = r"(?:sglang_cake|tests|benchmarks|docs|patches|examples|\.ci)/"
+    ours = r"(?:sglang_cake|tests|benchmarks|deploy|docs|patches|examples|\.ci)/"
     for text in re.findall(r"`([^`\n]+)`", prose(path)):
         name, _, rest = text.partition(": ")
         if re.fullmatch(r"[\w./-]+\.(?:py|md)", name) or re.fullmatch(ours + r"[\w./-]*", name):

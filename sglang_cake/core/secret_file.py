@@ -1,4 +1,5 @@
-"""Files that hold a secret, which only their owner may read and write."""
+"""Files that hold a secret, which only their owner may read and write. A group may read those that
+root made for other users."""
 
 import contextlib
 import os
@@ -29,7 +30,9 @@ def read_secret_file(path: Path, *, name: str, most_bytes: int, hint: str) -> by
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{name} {path} is not a file")
-            if status.st_mode & 0o077:
+            # Kubernetes mounts a secret as a file of root that the pod's group may read.
+            shared = status.st_uid == 0 != os.geteuid()
+            if status.st_mode & (0o037 if shared else 0o077):
                 raise ConfigError(f"{name} {path} is open to others: chmod 600 {path}")
             return os.read(fd, most_bytes)
         finally:
