@@ -208,8 +208,13 @@ RULES: tuple[_Rule, ...] = (
     ),
     (
         "disaggregation_mode",
-        lambda mode: mode not in (None, "null"),
-        "does not support prefill/decode disaggregation: remove --disaggregation-mode",
+        lambda mode: mode == "decode",
+        "is for prefill servers, not for decode servers: remove --disaggregation-mode decode",
+    ),
+    (
+        "enable_pd_role_switch",
+        bool,
+        "does not support servers that change roles: remove --enable-pd-role-switch",
     ),
     ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
     ("language_only", bool, "does not support encoder servers: remove --language-only"),
@@ -287,6 +292,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     if config.runahead_peers is None:
         return None
     reason = _unfit_device(args, model)
+    if args.disaggregation_mode != "null":
+        reason = "does not support prefill/decode disaggregation: remove --disaggregation-mode"
     if model is not None and model.is_multimodal:
         reason = "does not support multimodal models: serve another model"
     if model is not None and model.has_end_states:
@@ -429,6 +436,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
       GPU this would save 0.6 % of the time to first token (`benchmarks/reports/gpu.md`).
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
+    - No decode server waits for the KV: SGLang would send the prefix before the step has it.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -437,6 +445,8 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
         return False
     args = resolving_view(ctx.server_args)
+    if args.disaggregation_mode != "null":
+        return False
     return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
 
 

@@ -28,6 +28,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "disable_radix_cache": False,
         "chunked_prefill_size": None,
         "disaggregation_mode": "null",
+        "enable_pd_role_switch": False,
         "encoder_only": False,
         "language_only": False,
         "pp_size": 1,
@@ -54,6 +55,7 @@ def _args(**changes: Any) -> SimpleNamespace:
 def test_support_matrix_defaults_are_supported() -> None:
     assert unsupported(_args(), None, 128) is None
     assert unsupported(_args(page_size=1, chunked_prefill_size=512), PLAIN, 128) is None
+    assert unsupported(_args(disaggregation_mode="prefill"), PLAIN, 128) is None
 
 
 def _rope(context_tokens: int, **config: Any) -> int | None:
@@ -94,6 +96,7 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("disable_radix_cache", True),
         ("chunked_prefill_size", -1),
         ("disaggregation_mode", "decode"),
+        ("enable_pd_role_switch", True),
         ("encoder_only", True),
         ("language_only", True),
         ("pp_size", 2),
@@ -255,6 +258,7 @@ MEMBER = {
     "prefill_attention_backend": None,
     "tp_size": 1,
     "dp_size": 1,
+    "disaggregation_mode": "null",
 } | _graphs("disabled")
 GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 
@@ -267,6 +271,7 @@ GPU = {"device": "cuda", "attention_backend": "flashinfer"}
         ({"prefill_attention_backend": "intel_amx"}, "--attention-backend torch_native"),
         ({"tp_size": 2}, "set --tp-size 1"),
         ({"dp_size": 2}, "set --dp-size 1"),
+        ({"disaggregation_mode": "prefill"}, "remove --disaggregation-mode"),
         (GPU | {"attention_backend": "fa3"}, "--attention-backend flashinfer"),
         (GPU | {"attention_backend": "torch_native"}, "--attention-backend flashinfer"),
         (GPU | _graphs("breakable"), "prefill CUDA graphs"),

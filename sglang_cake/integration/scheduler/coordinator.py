@@ -313,6 +313,11 @@ class Coordinator:
         """Slots that hold landed blocks."""
         return self._device_slots.placed_tokens
 
+    @property
+    def copying(self) -> bool:
+        """Whether blocks that joined the tree are still being copied to the device."""
+        return self._device_slots.copying
+
     # ---- one request of the step ----
 
     def awaits_lookup(self, req: "Req") -> bool:
