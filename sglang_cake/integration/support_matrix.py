@@ -207,9 +207,9 @@ RULES: tuple[_Rule, ...] = (
         "needs chunked prefill: give --chunked-prefill-size a positive value",
     ),
     (
-        "disaggregation_mode",
-        lambda mode: mode == "decode",
-        "is for prefill servers, not for decode servers: remove --disaggregation-mode decode",
+        "disaggregation_decode_enable_offload_kvcache",
+        bool,
+        "takes the place of offloading: remove --disaggregation-decode-enable-offload-kvcache",
     ),
     (
         "enable_pd_role_switch",
@@ -275,6 +275,17 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
     kind = None if model is None else _unsupported_model(model)
     if kind is not None:
         return kind
+    if args.disaggregation_mode == "decode":
+        if not args.disaggregation_decode_enable_radix_cache:
+            return (
+                "cake stores what the radix cache of a decode server has: set "
+                "--disaggregation-decode-enable-radix-cache, or remove --enable-cake"
+            )
+        if model is not None and model.has_end_states:
+            return (
+                "cake does not support sliding windows and recurrent states on a decode server: "
+                "remove --enable-cake; prefill servers may have it"
+            )
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field)):
             return f"cake {reason}"

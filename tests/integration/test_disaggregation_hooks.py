@@ -1,5 +1,6 @@
 """What differs on a prefill server: where its requests wait, and what its sender may send."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("sglang")
 
+from adder_harness import BareTree
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from kv_pools import Staging, mha, record_of
 
@@ -177,3 +179,121 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
         assert device_slots.copying
         ended.add(number)
     assert not device_slots.copying
+
+
+# ---- from a prefill to a decode server ----
+
+
+class Metadata:
+    """Two requests' places in what a prefill server sends with KV."""
+
+    def __init__(self) -> None:
+        self.bootstrap_room = torch.zeros((2, 8), dtype=torch.uint64)
+        self.bootstrap_room[:, 0] = 77  # SGLang's number
+
+
+def sent(hooks: Hooks, coordinator: Any, req: Any, metadata: Metadata) -> None:
+    scheduler = SimpleNamespace(tree_cache=BareTree(coordinator), disagg_metadata_buffers=metadata)
+    hooks["send_kv_chunk"](scheduler, req)
+    assert not metadata.bootstrap_room[:, 1:].view(torch.int64).any()
+    hooks["send_kv_chunk"](scheduler, req, last_chunk=True)
+
+
+def received(hooks: Hooks, coordinator: Any, req: Any, metadata: Metadata) -> None:
+    assert metadata.bootstrap_room[:, 0].tolist() == [77, 77]
+    transfers = SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=SimpleNamespace(coordinator=coordinator)),
+        metadata_buffers=metadata,
+    )
+    hooks["_commit_transfer_to_req"](
+        None, transfers, SimpleNamespace(req=req, metadata_buffer_index=1)
+    )
+
+
+def generating(req: FakeReq, *, finished: bool = False, fake: bool = False) -> Any:
+    """The request on the decode server, with the first token of its answer."""
+    same: Any = FakeReq(req.rid, req.origin_input_ids)
+    same.output_ids = array("q", [1])
+    same.cache_salt = req.cache_salt
+    same.finished = lambda: finished
+    same.skip_radix_cache_insert = fake
+    return same
+
+
+@pytest.mark.parametrize("blocks", [0.5, 4.5])
+def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the_prompt(
+    hooks: Hooks, harness: CoordinatorHarness, blocks: float
+) -> None:
+    req: Any = req_of(blocks)
+    req.metadata_buffer_index = 1
+    harness.arrive(req)
+    metadata = Metadata()
+    sent(hooks, harness.coordinator, req, metadata)
+    harness.coordinator.end(req.rid)
+    reads = len(harness.slow.waiting)
+    received(hooks, harness.coordinator, generating(req), metadata)
+    record = harness.coordinator.record(req.rid)
+    assert record is not None
+    assert record.tokens == req.origin_input_ids
+    assert record.agreed.stored == (True,) * int(blocks)  # the prefill server stores them
+    assert not record.awaits_loader
+    assert len(harness.slow.waiting) == reads
+    assert not harness.coordinator.suspended
+
+
+@pytest.mark.parametrize("differs", ["salt", "tokens", "unknown"])
+def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_is_empty(
+    hooks: Hooks, harness: CoordinatorHarness, differs: str
+) -> None:
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    before: Any = generating(req_of(2.5, "before"))
+    if differs != "unknown":
+        harness.arrive(req)
+    metadata, right = Metadata(), harness.coordinator
+    sent(hooks, right, req, metadata)
+    right.end(req.rid)
+    harness.arrive(before)
+    other = generating(req)
+    if differs == "salt":
+        other.cache_salt = "other"
+    if differs == "tokens":
+        other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
+    received(hooks, right, other, metadata)
+    assert right.suspended
+    assert right.live == []
+    harness.arrive(req)
+    assert right.live == []
+    right.emptied()
+    harness.arrive(req)
+    sent(hooks, right, req, metadata_of := Metadata())
+    received(hooks, right, generating(req), metadata_of)
+    assert right.live == [req.rid]
+
+
+@pytest.mark.parametrize("how", [{"finished": True}, {"fake": True}])
+def test_decode_server_request_without_kv_is_left_alone(
+    hooks: Hooks, harness: CoordinatorHarness, how: dict[str, bool]
+) -> None:
+    received(hooks, harness.coordinator, generating(req_of(2.5), **how), Metadata())
+    assert not harness.coordinator.suspended
+    assert harness.coordinator.live == []
+
+
+def test_prefill_server_sends_no_digest_of_an_earlier_request(
+    hooks: Hooks, harness: CoordinatorHarness
+) -> None:
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    harness.arrive(req)
+    metadata = Metadata()
+    sent(hooks, harness.coordinator, req, metadata)
+    assert metadata.bootstrap_room[1, 1:5].view(torch.int64).any()
+    for coordinator in (harness.coordinator, None):
+        harness.coordinator.end(req.rid)
+        metadata.bootstrap_room[1, 1:5] = 5
+        scheduler = SimpleNamespace(
+            tree_cache=BareTree(coordinator), disagg_metadata_buffers=metadata
+        )
+        hooks["send_kv_chunk"](scheduler, req, last_chunk=True)
+        assert not metadata.bootstrap_room[1, 1:5].view(torch.int64).any()

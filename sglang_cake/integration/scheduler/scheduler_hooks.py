@@ -1,23 +1,27 @@
 """Hooks into SGLang's scheduler: arrivals, the poll of each step, the order of the queue.
 
 On a prefill server (`--disaggregation-mode prefill`), a request waits in a queue of its own until a
-decode server is ready for it. Its blocks are looked up and loaded meanwhile.
+decode server is ready for it. Its blocks are looked up and loaded meanwhile. A decode server loads
+nothing, and stores what it generates.
 """
 
+import struct
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
-from sglang_cake.integration.compat import request_source
+from sglang_cake.integration.compat import request_source, spare_metadata
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, others_fit
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 # KV-Runahead group, or decode servers.
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 _OFF = "cake is switched off after failures, which the server's log has; start the server again"
 
@@ -39,6 +44,9 @@ def install() -> None:
     register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
     register(f"{_SCHEDULER}.optimistic_release_and_requeue", _starts_over, HookType.AFTER)
     register(f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", _send_prefix, HookType.AROUND)
+    register(f"{_SCHEDULER}.send_kv_chunk", _hand_over, HookType.BEFORE)
+    register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER)
+    register(f"{_SCHEDULER}.process_decode_queue", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
     register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
     register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach_store, HookType.AROUND)
@@ -137,6 +145,29 @@ def _send_prefix(
     coordinator = _coordinator(scheduler)
     copying = coordinator is not None and coordinator.copying
     original(scheduler, req, allow_send=allow_send and not copying)
+
+
+def _hand_over(
+    scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None
+) -> None:
+    """With the last KV of a prompt goes what that KV depends on."""
+    if last_chunk and isinstance(scheduler.tree_cache, CakeRadixCache):
+        spare = spare_metadata(scheduler.disagg_metadata_buffers, req.metadata_buffer_index)
+        spare.zero_()
+        coordinator = _coordinator(scheduler)
+        if coordinator is not None:
+            numbers = struct.unpack("4q", coordinator.prompt_digest(req.rid))
+            spare.copy_(torch.tensor(numbers, dtype=torch.int64))
+
+
+def _received(_: None, transfers: "DecodeTransferQueue", decode_req: "DecodeRequest") -> None:
+    """The KV of a prompt has come, unless the request has failed, or nothing was sent for it."""
+    coordinator = _coordinator(transfers.scheduler)
+    req = decode_req.req
+    if coordinator is None or req.skip_radix_cache_insert or req.finished():
+        return
+    spare = spare_metadata(transfers.metadata_buffers, decode_req.metadata_buffer_index)
+    coordinator.answer(req, struct.pack("4q", *spare.tolist()))
 
 
 def _idle(_: None, scheduler: "Scheduler") -> None:
