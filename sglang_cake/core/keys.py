@@ -173,3 +173,9 @@ class KeyChain:
                 self._seed, tokens, self._block_tokens, known=self._keys, media=self._media
             )
         return self._keys[: len(tokens) // self._block_tokens]
+
+    def prefix_digest(self, tokens: Sequence[int]) -> bytes:
+        """32 bytes for all that the KV of the full blocks of `tokens` depends on: the last key, or
+        without a full block what starts the chain. Any thread."""
+        keys = block_keys(self._seed, tokens, self._block_tokens, media=self._media)
+        return keys[-1] if keys else self._seed.digest()

@@ -27,6 +27,7 @@ from sglang_cake.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.disaggregation.utils import MetadataBuffers
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
@@ -217,6 +218,15 @@ def take_deferred_requests(scheduler: "Scheduler") -> list[Any]:
 def request_source(scheduler: "Scheduler") -> Any:
     """Where this rank gets requests from; None: from another rank."""
     return scheduler.request_receiver.recv_from_tokenizer
+
+
+def spare_metadata(buffers: "MetadataBuffers", place: int) -> "torch.Tensor":
+    """int64 `[4]`: a part of what a prefill server sends with a prompt's KV, which SGLang leaves
+    unused. Args: place: of the request in `buffers`."""
+    import torch
+
+    row: torch.Tensor = buffers.bootstrap_room[place]  # 8 numbers; the first is SGLang's
+    return row.view(torch.int64)[1:5]
 
 
 def abort_chunked_request(scheduler: "Scheduler", req: "Req") -> None:

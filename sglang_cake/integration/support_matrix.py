@@ -207,9 +207,14 @@ RULES: tuple[_Rule, ...] = (
         "needs chunked prefill: give --chunked-prefill-size a positive value",
     ),
     (
-        "disaggregation_mode",
-        lambda mode: mode not in (None, "null"),
-        "does not support prefill/decode disaggregation: remove --disaggregation-mode",
+        "disaggregation_decode_enable_offload_kvcache",
+        bool,
+        "takes the place of offloading: remove --disaggregation-decode-enable-offload-kvcache",
+    ),
+    (
+        "enable_pd_role_switch",
+        bool,
+        "does not support servers that change roles: remove --enable-pd-role-switch",
     ),
     ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
     ("language_only", bool, "does not support encoder servers: remove --language-only"),
@@ -270,6 +275,17 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
     kind = None if model is None else _unsupported_model(model)
     if kind is not None:
         return kind
+    if args.disaggregation_mode == "decode":
+        if not args.disaggregation_decode_enable_radix_cache:
+            return (
+                "cake stores what the radix cache of a decode server has: set "
+                "--disaggregation-decode-enable-radix-cache, or remove --enable-cake"
+            )
+        if model is not None and model.has_end_states:
+            return (
+                "cake does not support sliding windows and recurrent states on a decode server: "
+                "remove --enable-cake; prefill servers may have it"
+            )
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field)):
             return f"cake {reason}"
@@ -287,6 +303,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     if config.runahead_peers is None:
         return None
     reason = _unfit_device(args, model)
+    if args.disaggregation_mode != "null":
+        reason = "does not support prefill/decode disaggregation: remove --disaggregation-mode"
     if model is not None and model.is_multimodal:
         reason = "does not support multimodal models: serve another model"
     if model is not None and model.has_end_states:
@@ -429,6 +447,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
       GPU this would save 0.6 % of the time to first token (`benchmarks/reports/gpu.md`).
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
+    - No decode server waits for the KV: SGLang would send the prefix before the step has it.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -437,6 +456,8 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
         return False
     args = resolving_view(ctx.server_args)
+    if args.disaggregation_mode != "null":
+        return False
     return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
 
 

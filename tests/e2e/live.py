@@ -331,6 +331,11 @@ class PendingRequest:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
+    def join(self) -> None:
+        """Wait for the end of the request, with or without an answer."""
+        self._thread.join(DEADLINE_S)
+        assert not self.is_running
+
     def answer(self) -> Answer:
         self._thread.join(DEADLINE_S)
         if isinstance(self._result, Exception):

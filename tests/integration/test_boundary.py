@@ -338,7 +338,12 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
         coordinator=coordinator, service=SimpleNamespace(identity=identity), runahead=None
     )
     scheduler = SimpleNamespace(
-        tree_cache=holder, chunked_req=None, waiting_queue=[], policy=None, running_batch=None
+        tree_cache=holder,
+        chunked_req=None,
+        waiting_queue=[],
+        disagg_prefill_bootstrap_queue=None,
+        policy=None,
+        running_batch=None,
     )
     (poll,) = (each for each in registry if each.endswith("_process_hicache_events"))
     (load,) = (each for each in registry if each.endswith("begin_weight_update"))
@@ -361,7 +366,7 @@ def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
 ) -> None:
     calls: list[object] = []
     tree = SimpleNamespace(
-        coordinator=SimpleNamespace(waiting=waiting),
+        coordinator=SimpleNamespace(waiting=waiting, live=[]),
         service=SimpleNamespace(waker=SimpleNamespace(sleep=calls.append)),
         runahead=None,
     )

@@ -179,7 +179,7 @@ def test_flags_bad_command_line_exits_with_2_and_one_line(
         ("--radix-cache-backend", "flexkv"): "another radix cache backend, 'flexkv'",
         ("--disable-radix-cache",): "remove --disable-radix-cache",
         ("--speculative-algorithm", "EAGLE"): "does not support speculative decoding",
-        ("--disaggregation-mode", "prefill"): "does not support prefill/decode disaggregation",
+        ("--disaggregation-mode", "decode"): "set --disaggregation-decode-enable-radix-cache",
         ("--pp-size", "2"): "set --pp-size 1",
         ("--enable-hierarchical-cache",): "takes the place of HiCache",
         ("--enable-lmcache",): "takes the place of LMCache",

@@ -37,6 +37,7 @@ class PrefillLoop:
         self.known_costs = self.base.step_costs.costs
         self.base.step_costs.costs = self.costs  # type: ignore[method-assign]
         self.max_queued_requests = None
+        self.disagg_prefill_bootstrap_queue = None
         self.is_mixed_chunk = False
 
     def arrive(self, rid: str) -> None:

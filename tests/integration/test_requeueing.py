@@ -24,6 +24,7 @@ class Scheduler:
 
     is_mixed_chunk = False
     max_queued_requests: int | None = None
+    disagg_prefill_bootstrap_queue: Any = None
 
     def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
         self.waiting_queue: list[Any] = []
@@ -131,6 +132,16 @@ def test_chunked_request_waiting_for_loads_yields_to_others(
     assert admission.queue[0].rid == ("stored" if priority == "fcfs" else "other")
     assert admission.base.coordinator.record("stored") is not None  # and its loads go on
     assert admission.returns == 1
+
+
+def test_chunked_request_of_a_prefill_server_keeps_the_row_that_is_sent(admissions: Make) -> None:
+    admission = admissions()
+    admission.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+    stored, other = admission.req("stored", stored=True), admission.req("other")
+    admission.queue.append(other)
+    assert admission.chunk(stored) is stored
+    assert [req.rid for req in admission.queue] == ["other"]
+    assert admission.returns == 0
 
 
 @pytest.mark.parametrize("priority", ["adaptive", "fcfs"])

@@ -28,6 +28,9 @@ def _args(**changes: Any) -> SimpleNamespace:
         "disable_radix_cache": False,
         "chunked_prefill_size": None,
         "disaggregation_mode": "null",
+        "enable_pd_role_switch": False,
+        "disaggregation_decode_enable_radix_cache": False,
+        "disaggregation_decode_enable_offload_kvcache": False,
         "encoder_only": False,
         "language_only": False,
         "pp_size": 1,
@@ -54,6 +57,18 @@ def _args(**changes: Any) -> SimpleNamespace:
 def test_support_matrix_defaults_are_supported() -> None:
     assert unsupported(_args(), None, 128) is None
     assert unsupported(_args(page_size=1, chunked_prefill_size=512), PLAIN, 128) is None
+    assert unsupported(_args(disaggregation_mode="prefill"), PLAIN, 128) is None
+
+
+def test_support_matrix_decode_server_needs_a_radix_cache_and_no_end_states() -> None:
+    args = _args(disaggregation_mode="decode")
+    assert "--disaggregation-decode-enable-radix-cache" in str(unsupported(args, PLAIN, 128))
+    args.disaggregation_decode_enable_radix_cache = True
+    assert unsupported(args, PLAIN, 128) is None
+    for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
+        reason = str(unsupported(args, replace(PLAIN, **{kind: True}), 128))
+        assert "on a decode server" in reason
+        assert "\n" not in reason
 
 
 def _rope(context_tokens: int, **config: Any) -> int | None:
@@ -93,7 +108,8 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
     [
         ("disable_radix_cache", True),
         ("chunked_prefill_size", -1),
-        ("disaggregation_mode", "decode"),
+        ("disaggregation_decode_enable_offload_kvcache", True),
+        ("enable_pd_role_switch", True),
         ("encoder_only", True),
         ("language_only", True),
         ("pp_size", 2),
@@ -255,6 +271,7 @@ MEMBER = {
     "prefill_attention_backend": None,
     "tp_size": 1,
     "dp_size": 1,
+    "disaggregation_mode": "null",
 } | _graphs("disabled")
 GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 
@@ -267,6 +284,7 @@ GPU = {"device": "cuda", "attention_backend": "flashinfer"}
         ({"prefill_attention_backend": "intel_amx"}, "--attention-backend torch_native"),
         ({"tp_size": 2}, "set --tp-size 1"),
         ({"dp_size": 2}, "set --dp-size 1"),
+        ({"disaggregation_mode": "prefill"}, "remove --disaggregation-mode"),
         (GPU | {"attention_backend": "fa3"}, "--attention-backend flashinfer"),
         (GPU | {"attention_backend": "torch_native"}, "--attention-backend flashinfer"),
         (GPU | _graphs("breakable"), "prefill CUDA graphs"),

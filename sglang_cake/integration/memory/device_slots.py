@@ -20,7 +20,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier, SlotCopy
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
-from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState
@@ -52,6 +52,7 @@ class DeviceSlots:
         self._counters = counters
         self._ends = ends
         self._block_tokens = kv.layout.block_tokens
+        self._taken = Copy()  # of the copies that `take` gave away, the one that ends last
         self.block_bytes = kv.layout.block_bytes
         self.placed_tokens = 0  # of reserved slots, and of slots that hold landed blocks
 
@@ -140,12 +141,19 @@ class DeviceSlots:
         """
         blocks = self._blocks_of(span)
         copies = {b: record.memory.slots[b] for b in blocks}
-        self._kv.order_forwards_after([copy.launched() for copy in copies.values()])
+        launched = [copy.launched() for copy in copies.values()]
+        self._kv.order_forwards_after(launched)
+        self._taken = max([self._taken, *launched], key=lambda copy: copy.number)
         slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
         for block in blocks:
             del record.memory.slots[block]
         self.placed_tokens -= len(copies) * self._block_tokens
         return slots
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy into slots that `take` gave away is still under way."""
+        return not self._taken.done()
 
     def load_end(self, record: PromptRecord, blocks: Sequence[int], end: EndSlots) -> None:
         """Copy the end state that has landed. The forwards that follow see the copies complete.

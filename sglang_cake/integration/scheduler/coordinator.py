@@ -11,7 +11,9 @@ SGLang drives it in this order in each scheduling step:
 
 import contextlib
 import itertools
+import logging
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +24,7 @@ import torch
 
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest, KeyChain
+from sglang_cake.core.keys import Digest, KeyChain, Media
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
@@ -49,6 +51,8 @@ from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+logger = logging.getLogger("sglang_cake")
 
 
 class Attach(Protocol):
@@ -160,46 +164,20 @@ class Coordinator:
         """
         if self.store_detached or self.off_here:
             return
-        media = media_of(req)
-        if (reason := unkeyed_because(req)) is not None or media is None:
-            self._counters.add("unkeyed_requests", label=reason or "media")
+        if (media := self._media(req)) is None:
             return
-        adapter = None if req.lora_id is None else self._adapter(req.lora_id)
-        if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
+        if (chain := self._chain(req, media)) is None:
             self._counters.add("unnamed_requests")
             return
-        seed = seed_of(req, self._namespace, adapter)
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         limit = longest_prefix_tokens(req, len(tokens))
-        block_tokens = self._config.block_tokens
-        load_id = f"{req.rid}#{next(self._numbers)}"
-        cost = self._loader.cost
-        arrived_s = time.monotonic()
-        record = PromptRecord(
-            rid=req.rid,
-            load_id=load_id,
-            tokens=tokens,
-            chain=KeyChain(seed, block_tokens, media),
-            facts=facts_of(req, load_id, tokens, self.step_costs.own, block_tokens),
-            meet=Meet(
-                block_tokens=block_tokens,
-                page_tokens=self._page_tokens,
-                limit_tokens=limit,
-                prompt_tokens=len(tokens),
-                front=matched(tokens, limit),
-                end_blocks=self._end_blocks,
-            ),
-            local=LocalLoads(cost, served_since_s=arrived_s),
-            agreed=AgreedLoads(cost),
-            arrived_s=arrived_s,
-            may_overlap=may_overlap_last_step(req) and not media,
-            lossy=self._config.lossy,
+        overlap = may_overlap_last_step(req) and not media
+        record = self._record_of(
+            req, chain, tokens, limit=limit, front=matched(tokens, limit), may_overlap=overlap
         )
         ahead = sum((live.device_work for live in self._ahead_of_arrival()), StepWork())
-        self._records[req.rid] = record
-        self.inbox.expect(record)
-        self._tenants.arrives(record.facts.tenant)
+        self._keep(record)
         self._loader.begin(
             LoadRequest(
                 load_id=record.load_id,
@@ -213,7 +191,38 @@ class Coordinator:
                 end_blocks=self._end_blocks,
             )
         )
-        self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=block_tokens)
+        self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
+
+    def prompt_digest(self, rid: str) -> bytes:
+        """32 bytes for all that the KV of a live prompt depends on; zeros: that is not known."""
+        record = self._records.get(rid)
+        return bytes(32) if record is None else record.chain.prefix_digest(record.tokens)
+
+    def answer(self, req: "Req", prompt_digest: bytes) -> None:
+        """A decode server has the KV of a prompt, and is about to generate: have the blocks behind
+        the prompt stored. Those of the prompt are the prefill server's to store.
+
+        Args:
+            prompt_digest: of the prefill server. If this server finds another one, the two differ
+                in what KV means: the KV that is in the tree from now on belongs to no namespace.
+        """
+        if self.off_here or (media := self._media(req)) is None:
+            return
+        tokens = (req.origin_input_ids + req.output_ids)[:-1]  # the last one has no KV yet
+        chain = self._chain(req, media)
+        if chain is None or chain.prefix_digest(tokens) != prompt_digest:
+            self._counters.add("unnamed_requests")
+            if not self.suspended:
+                self.rebase(self._namespace, suspended=True)
+                logger.warning(
+                    "cake: the KV of a prompt is of another namespace than this server's: prefill "
+                    "and decode servers must have the same weights and settings, and both cake; "
+                    "nothing is stored until /flush_cache"
+                )
+        elif not self.store_detached:
+            self.end(req.rid)
+            stored = (True,) * (len(tokens) // self.block_tokens)
+            self._keep(self._record_of(req, chain, tokens, limit=0, stored=stored))
 
     def end(self, rid: str) -> None:
         """The request is over, aborted or retracted: return all that it holds. Unknown ids are
@@ -312,6 +321,11 @@ class Coordinator:
     def placed_tokens(self) -> int:
         """Slots that hold landed blocks."""
         return self._device_slots.placed_tokens
+
+    @property
+    def copying(self) -> bool:
+        """Whether blocks that joined the tree are still being copied to the device."""
+        return self._device_slots.copying
 
     # ---- one request of the step ----
 
@@ -570,6 +584,67 @@ class Coordinator:
             self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
+
+    def _media(self, req: "Req") -> Media | None:
+        """The media that keys of this request cover; None, and counted: they do not cover all."""
+        media = media_of(req)
+        if (reason := unkeyed_because(req)) is not None or media is None:
+            self._counters.add("unkeyed_requests", label=reason or "media")
+            return None
+        return media
+
+    def _chain(self, req: "Req", media: Media) -> KeyChain | None:
+        """The keys of this request; None: they are not known, or the tree holds other KV."""
+        adapter = None if req.lora_id is None else self._adapter(req.lora_id)
+        if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
+            return None
+        return KeyChain(seed_of(req, self._namespace, adapter), self.block_tokens, media)
+
+    def _record_of(
+        self,
+        req: "Req",
+        chain: KeyChain,
+        tokens: "array[int]",
+        *,
+        limit: int,
+        front: int = 0,
+        may_overlap: bool = False,
+        stored: tuple[bool, ...] | None = None,
+    ) -> PromptRecord:
+        """A new record.
+
+        Args:
+            limit: so many leading tokens may be loaded.
+            stored: which full blocks are stored; None: a lookup will say.
+        """
+        load_id = f"{req.rid}#{next(self._numbers)}"
+        cost = self._loader.cost
+        arrived_s = time.monotonic()
+        return PromptRecord(
+            rid=req.rid,
+            load_id=load_id,
+            tokens=tokens,
+            chain=chain,
+            facts=facts_of(req, load_id, tokens, self.step_costs.own, self.block_tokens),
+            meet=Meet(
+                block_tokens=self.block_tokens,
+                page_tokens=self._page_tokens,
+                limit_tokens=limit,
+                prompt_tokens=len(tokens),
+                front=front,
+                end_blocks=self._end_blocks,
+            ),
+            local=LocalLoads(cost, served_since_s=arrived_s),
+            agreed=AgreedLoads(cost, lookup_done=stored is not None, stored=stored or ()),
+            arrived_s=arrived_s,
+            may_overlap=may_overlap,
+            lossy=self._config.lossy,
+        )
+
+    def _keep(self, record: PromptRecord) -> None:
+        self._records[record.rid] = record
+        self.inbox.expect(record)
+        self._tenants.arrives(record.facts.tenant)
 
     def _ahead_of_arrival(self) -> list[PromptRecord]:
         """Prompts that are computed before a request that has just arrived. Where priorities adapt,

@@ -443,7 +443,10 @@ class CakePrefillAdder(PrefillAdder):
 def others_fit(scheduler: "Scheduler", running: "ScheduleBatch") -> bool:
     """Whether a waiting request could be admitted beside the chunked request, if that went back to
     the queue and was admitted again. There must be rows for both, and SGLang must drop no request
-    for its time in the queue, or for the length of the queue."""
+    for its time in the queue, or for the length of the queue. On a prefill server, a request keeps
+    its row: its KV is being sent from there."""
+    if scheduler.disagg_prefill_bootstrap_queue is not None:
+        return False
     dropped = scheduler.max_queued_requests is not None or envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0
     if running.batch_is_full or dropped:
         return False

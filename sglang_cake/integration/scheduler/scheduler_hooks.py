@@ -1,28 +1,37 @@
-"""Hooks into SGLang's scheduler: arrivals, the poll of each step, the order of the queue."""
+"""Hooks into SGLang's scheduler: arrivals, the poll of each step, the order of the queue.
 
+On a prefill server (`--disaggregation-mode prefill`), a request waits in a queue of its own until a
+decode server is ready for it. Its blocks are looked up and loaded meanwhile. A decode server loads
+nothing, and stores what it generates.
+"""
+
+import struct
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import CakeError
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
-from sglang_cake.integration.compat import request_source
+from sglang_cake.integration.compat import request_source, spare_metadata
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, others_fit
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
-# Between two polls that only wait for other members of a KV-Runahead group, whose messages wake
-# nobody.
+# Between two polls that only wait for other servers, whose messages wake nobody: members of a
+# KV-Runahead group, or decode servers.
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 _OFF = "cake is switched off after failures, which the server's log has; start the server again"
 
@@ -33,6 +42,11 @@ def install() -> None:
     register(f"{_SCHEDULER}.get_prefill_adder_class", _adder_class, HookType.AFTER)
     register(f"{_SCHEDULER}._process_hicache_events", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
+    register(f"{_SCHEDULER}.optimistic_release_and_requeue", _starts_over, HookType.AFTER)
+    register(f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", _send_prefix, HookType.AROUND)
+    register(f"{_SCHEDULER}.send_kv_chunk", _hand_over, HookType.BEFORE)
+    register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER)
+    register(f"{_SCHEDULER}.process_decode_queue", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
     register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
     register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach_store, HookType.AROUND)
@@ -61,7 +75,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
     with coordinator.timed():
         # Without a prompt to prefill nothing is decided. Ranks reduce then only after an unsafe
         # hook, which may have failed on one of them: that rank has no request to reduce.
-        prompts = scheduler.chunked_req is not None or bool(scheduler.waiting_queue)
+        handshaking = _handshaking(scheduler)
+        prompts = scheduler.chunked_req is not None or bool(scheduler.waiting_queue or handshaking)
         reduces = prompts or BOUNDARY.unsafe_hook_called
         BOUNDARY.unsafe_hook_called = False
         if (reduces or coordinator.off_everywhere) and not coordinator.on_everywhere():
@@ -73,7 +88,7 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
             chunked = scheduler.chunked_req
             waiting = [req.rid for req in scheduler.waiting_queue]
             serving = waiting if chunked is None else [chunked.rid, *waiting]
-        coordinator.poll(serving)
+        coordinator.poll([*serving, *(req.rid for req in handshaking)])
         if tree.saving is not None:
             tree.saving.polled(lambda record: coordinator.record(record.rid) is record)
     if tree.runahead is not None:
@@ -96,17 +111,70 @@ def _serving(scheduler: "Scheduler", coordinator: "Coordinator") -> list[str]:
     return queue_order.serving(chunked, queue, coordinator, scheduler.policy, fits=fits)
 
 
+def _handshaking(scheduler: "Scheduler") -> "list[Req]":
+    """The requests of a prefill server that no decode server is ready for, in order of arrival;
+    the same ones on every rank."""
+    queue = scheduler.disagg_prefill_bootstrap_queue
+    return [] if queue is None else list(queue.queue)
+
+
 def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:
+    queues = (scheduler.waiting_queue, _handshaking(scheduler))
+    if any(queue and queue[-1] is req for queue in queues):  # otherwise SGLang refused it
+        _arrive(scheduler, req)
+
+
+def _starts_over(_: None, scheduler: "Scheduler", req: "Req") -> None:
+    """A prompt that was computed before a decode server was ready has given its row back."""
+    _arrive(scheduler, req)
+
+
+def _arrive(scheduler: "Scheduler", req: "Req") -> None:
     coordinator = _coordinator(scheduler)
-    queue = scheduler.waiting_queue
-    if coordinator is not None and queue and queue[-1] is req:  # otherwise SGLang refused it
+    if coordinator is not None:
         BOUNDARY.health.arrived()
         tree = scheduler.tree_cache
         coordinator.arrive(req, lambda tokens, limit: tree.matched_tokens(req, tokens, limit))
 
 
+def _send_prefix(
+    original: Any, scheduler: "Scheduler", req: "Req", allow_send: bool = True
+) -> None:
+    """Before a step, SGLang sends what a prompt has in the tree. It sends it after the step while
+    loaded blocks are being copied: the step waits for them, and not every sender would."""
+    coordinator = _coordinator(scheduler)
+    copying = coordinator is not None and coordinator.copying
+    original(scheduler, req, allow_send=allow_send and not copying)
+
+
+def _hand_over(
+    scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None
+) -> None:
+    """With the last KV of a prompt goes what that KV depends on."""
+    if last_chunk and isinstance(scheduler.tree_cache, CakeRadixCache):
+        spare = spare_metadata(scheduler.disagg_metadata_buffers, req.metadata_buffer_index)
+        spare.zero_()
+        coordinator = _coordinator(scheduler)
+        if coordinator is not None:
+            numbers = struct.unpack("4q", coordinator.prompt_digest(req.rid))
+            spare.copy_(torch.tensor(numbers, dtype=torch.int64))
+
+
+def _received(_: None, transfers: "DecodeTransferQueue", decode_req: "DecodeRequest") -> None:
+    """The KV of a prompt has come, unless the request has failed, or nothing was sent for it."""
+    coordinator = _coordinator(transfers.scheduler)
+    req = decode_req.req
+    if coordinator is None or req.skip_radix_cache_insert or req.finished():
+        return
+    spare = spare_metadata(transfers.metadata_buffers, decode_req.metadata_buffer_index)
+    coordinator.answer(req, struct.pack("4q", *spare.tolist()))
+
+
 def _idle(_: None, scheduler: "Scheduler") -> None:
     coordinator = _coordinator(scheduler)
+    if coordinator is not None and coordinator.live and _handshaking(scheduler):
+        time.sleep(_POLL_PAUSE_S)  # a handshake wakes nobody, and loads need the interpreter
+        return
     if coordinator is None or not coordinator.waiting:
         return
     tree = scheduler.tree_cache

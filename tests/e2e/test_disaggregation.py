@@ -1,0 +1,256 @@
+"""Prefill and decode on servers of their own: a prefill server alone, with SGLang's stand-in for a
+decode server, and one with a real decode server, over Mooncake's TCP transport."""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import BLOCK, Answer, Live, PendingRequest, Start, assert_same, falsify, until
+
+from sglang_cake.demo.sglang_server import free_port
+
+try:
+    import mooncake.engine  # noqa: F401  it takes KV from one server to the other
+except ImportError as error:
+    pytest.skip(f"Mooncake cannot be loaded: {error}", allow_module_level=True)
+
+Make = Callable[[int], list[int]]
+COMMON = (
+    *("--dtype", "float32", "--max-total-tokens", "12000", "--enable-metrics"),
+    *("--disaggregation-transfer-backend", "mooncake_tcp"),
+)
+NO_DECODE_SERVER = "2.2.2.2"  # SGLang's name for a decode server that takes KV and does nothing
+# The share of requests, by a digest of their ids, that SGLang lets start over once.
+STARTS_OVER = 1e-4
+ROOMS = itertools.count(random.randrange(2**40))
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Path:
+    return folder / "store-disaggregated"
+
+
+@pytest.fixture(scope="module")
+def ordinary(start: Start, models: dict[str, Path], store: Path) -> Iterator[Live]:
+    """A server that does both, with the same store. Its answers are the references."""
+    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load")
+    with start(models["first"], flags, store=store) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def prefill(
+    start: Start, models: dict[str, Path], store: Path, standins: dict[str, str], port: int
+) -> Iterator[Live]:
+    flags = (
+        *(*COMMON, "--disaggregation-mode", "prefill", "--cake-mode", "load"),
+        *("--disaggregation-bootstrap-port", str(port)),
+    )
+    env = standins | {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": str(STARTS_OVER)}
+    with start(models["first"], flags, store=store, bandwidth="2MB/s", env=env) as live:
+        yield live
+
+
+def test_prefill_server_alone_loads_what_an_ordinary_server_stored(
+    ordinary: Live, prefill: Live, prompt: Make
+) -> None:
+    document = prompt(10 * BLOCK + 7)
+    reference = ordinary.ask(document, 1)
+    files = ordinary.store.until_stored(document[: 10 * BLOCK])
+    alone = {"bootstrap_host": NO_DECODE_SERVER, "bootstrap_room": next(ROOMS)}
+    warm = prefill.ask(document, 1, **alone)
+    assert warm.loaded == 10 * BLOCK
+    assert_same(warm, reference)
+    for file in files:
+        falsify(file)
+    lie = prefill.ask_flushed(document, 1, **alone)
+    assert lie.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, reference)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill and a decode server, and what a router does: each gets every request."""
+
+    prefill: Live
+    decode: Live
+    port: int  # where the decode server finds the prefill server
+
+    def room(self) -> dict[str, Any]:
+        """The fields by which the servers find each other for one request."""
+        return {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.port,
+            "bootstrap_room": next(ROOMS),
+        }
+
+    def begin(self, ids: list[int], **extra: Any) -> tuple[PendingRequest, PendingRequest]:
+        """Send a request to the decode and to the prefill server."""
+        extra = self.room() | extra
+        decoding = PendingRequest(self.decode, ids, **extra)
+        return decoding, PendingRequest(self.prefill, ids, **extra)
+
+    def ask(self, ids: list[int], **extra: Any) -> tuple[Answer, Answer]:
+        """The answers of the decode server, which is the user's, and of the prefill server."""
+        decoding, prefilling = self.begin(ids, **extra)
+        return decoding.answer(), prefilling.answer()
+
+    def stored(self) -> list[float]:
+        """Blocks that the prefill server and the decode server have stored."""
+        return [live.metric("stored_blocks_total") for live in (self.prefill, self.decode)]
+
+    def flush(self) -> None:
+        self.prefill.flush()
+        self.decode.flush()
+
+
+@pytest.fixture(scope="module")
+def pair(
+    start: Start,
+    models: dict[str, Path],
+    store: Path,
+    standins: dict[str, str],
+    prefill: Live,
+    port: int,
+) -> Iterator[Pair]:
+    flags = (
+        *(*COMMON, "--disaggregation-mode", "decode"),
+        *("--disaggregation-decode-enable-radix-cache",),
+        *("--disaggregation-decode-retraction-backup", "none"),
+    )
+    with start(models["first"], flags, store=store, env=standins) as decode:
+        yield Pair(prefill, decode, port)
+
+
+def test_pair_answers_as_an_ordinary_server_before_and_after_a_load(
+    ordinary: Live, pair: Pair, prompt: Make
+) -> None:
+    document = prompt(10 * BLOCK + 7)
+    reference = ordinary.ask(document, cache_salt="computed there")
+    cold, first = pair.ask(document)
+    assert first.loaded == 0
+    assert_same(cold, reference)
+    files = pair.prefill.store.until_stored(document[: 10 * BLOCK])
+    pair.flush()
+    warm, second = pair.ask(document)
+    assert second.loaded == 10 * BLOCK
+    assert_same(warm, reference)
+    assert warm.cached == 10 * BLOCK
+    for file in files:
+        falsify(file)
+    pair.flush()
+    lie, third = pair.ask(document)
+    assert third.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, reference)
+
+
+def test_pair_decode_server_stores_the_answer_and_the_prefill_server_loads_it(
+    ordinary: Live, pair: Pair, prompt: Make
+) -> None:
+    document, question = prompt(10 * BLOCK + 7), prompt(50)
+    before = pair.stored()
+    answer, _ = pair.ask(document, new_tokens=2 * BLOCK)
+    conversation = document + answer.tokens
+    files = pair.prefill.store.until_stored(conversation[: 12 * BLOCK])
+    until(lambda: sum(pair.stored()) >= sum(before) + 12, "the metrics are up to date")
+    assert [b - a for a, b in zip(before, pair.stored(), strict=True)] == [10, 2]
+    reference = ordinary.ask(conversation + question, cache_salt="computed there")
+    pair.flush()
+    warm, prefilled = pair.ask(conversation + question)
+    assert prefilled.loaded == 12 * BLOCK
+    assert_same(warm, reference)
+    for file in files[10:]:
+        falsify(file)
+    pair.flush()
+    lie, prefilled = pair.ask(conversation + question)
+    assert prefilled.loaded == 12 * BLOCK
+    with pytest.raises(AssertionError):
+        assert_same(lie, reference)
+
+
+def test_pair_prompt_is_loaded_before_its_decode_server_is_there(
+    ordinary: Live, pair: Pair, prompt: Make
+) -> None:
+    document = prompt(10 * BLOCK + 7)
+    reference = ordinary.ask(document)
+    ordinary.store.until_stored(document[: 10 * BLOCK])
+    room = pair.room() | {"rid": "without a decode server"}
+    prefilling = PendingRequest(pair.prefill, document, **room)
+    prefilling.until("land", 10)
+    assert prefilling.is_running
+    assert not [e for e in pair.prefill.events(prefilling.rid) if e["event"] == "attach"]
+    assert_same(pair.decode.ask(document, **room), reference)
+    assert prefilling.answer().loaded == 10 * BLOCK
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_pair_abort_at_each_stage_leaves_no_trace(
+    ordinary: Live, pair: Pair, prompt: Make, side: str
+) -> None:
+    document = prompt(20 * BLOCK + 7)
+    reference = ordinary.ask(document)
+    ordinary.store.until_stored(document[: 20 * BLOCK])
+    for stage in ("arrive", "land", "attach", "done"):
+        pair.flush()
+        asked = pair.begin(document, rid=f"{side} {stage}")
+        asked[1].until(stage)
+        sides = list(zip((pair.decode, pair.prefill), asked, strict=True))
+        if side == "prefill":
+            sides.reverse()
+        for live, pending in sides:  # SGLang's servers tell each other only in part: a router tells
+            live.post("/abort_request", rid=f"{side} {stage}")
+            pending.join()
+    pair.flush()
+    answer, prefilled = pair.ask(document)
+    assert prefilled.loaded == 20 * BLOCK
+    assert_same(answer, reference)
+    pair.flush()
+    for live in (pair.prefill, pair.decode):
+        live.check_log()
+
+
+def test_prefill_server_abort_before_its_decode_server_is_there_leaves_no_trace(
+    ordinary: Live, pair: Pair, prompt: Make
+) -> None:
+    document = prompt(10 * BLOCK + 7)
+    ordinary.ask_and_store(document[: 10 * BLOCK])
+    asked = PendingRequest(pair.prefill, document, rid="alone", **pair.room())
+    asked.until("land")
+    assert asked.is_running
+    pair.prefill.post("/abort_request", rid=asked.rid)
+    asked.join()
+    pair.flush()
+    pair.prefill.check_log()
+    assert pair.ask(document)[1].loaded == 10 * BLOCK
+
+
+def test_pair_prompt_that_starts_over_is_looked_up_again(
+    ordinary: Live, pair: Pair, prompt: Make
+) -> None:
+    document = prompt(10 * BLOCK + 7)
+    reference = ordinary.ask(document)
+    ordinary.store.until_stored(document[: 10 * BLOCK])
+    rid = next(rid for rid in (f"again-{n}" for n in itertools.count()) if starts_over(rid))
+    answer, _ = pair.ask(document, rid=rid)
+    assert_same(answer, reference)
+    events = [event["event"] for event in pair.prefill.events(rid)]
+    assert events.count("arrive") == 2
+    assert "attach" in events
+
+
+def starts_over(rid: str) -> bool:
+    """As SGLang's `should_force_retry`."""
+    digest = hashlib.sha256(rid.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < STARTS_OVER * 2**64

@@ -1,0 +1,299 @@
+"""What differs on a prefill server: where its requests wait, and what its sender may send."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from adder_harness import BareTree
+from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from kv_pools import Staging, mha, record_of
+
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.token_span import Span
+from sglang_cake.integration import boundary
+from sglang_cake.integration.memory.copier import SlotCopy
+from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+
+Hooks = dict[str, Callable[..., Any]]
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
+    """Our hooks by the name of SGLang's method."""
+    found: Hooks = {}
+    monkeypatch.setattr(boundary.BOUNDARY, "hooks", defaultdict(list))
+    monkeypatch.setattr(
+        boundary.HookRegistry,
+        "register",
+        lambda target, hook, kind: found.update({target.rpartition(".")[2]: hook}),
+    )
+    from sglang_cake.integration.scheduler import scheduler_hooks  # its parts are guarded here
+
+    scheduler_hooks.install()
+    return found
+
+
+class PrefillServer:
+    """What the hooks touch of the scheduler of a prefill server."""
+
+    def __init__(self, harness: CoordinatorHarness) -> None:
+        self.chunked_req = None
+        self.waiting_queue: list[FakeReq] = []
+        self.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
+        self.running_batch = None
+        self.policy = SimpleNamespace(enable_priority_scheduling=False)
+        self.tree_cache = SimpleNamespace(
+            coordinator=harness.coordinator,
+            matched_tokens=lambda req, tokens, limit: 0,
+            service=None,
+            saving=None,
+            runahead=None,
+            let_go=lambda: None,
+        )
+
+
+@pytest.fixture
+def harness() -> Iterator[CoordinatorHarness]:
+    made = CoordinatorHarness(mode="load")
+    yield made
+    made.coordinator.end_all()
+    made.io.close()
+
+
+@pytest.fixture
+def server(harness: CoordinatorHarness) -> PrefillServer:
+    return PrefillServer(harness)
+
+
+def test_prefill_server_loads_while_a_request_awaits_its_decode_server(
+    hooks: Hooks, harness: CoordinatorHarness, server: PrefillServer
+) -> None:
+    req = req_of(4.5)
+    keys = harness.fill(req.origin_input_ids, {0, 1, 2, 3})
+    server.disagg_prefill_bootstrap_queue.queue.append(req)
+    hooks["_add_request_to_queue"](None, server, req)
+    harness.open(*keys)
+    record = harness.coordinator.record(req.rid)
+    assert record is not None
+    for _ in range(8):
+        harness.settle()
+        hooks["_process_hicache_events"](None, server)
+    assert record.meet.island() == Span(0, 4 * BLOCK)
+    assert len(record.memory.slots) == 4  # on the device before the handshake is over
+    server.waiting_queue.append(server.disagg_prefill_bootstrap_queue.queue.pop())
+    assert harness.step(req)
+    assert record.stats.loaded_tokens == 4 * BLOCK
+
+
+def test_prefill_server_refused_request_is_not_looked_up(
+    hooks: Hooks, harness: CoordinatorHarness, server: PrefillServer
+) -> None:
+    server.disagg_prefill_bootstrap_queue.queue.append(req_of(2.5, "other"))
+    hooks["_add_request_to_queue"](None, server, req_of(2.5, "refused"))
+    assert harness.coordinator.live == []
+
+
+def test_prefill_server_ranks_reduce_while_a_request_awaits_its_decode_server(
+    hooks: Hooks, server: PrefillServer
+) -> None:
+    calls: list[str] = []
+    server.tree_cache.coordinator = SimpleNamespace(
+        off_everywhere=False,
+        adaptive=False,
+        timed=server.tree_cache.coordinator.timed,
+        on_everywhere=lambda: calls.append("together") or True,
+        poll=lambda serving: calls.extend(serving),
+    )
+    waiting, handshaking = req_of(2.5, "waiting"), req_of(2.5, "handshaking")
+    server.disagg_prefill_bootstrap_queue.queue.append(handshaking)
+    hooks["_process_hicache_events"](None, server)
+    assert calls == ["together", "handshaking"]
+    server.waiting_queue.append(waiting)
+    hooks["_process_hicache_events"](None, server)
+    assert calls[2:] == ["together", "waiting", "handshaking"]
+
+
+def test_prefill_server_prompt_that_starts_over_is_looked_up_again(
+    hooks: Hooks, harness: CoordinatorHarness, server: PrefillServer
+) -> None:
+    req = req_of(2.5)
+    harness.arrive(req)
+    harness.coordinator.end(req.rid)  # its row was released
+    hooks["optimistic_release_and_requeue"](None, server, req)
+    assert harness.coordinator.live == [req.rid]
+
+
+@pytest.mark.parametrize("copying", [False, True])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_prefill_server_prefix_goes_out_behind_the_step_while_blocks_are_copied(
+    hooks: Hooks, server: PrefillServer, copying: bool, allowed: bool
+) -> None:
+    server.tree_cache.coordinator = SimpleNamespace(copying=copying)
+    sent: list[bool] = []
+    send = lambda scheduler, req, allow_send: sent.append(allow_send)  # noqa: E731
+    hooks["maybe_send_cached_prefix_chunk"](send, server, req_of(2.5), allow_send=allowed)
+    server.tree_cache.coordinator = None
+    hooks["maybe_send_cached_prefix_chunk"](send, server, req_of(2.5), allow_send=allowed)
+    assert sent == [allowed and not copying, allowed]
+
+
+def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_device() -> None:
+    ended: set[int] = set()
+
+    class Launcher:
+        """A copier whose copies end when a test says so."""
+
+        launched = 0
+
+        def load(self, copy: SlotCopy, staged: Any) -> None:
+            self.launched += 1
+            number = self.launched
+            event: Any = SimpleNamespace(query=lambda: number in ended)
+            copy.start(lambda: Copy(event, event, number=number))
+
+    kv = DeviceKV(mha(4 * BLOCK), block_tokens=BLOCK)
+    staging = Staging(kv)
+    allocator: Any = SimpleNamespace(
+        alloc=lambda tokens: torch.arange(BLOCK, BLOCK + tokens),
+        available_size=lambda: 2 * BLOCK,
+        free_segment=lambda slots, start_pos: None,
+    )
+    copier: Any = Launcher()
+    device_slots = DeviceSlots(kv, copier, allocator, lambda tokens: None, Counters())
+    record = record_of(2, block=BLOCK)
+    record.meet.found([True, True])
+    for block in (1, 0):
+        staging.land(record, block)
+    assert device_slots.place(record, [0, 1])
+    assert not device_slots.copying  # no copy into the tree
+    device_slots.take(record, Span(0, 2 * BLOCK - 1))
+    for number in (1, 2):
+        assert device_slots.copying
+        ended.add(number)
+    assert not device_slots.copying
+
+
+# ---- from a prefill to a decode server ----
+
+
+class Metadata:
+    """Two requests' places in what a prefill server sends with KV."""
+
+    def __init__(self) -> None:
+        self.bootstrap_room = torch.zeros((2, 8), dtype=torch.uint64)
+        self.bootstrap_room[:, 0] = 77  # SGLang's number
+
+
+def sent(hooks: Hooks, coordinator: Any, req: Any, metadata: Metadata) -> None:
+    scheduler = SimpleNamespace(tree_cache=BareTree(coordinator), disagg_metadata_buffers=metadata)
+    hooks["send_kv_chunk"](scheduler, req)
+    assert not metadata.bootstrap_room[:, 1:].view(torch.int64).any()
+    hooks["send_kv_chunk"](scheduler, req, last_chunk=True)
+
+
+def received(hooks: Hooks, coordinator: Any, req: Any, metadata: Metadata) -> None:
+    assert metadata.bootstrap_room[:, 0].tolist() == [77, 77]
+    transfers = SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=SimpleNamespace(coordinator=coordinator)),
+        metadata_buffers=metadata,
+    )
+    hooks["_commit_transfer_to_req"](
+        None, transfers, SimpleNamespace(req=req, metadata_buffer_index=1)
+    )
+
+
+def generating(req: FakeReq, *, finished: bool = False, fake: bool = False) -> Any:
+    """The request on the decode server, with the first token of its answer."""
+    same: Any = FakeReq(req.rid, req.origin_input_ids)
+    same.output_ids = array("q", [1])
+    same.cache_salt = req.cache_salt
+    same.finished = lambda: finished
+    same.skip_radix_cache_insert = fake
+    return same
+
+
+@pytest.mark.parametrize("blocks", [0.5, 4.5])
+def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the_prompt(
+    hooks: Hooks, harness: CoordinatorHarness, blocks: float
+) -> None:
+    req: Any = req_of(blocks)
+    req.metadata_buffer_index = 1
+    harness.arrive(req)
+    metadata = Metadata()
+    sent(hooks, harness.coordinator, req, metadata)
+    harness.coordinator.end(req.rid)
+    reads = len(harness.slow.waiting)
+    received(hooks, harness.coordinator, generating(req), metadata)
+    record = harness.coordinator.record(req.rid)
+    assert record is not None
+    assert record.tokens == req.origin_input_ids
+    assert record.agreed.stored == (True,) * int(blocks)  # the prefill server stores them
+    assert not record.awaits_loader
+    assert len(harness.slow.waiting) == reads
+    assert not harness.coordinator.suspended
+
+
+@pytest.mark.parametrize("differs", ["salt", "tokens", "unknown"])
+def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_is_empty(
+    hooks: Hooks, harness: CoordinatorHarness, differs: str
+) -> None:
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    before: Any = generating(req_of(2.5, "before"))
+    if differs != "unknown":
+        harness.arrive(req)
+    metadata, right = Metadata(), harness.coordinator
+    sent(hooks, right, req, metadata)
+    right.end(req.rid)
+    harness.arrive(before)
+    other = generating(req)
+    if differs == "salt":
+        other.cache_salt = "other"
+    if differs == "tokens":
+        other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
+    received(hooks, right, other, metadata)
+    assert right.suspended
+    assert right.live == []
+    harness.arrive(req)
+    assert right.live == []
+    right.emptied()
+    harness.arrive(req)
+    sent(hooks, right, req, metadata_of := Metadata())
+    received(hooks, right, generating(req), metadata_of)
+    assert right.live == [req.rid]
+
+
+@pytest.mark.parametrize("how", [{"finished": True}, {"fake": True}])
+def test_decode_server_request_without_kv_is_left_alone(
+    hooks: Hooks, harness: CoordinatorHarness, how: dict[str, bool]
+) -> None:
+    received(hooks, harness.coordinator, generating(req_of(2.5), **how), Metadata())
+    assert not harness.coordinator.suspended
+    assert harness.coordinator.live == []
+
+
+def test_prefill_server_sends_no_digest_of_an_earlier_request(
+    hooks: Hooks, harness: CoordinatorHarness
+) -> None:
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    harness.arrive(req)
+    metadata = Metadata()
+    sent(hooks, harness.coordinator, req, metadata)
+    assert metadata.bootstrap_room[1, 1:5].view(torch.int64).any()
+    for coordinator in (harness.coordinator, None):
+        harness.coordinator.end(req.rid)
+        metadata.bootstrap_room[1, 1:5] = 5
+        scheduler = SimpleNamespace(
+            tree_cache=BareTree(coordinator), disagg_metadata_buffers=metadata
+        )
+        hooks["send_kv_chunk"](scheduler, req, last_chunk=True)
+        assert not metadata.bootstrap_room[1, 1:5].view(torch.int64).any()
