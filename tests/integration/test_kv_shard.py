@@ -48,16 +48,22 @@ def test_kv_shard_rank_with_heads_of_its_own_stores_all_of_its_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "nnodes", "expected"),
+    ("pool", "drafts", "nnodes", "expected"),
     [
-        (mha, 1, KvShard(3, 4)),
-        (mla, 1, KvShard(turn=3, turns=4)),
-        (mla, 4, KvShard(turn=1, turns=2)),  # of 8 ranks, two on each machine
-        (mla, 16, KvShard()),  # data-parallel workers on further machines
+        (mha, [], 1, KvShard(3, 4)),
+        (mla, [], 1, KvShard(turn=3, turns=4)),
+        (mla, [mla], 1, KvShard(turn=3, turns=4)),
+        (mla, [mha], 1, KvShard(3, 4)),  # each rank has heads of the draft model
+        (mla, [], 4, KvShard(turn=1, turns=2)),  # of 8 ranks, two on each machine
+        (mla, [], 16, KvShard()),  # data-parallel workers on further machines
     ],
 )
 def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
-    pool: Any, nnodes: int, expected: KvShard, monkeypatch: pytest.MonkeyPatch
+    pool: Any,
+    drafts: list[Any],
+    nnodes: int,
+    expected: KvShard,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of two attention groups of four ranks."""
     parallel = SimpleNamespace(attn_tp_rank=3, attn_tp_size=4)
@@ -68,4 +74,4 @@ def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
         params=SimpleNamespace(token_to_kv_pool_allocator=allocator),
         tp_size=8,
     )
-    assert shard_of(ctx) == expected
+    assert shard_of(ctx, [draft(4) for draft in drafts]) == expected

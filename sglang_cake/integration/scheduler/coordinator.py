@@ -89,6 +89,7 @@ class Coordinator:
         keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
+        next_tokens: as for `KeyChain`.
 
     Attributes:
         suspended: the tree holds KV of before a change of weights.
@@ -113,8 +114,10 @@ class Coordinator:
         reporter: RequestReporter,
         end_blocks: int = 0,
         keys_media: bool = False,
+        next_tokens: int = 0,
     ) -> None:
         self._end_blocks = end_blocks
+        self._next_tokens = next_tokens
         self.keys_media = keys_media
         self._loader = loader
         self._device_slots = device_slots
@@ -171,7 +174,8 @@ class Coordinator:
         seed = seed_of(req, self._namespace, adapter)
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
-        limit = longest_prefix_tokens(req, len(tokens))
+        # A block's key may cover tokens behind it, and so may those of SGLang's tree.
+        limit = max(0, longest_prefix_tokens(req, len(tokens)) - self._next_tokens)
         block_tokens = self._config.block_tokens
         load_id = f"{req.rid}#{next(self._numbers)}"
         cost = self._loader.cost
@@ -180,13 +184,13 @@ class Coordinator:
             rid=req.rid,
             load_id=load_id,
             tokens=tokens,
-            chain=KeyChain(seed, block_tokens, media),
+            chain=KeyChain(seed, block_tokens, media, self._next_tokens),
             facts=facts_of(req, load_id, tokens, self.step_costs.own, block_tokens),
             meet=Meet(
                 block_tokens=block_tokens,
                 page_tokens=self._page_tokens,
                 limit_tokens=limit,
-                prompt_tokens=len(tokens),
+                prompt_tokens=max(0, len(tokens) - self._next_tokens),
                 front=matched(tokens, limit),
                 end_blocks=self._end_blocks,
             ),
