@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from sglang_cake.core.config import NAMES, as_flag, help_of
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
-from sglang_cake.integration.support_matrix import FAMILIES
+from sglang_cake.integration.support_matrix import FAMILIES, SPECULATION
 
 DOCS = Path(__file__).parent
 
@@ -62,7 +62,21 @@ def models() -> str:
     return "\n".join(rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"settings": settings, "metrics": metrics, "models": models}
+def speculation() -> str:
+    """A table of the algorithms of speculative decoding that are served."""
+    rows = ["| `--speculative-algorithm` | stored beside the KV of the model | proven |"]
+    rows.append("|---|---|---|")
+    for each in SPECULATION:
+        rows.append(f"| {each.name} | {each.stored or 'nothing'} | {each.proven} |")
+    return "\n".join(rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "metrics": metrics,
+    "models": models,
+    "speculation": speculation,
+}
 
 
 def generated(page: str) -> str:

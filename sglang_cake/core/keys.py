@@ -4,6 +4,9 @@ Equal keys mean equal KV: a key covers the namespace digest, the request's `extr
 `cache_salt`, and every token from the start of the prompt to the end of the block. If the prompt
 has images, videos or audio, it also covers their content, and positions that are not the token's
 index. The keys of an end state are derived from the key of the block before it.
+
+If a block has KV of a draft model, its key also covers the next token: a draft model is given the
+token behind the one whose KV it keeps.
 """
 
 import hashlib
@@ -116,13 +119,15 @@ def block_keys(
     block_tokens: int,
     known: Sequence[BlockKey] = (),
     media: Media = NO_MEDIA,
+    next_tokens: int = 0,
 ) -> list[BlockKey]:
-    """Keys of every full block of `tokens`.
+    """Keys of every full block of `tokens` that has so many tokens behind it.
 
     Args:
         tokens: token ids (each fits a signed 64-bit integer); an `array('q')` is hashed as it is.
         known: keys of the leading blocks, if the caller has them: they are not hashed again.
         media: of the prompt that begins with `tokens`.
+        next_tokens: tokens behind a block that its KV depends on.
     """
     if media:
         tokens = media.without_pads(tokens)
@@ -131,10 +136,11 @@ def block_keys(
     stride = block_tokens * 8
     keys = list(known)
     previous = bytes(keys[-1]) if keys else seed.digest()
-    for start in range(len(keys) * stride, len(raw) - stride + 1, stride):
-        message = previous + raw[start : start + stride]
+    covered = stride + next_tokens * 8
+    for start in range(len(keys) * stride, len(raw) - covered + 1, stride):
+        message = previous + raw[start : start + covered]
         if media:
-            message += media.digest(start // 8, (start + stride) // 8)
+            message += media.digest(start // 8, (start + covered) // 8)
         previous = hashlib.sha256(message).digest()
         keys.append(BlockKey(previous))
     return keys
@@ -157,25 +163,51 @@ def end_keys(block: BlockKey, count: int) -> list[BlockKey]:
 class KeyChain:
     """The keys of one request's blocks, hashed when first needed, and once.
 
-    Not thread-safe: the I/O thread owns it.
+    Not thread-safe: the I/O thread owns it, but for `blocks` and `next_tokens`.
+
+    Attributes:
+        next_tokens: as for `block_keys`.
     """
 
-    def __init__(self, seed: KeySeed, block_tokens: int, media: Media = NO_MEDIA) -> None:
+    def __init__(
+        self,
+        seed: KeySeed,
+        block_tokens: int,
+        media: Media = NO_MEDIA,
+        next_tokens: int = 0,
+    ) -> None:
+        self.next_tokens = next_tokens
         self._seed = seed
         self._block_tokens = block_tokens
         self._media = media
         self._keys: list[BlockKey] = []
 
+    def blocks(self, tokens: int) -> int:
+        """How many of the blocks of so many tokens have keys."""
+        return max(0, tokens - self.next_tokens) // self._block_tokens
+
     def of(self, tokens: Sequence[int]) -> list[BlockKey]:
         """Keys of every full block of `tokens`. Args: tokens: those of earlier calls, or more."""
-        if len(tokens) // self._block_tokens > len(self._keys):
+        count = self.blocks(len(tokens))
+        if count > len(self._keys):
             self._keys = block_keys(
-                self._seed, tokens, self._block_tokens, known=self._keys, media=self._media
+                self._seed,
+                tokens,
+                self._block_tokens,
+                known=self._keys,
+                media=self._media,
+                next_tokens=self.next_tokens,
             )
-        return self._keys[: len(tokens) // self._block_tokens]
+        return self._keys[:count]
 
     def prefix_digest(self, tokens: Sequence[int]) -> bytes:
         """32 bytes for all that the KV of the full blocks of `tokens` depends on: the last key, or
         without a full block what starts the chain. Any thread."""
-        keys = block_keys(self._seed, tokens, self._block_tokens, media=self._media)
+        keys = block_keys(
+            self._seed,
+            tokens,
+            self._block_tokens,
+            media=self._media,
+            next_tokens=self.next_tokens,
+        )
         return keys[-1] if keys else self._seed.digest()

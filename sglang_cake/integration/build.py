@@ -29,7 +29,12 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.compat import reduce_in_attention_group
 from sglang_cake.integration.identity.content import Files
-from sglang_cake.integration.identity.identity import Identity, rope_theta, server_fields
+from sglang_cake.integration.identity.identity import (
+    LOADED,
+    Identity,
+    rope_theta,
+    server_fields,
+)
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import CopyThread
@@ -89,7 +94,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     Raises: ConfigError for a model or a mode of SGLang that cake does not support.
     """
     config = from_environment(os.environ)
-    check_context(ctx, config)
+    check_context(ctx, config, LOADED.drafts)
     tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)
     assert isinstance(tree, CakeRadixCache)
     service = CakeService(ctx, tree, config)
@@ -163,17 +168,21 @@ class CakeService:
         pool = allocator.get_kvcache()
         # Blocks have the KV of the layers that see all tokens. The rest is in end states.
         apart = [getattr(pool, name, None) for name in ("swa_kv_pool", "mamba_pool")]
-        self.kv = _device_kv(ctx, pool, config, [each for each in apart if each is not None])
+        drafts = [draft.pool for draft in LOADED.drafts]
+        self.kv = _device_kv(
+            ctx, pool, config, [each for each in apart if each is not None], drafts
+        )
         ends = _end_states(ctx, tree, self.kv)
         tree.ends = ends
         check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
-        shard = shard_of(ctx)
+        shard = shard_of(ctx, drafts)
         facts = server_fields(
             ctx,
             self.kv.layout,
             shard,
             codec=namespace_value(config.codec, config.max_error),
             end_states=None if ends is None else ends.describe(),
+            drafts=LOADED.drafts,
         )
         parallel = get_parallel()
         speaks = parallel.attn_tp_rank == 0  # for the ranks that have the same requests
@@ -242,6 +251,7 @@ class CakeService:
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
             keys_media=keys_media(ctx),
+            next_tokens=1 if drafts else 0,
         )
         self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
@@ -433,17 +443,22 @@ async def _stats(store: Store) -> StoreStats | None:
 
 
 def _device_kv(
-    ctx: "TreeCacheBuildContext", pool: Any, config: CakeConfig, apart: Sequence[object]
+    ctx: "TreeCacheBuildContext",
+    pool: Any,
+    config: CakeConfig,
+    apart: Sequence[object],
+    drafts: Sequence[Any],
 ) -> DeviceKV:
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
-        return DeviceKV(pool, block_tokens=config.block_tokens, apart=apart)
+        return DeviceKV(pool, block_tokens=config.block_tokens, apart=apart, drafts=drafts)
     return CudaKV(
         pool,
         block_tokens=config.block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
         encoded=may_decode_on_device(config.codec, config.max_error),
         apart=apart,
+        drafts=drafts,
     )
 
 

@@ -6,7 +6,7 @@ some models. So `unsupported` checks the settings as they were given, and again 
 resolved. `check_context` checks once more in the scheduler process, which has the actual pools.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +178,44 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """An algorithm of speculative decoding that is served.
+
+    Attributes:
+        name: as for `--speculative-algorithm`.
+        stored: what a block has beside the KV of the model.
+        proven: SERVER or COMPONENTS.
+    """
+
+    name: str
+    stored: str
+    proven: str
+
+    @property
+    def has_draft_kv(self) -> bool:
+        """Whether a draft model keeps KV of its own."""
+        return bool(self.stored)
+
+
+SPECULATION: tuple[Speculation, ...] = (
+    Speculation("NGRAM", "", SERVER),
+    Speculation("STANDALONE", "K and V of the draft model", SERVER),
+    Speculation("EAGLE", "K and V of the draft layers", f"{SERVER} (Llama)"),
+    Speculation("EAGLE3", "K and V of the draft layers", COMPONENTS),
+    Speculation("NEXTN", "K and V, or the latent row, of the MTP layer", COMPONENTS),
+    Speculation("DFLASH", "K and V of the draft model", COMPONENTS),
+)
+_ALGORITHMS = {each.name: each for each in SPECULATION}
+
+
+def has_draft_kv(args: Any) -> bool:
+    """Whether these settings make a draft model with KV of its own."""
+    name = args.speculative_algorithm
+    return name is not None and _ALGORITHMS[name.upper()].has_draft_kv
+
+
 # Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
 # its item, of the tokens before it and of its position, however the prompt is cut into chunks. (In
 # Gemma 3, for example, the tokens of an image see each other only as far as one chunk has them.)
@@ -224,8 +262,14 @@ RULES: tuple[_Rule, ...] = (
     ("use_ray", bool, "does not support Ray: remove --use-ray"),
     (
         "speculative_algorithm",
+        lambda name: name is not None and name.upper() not in _ALGORITHMS,
+        f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
+        f"of {', '.join(_ALGORITHMS)}",
+    ),
+    (
+        "enable_multi_layer_eagle",
         bool,
-        "does not support speculative decoding: remove --speculative-algorithm",
+        "does not support draft layers with inputs of their own: remove --enable-multi-layer-eagle",
     ),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
@@ -289,6 +333,11 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field)):
             return f"cake {reason}"
+    if model is not None and model.has_end_states and args.speculative_algorithm is not None:
+        return (
+            "cake does not support speculative decoding with sliding windows or recurrent states: "
+            "remove --speculative-algorithm, or set --disable-hybrid-swa-memory"
+        )
     return _page_mismatch(args.page_size, block_tokens)
 
 
@@ -309,6 +358,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
         reason = "does not support multimodal models: serve another model"
     if model is not None and model.has_end_states:
         reason = "does not support models with pools for sliding windows or recurrent states"
+    if args.speculative_algorithm is not None:
+        reason = "does not support speculative decoding: remove --speculative-algorithm"
     if reason is None and config.runahead_transport == "cuda-ipc" and args.device != "cuda":
         reason = "needs --device cuda for --cake-runahead-transport cuda-ipc: set tcp or mooncake"
     if reason is not None:
@@ -351,6 +402,11 @@ def unsupported_codec(args: Any, model: ModelTraits | None, config: CakeConfig) 
             f"cake's codec {config.codec} takes K and V only, and this model keeps an index beside "
             "them: set --cake-codec raw, zstd or auto"
         )
+    if config.codec in LOSSY and has_draft_kv(args):
+        return (
+            f"cake's codec {config.codec} takes K and V of one model only, and a draft model has "
+            "its own: set --cake-codec raw, zstd or auto"
+        )
     if config.codec not in LOSSY or not args.kv_cache_dtype.startswith("fp8"):
         return None
     return (
@@ -359,8 +415,12 @@ def unsupported_codec(args: Any, model: ModelTraits | None, config: CakeConfig) 
     )
 
 
-def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
+def check_context(
+    ctx: "TreeCacheBuildContext", config: CakeConfig, drafts: Sequence[object] = ()
+) -> None:
     """The last check, in a scheduler process, with the actual settings and pools.
+
+    Args: drafts: the draft models that this process has loaded.
 
     Raises: ConfigError, one line.
     """
@@ -370,8 +430,6 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
     reason = None
     if ctx.disable_radix_cache or params.disable:
         reason = "cake needs the radix cache, which SGLang turned off for this model or these flags"
-    elif params.is_eagle:
-        reason = "cake does not support speculative decoding: remove --speculative-algorithm"
     elif params.pp_size > 1:
         reason = "cake does not support pipeline parallelism: set --pp-size 1"
     elif params.attn_cp_size > 1:
@@ -384,9 +442,29 @@ def check_context(ctx: "TreeCacheBuildContext", config: CakeConfig) -> None:
             or _page_mismatch(params.page_size, config.block_tokens)
             or unsupported_group(view, traits, config)
             or unsupported_codec(view, traits, config)
+            or unsupported_drafts(view, drafts)
         )
     if reason is not None:
         raise ConfigError(reason)
+
+
+def unsupported_drafts(args: Any, drafts: Sequence[object]) -> str | None:
+    """Why the draft models of this process cannot be restored with a prompt; None if they can, or
+    if there are none. Without its KV of a prompt, a draft model proposes wrong tokens, so that a
+    hit would be slower than a miss."""
+    from sglang.srt.environ import envs
+
+    if has_draft_kv(args) != bool(drafts):
+        return (
+            f"cake did not see the draft model of {args.speculative_algorithm} being loaded: "
+            "remove --speculative-algorithm"
+        )
+    if drafts and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
+        return (
+            "cake needs the KV of the draft model for all tokens: unset "
+            "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+        )
+    return None
 
 
 def keys_media(ctx: "TreeCacheBuildContext") -> bool:

@@ -52,6 +52,47 @@ def test_block_keys_changed_token_changes_its_key_and_all_later_ones(tokens, blo
     assert not set(before[same:]) & set(after[same:])
 
 
+@given(TOKENS.filter(bool), BLOCK, st.integers(0, 3), st.data())
+def test_block_keys_with_next_tokens_cover_them(tokens, block_tokens, next_tokens, data):
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    changed = list(tokens)
+    changed[at] ^= 1
+    before, after = (
+        block_keys(SEED, seq, block_tokens, next_tokens=next_tokens) for seq in (tokens, changed)
+    )
+    assert len(before) == max(0, len(tokens) - next_tokens) // block_tokens
+    same = max(0, at - next_tokens) // block_tokens
+    assert before[:same] == after[:same]
+    assert not set(before[same:]) & set(after[same:])
+
+
+@given(TOKENS, BLOCK, st.integers(0, 3), st.integers(0, 40))
+def test_key_chain_with_next_tokens_has_a_key_for_each_of_its_blocks(
+    tokens, block_tokens, next_tokens, stop
+):
+    chain = KeyChain(SEED, block_tokens, next_tokens=next_tokens)
+    for part in (tokens[:stop], tokens):
+        assert chain.of(part) == block_keys(SEED, part, block_tokens, next_tokens=next_tokens)
+        assert len(chain.of(part)) == chain.blocks(len(part))
+
+
+def test_block_keys_image_that_begins_behind_a_block_changes_its_key_with_a_next_token():
+    tokens = [*range(4), -5, -5]
+    keys = {
+        (next_tokens, digest): block_keys(
+            SEED,
+            tokens,
+            4,
+            media=Media((MediaItem(digest * 32, ((4, 6),)),)),
+            next_tokens=next_tokens,
+        )
+        for next_tokens in (0, 1)
+        for digest in (b"a", b"b")
+    }
+    assert keys[0, b"a"] == keys[0, b"b"]
+    assert keys[1, b"a"] != keys[1, b"b"]
+
+
 @given(TOKENS, BLOCK)
 def test_block_keys_of_an_array_equal_those_of_a_list(tokens, block_tokens):
     as_array = array("q", tokens)

@@ -76,6 +76,7 @@ def standins(folder: Path) -> dict[str, str]:
         "cake_test_images = cake_test_images:register\n"
         "cake_test_recurrent = cake_test_recurrent:register\n"
         "cake_test_disaggregation = cake_test_disaggregation:register\n"
+        "cake_test_speculative = cake_test_speculative:register\n"
     )
     module = Path(__file__).parent / "standins"
     paths = [str(info.parent), str(module), os.environ.get("PYTHONPATH", "")]

@@ -104,6 +104,7 @@ class StoreView:
 
     root: Path
     ranks: int = 1  # that store; each has a namespace, described when its first block is stored
+    next_tokens: int = 0  # behind a block, that its key covers
 
     def namespaces(self) -> list[NamespaceFolder]:
         found = sorted(self.root.glob("*/namespace.json"))
@@ -114,7 +115,9 @@ class StoreView:
         return [
             namespace.block(key)
             for namespace in self.namespaces()
-            for key in block_keys(KeySeed(namespace.digest, **seed), tokens, BLOCK)
+            for key in block_keys(
+                KeySeed(namespace.digest, **seed), tokens, BLOCK, next_tokens=self.next_tokens
+            )
         ]
 
     def end_files(self, tokens: Sequence[int]) -> list[Path]:

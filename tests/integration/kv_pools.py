@@ -255,6 +255,7 @@ def record_of(
     rid: str = "r",
     limit: int | None = None,
     extra_tokens: int = 0,
+    next_tokens: int = 0,
     waited_s: float = 0.0,
 ) -> PromptRecord:
     """A record of a prompt of whole blocks and `extra_tokens` behind them that arrived `waited_s`
@@ -266,7 +267,7 @@ def record_of(
         rid=rid,
         load_id=rid,
         tokens=tokens,
-        chain=KeyChain(SEED, block),
+        chain=KeyChain(SEED, block, next_tokens=next_tokens),
         facts=RequestFacts(rid, len(tokens)),
         meet=Meet(
             block_tokens=block,

@@ -70,8 +70,8 @@ def harness() -> Iterator[SavingHarness]:
     made.io.close()
 
 
-def known(blocks: int, *stored: int) -> PromptRecord:
-    made = record_of(blocks, block=BLOCK)
+def known(blocks: int, *stored: int, next_tokens: int = 0) -> PromptRecord:
+    made = record_of(blocks, block=BLOCK, next_tokens=next_tokens)
     made.agreed.lookup_done = True
     made.agreed.stored = tuple(b in stored for b in range(blocks))
     return made
@@ -86,6 +86,26 @@ def test_block_saving_full_blocks_are_stored_as_they_complete(harness: SavingHar
     for block in range(5):
         harness.expect(record, block)
     assert len(harness.memory) == 5
+
+
+def test_block_saving_block_waits_for_the_token_that_its_key_covers(
+    harness: SavingHarness,
+) -> None:
+    record = known(3, next_tokens=1)
+    assert harness.checkpoint(record, 2 * BLOCK) == [0]
+    assert harness.checkpoint(record, 2 * BLOCK + 1) == [1]
+    assert harness.checkpoint(record, 3 * BLOCK, last=True) == []
+    for block in range(2):
+        harness.expect(record, block)
+
+
+def test_block_saving_block_that_another_prompt_went_on_from_is_not_stored(
+    harness: SavingHarness,
+) -> None:
+    for next_tokens, put in ((0, [0, 1, 2]), (1, [0, 2])):
+        record = known(4, next_tokens=next_tokens)
+        record.stats.matched_tokens = 2 * BLOCK
+        assert harness.checkpoint(record, 3 * BLOCK + 1) == put
 
 
 def test_block_saving_stored_blocks_are_skipped(harness: SavingHarness) -> None:

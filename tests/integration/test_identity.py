@@ -20,6 +20,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.identity.content import file_states
 from sglang_cake.integration.identity.identity import (
     Identity,
+    LoadedDraft,
     LoadedFiles,
     ModelSource,
     server_fields,
@@ -61,6 +62,7 @@ def _digest(**changed: Any) -> bytes:
         "layout": LAYOUT,
         "codec": "raw",
         "end_states": None,
+        "drafts": [],
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
@@ -79,6 +81,7 @@ def _digest(**changed: Any) -> bytes:
         facts["shard"],
         codec=facts["codec"],
         end_states=facts["end_states"],
+        drafts=facts["drafts"],
     )
     return Namespace(tuple((found | facts["content"]).items())).digest()
 
@@ -116,6 +119,28 @@ def test_identity_changed_fact_changes_the_namespace(
 ) -> None:
     assert _digest() == _digest()
     assert _digest(**changed) != _digest()
+
+
+def _with_draft(dtype: str = "float32", served: type = SamplingParams, **args: Any) -> bytes:
+    model = SimpleNamespace(dtype=f"torch.{dtype}")
+    runner = SimpleNamespace(model_config=model, model=served())
+    draft = LoadedDraft(runner, ModelSource("d"), None)
+    return _digest(drafts=[draft], args={"speculative_algorithm": "EAGLE", **args})
+
+
+def test_identity_changed_draft_model_changes_the_namespace() -> None:
+    names = [
+        _digest(),
+        _with_draft(),
+        _with_draft(dtype="bfloat16"),
+        _with_draft(served=type("Other", (SamplingParams,), {"__module__": "sglang.other"})),
+        _with_draft(speculative_algorithm="STANDALONE"),
+        _with_draft(speculative_draft_model_quantization="fp8"),
+        _with_draft(speculative_draft_window_size=512),
+    ]
+    assert len(set(names)) == len(names)
+    assert _with_draft() == _with_draft(speculative_num_steps=7) == _with_draft()
+    assert _digest(args={"speculative_algorithm": "NGRAM"}) == _digest()
 
 
 @pytest.mark.parametrize(
@@ -280,6 +305,44 @@ def test_identity_update_in_unknown_format_is_private(
     one.identity.weights_changed(files, load_format, None)
     assert one.identity.is_private
     assert one.weights != first
+
+
+def _draft(folder: Path) -> LoadedDraft:
+    source = ModelSource(str(folder))
+    return LoadedDraft(SimpleNamespace(), source, source.weights_or_none())
+
+
+def test_identity_names_the_draft_model_by_its_content(tmp_path: Path) -> None:
+    target = _checkpoint(tmp_path / "target", 1.0)
+    names = []
+    for number, value in enumerate((None, 1.0, 1.0, 2.0)):
+        one = Named(target)
+        if value is not None:
+            one.loaded.drafts.append(_draft(_checkpoint(tmp_path / f"draft-{number}", value)))
+        one.identity.start()
+        assert not one.identity.is_private
+        names.append(one.digest)
+    assert names[1] == names[2]
+    assert len(set(names)) == 3
+
+
+def test_identity_draft_model_that_changed_while_it_was_loaded_is_private(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "target", 1.0))
+    folder = _checkpoint(tmp_path / "draft", 1.0)
+    one.loaded.drafts.append(_draft(folder))
+    _checkpoint(folder, 2.0)
+    one.identity.start()
+    assert one.identity.is_private
+
+
+def test_identity_update_beside_a_draft_model_is_private(tmp_path: Path) -> None:
+    """The draft model may have changed as well."""
+    one = Named(_checkpoint(tmp_path / "target", 1.0))
+    one.loaded.drafts.append(_draft(_checkpoint(tmp_path / "draft", 1.0)))
+    one.identity.start()
+    files = file_states(_checkpoint(tmp_path / "new", 2.0).glob("*.safetensors"))
+    one.identity.weights_changed(files, "auto", None)
+    assert one.identity.is_private
 
 
 def test_identity_unknown_config_stays_private_after_an_update(

@@ -216,6 +216,59 @@ def test_kv_pool_layout_describes_the_bytes_of_a_block(kind: str) -> None:
     assert sorted(len(p) for p in planes) == sorted(p.rows * p.row_bytes for p in kv.layout.planes)
 
 
+# A target, its draft models, the tokens of a page and of a block.
+DRAFTS: dict[str, tuple[Callable[[], Any], list[Callable[[], Any]], int, int]] = {
+    "STANDALONE": (lambda: mha(SLOTS), [lambda: mha(SLOTS, heads=1, layers=1)], 1, BLOCK),
+    "EAGLE3 of another dtype": (
+        lambda: mha(SLOTS, dtype=torch.float8_e4m3fn),
+        [lambda: mha(SLOTS, dtype=torch.bfloat16, layers=1)],
+        1,
+        BLOCK,
+    ),
+    "EAGLE3 of an MLA model": (lambda: mla(SLOTS), [lambda: mha(SLOTS, layers=1)], 1, BLOCK),
+    "MTP of an MLA model": (lambda: mla(SLOTS), [lambda: mla(SLOTS, layers=1)], 1, BLOCK),
+    "MTP with an index": (lambda: dsa(512), [lambda: dsa(512, layer_num=1)], 64, 128),
+    "MTP of a hybrid": (lambda: hybrid(512), [lambda: mha(512, page=64, layers=1)], 64, 128),
+    "MTP in pages": (
+        lambda: mha(512, page=64),
+        [lambda: mha(512, page=64, layers=1)] * 2,
+        64,
+        128,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_kv_pool_block_round_trip_brings_the_rows_of_draft_models(kind: str) -> None:
+    make, makes, page, block_tokens = DRAFTS[kind]
+    sides = []
+    for seed in (1, 2):
+        pools = [make(), *(make_draft() for make_draft in makes)]
+        for pool in pools:
+            scramble(pool, seed)
+        kv = DeviceKV(pools[0], block_tokens=block_tokens, drafts=pools[1:])
+        sides.append(([rows for pool in pools for rows in rows_of(pool)], kv))
+    (source, kv_out), (target, kv_in) = sides
+    assert kv_out.layout == kv_in.layout
+    assert kv_out.layout != DeviceKV(make(), block_tokens=block_tokens).layout
+    names = {name for group in kv_out.layout.groups for name, _ in group.parts}
+    assert {name.startswith("draft_") for name in names} == {True, False}
+    slots = slots_in_pages(SLOTS if page == 1 else 512, page, seed=3)
+    taken, given = slots[:block_tokens], slots[-block_tokens:]
+    (block,) = buffers_for(kv_out, 1)
+    kv_out.save(taken, [block], ()).wait()
+    kv_in.load(block, given, ())
+    for (a, tokens), (b, _) in zip(source, target, strict=True):
+        moved = as_bytes(a)[taken[::tokens] // tokens]
+        assert torch.equal(as_bytes(b)[given[::tokens] // tokens], moved)
+        assert not torch.equal(moved.roll(1, 0), moved)  # the control: other rows are found
+
+
+def test_kv_pool_draft_model_with_fewer_slots_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^cake cannot store the KV of a draft model [^\n]+$"):
+        DeviceKV(mha(SLOTS), block_tokens=BLOCK, drafts=[mha(SLOTS - 1)])
+
+
 def test_kv_pool_fp8_layout_keeps_its_dtype_name() -> None:
     pool = mha(32, dtype=torch.float8_e4m3fn)
     assert pool.k_buffer[0].dtype is torch.uint8

@@ -16,7 +16,9 @@ from sglang_cake.integration.identity import kv_settings
 from sglang_cake.integration.support_matrix import RULES
 
 DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
-CLASSES = {"counted", "content", "replaced", "private", "rounding", "refused", "unrelated"}
+CLASSES = {
+    *("counted", "draft", "content", "replaced", "private", "rounding", "refused", "unrelated")
+}
 REVIEWED = (Path(__file__).parent / "sglang_environment.txt").read_text().split()
 
 
@@ -86,6 +88,14 @@ def test_kv_facts_argument_unrelated_to_kv_does_not_count(argument: str, value: 
     assert kv_settings.counted_arguments(_values(**{argument: value}), DEFAULTS) == {}
 
 
+def test_kv_facts_settings_of_a_draft_model_count_for_its_kv_alone() -> None:
+    values = _values(speculative_draft_model_quantization="fp8", speculative_num_steps=5)
+    assert kv_settings.counted_arguments(values, DEFAULTS) == {}
+    assert kv_settings.counted_arguments(values, DEFAULTS, frozenset({"draft"})) == {
+        "speculative_draft_model_quantization": "fp8"
+    }
+
+
 def test_kv_facts_deterministic_inference_counts_the_kernels() -> None:
     same = {"attention_backend": "fa3"}
     promised = _values(enable_deterministic_inference=True, **same)
@@ -99,6 +109,7 @@ def test_kv_facts_deterministic_inference_counts_the_kernels() -> None:
     "changed",
     [
         {"load_format": "dummy"},
+        {"speculative_draft_load_format": "dummy"},
         {"load_format": "remote_instance"},
         {"load_format": "flash_rl"},
         {"load_format": "ipc_cache"},

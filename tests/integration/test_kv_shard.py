@@ -52,17 +52,23 @@ latent_hybrid = partial(hybrid, use_mla=True, kv_lora_rank=16, qk_rope_head_dim=
 
 
 @pytest.mark.parametrize(
-    ("pool", "nnodes", "expected"),
+    ("pool", "drafts", "nnodes", "expected"),
     [
-        (mha, 1, KvShard(3, 4)),
-        (latent_hybrid, 1, KvShard(3, 4)),  # ranks divide its states
-        (mla, 1, KvShard(turn=3, turns=4)),
-        (mla, 4, KvShard(turn=1, turns=2)),  # of 8 ranks, two on each machine
-        (mla, 16, KvShard()),  # data-parallel workers on further machines
+        (mha, [], 1, KvShard(3, 4)),
+        (latent_hybrid, [], 1, KvShard(3, 4)),  # ranks divide its states
+        (mla, [], 1, KvShard(turn=3, turns=4)),
+        (mla, [mla], 1, KvShard(turn=3, turns=4)),
+        (mla, [mha], 1, KvShard(3, 4)),  # each rank has heads of the draft model
+        (mla, [], 4, KvShard(turn=1, turns=2)),  # of 8 ranks, two on each machine
+        (mla, [], 16, KvShard()),  # data-parallel workers on further machines
     ],
 )
 def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
-    pool: Any, nnodes: int, expected: KvShard, monkeypatch: pytest.MonkeyPatch
+    pool: Any,
+    drafts: list[Any],
+    nnodes: int,
+    expected: KvShard,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One of two attention groups of four ranks."""
     parallel = SimpleNamespace(attn_tp_rank=3, attn_tp_size=4)
@@ -73,4 +79,4 @@ def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
         params=SimpleNamespace(token_to_kv_pool_allocator=allocator),
         tp_size=8,
     )
-    assert shard_of(ctx) == expected
+    assert shard_of(ctx, [draft(4) for draft in drafts]) == expected

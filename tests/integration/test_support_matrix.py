@@ -10,11 +10,14 @@ from sglang_cake.core.codec_names import CHOICES, LOSSY
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.support_matrix import (
+    SPECULATION,
     ModelTraits,
+    Speculation,
     check_context,
     longrope_tokens,
     unsupported,
     unsupported_codec,
+    unsupported_drafts,
     unsupported_group,
     unsupported_pools,
 )
@@ -38,6 +41,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
+        "enable_multi_layer_eagle": False,
         "enable_hisparse": False,
         "dllm_algorithm": None,
         "enable_hierarchical_cache": False,
@@ -116,7 +120,8 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("attn_cp_size", 2),
         ("dcp_size", 2),
         ("use_ray", True),
-        ("speculative_algorithm", "EAGLE3"),
+        ("speculative_algorithm", "UNO"),
+        ("enable_multi_layer_eagle", True),
         ("enable_hisparse", True),
         ("dllm_algorithm", "LowConfidence"),
         ("enable_hierarchical_cache", True),
@@ -169,7 +174,7 @@ def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelT
 
 
 def _context(**changes: Any) -> Any:
-    params = {"disable": False, "is_eagle": False, "pp_size": 1, "attn_cp_size": 1, "page_size": 1}
+    params = {"disable": False, "pp_size": 1, "attn_cp_size": 1, "page_size": 1}
     fields: dict[str, Any] = {
         "disable_radix_cache": False,
         "is_hybrid_swa": False,
@@ -185,7 +190,6 @@ def _context(**changes: Any) -> Any:
     [
         {"disable_radix_cache": True},
         {"disable": True},
-        {"is_eagle": True},
         {"pp_size": 2},
         {"attn_cp_size": 2},
     ],
@@ -272,6 +276,7 @@ MEMBER = {
     "tp_size": 1,
     "dp_size": 1,
     "disaggregation_mode": "null",
+    "speculative_algorithm": None,
 } | _graphs("disabled")
 GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 
@@ -282,6 +287,7 @@ GPU = {"device": "cuda", "attention_backend": "flashinfer"}
         ({"device": "xpu"}, "--device cpu or cuda"),
         ({"attention_backend": "intel_amx"}, "--attention-backend torch_native"),
         ({"prefill_attention_backend": "intel_amx"}, "--attention-backend torch_native"),
+        ({"speculative_algorithm": "NGRAM"}, "remove --speculative-algorithm"),
         ({"tp_size": 2}, "set --tp-size 1"),
         ({"dp_size": 2}, "set --dp-size 1"),
         ({"disaggregation_mode": "prefill"}, "remove --disaggregation-mode"),
@@ -327,23 +333,27 @@ def test_support_matrix_runahead_member_of_a_multimodal_model_is_refused() -> No
     assert "\n" not in reason
 
 
+def _cache(dtype: str, algorithm: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_dtype=dtype, speculative_algorithm=algorithm)
+
+
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_support_matrix_lossy_codec_on_fp8_cache_is_refused(dtype: str) -> None:
     for codec in CHOICES:
         config = CakeConfig(codec=codec)
-        reason = unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), PLAIN, config)
+        reason = unsupported_codec(_cache(dtype), PLAIN, config)
         assert (reason is not None) == (codec in LOSSY)
         assert reason is None or (f"--kv-cache-dtype {dtype}" in reason and "\n" not in reason)
         for wider in ("auto", "bfloat16"):
-            assert unsupported_codec(SimpleNamespace(kv_cache_dtype=wider), PLAIN, config) is None
+            assert unsupported_codec(_cache(wider), PLAIN, config) is None
     bounded = CakeConfig(codec="auto", max_error=0.01)  # it takes zstd then
-    assert unsupported_codec(SimpleNamespace(kv_cache_dtype=dtype), PLAIN, bounded) is None
+    assert unsupported_codec(_cache(dtype), PLAIN, bounded) is None
 
 
 def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_groups() -> None:
     sparse = replace(PLAIN, is_sparse=True)
     assert unsupported(_args(page_size=64), sparse, 128) is None
-    args = SimpleNamespace(kv_cache_dtype="auto")
+    args = _cache("auto")
     for codec in CHOICES:
         reason = unsupported_codec(args, sparse, CakeConfig(codec=codec))
         assert (reason is not None) == (codec in LOSSY)
@@ -352,6 +362,46 @@ def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_grou
     reason = unsupported_group(SimpleNamespace(**MEMBER), sparse, group)
     assert reason is not None
     assert "index" in reason
+
+
+@pytest.mark.parametrize("speculation", SPECULATION, ids=str)
+def test_support_matrix_speculative_algorithm_is_served_without_end_states_and_lossy_codecs(
+    speculation: Speculation,
+) -> None:
+    for name in (speculation.name, speculation.name.lower()):
+        args = _args(speculative_algorithm=name)
+        assert unsupported(args, PLAIN, 128) is None
+        for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
+            reason = unsupported(args, replace(PLAIN, **{kind: True}), 128)
+            assert reason is not None
+            assert "--speculative-algorithm" in reason
+        coded = _cache("auto", name)
+        for codec in CHOICES:
+            reason = unsupported_codec(coded, PLAIN, CakeConfig(codec=codec))
+            assert (reason is not None) == (codec in LOSSY and speculation.name != "NGRAM")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "drafts", "skips", "advice"),
+    [
+        (None, 0, False, None),
+        ("NGRAM", 0, False, None),
+        ("EAGLE", 1, False, None),
+        ("EAGLE", 0, False, "did not see the draft model of EAGLE"),
+        ("EAGLE", 1, True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
+    ],
+)
+def test_support_matrix_draft_model_whose_kv_would_be_missing_is_refused(
+    algorithm: str | None, drafts: int, skips: bool, advice: str | None
+) -> None:
+    pytest.importorskip("sglang")
+    from sglang.srt.environ import envs
+
+    args = SimpleNamespace(speculative_algorithm=algorithm)
+    with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(skips):
+        reason = unsupported_drafts(args, [object()] * drafts)
+    assert (reason is None) == (advice is None)
+    assert reason is None or (str(advice) in reason and "\n" not in reason)
 
 
 def test_support_matrix_rules_use_existing_server_args() -> None:

@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,7 @@ def server_fields(
     *,
     codec: str,
     end_states: str | None = None,
+    drafts: "Sequence[LoadedDraft]" = (),
 ) -> NamespaceFields:
     """All fields except those about the content of files.
 
@@ -64,6 +65,7 @@ def server_fields(
         shard: of this rank.
         codec: the encoding of the blocks.
         end_states: form of the end states of this rank's pools; None: the model has none.
+        drafts: draft models whose KV is in the blocks.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -95,6 +97,14 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
+    if drafts:
+        models = [each.runner.model_config for each in drafts]
+        fields["draft_algorithm"] = values.speculative_algorithm
+        fields["draft_dtype"] = " ".join(str(each.dtype).removeprefix("torch.") for each in models)
+        fields["draft_implementation"] = " ".join(
+            _implementation(type(each.runner.model)) for each in drafts
+        )
+        fields |= kv_settings.counted_arguments(values, _defaults(ctx), {"draft"})
     return {name: str(value) for name, value in fields.items()}
 
 
@@ -176,6 +186,25 @@ class ModelSource:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model that SGLang has loaded.
+
+    Attributes:
+        runner: SGLang's `ModelRunner` of it.
+        weights: its weight files before the load; None if the load had to download them.
+    """
+
+    runner: Any
+    source: ModelSource
+    weights: Files | None
+
+    @property
+    def pool(self) -> Any:
+        """Its KV pool, which has the slots of the target's."""
+        return self.runner.token_to_kv_pool
+
+
 @dataclass(slots=True)
 class LoadedFiles:
     """Files as they were when SGLang loaded them. The hooks of loading write it, also before there
@@ -184,17 +213,19 @@ class LoadedFiles:
     Attributes:
         model_recorded: whether the load of the model was observed.
         weights: the weight files before the load; None if the load had to download them.
+        drafts: models that propose tokens, in the order in which they were loaded.
         adapters: files by LoRA id; None if they are unknown.
         on_adapter: called with each LoRA id that is loaded.
     """
 
     model_recorded: bool = False
     weights: Files | None = None
+    drafts: list[LoadedDraft] = field(default_factory=list)
     adapters: dict[str, Files | None] = field(default_factory=dict)
     on_adapter: Callable[[str], None] | None = None
 
 
-LOADED = LoadedFiles()  # a process has one model
+LOADED = LoadedFiles()  # a process has one model, with its draft models
 
 
 # ---- digests, computed in the background ----
@@ -324,6 +355,7 @@ def model_job(
     weights = Files()
     configs = Files()
     beside: list[Files] = []
+    drafts: list[Files] = []
     private = kv_settings.private_reason(values, defaults)
     unreadable: str | None = None
     try:
@@ -334,6 +366,12 @@ def model_job(
         configs = content.file_states(content.config_files(source.folder(), code=code))
         for path in kv_settings.content_paths(values):
             beside.append(content.file_states(content.all_files(path)))
+        for draft in loaded.drafts:
+            found = draft.source.weights()
+            if draft.weights not in (None, found):
+                private = private or "files of the draft model changed while they were loaded"
+            of_draft = content.config_files(draft.source.folder(), code=code)
+            drafts += [found, content.file_states(of_draft)]
     except (ConfigError, OSError) as error:
         unreadable = str(error)
     if private is not None:
@@ -352,9 +390,12 @@ def model_job(
         fields["config"] = content_digest(configs, job.cancelled)
         if beside:
             fields["beside"] = " ".join(content_digest(each, job.cancelled) for each in beside)
+        if drafts:
+            fields["draft"] = " ".join(content_digest(each, job.cancelled) for each in drafts)
         return fields
 
-    hashed = [configs, *beside] if private is not None else [weights, configs, *beside]
+    others = [configs, *beside, *drafts]
+    hashed = others if private is not None else [weights, *others]
     return DigestJob(WEIGHTS, compute, sum(map(content.unhashed_bytes, hashed)))
 
 
@@ -471,7 +512,7 @@ class Identity:
         """
         self._fields["weight_version"] = version or str(self._values.weight_version)
         known = None if load_format is None else kv_settings.file_format(load_format)
-        if known is None:
+        if known is None or self._loaded.drafts:  # those may have changed too
             files = None
         else:
             self._fields["format"] = known

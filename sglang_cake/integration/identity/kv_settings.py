@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,8 @@ _CLASSES: Final[dict[str, frozenset[str]]] = {
         files(__package__).joinpath("kv_settings.toml").read_text("utf-8")
     ).items()
 }
+
+COUNTED: Final[frozenset[str | None]] = frozenset({"counted", None})
 
 # Load formats that read only files which `content.weight_files` lists. Formats with an equal value
 # read the same weights from the same files.
@@ -73,17 +75,19 @@ def class_of(argument: str) -> str | None:
     return None
 
 
-def counted_arguments(values: Any, defaults: Mapping[str, object]) -> dict[str, str]:
+def counted_arguments(
+    values: Any, defaults: Mapping[str, object], classes: Set[str | None] = COUNTED
+) -> dict[str, str]:
     """Server arguments that are fields of the namespace. An unclassified argument is a field too,
     with a digest of its value.
 
     Args:
         values: resolved; an attribute for each argument.
         defaults: of all arguments of SGLang.
+        classes: of arguments in kv_settings.toml.
     """
-    classes = {"counted", None}
     if values.enable_deterministic_inference:
-        classes.add("rounding")
+        classes |= {"rounding"}
     found = {name: _text(getattr(values, name)) for name in sorted(defaults)}
     return {
         name: text if class_of(name) else _digest(text)
@@ -136,6 +140,9 @@ def private_reason(values: Any, defaults: Mapping[str, object]) -> str | None:
     """Why the content of the weights is unknown; None if the model's files determine it."""
     if file_format(values.load_format) is None:
         return f"--load-format {_text(values.load_format)} does not load the model's files"
+    of_draft = getattr(values, "speculative_draft_load_format", None)
+    if of_draft is not None and file_format(of_draft) is None:
+        return f"--speculative-draft-load-format {_text(of_draft)} does not load the model's files"
     for name in sorted(_CLASSES["private"] & set(defaults)):
         if (value := getattr(values, name)) and _text(value) != _text(defaults[name]):
             return f"--{name.replace('_', '-')} may change the weights"

@@ -11,7 +11,12 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.boundary import register
 from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import Files
-from sglang_cake.integration.identity.identity import LOADED, MAX_ADAPTERS, ModelSource
+from sglang_cake.integration.identity.identity import (
+    LOADED,
+    MAX_ADAPTERS,
+    LoadedDraft,
+    ModelSource,
+)
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Service
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -40,10 +45,13 @@ def install() -> None:
 def _load_model(original: Any, runner: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    if not runner.is_draft_worker:
-        model = runner.model_config
-        folder = resolving_view(runner.server_args).download_dir
-        LOADED.weights = ModelSource(model.model_path, model.revision, folder).weights_or_none()
+    model = runner.model_config
+    folder = resolving_view(runner.server_args).download_dir
+    source = ModelSource(model.model_path, model.revision, folder)
+    if runner.is_draft_worker:
+        LOADED.drafts.append(LoadedDraft(runner, source, source.weights_or_none()))
+    else:
+        LOADED.weights = source.weights_or_none()
         LOADED.model_recorded = True
     return original(runner)
 

@@ -103,13 +103,13 @@ class BlockSaving:
         if not record.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
         unsaved = self._requests.setdefault(record, _Unsaved())
-        full = len(tokens) // self._block_tokens
+        full = record.chain.blocks(len(tokens))
         new = range(unsaved.next_block, full)
         unsaved.blocks += [block for block in new if self._is_new(record, block)]
         unsaved.next_block = max(unsaved.next_block, full)
         unsaved.tokens = tokens
         unsaved.row = row
-        end = held_tokens - held_tokens % self._block_tokens
+        end = min(held_tokens // self._block_tokens, full) * self._block_tokens
         if find_end is not None and self.wants_end(record, end, last=last):
             unsaved.end = end
             unsaved.find_end = find_end
@@ -190,7 +190,7 @@ class BlockSaving:
         self._writer.offer(
             WriteJob(
                 chain=record.chain,
-                tokens=unsaved.tokens[: unsaved.end],
+                tokens=unsaved.tokens[: unsaved.end + record.chain.next_tokens],
                 blocks=tuple(range(self._ends.count)),
                 buffers=tuple(buffers),
                 copied=save.ended,
@@ -219,7 +219,7 @@ class BlockSaving:
         save = self._copier.save(slots, buffers, self._kv.fence())
         self._saves = [each for each in self._saves if not each.save.ended.done()]
         self._saves.append(_Saving(record, save, self._kv.order_forwards_after))
-        end = (blocks[-1] + 1) * size
+        end = (blocks[-1] + 1) * size + record.chain.next_tokens
         self._writer.offer(
             WriteJob(
                 chain=record.chain,
@@ -238,6 +238,12 @@ class BlockSaving:
         if not self._shard.stores(block):
             return False
         if block < record.meet.blocks and record.meet.state(block) is BlockState.ATTACHED:
+            return False
+        if record.chain.next_tokens and (block + 1) * self._block_tokens == (
+            record.stats.matched_tokens
+        ):
+            # The last token's KV in a draft model is that of the prompt which the tree got the
+            # block from. The next token of that prompt may have been another one.
             return False
         stored = record.agreed.stored
         return not (block < len(stored) and stored[block])

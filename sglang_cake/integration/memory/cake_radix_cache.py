@@ -213,7 +213,8 @@ class CakeRadixCache(UnifiedRadixCache):
         )
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
-        """How many leading tokens the tree holds."""
+        """How many leading tokens the tree holds, up to `limit`."""
+        limit += self._next_tokens
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         return int(self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
 
@@ -225,7 +226,8 @@ class CakeRadixCache(UnifiedRadixCache):
         """
         assert self.ends is not None
         tokens = req.full_untruncated_fill_ids
-        key = RadixKey(tokens, req.extra_key, limit=stop, cache_salt=req.cache_salt)
+        limit = stop + self._next_tokens
+        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         match = self.match_prefix(MatchPrefixParams(key=key))
         if match.device_prefix_len != stop:
             return None
@@ -314,7 +316,7 @@ class CakeRadixCache(UnifiedRadixCache):
         prefix = self.prefix_device_indices(req)
         params = InsertParams(
             key=RadixKey(
-                req.full_untruncated_fill_ids[:stop],
+                req.full_untruncated_fill_ids[: stop + self._next_tokens],
                 req.extra_key,
                 cache_salt=req.cache_salt,
             ),
@@ -332,6 +334,12 @@ class CakeRadixCache(UnifiedRadixCache):
         if end is not None and end.state is not None and result.mamba_exist:
             self.req_to_token_pool.mamba_allocator.free(end.state)
         req.init_next_round_input(self)
+
+    @property
+    def _next_tokens(self) -> int:
+        """With some draft models, the tree's key of a token is the token and the next one. So this
+        many tokens behind those whose KV is meant belong to a key."""
+        return int(self.tree_core.is_eagle)
 
     # ---- end states ----
 

@@ -142,6 +142,7 @@ class DeviceKV:
         pool: as `pool_planes` takes it. Raises: ConfigError for any other.
         encoded: blocks come encoded.
         apart: as for `pool_planes`.
+        drafts: pools of draft models, which keep their KV of a token in the token's slot too.
     """
 
     streams: "CopyStreams | None" = None
@@ -153,8 +154,18 @@ class DeviceKV:
         block_tokens: int,
         encoded: bool = False,
         apart: Sequence[object] = (),
+        drafts: Sequence[Any] = (),
     ) -> None:
         found = pool_planes(pool, apart=apart)
+        self.slots = min(each.slots for each in found)
+        for draft in drafts:
+            planes = pool_planes(draft, apart=apart, prefix="draft_")
+            if min(each.slots for each in planes) < self.slots:
+                raise ConfigError(
+                    f"cake cannot store the KV of a draft model in a {type(draft).__name__}: it "
+                    f"has no rows for {self.slots} slots"
+                )
+            found += planes
         for each in found:
             if block_tokens % each.group.row_tokens:
                 raise ConfigError(
@@ -162,7 +173,6 @@ class DeviceKV:
                     f"{each.group.row_tokens}: set --cake-block-tokens {each.group.row_tokens}"
                 )
         self.layout = BlockLayout(tuple(each.group for each in found), block_tokens)
-        self.slots = min(each.slots for each in found)
         self.device = found[0].buffers[0].device
         self.encoded = encoded
         word = WORDS[math.gcd(max(WORDS), *(plane.row_bytes for plane in self.layout.planes))]
@@ -343,11 +353,14 @@ class CudaKV(DeviceKV):
         forward_stream: torch.cuda.Stream | None,
         encoded: bool = False,
         apart: Sequence[object] = (),
+        drafts: Sequence[Any] = (),
         streams: CopyStreams | None = None,
     ) -> None:
         from sglang_cake.integration.memory.row_kernel import RowKernel  # loads Triton
 
-        super().__init__(pool, block_tokens=block_tokens, encoded=encoded, apart=apart)
+        super().__init__(
+            pool, block_tokens=block_tokens, encoded=encoded, apart=apart, drafts=drafts
+        )
         self._pieces = pieces_of(self.layout)
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
         self.encoded = memory.decodes

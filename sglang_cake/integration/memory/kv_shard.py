@@ -1,6 +1,7 @@
 """Which part of a model's KV a tensor-parallel rank holds, and which of its blocks it stores."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,8 @@ class KvShard:
 SOLE = KvShard()  # no other rank has a part of the KV
 
 
-def shard_of(ctx: "TreeCacheBuildContext") -> KvShard:
-    """The shard of this process.
+def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvShard:
+    """The shard of this process, with the pools of draft models that it has.
 
     MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
     are the same on all of them. SGLang's HiCache stores them once for the same reason. A pool of a
@@ -60,12 +61,11 @@ def shard_of(ctx: "TreeCacheBuildContext") -> KvShard:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     machines = resolving_view(ctx.server_args).nnodes
     return KvShard.of_rank(
         parallel.attn_tp_rank,
         parallel.attn_tp_size,
-        replicated=isinstance(
-            ctx.params.token_to_kv_pool_allocator.get_kvcache(), MLATokenToKVPool
-        ),
+        replicated=all(isinstance(each, MLATokenToKVPool) for each in (pool, *drafts)),
         machine_ranks=max(1, ctx.tp_size // machines),
     )

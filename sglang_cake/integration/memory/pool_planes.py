@@ -47,14 +47,17 @@ class PoolPlanes:
         return min(map(len, self.buffers)) * self.group.row_tokens
 
 
-def pool_planes(pool: Any, *, apart: Sequence[object] = ()) -> list[PoolPlanes]:
+def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") -> list[PoolPlanes]:
     """All that a pool keeps for a slot. In a hybrid, this is the KV of full attention.
 
-    Args: apart: pools inside of `pool` that the caller stores in another way: end states.
+    Args:
+        apart: pools inside of `pool` that the caller stores in another way: end states.
+        prefix: of the names of the parts.
+
     Raises: ConfigError, one line, if the pool keeps anything else, or its slots are not rows.
     """
     name = type(pool).__name__
-    found = list(_planes(pool))
+    found = list(_planes(pool, prefix))
     if not found:
         raise ConfigError(f"cake cannot store a {name}: it has no K and V in rows of slots")
     needed = (pool.size // pool.page_size + 1) * pool.page_size  # the first page is never used
@@ -77,7 +80,7 @@ def pool_planes(pool: Any, *, apart: Sequence[object] = ()) -> list[PoolPlanes]:
     return found
 
 
-def _planes(pool: Any, prefix: str = "") -> Iterator[PoolPlanes]:
+def _planes(pool: Any, prefix: str) -> Iterator[PoolPlanes]:
     for name, its_prefix in _INNER.items():
         if (inner := getattr(pool, name, None)) is not None:
             yield from _planes(inner, prefix + its_prefix)

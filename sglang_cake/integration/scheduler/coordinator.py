@@ -93,6 +93,7 @@ class Coordinator:
         keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
+        next_tokens: as for `KeyChain`.
 
     Attributes:
         suspended: the tree holds KV of before a change of weights.
@@ -117,8 +118,10 @@ class Coordinator:
         reporter: RequestReporter,
         end_blocks: int = 0,
         keys_media: bool = False,
+        next_tokens: int = 0,
     ) -> None:
         self._end_blocks = end_blocks
+        self._next_tokens = next_tokens
         self.keys_media = keys_media
         self._loader = loader
         self._device_slots = device_slots
@@ -171,7 +174,8 @@ class Coordinator:
             return
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
-        limit = longest_prefix_tokens(req, len(tokens))
+        # A block's key may cover tokens behind it, and so may those of SGLang's tree.
+        limit = max(0, longest_prefix_tokens(req, len(tokens)) - self._next_tokens)
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
             req, chain, tokens, limit=limit, front=matched(tokens, limit), may_overlap=overlap
@@ -221,7 +225,7 @@ class Coordinator:
                 )
         elif not self.store_detached:
             self.end(req.rid)
-            stored = (True,) * (len(tokens) // self.block_tokens)
+            stored = (True,) * chain.blocks(len(tokens))
             self._keep(self._record_of(req, chain, tokens, limit=0, stored=stored))
 
     def end(self, rid: str) -> None:
@@ -598,7 +602,8 @@ class Coordinator:
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
             return None
-        return KeyChain(seed_of(req, self._namespace, adapter), self.block_tokens, media)
+        seed = seed_of(req, self._namespace, adapter)
+        return KeyChain(seed, self.block_tokens, media, self._next_tokens)
 
     def _record_of(
         self,
@@ -630,7 +635,7 @@ class Coordinator:
                 block_tokens=self.block_tokens,
                 page_tokens=self._page_tokens,
                 limit_tokens=limit,
-                prompt_tokens=len(tokens),
+                prompt_tokens=max(0, len(tokens) - self._next_tokens),
                 front=front,
                 end_blocks=self._end_blocks,
             ),

@@ -127,7 +127,7 @@ def _floats(bits: Sequence[int]) -> tuple[float, ...]:
 
 
 def _full_blocks(record: PromptRecord) -> int:
-    return len(record.tokens) // record.meet.block_tokens
+    return record.chain.blocks(len(record.tokens))
 
 
 def _size(record: PromptRecord) -> int:

@@ -1,0 +1,260 @@
+"""Speculative decoding: a loaded prompt has the KV of the draft model too.
+
+A wrong or missing draft KV changes no answer, since the target checks each token. It shows in the
+number of tokens that are accepted at once, so each test compares that number with the one after
+computing. Tokens are compared with those of transformers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live import BLOCK, DEADLINE_S, Answer, Live, PendingRequest, Start, forge, layout_of
+from tiny_drafts import VOCAB, build_eagle
+from tiny_hybrids import Transformers
+
+from sglang_cake.codecs.frame import HEADER_BYTES
+
+Make = Callable[[int], list[int]]
+DRAFTS = 3  # tokens that are proposed in a step
+NEW_TOKENS = 40
+POOL_TOKENS = 4096
+CHAIN = (
+    *("--speculative-num-steps", str(DRAFTS), "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", str(DRAFTS + 1)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A server with one algorithm. Attributes: next_tokens: behind a block, that its key covers."""
+
+    algorithm: str
+    mode: str
+    flags: tuple[str, ...] = ()
+    next_tokens: int = 1
+
+
+KINDS = {
+    "ngram-auto": Kind("NGRAM", "auto", ("--page-size", "1"), next_tokens=0),
+    "standalone-load": Kind("STANDALONE", "load", CHAIN),
+    "eagle-load": Kind("EAGLE", "load", (*CHAIN, "--page-size", "16")),
+    "eagle-both": Kind("EAGLE", "both", CHAIN),
+}
+
+
+@dataclass(slots=True)
+class Speculating:
+    """A running server, and its target by transformers."""
+
+    kind: Kind
+    live: Live
+    model: Transformers
+    known: dict[str, list[int]] = field(default_factory=dict)
+
+    def computed(self, ids: list[int], new_tokens: int = NEW_TOKENS) -> Answer:
+        """The answer to a prompt that is not stored."""
+        salt = f"computed {len(self.known)} {ids[0]}"
+        answer = self.answer(ids, new_tokens, cache_salt=salt)
+        assert answer.loaded == 0
+        return answer
+
+    def answer(self, ids: list[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> Answer:
+        """The answer, with an empty tree, which is that of transformers."""
+        self.live.flush()
+        if self.kind.algorithm == "NGRAM":  # its drafts are of earlier answers since the flush
+            self.live.ask(ids, new_tokens, cache_salt="teacher")
+        answer = self.live.ask(ids, new_tokens, **extra)
+        assert answer.tokens == self.expected(ids, new_tokens)
+        return answer
+
+    def expected(self, ids: list[int], new_tokens: int) -> list[int]:
+        name = f"{ids} {new_tokens}"
+        if name not in self.known:
+            self.known[name] = self.model.answer(ids, new_tokens).tokens
+        return self.known[name]
+
+
+def accepted(answer: Answer) -> list[int]:
+    """How often 0, 1, 2, ... drafts were accepted in a step."""
+    return list(answer.meta["spec_correct_drafts_histogram"])
+
+
+@pytest.fixture(scope="module")
+def tiny_models(folder: Path) -> tuple[Path, Path]:
+    """A target and its EAGLE draft."""
+    return build_eagle(folder / "eagle" / "model", folder / "eagle-draft" / "model")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def speculating(
+    request: pytest.FixtureRequest,
+    start: Start,
+    folder: Path,
+    tiny_models: tuple[Path, Path],
+    standins: dict[str, str],
+) -> Iterator[Speculating]:
+    kind = KINDS[request.param]
+    target, eagle = tiny_models
+    draft = {"STANDALONE": target, "EAGLE": eagle}.get(kind.algorithm)
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS), "--sleep-on-idle"),
+        *("--enable-metrics", "--enable-cache-report", "--cake-mode", kind.mode),
+        *("--speculative-algorithm", kind.algorithm, "--max-running-requests", "8"),
+        *(() if draft is None else ("--speculative-draft-model-path", str(draft))),
+        *("--mem-fraction-static", "0.5", *kind.flags),
+    )
+    env = standins | {"CAKE_TEST_SPECULATIVE": "1"}
+    store = folder / f"store-{request.param}"
+    with start(target, flags, store=store, env=env, bandwidth="1MB/s") as live:
+        live.races = kind.mode != "load"
+        assert live.store is not None
+        live.store.next_tokens = kind.next_tokens
+        yield Speculating(kind, live, Transformers(target))
+
+
+@pytest.fixture(autouse=True)
+def no_alarm_of_speculation(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "speculating" in request.fixturenames:
+        live = request.getfixturevalue("speculating").live
+        live.flush()  # waits until nothing runs; then SGLang checks all its books
+        live.check_log()
+
+
+@pytest.fixture
+def tiny(prompt: Make) -> Make:
+    """Random prompts of the tiny model's vocabulary."""
+    return lambda tokens: [token % VOCAB for token in prompt(tokens)]
+
+
+def until_loaded(speculating: Speculating, ids: list[int], **more: Any) -> Answer:
+    """Ask until blocks are loaded: a server that races may compute all of them first."""
+    for _ in range(20):
+        answer = speculating.answer(ids, **more)
+        if answer.loaded:
+            return answer
+    raise AssertionError("nothing was ever loaded")
+
+
+@pytest.mark.parametrize("tokens", [8 * BLOCK, 8 * BLOCK + 1, 1001])
+def test_loaded_prompt_has_the_tokens_and_the_acceptance_of_a_computed_one(
+    speculating: Speculating, tiny: Make, tokens: int
+) -> None:
+    ids = tiny(tokens)
+    computed = speculating.computed(ids)
+    speculating.live.ask_and_store(ids)
+    loaded = until_loaded(speculating, ids)
+    assert accepted(loaded) == accepted(computed)
+    assert sum(accepted(loaded)[1:]) > sum(accepted(loaded)) / 2
+    if not speculating.live.races:
+        assert loaded.loaded >= (tokens - 1) // BLOCK * BLOCK - 16
+
+
+def test_generated_tokens_in_the_next_turn_are_loaded_with_their_drafts(
+    speculating: Speculating, tiny: Make
+) -> None:
+    """Rows of rejected drafts are never stored: tokens and acceptance would change."""
+    ids = tiny(4 * BLOCK + 1)
+    first = speculating.live.ask(ids, 3 * BLOCK)
+    turn = ids + first.tokens + tiny(20)
+    speculating.live.store.until_stored(ids + first.tokens[:-1])
+    loaded = until_loaded(speculating, turn)
+    assert accepted(loaded) == accepted(speculating.computed(turn))
+    if not speculating.live.races:
+        assert loaded.loaded >= (len(ids) + len(first.tokens) - 2) // BLOCK * BLOCK
+
+
+def test_wrong_draft_kv_gives_the_same_tokens_and_less_acceptance(
+    speculating: Speculating, tiny: Make
+) -> None:
+    """The control."""
+    if not speculating.kind.next_tokens or speculating.live.races:
+        pytest.skip("needs a draft model, and a server that loads all blocks")
+    ids = tiny(16 * BLOCK + 9)
+    computed = speculating.computed(ids)
+    files = speculating.live.ask_and_store(ids)
+    for file in files:
+        falsify_draft(file)
+    lie = until_loaded(speculating, ids)
+    speculating.live.store.remove(*files)
+    assert lie.loaded == 16 * BLOCK
+    assert sum(accepted(lie)) > 1.5 * sum(accepted(computed))  # steps for the same tokens
+
+
+def falsify_draft(file: Path) -> None:
+    """Replace a block by a valid one that lacks the KV of the draft model."""
+    layout = layout_of(file)
+    drafts = [
+        plane
+        for plane, name in zip(
+            layout.planes,
+            [n for g in layout.groups for n, _ in g.parts * g.layers],
+            strict=True,
+        )
+        if name.startswith("draft_")
+    ]
+    assert drafts
+    payload = np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.uint8).copy()
+    for plane in drafts:
+        stop = plane.start + plane.rows * plane.row_bytes
+        payload[plane.start : stop] = 0
+    forge(file, payload.tobytes())
+
+
+def test_prompts_that_differ_behind_a_block_have_their_own_drafts(
+    speculating: Speculating, tiny: Make
+) -> None:
+    """The last draft row of a block depends on the token behind it."""
+    document = tiny(6 * BLOCK)
+    one, other = ([*document, token, *tiny(30)] for token in (1, 2))
+    computed = speculating.computed(other)
+    speculating.live.ask_and_store(one)
+    speculating.live.flush()  # else a tree without bigrams has the document's drafts of `one`
+    speculating.live.ask_and_store(other)
+    files = [speculating.live.store.files(ids) for ids in (one, other)]
+    assert files[0][:5] == files[1][:5]
+    assert (files[0][5] == files[1][5]) == (speculating.kind.next_tokens == 0)
+    assert accepted(until_loaded(speculating, other)) == accepted(computed)
+
+
+def test_computed_and_loaded_parts_that_meet_have_the_acceptance_of_computing(
+    speculating: Speculating, tiny: Make
+) -> None:
+    if speculating.kind.mode != "both":
+        pytest.skip("only mode both is certain to compute and to load")
+    ids = tiny(36 * BLOCK + 5)
+    computed = speculating.computed(ids)
+    speculating.live.ask_and_store(ids)
+    for _ in range(20):
+        answer = until_loaded(speculating, ids)
+        if answer.computed > BLOCK:
+            break
+    assert answer.computed > BLOCK
+    assert answer.meta["cake"]["meet_token"] is not None
+    assert accepted(answer) == accepted(computed)
+
+
+def test_many_requests_in_a_small_pool_with_aborts_give_the_answers_of_transformers(
+    speculating: Speculating, tiny: Make
+) -> None:
+    live = speculating.live
+    prompts = [tiny(10 * BLOCK + i) for i in range(6)]
+    for ids in prompts:
+        live.ask_and_store(ids)
+    live.flush()
+    asked = [
+        PendingRequest(live, ids, new_tokens=4 * BLOCK, rid=f"many {i} {ids[0]}")
+        for i, ids in enumerate(prompts)
+    ]
+    for asking in asked[::2]:
+        asking.until("arrive")
+        assert live.post("/abort_request", DEADLINE_S, rid=asking.rid).status_code == 200
+    for asking, ids in list(zip(asked, prompts, strict=True))[1::2]:
+        assert asking.answer().tokens == speculating.expected(ids, 4 * BLOCK)
+    for asking, ids in list(zip(asked, prompts, strict=True))[::2]:
+        tokens = asking.answer().tokens
+        assert tokens == speculating.expected(ids, 4 * BLOCK)[: len(tokens)]

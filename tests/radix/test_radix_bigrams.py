@@ -1,0 +1,85 @@
+"""A tree for draft models, whose key of a token is the token and the next one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from hybrid_trees import BLOCK, HybridTree, config_of
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from trees import CORES
+
+TOKENS = list(range(100, 100 + 5 * BLOCK + 3))
+STOP = 3 * BLOCK
+
+
+@pytest.fixture(params=[(core, page) for core in CORES for page in (1, 4)], ids=str)
+def tree(request: pytest.FixtureRequest) -> HybridTree:
+    core, page = request.param
+    made = HybridTree(replace(config_of(page=page), is_eagle=True), core)
+    made.tree.ends = None
+    return made
+
+
+def landed(tree: HybridTree, tokens: Sequence[int], start: int, stop: int) -> Any:
+    """Slots with the KV of this span, as blocks bring it."""
+    slots = tree.allocator.alloc(stop - start)
+    for at, slot in enumerate(slots.tolist(), start):
+        tree.write_rows(tree.full_pool, "full", tokens, at, slot)
+    return slots
+
+
+def finish(tree: HybridTree, req: Any) -> None:
+    """Compute the rest of the prompt on right KV, and return all slots."""
+    assert tree.compute(req, len(req.full_untruncated_fill_ids))
+    tree.check_books()
+    tree.release(req)
+    tree.check_books()
+    tree.tree.evict(EvictParams(num_tokens=tree.allocator.size))
+    assert tree.allocator.available_size() == tree.allocator.size
+
+
+def test_radix_bigrams_blocks_of_a_waiting_request_join_whole(tree: HybridTree) -> None:
+    req = tree.arrive(TOKENS)
+    tree.tree.attach_waiting(req, landed(tree, TOKENS, 0, STOP), STOP)
+    assert req.prefix_len == STOP
+    assert tree.admit(req)
+    tree.check_books()
+    finish(tree, req)
+
+
+def test_radix_bigrams_blocks_of_a_running_request_join_its_row(tree: HybridTree) -> None:
+    req = tree.arrive(TOKENS)
+    assert tree.admit(req)
+    assert tree.compute(req, BLOCK)
+    tree.tree.attach_running(req, landed(tree, TOKENS, BLOCK, STOP), STOP)
+    assert req.prefix_len == STOP
+    tree.check_books()
+    finish(tree, req)
+
+
+@pytest.mark.parametrize("limit", [0, BLOCK, 4 * BLOCK, len(TOKENS) - 2])
+def test_radix_bigrams_matched_tokens_reach_the_limit(tree: HybridTree, limit: int) -> None:
+    req = tree.arrive(TOKENS)
+    assert tree.tree.matched_tokens(req, req.origin_input_ids, limit) == 0
+    assert tree.admit(req)
+    assert tree.compute(req, len(TOKENS))
+    page = tree.tree.page_size
+    matched = tree.tree.matched_tokens(req, req.origin_input_ids, limit)
+    assert matched == limit // page * page
+    tree.release(req)
+
+
+def test_radix_bigrams_prompt_that_goes_on_otherwise_computes_the_last_token_again(
+    tree: HybridTree,
+) -> None:
+    """That token has other KV in the draft model."""
+    req = tree.arrive(TOKENS)
+    assert tree.admit(req)
+    assert tree.compute(req, len(TOKENS))
+    tree.release(req)
+    other = tree.arrive([*TOKENS[:STOP], 1, 2, 3])
+    assert other.prefix_len == STOP - tree.tree.page_size
