@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
-from sglang.version import __version__ as sglang_version
+from sglang.version import __version__
 
 from sglang_cake.core.errors import ConfigError
 
@@ -36,6 +36,7 @@ logger = logging.getLogger("sglang_cake")
 
 CHECKED = SpecifierSet("==0.5.23")
 """The versions that the whole test suite ran with."""
+INSTALLED: str = __version__
 
 NAMES_FILE = Path(__file__).with_name("compat.toml")
 ATTRIBUTE = ""  # stands for a name that is not a function
@@ -44,7 +45,7 @@ ATTRIBUTE = ""  # stands for a name that is not a function
 # ---- the check ----
 
 
-def require(version: str = sglang_version, names: dict[str, dict[str, str]] | None = None) -> None:
+def require(version: str = INSTALLED, names: dict[str, dict[str, str]] | None = None) -> None:
     """Compare `names` (default: compat.toml) with the installed SGLang. Logs one warning for a
     version that was not checked and has all of them.
 
