@@ -1,4 +1,4 @@
-"""The command line: `sglang-cake patch|demo|plan|runahead|simulate|store|trace`.
+"""The command line: `sglang-cake patch|demo|doctor|plan|runahead|simulate|store|trace`.
 
 Every sub-command is a module with `add_parser(subparsers)`, which sets `run`, a function from the
 parsed arguments to an exit status. These modules import heavy packages only inside `run`.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from sglang_cake import __version__
 from sglang_cake.cli.demo import add_parser as add_demo
+from sglang_cake.cli.doctor import add_parser as add_doctor
 from sglang_cake.cli.patch import add_parser as add_patch
 from sglang_cake.cli.plan import add_parser as add_plan
 from sglang_cake.cli.runahead_search import add_parser as add_runahead
@@ -31,8 +32,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sglang-cake {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    adds = (add_demo, add_patch, add_plan, add_runahead, add_simulate, add_store, add_trace)
-    for add in adds:
+    adds = (add_demo, add_doctor, add_patch, add_plan, add_runahead, add_simulate, add_store)
+    for add in (*adds, add_trace):
         add(subparsers)
     return parser
 
@@ -46,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            args = _parser().parse_args(argv)
+            parser = _parser()
+            args, unknown = parser.parse_known_args(argv)
+            if unknown and args.command != "doctor":
+                parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            args.server_flags = unknown
             status: int = args.run(args)
         except CakeError as error:
             print(f"sglang-cake: {error}", file=sys.stderr)

@@ -219,6 +219,17 @@ def write_files(site: Path, before: Mapping[str, bytes], after: Mapping[str, byt
     return len(changed)
 
 
+def plan_of(installation: Installation, root: Path) -> PatchPlan:
+    """The plan for an installed SGLang, with the patches below `root` (see `patches_root`).
+
+    Raises: PatchError: there are no patches for this SGLang, or a file cannot be read.
+    """
+    patches = load_patches(installation.version, root)
+    paths = {diff.path for patch in patches for diff in patch.files}
+    installed = {path: installation.read(path) for path in sorted(paths)}
+    return make_plan(patches, installed, installation.recorded)
+
+
 def execute(action: str, installation: Installation, root: Path) -> int:
     """Run `status`, `apply` or `revert` and return the exit status.
 
@@ -229,10 +240,7 @@ def execute(action: str, installation: Installation, root: Path) -> int:
         PatchError: there are no patches for this SGLang, a file cannot be read or written, or a
             patch conflicts.
     """
-    patches = load_patches(installation.version, root)
-    paths = {diff.path for patch in patches for diff in patch.files}
-    installed = {path: installation.read(path) for path in sorted(paths)}
-    plan = make_plan(patches, installed, installation.recorded)
+    plan = plan_of(installation, root)
     if action == "status":
         for name, state in plan.states.items():
             print(f"{name}: {state.value}")
@@ -244,7 +252,8 @@ def execute(action: str, installation: Installation, root: Path) -> int:
     after = plan.repaired if action == "apply" else plan.released
     number = write_files(installation.site, plan.installed, after)
     done = "applied" if action == "apply" else "reverted"
-    print(f"{len(patches)} patches {done}, {number} files of SGLang {installation.version} changed")
+    changed = f"{number} files of SGLang {installation.version} changed"
+    print(f"{len(plan.states)} patches {done}, {changed}")
     return 0
 
 

@@ -47,6 +47,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer and return 0. Raises: ConfigError for impossible arguments."""
+    result = predict(args)
+    print(json.dumps(result) if args.json else _text(result))
+    return 0
+
+
+def predict(args: argparse.Namespace) -> dict[str, Any]:
+    """The answer, as `--json` prints it. Raises: ConfigError for impossible arguments."""
     # The rates of computing are the uncertain part, unless they were measured.
     slower = (1.0,) if args.efficiency is not None else (1 / UNSURE, 1.0, UNSURE)
     ends = [parse_server(args, factor) for factor in slower]
@@ -59,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         answer, because = _answer(rows), _because(server, rows)
     else:
         answer, because = "no", f"no: {reason or refused[min(lengths)]}"
-    result = {
+    return {
         "answer": answer,
         "because": because,
         "stored_bytes_per_token": round(server.stored_bytes_per_token),
@@ -67,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
         "prompts": rows,
         "left_out": [{"tokens": n, "because": why} for n, why in refused.items() if why],
     }
-    print(json.dumps(result) if args.json else _text(result))
-    return 0
 
 
 def _impossible(server: ServerSpec) -> str | None:

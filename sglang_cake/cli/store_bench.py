@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -25,7 +26,7 @@ from sglang_cake.cli.named_stores import (
 )
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.errors import ConfigError, StoreFull
+from sglang_cake.core.errors import ConfigError, StoreError, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
@@ -93,7 +94,7 @@ async def _bench(args: argparse.Namespace) -> int:
     found = []
     with progress("measuring", total=2 * len(sizes) * len(depths), unit="run") as bar:
         for size in sizes:
-            found += await _measure_size(named, size, depths, budget_bytes, bar)
+            found += await measure_size(named, size, depths, budget_bytes, bar)
     model_speed = None
     if kv_bytes is not None:
         of_model = [m for m in found if m.block_bytes == kv_bytes * args.block_tokens]
@@ -136,9 +137,18 @@ def _table(found: list[Measured]) -> str:
 # ---- measuring ----
 
 
-async def _measure_size(
+async def measure_size(
     named: NamedStore, size_bytes: int, depths: list[int], budget_bytes: int, bar: Any
 ) -> list[Measured]:
+    """Write and read blocks of one size in a namespace of its own, and delete them.
+
+    Args:
+        depths: calls at once; each is measured by itself.
+        budget_bytes: written for each of them, but at least MIN_BLOCKS blocks a call.
+        bar: its `update(1)` is called after each write and each read.
+
+    Raises: StoreError; ConfigError.
+    """
     layout = BlockLayout.plain(1, (("bench", (size_bytes,)),), "uint8", 1)
     fields = {LABEL: "sglang-cake store bench", "run": secrets.token_hex(8)}
     namespace = Namespace((*fields.items(), ("layout", layout.describe())))
@@ -149,8 +159,11 @@ async def _measure_size(
         async with opened(named.source, frame, at_once) as store:
             try:
                 found.append(await _measure(named, store, frame, at_once, keys, bar))
-            finally:
-                await _delete(store, keys)
+            except BaseException:
+                with contextlib.suppress(StoreError):  # the first error says more
+                    await _delete(store, keys)
+                raise
+            await _delete(store, keys)
     return found
 
 

@@ -2,7 +2,8 @@
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +15,49 @@ DEFAULT_STAGING_BYTES = 2**30
 DEFAULT_WRITE_QUEUE_BYTES = 2**28  # but at least two chunks
 COPIED_BLOCKS = 4  # staging holds these beside the blocks that are being read
 _MAX_POOLS = 2  # the most that a default takes, in sizes of the KV pool
+_CGROUP_1, _CGROUP_2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still take: what the machine has left, or what a cgroup of this
+    process (a container, a Slurm job, a systemd unit) has left, if that is less.
+
+    Args: root: below it are `proc` and `sys`.
+    """
+    machine = re.search(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
+    assert machine is not None  # every Linux since 3.14 has it
+    return min([int(machine[1]) * 1024, *_left_in_cgroups(root)])
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without cgroups
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            mount, limit, used, cache = _CGROUP_2, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, cache = _CGROUP_1, "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # Limits of the groups above count too. In a container the path may be the one outside of
+        # it; then `mount` itself is the group of the container.
+        inner = root / mount / path.lstrip("/")
+        for group in (inner, *inner.parents):
+            if group == (root / mount).parent:
+                break
+            try:
+                limit_bytes = int((group / limit).read_text())  # ValueError: "max", no limit
+                used_bytes = int((group / used).read_text())
+                cached = re.search(rf"^{cache} (\d+)", (group / "memory.stat").read_text(), re.M)
+            except (OSError, ValueError):
+                continue
+            # Pages of files that were not read for long are given up before anything fails.
+            yield max(0, limit_bytes - used_bytes + (int(cached[1]) if cached else 0))
 
 
 class HostArena:

@@ -14,6 +14,7 @@ that a class of this package overrides.
 import ast
 import functools
 import importlib.util
+import json
 import logging
 import re
 import tomllib
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
-from sglang.version import __version__ as sglang_version
+from sglang.version import __version__
 
 from sglang_cake.core.errors import ConfigError
 
@@ -35,23 +36,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-CHECKED = SpecifierSet("==0.5.23")
-"""The versions that the whole test suite ran with."""
+CHECKED = SpecifierSet(">=0.5.22,<=0.5.23")
+"""The versions that the tests ran with (docs/extending.md)."""
+INSTALLED: str = __version__
 
 NAMES_FILE = Path(__file__).with_name("compat.toml")
 ATTRIBUTE = ""  # stands for a name that is not a function
+MISSING = "missing"
+
+Names = dict[str, dict[str, str | list[str]]]
+"""Class or module -> name -> parameters, or ATTRIBUTE, or MISSING; a list has what the checked
+versions differ in."""
 
 
 # ---- the check ----
 
 
-def require(version: str = sglang_version, names: dict[str, dict[str, str]] | None = None) -> None:
+def require(version: str = INSTALLED, names: Names | None = None) -> None:
     """Compare `names` (default: compat.toml) with the installed SGLang. Logs one warning for a
     version that was not checked and has all of them.
 
     Raises: ConfigError, one line with all differences.
     """
-    found = differences(names)
+    found = differences(names, version)
     if found:
         raise ConfigError(
             f"cake was checked with SGLang {CHECKED}; the installed {version} differs in "
@@ -65,22 +72,24 @@ def require(version: str = sglang_version, names: dict[str, dict[str, str]] | No
         )
 
 
-def differences(names: dict[str, dict[str, str]] | None = None) -> list[str]:
-    """What of `names` (default: compat.toml) the installed SGLang lacks or has otherwise."""
+def differences(names: Names | None = None, version: str = INSTALLED) -> list[str]:
+    """What of `names` (default: compat.toml) the installed SGLang lacks or has otherwise. Only a
+    checked version may lack a name: in another one, what it stood for may have a new name."""
     found = []
     for owner, expected in (read_names() if names is None else names).items():
         for name, parameters in expected.items():
             full = f"{owner.removeprefix('sglang.srt.')}.{name}"
             actual = signature(owner, name)
-            if actual is None:
+            forms = [parameters] if isinstance(parameters, str) else parameters
+            if actual is None and (MISSING not in forms or version not in CHECKED):
                 found.append(f"{full} is missing")
-            elif actual != parameters:
-                found.append(f"{full}{actual or ' (no function)'} instead of {parameters}")
+            elif actual is not None and actual not in forms:
+                found.append(f"{full}{actual or ' (no function)'} instead of {' or '.join(forms)}")
     return found
 
 
-def read_names() -> dict[str, dict[str, str]]:
-    """Class or module -> name -> parameters, or ATTRIBUTE."""
+def read_names() -> Names:
+    """The names in compat.toml."""
     return tomllib.loads(NAMES_FILE.read_text(encoding="utf-8"))
 
 
@@ -207,6 +216,14 @@ def has_split_cached_tokens(req: "Req") -> bool:
     return bool(req._cache_breakdown_computed)
 
 
+def has_tracked_state(kv: Any, place: int) -> bool:
+    """Whether a place in the ping-pong buffer of a request (its `kv`) holds a slot of the pool."""
+    empty = getattr(
+        kv, "mamba_ping_pong_empty", None
+    )  # not in 0.5.22; it spares a copy to the host
+    return bool(kv.mamba_ping_pong_track_buffer[place] != -1) if empty is None else not empty[place]
+
+
 def take_deferred_requests(scheduler: "Scheduler") -> list[Any]:
     """Receive new requests into the scheduler's list of deferred requests, which it handles after
     the step. Returns that list, not a copy."""
@@ -249,13 +266,16 @@ def answer_without_admin_key() -> Any:
     return http_server._admin_api_key_missing_response()
 
 
-def _written(names: dict[str, dict[str, str]]) -> str:
+def _written(names: Names) -> str:
     lines = ["# Names of SGLang that this package uses; written by compat.py."]
     for owner in sorted(names):
         lines += ["", f'["{owner}"]']
-        for name in sorted(names[owner]):
+        for name, forms in sorted(names[owner].items()):
             found = signature(owner, name)
-            lines.append(f'{name} = "{"missing" if found is None else found}"')
+            text = MISSING if found is None else found
+            # Forms of other versions stay until somebody deletes them.
+            several = isinstance(forms, list) and sorted({*forms, text})
+            lines.append(f"{name} = {json.dumps(several or text)}")
     return "\n".join(lines) + "\n"
 
 

@@ -26,6 +26,7 @@ from sglang_cake.core.config import (
     ENVIRONMENT_PREFIX,
     NAMES,
     CakeConfig,
+    Spell,
     as_flag,
     help_of,
     resolve,
@@ -72,15 +73,20 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
 def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
     """AROUND `ServerArgs.from_cli_args`: checks cake's flags. Exits with 2 if one is wrong."""
     record = original(cls, args)
-    given = {
+    enable = bool(getattr(args, "enable_cake", False))
+    try:
+        return _configure(record, enable, given_flags(args), on_cli=True)
+    except ConfigError as error:
+        _exit(error)
+
+
+def given_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Plain name -> text, of cake's flags on a command line."""
+    return {
         name: value
         for name in (*NAMES, _SETTINGS_FILE)
         if (value := getattr(args, f"cake_{name}", None)) is not None
     }
-    try:
-        return _configure(record, bool(getattr(args, "enable_cake", False)), given, on_cli=True)
-    except ConfigError as error:
-        _exit(error)
 
 
 def engine_args(server_args_class: Any, **kwargs: Any) -> Any:
@@ -111,18 +117,18 @@ def resolve_once(original: Any, record: Any) -> None:
             original(record)
         except (ValueError, AssertionError, NotImplementedError):
             # SGLang refuses some models with any foreign backend; our reason is more precise.
-            if _config_of(record) is not None:
-                _refuse(_reason_despite_failure(record))
+            if (config := _config_of(record)) is not None:
+                _refuse(reason_despite_failure(record, config))
             raise
-        if _config_of(record) is not None and not getattr(record, "_cake_checked", False):
-            _refuse(_reason_when_resolved(record))
+        config = _config_of(record)
+        if config is not None and not getattr(record, "_cake_checked", False):
+            _refuse(reason_when_resolved(record, config))
             _set(record, "_cake_checked", True)
     except ConfigError as error:
         _withdraw()
         if getattr(record, "_cake_on_cli", False):
             _exit(error)
         raise
-    config = _config_of(record)
     if config is None:
         _withdraw()
     else:
@@ -146,18 +152,12 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
             raise ConfigError(f"{spell(next(iter(given)))} has no effect without {switch}: add it")
         return record
     compat.require()
-    if record.radix_cache_backend not in (None, BACKEND):
-        raise ConfigError(
-            f"{switch} and another radix cache backend, {record.radix_cache_backend!r}, exclude "
-            "each other: remove one of them"
-        )
-    file = given.pop(_SETTINGS_FILE, None)
-    if file is not None and not isinstance(file, str):
-        file = str(file)  # a Path, from Engine
-    config = resolve(given, _environment_of_user(), file=file, spell=spell)
-    _refuse(unsupported(record, None, config.block_tokens))
+    config = read_settings(given, spell)
+    _refuse(reason_as_given(record, config, switch))
     check_installed(config.codec)
-    _check_paths(config)
+    for source in sources_of_setting(config.store, config.eviction_policy):
+        source.check()
+    check_files(config)
     if not _wants_cake(record):  # a sealed record refuses to be written, even with an equal value
         record.radix_cache_backend = BACKEND
     if config.runahead_peers is not None and record.cuda_graph_backend_prefill is None:
@@ -166,6 +166,31 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
     _set(record, "_cake_on_cli", on_cli)
     _hand_over(config)
     return record
+
+
+def read_settings(given: dict[str, Any], spell: Spell = as_flag) -> CakeConfig:
+    """Cake's settings: `given`, and what the environment and a settings file say beside it.
+
+    Raises: ConfigError.
+    """
+    named = dict(given)
+    file = named.pop(_SETTINGS_FILE, None)
+    # From Engine, the file may be a Path.
+    file = None if file is None else str(file)
+    return resolve(named, _environment_of_user(), file=file, spell=spell)
+
+
+def reason_as_given(record: Any, config: CakeConfig, switch: str = "--enable-cake") -> str | None:
+    """Why cake does not support the settings of a server, as far as the unresolved ones show it.
+
+    Args: switch: what enables cake, as it was spelled.
+    """
+    if record.radix_cache_backend not in (None, BACKEND):
+        return (
+            f"{switch} and another radix cache backend, {record.radix_cache_backend!r}, exclude "
+            "each other: remove one of them"
+        )
+    return unsupported(record, None, config.block_tokens)
 
 
 def _wants_cake(record: Any) -> bool:
@@ -177,13 +202,15 @@ def _config_of(record: Any) -> CakeConfig | None:
     return config if isinstance(config, CakeConfig) else None
 
 
-def _reason_when_resolved(record: Any) -> str | None:
+def reason_when_resolved(record: Any, config: CakeConfig) -> str | None:
+    """Why cake does not support a server, by its resolved settings and its model.
+
+    Raises: what SGLang raises for a configuration that it cannot read.
+    """
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view = resolving_view(record)
-    config = _config_of(record)
-    assert config is not None
     traits = None
     if view.model_path.lower() not in ("none", "dummy"):  # SGLang's spellings of "no model"
         traits = ModelTraits.of(model_config_of(record))
@@ -193,9 +220,10 @@ def _reason_when_resolved(record: Any) -> str | None:
     )
 
 
-def _reason_despite_failure(record: Any) -> str | None:
+def reason_despite_failure(record: Any, config: CakeConfig) -> str | None:
+    """The same after SGLang failed to resolve the settings; None if that cannot be told."""
     try:
-        return _reason_when_resolved(record)
+        return reason_when_resolved(record, config)
     except Exception:  # the settings are resolved in part only; SGLang's error is shown
         return None
 
@@ -206,9 +234,8 @@ def _set(record: Any, name: str, value: object) -> None:
     msgspec.Struct.__setattr__(record, name, value)
 
 
-def _check_paths(config: CakeConfig) -> None:
-    for source in sources_of_setting(config.store, config.eviction_policy):
-        source.check()
+def check_files(config: CakeConfig) -> None:
+    """Check the files that the settings name, except those of stores. Raises: ConfigError."""
     if config.has_group_setting:
         from sglang_cake.runahead.group_setting import group_setting
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _META_INFO = "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info"
+_STATISTICS = "cake_statistics"  # attribute of SGLang's `ReqState`
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
@@ -54,13 +55,14 @@ def computed(req: "Req", tokens: int) -> None:
 
 
 def _unwrap(_: None, manager: Any, meta_info: dict[str, Any], state: Any, *args: Any) -> None:
-    # SGLang transports extra information as a list with an item per output token. This one has a
-    # single item.
-    statistics = state.customized_info_accumulated.get("cake")
-    if statistics:
-        meta_info["cake"] = statistics[0]
-        # Incremental streams must not slice the list by output tokens.
-        state.customized_info_reported_keys.discard("cake")
+    # SGLang transports extra information as a list with an item per output token, and slices and
+    # joins such lists in streams. This one has a single item, so it is taken out.
+    told = state.customized_info_accumulated.pop("cake", None)
+    if told and told[0] is not None and not hasattr(state, _STATISTICS):
+        setattr(state, _STATISTICS, told[0])
+    meta_info.pop("cake", None)
+    if hasattr(state, _STATISTICS):
+        meta_info["cake"] = getattr(state, _STATISTICS)
 
 
 def _details(found: Any, streamer: Any, req: "Req") -> dict[str, Any] | None:

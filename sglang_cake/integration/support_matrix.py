@@ -469,7 +469,11 @@ def unsupported_drafts(args: Any, drafts: Sequence[object]) -> str | None:
 
 def keys_media(ctx: "TreeCacheBuildContext") -> bool:
     """Whether the model's images, videos and audio may be keyed: it was reviewed, and is the one of
-    SGLang itself."""
+    SGLang itself; and SGLang tells media apart by more than 30 bits, as from 0.5.23 on."""
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem
+
+    if not hasattr(MultimodalDataItem, "set_identity"):
+        return False
     model = type(ctx.tp_worker.model_runner.model)
     architectures = ctx.model_config.hf_config.architectures or [""]
     return architectures[0] in MEDIA_ARCHITECTURES and model.__module__.startswith("sglang.")
@@ -495,9 +499,9 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             return f"cake does not support sliding windows in a {type(allocator).__name__}"
         if type(allocator.get_kvcache()) is not SWAKVPool or (
             allocator.swa_req_ring
-            or not params.swa_gates_prefix_match
-            or params.decoder_swa_bounded_replay
-            or params.draft_swa_window
+            or not getattr(params, "swa_gates_prefix_match", True)  # none of these in 0.5.22
+            or getattr(params, "decoder_swa_bounded_replay", False)
+            or getattr(params, "draft_swa_window", 0)
         ):
             return (
                 "cake does not support this pool for sliding windows, whose rows the tree does not "

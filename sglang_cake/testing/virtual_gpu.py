@@ -528,7 +528,8 @@ class VirtualScheduler(SchedulerLoop):
     def loaded_bytes_per_s(self, since: int) -> float:
         """Between the first and the last read of a block. Args: since: reads before that."""
         reads = self.store.read_s[since:]
-        return (len(reads) - 1) * self.model.layout.block_bytes / (reads[-1] - reads[0])
+        read_s: float = reads[-1] - reads[0]
+        return (len(reads) - 1) * self.model.layout.block_bytes / read_s
 
     def _iterate(self) -> bool:
         before = self.gpu.scheduler.launches

@@ -3,6 +3,7 @@
 import gc
 import os
 import weakref
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,11 +15,78 @@ from sglang_cake.core.host_memory import (
     COPIED_BLOCKS,
     BufferCounts,
     HostArena,
+    available_bytes,
     buffer_counts,
 )
 
 MIB, GIB = 2**20, 2**30
 SIZES = st.lists(st.integers(1, 3 * PAGE_BYTES), min_size=1, max_size=20)
+
+
+# ---- what there is ----
+
+
+def machine(root: Path, *, cgroups: str, **files: str) -> Path:
+    """A machine of which 8 GiB are available. Args: files: of cgroups, `/` written as `__`."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:    {8 * 2**20} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroups)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("memory_", "memory.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V1 = {
+    "memory__job__memory_limit_in_bytes": f"{3 * GIB}\n",
+    "memory__job__memory_usage_in_bytes": f"{2 * GIB}\n",
+    "memory__job__memory_stat": f"cache 7\ninactive_file 9\ntotal_inactive_file {GIB // 2}\n",
+    "memory__memory_limit_in_bytes": "9223372036854771712\n",
+    "memory__memory_usage_in_bytes": "12345\n",
+    "memory__memory_stat": "",
+}
+# The path is that of the host, and the mount is the container's.
+V1_IN_CONTAINER = {name.replace("__job", ""): text for name, text in list(V1.items())[:3]}
+V2 = {
+    "a.slice__memory_max": f"{4 * GIB}\n",
+    "a.slice__memory_current": f"{3 * GIB}\n",
+    "a.slice__memory_stat": f"anon 1\ninactive_file {GIB // 4}\n",
+    "a.slice__b.scope__memory_max": "max\n",
+    "a.slice__b.scope__memory_current": f"{2 * GIB}\n",
+    "a.slice__b.scope__memory_stat": "inactive_file 0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files", "expected_bytes"),
+    [
+        ("", {}, 8 * GIB),
+        ("9:pids:/job\n4:cpu,memory:/job\n0::/\n", V1, GIB + GIB // 2),
+        # Version 1 in a container: the path is that of the host, the mount is the container's.
+        (
+            "4:memory:/docker/0123\n",
+            {k.replace("__job", ""): V1[k] for k in list(V1)[:3]},
+            3 * GIB // 2,
+        ),
+        ("0::/a.slice/b.scope\n", V2, GIB + GIB // 4),  # the group above has the limit
+        ("0::/a.slice\n", {**V2, "a.slice__memory_current": f"{9 * GIB}"}, 0),  # it was lowered
+        ("0::/a.slice\n", {**V2, "a.slice__memory_max": f"{99 * GIB}"}, 8 * GIB),
+        ("3:pids:/a.slice\n", V2, 8 * GIB),  # a limit on another process
+    ],
+    ids=["none", "v1", "v1-container", "v2-above", "v2-over", "v2-large", "other-group"],
+)
+def test_available_bytes_are_the_least_of_the_machine_and_its_cgroups(
+    tmp_path: Path, cgroups: str, files: dict[str, str], expected_bytes: int
+) -> None:
+    assert available_bytes(machine(tmp_path, cgroups=cgroups, **files)) == expected_bytes
+
+
+def test_available_bytes_without_cgroups_are_those_of_the_machine(tmp_path: Path) -> None:
+    root = machine(tmp_path, cgroups="")
+    (root / "proc/self/cgroup").unlink()
+    assert available_bytes(root) == 8 * GIB
+    assert available_bytes() > 0, "this machine"
 
 
 # ---- the arena ----

@@ -146,6 +146,21 @@ def test_differences_are_all_reported_at_once() -> None:
     ]
 
 
+def test_compat_name_with_several_forms_is_each_of_them() -> None:
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    names: compat.Names = {scheduler: {"run_batch": ["(self, surprise)", "(self, other)"]}}
+    assert "instead of (self, surprise) or (self, other)" in compat.differences(names)[0]
+    actual = compat.signature(scheduler, "run_batch")
+    assert actual is not None
+    assert compat.differences({scheduler: {"run_batch": ["(self, surprise)", actual]}}) == []
+
+
+def test_compat_only_a_checked_version_may_lack_a_name() -> None:
+    names: compat.Names = {"sglang.version": {"no_such_name": ["", compat.MISSING]}}
+    assert compat.differences(names, "0.5.22") == []
+    assert compat.differences(names, "0.6.0") == ["sglang.version.no_such_name is missing"]
+
+
 def test_compat_unchecked_version_with_all_names_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,10 +2,8 @@
 
 import gc
 import logging
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from kv_pools import mha
@@ -127,7 +125,9 @@ def test_host_pools_of_a_machine_with_little_memory_say_so(
 ) -> None:
     kv = kv_of()
     few_bytes = 40 * kv.layout.block_bytes
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=few_bytes))
+    monkeypatch.setattr(
+        "sglang_cake.integration.memory.host_pools.available_bytes", lambda: few_bytes
+    )
     loads, writes = host_pools(kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
     assert loads.capacity + writes.capacity <= 20
     (record,) = caplog.records

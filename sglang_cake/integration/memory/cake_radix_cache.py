@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_cake.core.errors import OverlapError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
+from sglang_cake.integration.compat import has_tracked_state
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 
 if TYPE_CHECKING:
@@ -419,7 +420,7 @@ class CakeRadixCache(UnifiedRadixCache):
             return
         pool = self.req_to_token_pool
         place = pool.get_mamba_ping_pong_keep_idx(req)
-        if not kv.mamba_ping_pong_empty[place]:
+        if has_tracked_state(kv, place):
             pool.mamba_allocator.free(kv.mamba_ping_pong_track_buffer[place : place + 1].clone())
         pool.set_mamba_ping_pong_slot(req, place, state[0])
         kv.mamba_last_track_seqlen = stop

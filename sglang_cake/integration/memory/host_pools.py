@@ -6,13 +6,12 @@ import resource
 import weakref
 from typing import Any
 
-import psutil
 import torch
 
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import HostArena, buffer_counts, mib
+from sglang_cake.core.host_memory import HostArena, available_bytes, buffer_counts, mib
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 logger = logging.getLogger("sglang_cake")
@@ -42,7 +41,7 @@ def host_pools(
         end_blocks=end_blocks,
         staging_bytes=config.staging_bytes,
         write_queue_bytes=config.write_queue_bytes,
-        available_bytes=psutil.virtual_memory().available,
+        available_bytes=available_bytes(),
     )
     sizes = [kv.load_buffer_bytes] * counts.loads + [layout.block_bytes] * counts.writes
     try:

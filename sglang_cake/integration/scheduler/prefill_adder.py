@@ -450,7 +450,6 @@ def others_fit(scheduler: "Scheduler", running: "ScheduleBatch") -> bool:
     dropped = scheduler.max_queued_requests is not None or envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0
     if running.batch_is_full or dropped:
         return False
-    rows = scheduler.get_num_allocatable_reqs(
-        len(running.reqs), running_batch=running, num_held_rows=1
-    )
-    return bool(rows >= 2)
+    # Beside the chunked request, which has a row.
+    rows = scheduler.get_num_allocatable_reqs(len(running.reqs) + 1, running_batch=running)
+    return bool(rows >= 1)

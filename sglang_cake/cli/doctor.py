@@ -1,0 +1,360 @@
+"""`sglang-cake doctor`: whether a server with these flags will work on this machine.
+
+It takes the flags of `sglang serve`, as if `--enable-cake` were among them, and says what is fine
+and what to mend. It starts no server and downloads nothing; of the model, its config.json is
+enough. It writes some blocks into each store, reads them, and deletes them.
+
+    sglang-cake doctor --model-path ./my-model --cake-store "file:///nvme/kv?capacity=500GB"
+
+Exit status: 0 if all is fine, 1 if there is something to mend, 2 for wrong flags.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+from sglang_cake.cli import plan
+from sglang_cake.cli.named_stores import NamedStore, progress, run_tool
+from sglang_cake.cli.patch import PatchState, find_installation, patches_root, plan_of
+from sglang_cake.cli.store_bench import measure_size
+from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import ConfigError, PatchError, StoreError
+from sglang_cake.core.host_memory import available_bytes, buffer_counts, mib
+from sglang_cake.simulator.hardware import GPUS
+from sglang_cake.simulator.shapes import Shape, find_shape
+from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.open_store import sources_of_setting
+from sglang_cake.stores.url import redacted, split_urls
+
+if TYPE_CHECKING:
+    from sglang_cake.integration.server_check import ResolvedServer
+
+BENCH_BYTES = 64 << 20
+BENCH_S = 30.0  # for one store
+LARGEST_BLOCK_BYTES = 64 << 20  # that is measured
+UNKNOWN_BLOCK_BYTES = 1 << 20  # measured if the model is not known
+NO_LIMIT = 2**40
+
+State = Literal["ok", "mend", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the page.
+
+    Attributes:
+        state: `mend`: cake will not work, or not as it should, until that is mended; `note`: was
+            not checked, or is worth knowing.
+        about: one or two words.
+        text: one line; with `mend`, it says what to do.
+    """
+
+    state: State
+    about: str
+    text: str
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `doctor` to the command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="whether a server with these flags will work here, and what to mend",
+        usage="sglang-cake doctor [--json] [flags of sglang serve]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run_tool(_doctor))
+
+
+async def _doctor(args: argparse.Namespace) -> int:
+    # SGLang asks a model hub, and logs, unless it is told before it is imported.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.pop("SGLANG_USE_MODELSCOPE", None)
+    logging.basicConfig(level=logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    found = await findings(args.server_flags)
+    mend = [each for each in found if each.state == "mend"]
+    if args.json:
+        print(json.dumps({"fine": not mend, "lines": [asdict(each) for each in found]}))
+    else:
+        width = max(len(each.about) for each in found)
+        for each in found:
+            print(f"{each.state:<4}  {each.about:<{width}}  {each.text}")
+        print(f"\n{len(mend)} to mend" if mend else "\nnothing to mend")
+    return 1 if mend else 0
+
+
+async def findings(argv: Sequence[str]) -> list[Finding]:
+    """All lines of the page, for the flags of a server.
+
+    Raises: ConfigError for a wrong value; SystemExit for a wrong flag, after SGLang's usage.
+    """
+    found: list[Finding] = []
+    try:
+        from sglang_cake.integration import compat
+
+        found += [version_finding(compat.INSTALLED, compat.differences(), compat.CHECKED)]
+        from sglang_cake.integration import server_check
+    except ImportError as error:
+        return [*found, _no_sglang(error)]
+    record, config = server_check.read_command_line(argv)
+    fault = server_check.plugin_fault()
+    found.append(Finding("mend", "plug-in", fault) if fault else _ok("plug-in", "is loaded"))
+    faults = server_check.setting_faults(record, config)
+    found += [Finding("mend", "settings", fault) for fault in faults]
+    if not faults:
+        found.append(_ok("settings", f"supported; codec {config.codec}"))
+
+    server = shape = None
+    file = server_check.config_file(record.model_path, record.revision)
+    try:
+        if file is None:
+            raise ConfigError(
+                f"there is no config.json of {record.model_path} on this machine: download the "
+                "model, or name a folder that has one"
+            )
+        server = server_check.resolve(record, config)
+        found.append(_ok("model", server.kinds))
+        shape = find_shape(str(file))
+    except ConfigError as error:
+        if str(error) in faults:
+            found.append(Finding("note", "model", "was not checked: settings are refused"))
+        else:
+            found.append(Finding("mend" if server is None else "note", "model", str(error)))
+    gpus = server_check.gpus()
+    if server is not None:
+        found.append(device_finding(server.device, server.ranks, gpus))
+        if server.device == "cpu":
+            found.append(_repairs())
+    kv = None
+    if server is not None and shape is not None:
+        kv = KvSizes.of(server, shape, config.block_tokens)
+        can_pin = server_check.can_pin if server.device == "cuda" else None
+        found.append(memory_finding(server, kv, config, can_pin))
+    speeds = []
+    for store in stores_of(config):
+        lines, bytes_per_s = await store_findings(store, config.queue_depth, kv)
+        found += lines
+        speeds += [] if bytes_per_s is None else [bytes_per_s]
+    if server is not None and shape is not None and speeds:
+        gpu = gpus[0] if server.device == "cuda" and gpus else None
+        found.append(gain_finding(str(file), server, config.block_tokens, gpu, min(speeds)))
+    return found
+
+
+def _ok(about: str, text: str) -> Finding:
+    return Finding("ok", about, text)
+
+
+# ---- SGLang ----
+
+
+def version_finding(version: str, differences: Sequence[str], checked: SpecifierSet) -> Finding:
+    """Args: checked: the versions that the test suite ran with."""
+    if differences:
+        first = "; ".join(differences[:3]) + ("; ..." if len(differences) > 3 else "")
+        text = f"{version} differs in {len(differences)} places that cake uses: {first}"
+        return Finding("mend", "SGLang", f"{text}: install sglang{checked}")
+    if version not in checked:
+        text = f"{version} has all names that cake uses, but was never tested: see {checked}"
+        return Finding("note", "SGLang", text)
+    return _ok("SGLang", f"{version}, with all names that cake uses")
+
+
+def _no_sglang(error: ImportError) -> Finding:
+    if error.name == "sglang":
+        text = "is not installed in this environment: install it, then sglang-cake beside it"
+    else:
+        text = f"cannot be imported ({error}): without a GPU, run `sglang-cake patch apply`"
+    return Finding("mend", "SGLang", text)
+
+
+def _repairs() -> Finding:
+    try:
+        states = plan_of(find_installation(), patches_root()).states
+    except PatchError as error:
+        return Finding("note", "repairs", f"for CPUs: {error}")
+    missing = [name for name, state in states.items() if state is not PatchState.APPLIED]
+    if missing:
+        text = f"for CPUs not applied: {', '.join(missing)}: run `sglang-cake patch apply`"
+        return Finding("mend", "repairs", text)
+    return _ok("repairs", f"for CPUs: all {len(states)} are applied")
+
+
+# ---- the machine ----
+
+
+@dataclass(frozen=True, slots=True)
+class KvSizes:
+    """What the KV of a model takes on a server.
+
+    Attributes:
+        block_bytes: of a block of one rank.
+        end_blocks: blocks of an end state; 0: the model has none.
+        stored_token_bytes: of one token in a store, over all ranks.
+    """
+
+    block_bytes: int
+    end_blocks: int
+    stored_token_bytes: int
+
+    @classmethod
+    def of(cls, server: "ResolvedServer", shape: Shape, block_tokens: int) -> "KvSizes":
+        tp_size, value_bytes = server.tp_size, server.kv_value_bytes
+        return cls(  # a shape counts 2 bytes for each value
+            block_tokens * shape.rank_kv_bytes(tp_size) * value_bytes // 2,
+            shape.end_blocks(tp_size, block_tokens),
+            shape.stored_bytes(tp_size) * value_bytes // 2,
+        )
+
+
+def device_finding(device: str, ranks: int, gpus: Sequence[str]) -> Finding:
+    """Args: gpus: names of those that PyTorch sees."""
+    if device == "cpu":
+        return _ok("device", "CPU")
+    if device != "cuda":
+        return Finding("mend", "device", f"cake never ran on {device}: use an NVIDIA GPU or a CPU")
+    if len(gpus) < ranks:
+        text = f"{ranks} ranks on this machine, but {len(gpus)} GPUs: lower --tp-size or --dp-size"
+        return Finding("mend", "device", text)
+    return _ok("device", f"{ranks} x {gpus[0]}")
+
+
+def memory_finding(
+    server: "ResolvedServer",
+    kv: KvSizes,
+    config: CakeConfig,
+    can_pin: Callable[[int], bool] | None = None,
+) -> Finding:
+    """Whether the host memory of all ranks is there.
+
+    Args: can_pin: size in bytes -> whether a GPU takes that much as pinned; None: need not.
+    """
+    free_bytes = available_bytes()
+    try:
+        counts = buffer_counts(
+            load_bytes=kv.block_bytes,
+            write_bytes=kv.block_bytes,
+            queue_depth=config.queue_depth,
+            chunk_blocks=-(-server.chunk_tokens // config.block_tokens),
+            pool_blocks=(server.pool_tokens or NO_LIMIT) // config.block_tokens,
+            end_blocks=kv.end_blocks,
+            staging_bytes=config.staging_bytes,
+            write_queue_bytes=config.write_queue_bytes,
+            available_bytes=free_bytes // server.ranks,
+        )
+    except ConfigError as error:
+        return Finding("mend", "host memory", str(error))
+    size_bytes = (counts.loads + counts.writes) * kv.block_bytes
+    text = f"{mib(size_bytes)} a rank, in blocks of {exact_size_text(kv.block_bytes)}, of "
+    text += f"{size_text(free_bytes)} available to this process"
+    if can_pin is not None and not can_pin(size_bytes):
+        text = f"{mib(size_bytes)} cannot be pinned, so copies to and from the GPU would be slow: "
+        text += "raise the limit of locked memory (ulimit -l, LimitMEMLOCK=infinity, docker run "
+        return Finding("mend", "host memory", text + "--ulimit memlock=-1)")
+    if counts.reduced:
+        return Finding("note", "host memory", text + ", which is less than the default takes")
+    return _ok("host memory", text)
+
+
+# ---- stores ----
+
+
+def stores_of(config: CakeConfig) -> list[NamedStore]:
+    """The stores of the settings, a tier each. Raises: ConfigError."""
+    sources = sources_of_setting(config.store, config.eviction_policy)
+    if config.store is None:
+        return [NamedStore("default", source) for source in sources]
+    urls = split_urls(config.store)
+    return [NamedStore(url.shown, source) for url, source in zip(urls, sources, strict=True)]
+
+
+async def store_findings(
+    store: NamedStore, queue_depth: int, kv: KvSizes | None
+) -> tuple[list[Finding], float | None]:
+    """Whether a store can be reached and used, and how many bytes per second it reads.
+
+    Args: kv: None if the model is not known.
+    """
+    block_bytes = UNKNOWN_BLOCK_BYTES if kv is None else kv.block_bytes
+    block_bytes = max(4096, min(block_bytes, LARGEST_BLOCK_BYTES))
+    try:
+        store.source.check()
+        with progress(f"measuring {store.url}", total=2, unit="run") as bar:
+            async with asyncio.timeout(BENCH_S):
+                (speed,) = await measure_size(store, block_bytes, [queue_depth], BENCH_BYTES, bar)
+    except TimeoutError:
+        text = f"{store.url}: {BENCH_S:g} s were not enough to write and read "
+        text += f"{size_text(max(BENCH_BYTES, 2 * queue_depth * block_bytes))}: use a faster one"
+        return [Finding("mend", "store", text)], None
+    except ConfigError as error:
+        return [Finding("mend", "store", redacted(str(error)))], None
+    except StoreError as error:
+        text = f"{store.url}: {redacted(str(error))}: see that it runs, can be reached from here, "
+        return [Finding("mend", "store", f"{text}and takes these credentials")], None
+    text = f"{store.url}: reads {size_text(speed.read_bytes_per_s)}/s, writes "
+    text += f"{size_text(speed.write_bytes_per_s)}/s, in blocks of {exact_size_text(block_bytes)}"
+    if speed.from_cache:
+        text += "; these reads came from the page cache, and a disk is slower"
+    lines = [Finding("note" if speed.from_cache else "ok", "store", text)]
+    if store.files is not None:
+        lines.append(_space(store.files, kv))
+    return lines, speed.read_bytes_per_s
+
+
+def _space(files: FileSource, kv: KvSizes | None) -> Finding:
+    disk = shutil.disk_usage(files.path)
+    room_bytes = disk.free - files.min_free_bytes + (files.stats().used_bytes or 0)
+    usable_bytes = min(room_bytes, files.capacity_bytes or room_bytes)
+    text = f"{size_text(usable_bytes)} in {files.path}"
+    if kv is not None:
+        text += f", for the KV of {count_text(usable_bytes / kv.stored_token_bytes)} tokens"
+    if files.capacity_bytes is not None and files.capacity_bytes > room_bytes:
+        text += f": the disk has no room for the capacity of {size_text(files.capacity_bytes)}"
+        text += f" beside {size_text(files.min_free_bytes)} that stay free"
+        return Finding("note", "space", text)
+    return _ok("space", text)
+
+
+# ---- gain ----
+
+
+def gain_finding(
+    model: str, server: "ResolvedServer", block_tokens: int, gpu: str | None, bytes_per_s: float
+) -> Finding:
+    """What `sglang-cake plan` says of this model and the measured speed of its store.
+
+    Args:
+        model: path of its config.json.
+        gpu: name of a rank's GPU; None: a CPU.
+    """
+    if gpu is None:
+        return Finding("note", "gain", "not predicted for a CPU: `sglang-cake demo` measures it")
+    plain = gpu.lower().replace(" ", "")
+    # Longer names first: "l40s" before "l4".
+    known = next((name for name in sorted(GPUS, key=len, reverse=True) if name in plain), None)
+    flags = ["plan", "--model", model, "--gpu", known or "TFLOPS:TB/s:GiB"]
+    flags += ["--gpus", str(server.tp_size), "--store", f"{bytes_per_s:.0f}B/s"]
+    flags += ["--block-tokens", str(block_tokens), "--chunk-tokens", str(server.chunk_tokens)]
+    flags += ["--smaller", f"{2 / server.kv_value_bytes:g}"]
+    if known is None:
+        text = f"no data sheet of {gpu} is known: give yours to `sglang-cake {' '.join(flags)}`"
+        return Finding("note", "gain", text)
+    parser = argparse.ArgumentParser()
+    plan.add_parser(parser.add_subparsers())
+    found = plan.predict(parser.parse_args(flags))
+    states: dict[str, State] = {"no": "mend", "unsure": "note"}
+    text = f"at {size_text(bytes_per_s)}/s of the store: {found['because']}"
+    return Finding(states.get(found["answer"], "ok"), "gain", text)

@@ -1,0 +1,170 @@
+"""What the flags of a server come to on this machine, for `sglang-cake doctor`: none is started.
+
+SGLang's plug-ins are not loaded here, so cake's hooks do not act. Nothing is downloaded.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import torch
+from sglang.srt.arg_groups.arg_utils import record_fields
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+from sglang_cake.core.codec_names import check_installed
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.host_memory import HostArena
+from sglang_cake.integration import flags
+from sglang_cake.integration.memory.host_pools import pin
+from sglang_cake.integration.support_matrix import FAMILIES, MEDIA_ARCHITECTURES, ModelTraits
+
+_PLUGINS = "sglang.srt.plugins"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedServer:
+    """A server as SGLang resolves its flags on this machine.
+
+    Attributes:
+        device: `cpu`, `cuda`, ...
+        ranks: processes with a KV pool on this machine.
+        tp_size: ranks that share the heads of the model.
+        chunk_tokens: the most that a step computes.
+        pool_tokens: size of a KV pool, if it is set.
+        kv_value_bytes: of a value in the KV pool.
+        kinds: what the support table says of the model.
+    """
+
+    device: str
+    ranks: int
+    tp_size: int
+    chunk_tokens: int
+    pool_tokens: int | None
+    kv_value_bytes: int
+    kinds: str
+
+
+def plugin_fault() -> str | None:
+    """Why SGLang would not load cake; None if it would."""
+    names = [point.name for point in entry_points(group=_PLUGINS)]
+    if flags.BACKEND not in names:
+        return "SGLang finds no plug-in cake: install sglang-cake in this environment"
+    allowed = envs.SGLANG_PLUGINS.get()
+    if allowed and flags.BACKEND not in (name.strip() for name in allowed.split(",")):
+        return f"SGLANG_PLUGINS={allowed} leaves cake out: add cake to it"
+    return None
+
+
+def read_command_line(argv: Sequence[str]) -> tuple[ServerArgs, CakeConfig]:
+    """The settings in the flags of `sglang serve`. Exits with 2, after SGLang's usage, for a flag
+    that does not exist.
+
+    Raises: ConfigError for a value of cake's flags that is not possible.
+    """
+    parser = argparse.ArgumentParser(prog="sglang-cake doctor")
+    ServerArgs.add_cli_args(parser)
+    flags.add_flags(None, parser)
+    if argv and not argv[0].startswith("-"):  # as in `sglang serve MODEL`
+        argv = ["--model-path", *argv]
+    if "--config" in argv:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+    args = parser.parse_args(argv)
+    fields = [field.name for field in record_fields(ServerArgs) if hasattr(args, field.name)]
+    record = ServerArgs(**{name: getattr(args, name) for name in fields})
+    return record, flags.read_settings(flags.given_flags(args))
+
+
+def setting_faults(record: ServerArgs, config: CakeConfig) -> list[str]:
+    """What is wrong with the settings, whatever the model and the store are."""
+    reason = flags.reason_as_given(record, config)
+    found = [] if reason is None else [reason]
+    checks: list[Callable[[], None]] = [
+        partial(check_installed, config.codec),
+        partial(flags.check_files, config),
+    ]
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def config_file(model: str, revision: str | None = None) -> Path | None:
+    """The `config.json` of a model folder, or of a model in the cache of Hugging Face; None if this
+    machine does not have it."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    path = Path(model) / "config.json"
+    if path.is_file():
+        return path
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # a path
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:
+    """Resolve the settings as a launcher does. The model's configuration must be on this machine.
+
+    Raises: ConfigError, one line: why cake, or else SGLang, would refuse.
+    """
+    if record.radix_cache_backend is None:
+        record.radix_cache_backend = flags.BACKEND
+    try:
+        record.resolve_once()
+        reason = flags.reason_when_resolved(record, config)
+    except Exception as error:  # whatever stops SGLang, in its own words if cake has none
+        reason = flags.reason_despite_failure(record, config)
+        reason = reason or f"SGLang does not take this: {_first_line(error)}"
+    if reason is not None:
+        raise ConfigError(reason)
+    view, model = resolving_view(record), model_config_of(record)
+    stored = torch.float8_e5m2 if view.kv_cache_dtype.startswith("fp8") else model.dtype
+    copies = 1 if view.enable_dp_attention else view.dp_size
+    return ResolvedServer(
+        device=view.device,
+        ranks=max(1, view.tp_size * copies // view.nnodes),
+        tp_size=view.tp_size,
+        chunk_tokens=view.chunked_prefill_size or view.max_prefill_tokens,
+        pool_tokens=view.max_total_tokens,
+        kv_value_bytes=stored.itemsize,
+        kinds=_kinds(ModelTraits.of(model), (model.hf_config.architectures or ["?"])[0]),
+    )
+
+
+def _kinds(traits: ModelTraits, architecture: str) -> str:
+    found = [
+        family
+        for family in FAMILIES
+        if family.trait and getattr(traits, family.trait) and family.refused is None
+    ]
+    if architecture not in MEDIA_ARCHITECTURES:
+        found = [family for family in found if "images" not in family.name]
+    found = found or [FAMILIES[0]]
+    return f"{architecture}: " + "; ".join(f"{each.name} (proven: {each.proven})" for each in found)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs that PyTorch sees, in the order of their numbers."""
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+def can_pin(size_bytes: int) -> bool:
+    """Whether the GPU takes this much host memory as pinned. It is freed again."""
+    return pin(HostArena([size_bytes], prefault=False), torch.device("cuda"))

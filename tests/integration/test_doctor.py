@@ -1,0 +1,336 @@
+"""`sglang-cake doctor`: what it says of SGLang, the settings, the model and the machine."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from warm import run_forked
+
+from sglang_cake.cli import doctor
+from sglang_cake.cli.doctor import (
+    KvSizes,
+    device_finding,
+    gain_finding,
+    memory_finding,
+    version_finding,
+)
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.integration import compat
+from sglang_cake.integration.server_check import ResolvedServer
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_8B = {
+    **LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+SERVER = ResolvedServer("cuda", 1, 1, 8192, None, 2, "LlamaForCausalLM: MHA, GQA")
+KV_8B = KvSizes(block_bytes=2**24, end_blocks=0, stored_token_bytes=2**17)
+MIB, GIB = 2**20, 2**30
+
+
+def model(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def ask(tmp_path: Path, *flags: str, **environment: str) -> tuple[int, dict[str, list[Any]]]:
+    """Exit status, and lines by what they are about, of the command with `--json`."""
+    done = run(tmp_path, "--json", *flags, **environment)
+    lines: dict[str, list[Any]] = {}
+    answer = json.loads(done.stdout.splitlines()[-1])
+    for line in answer["lines"]:
+        assert "\n" not in line["text"]
+        lines.setdefault(line["about"], []).append((line["state"], line["text"]))
+    assert answer["fine"] == (done.returncode == 0)
+    return done.returncode, lines
+
+
+def run(tmp_path: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_CAKE_")}
+    env |= {"SGLANG_USE_CPU_ENGINE": "1", "XDG_CACHE_HOME": str(tmp_path / "home")}
+    store = () if "--cake-store" in flags else ("--cake-store", f"file://{tmp_path}/kv?min_free=0")
+    command = [sys.executable, "-m", "sglang_cake", "doctor", *flags, *store]
+    return run_forked(command, env | environment, tmp_path, timeout_s=300)
+
+
+# ---- the command ----
+
+
+def test_doctor_of_a_server_that_will_work_has_nothing_to_mend(tmp_path: Path) -> None:
+    status, lines = ask(tmp_path, model(tmp_path / "m", LLAMA), "--device", "cpu")
+    repairs = lines.pop("repairs")  # depends on the environment of the tests
+    assert status == (1 if repairs[0][0] == "mend" else 0)
+    assert {about: line[0][0] for about, line in lines.items() if about != "store"} == {
+        "SGLang": "ok",
+        "plug-in": "ok",
+        "settings": "ok",
+        "model": "ok",
+        "device": "ok",
+        "host memory": "ok",
+        "space": "ok",
+        "gain": "note",
+    }
+    assert lines["model"] == [
+        ("ok", "LlamaForCausalLM: MHA, GQA (proven: server on a CPU)"),
+    ]
+    # 128 tokens, 2 layers, K and V, 2 heads, 16 values, 2 bytes
+    assert "in blocks of 32 KiB" in lines["host memory"][0][1]
+    assert "in blocks of 32 KiB" in lines["store"][0][1]
+
+
+def test_doctor_reports_all_that_is_to_mend_at_once(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("")
+    status, lines = ask(
+        tmp_path,
+        *("--model-path", model(tmp_path / "m", LLAMA), "--device", "cpu", "--pp-size", "2"),
+        *("--cake-trace-file", "/none/trace"),
+        *("--cake-store", f"file://{tmp_path}/other,file://{tmp_path}/kv?min_free=0"),
+        SGLANG_PLUGINS="another",
+    )
+    assert status == 1
+    assert lines["plug-in"] == [("mend", "SGLANG_PLUGINS=another leaves cake out: add cake to it")]
+    assert [state for state, _ in lines["settings"]] == ["mend", "mend"]
+    assert "set --pp-size 1" in lines["settings"][0][1]
+    assert "'/none/trace' cannot be written" in lines["settings"][1][1]
+    assert lines["model"] == [("note", "was not checked: settings are refused")]
+    assert lines["store"][0][0] == "mend"
+    assert "neither empty nor a store" in lines["store"][0][1]
+    assert "reads" in lines["store"][1][1], "the second tier is fine"
+
+
+def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:
+    judge = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
+    status, lines = ask(tmp_path, model(tmp_path / "judge", judge), "--device", "cpu")
+    assert status == 1
+    assert lines["model"][0][0] == "mend"
+    assert "models that generate no text" in lines["model"][0][1]
+    assert "gain" not in lines
+
+
+def test_doctor_model_that_sglang_does_not_know_is_to_mend(tmp_path: Path) -> None:
+    unknown = model(tmp_path / "m", {**LLAMA, "model_type": "no-such-model"})
+    status, lines = ask(tmp_path, unknown, "--device", "cpu")
+    assert status == 1
+    ((state, text),) = lines["model"]
+    assert state == "mend"
+    assert text.startswith("SGLang does not take this: ")
+    assert "no-such-model" in text
+
+
+def test_doctor_more_memory_than_the_machine_has_is_to_mend(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--cake-staging-bytes", "900TB"]
+    status, lines = ask(tmp_path, model(tmp_path / "m", LLAMA), *flags)
+    assert status == 1
+    ((state, text),) = lines["host memory"]
+    assert state == "mend"
+    assert "lower --cake-staging-bytes" in text
+
+
+def test_doctor_without_an_accelerator_says_what_sglang_says(tmp_path: Path) -> None:
+    flags = [model(tmp_path / "m", LLAMA), "--cake-store", f"file://{tmp_path}/kv?min_free=0"]
+    none = "import os\nos.environ |= {'CUDA_VISIBLE_DEVICES': '', 'SGLANG_USE_CPU_ENGINE': '0'}\n"
+    done = _python(none + DOCTOR.replace('"--model-path", "x"', f"*{flags!r}"))
+    assert done.returncode == 1, done.stderr
+    assert re.search(
+        r"^mend +model +SGLang does not take this: .*No accelerator", done.stdout, re.M
+    )
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """A model hub that is asked for nothing, and what it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_doctor_model_that_is_not_here_is_to_mend_and_not_downloaded(
+    tmp_path: Path, hub: tuple[str, list[str]]
+) -> None:
+    url, asked = hub
+    environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    status, lines = ask(tmp_path, "--model-path", "someone/llama", **environment)
+    assert status == 1
+    assert lines["model"][0][0] == "mend"
+    assert "no config.json of someone/llama" in lines["model"][0][1]
+    assert lines["store"][0][0] in ("ok", "note"), "stores are checked all the same"
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--cake-block-tokens", "0"], "--cake-block-tokens: '0' is not possible"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_doctor_wrong_flag_exits_with_2(tmp_path: Path, flags: list[str], line: str) -> None:
+    done = run(tmp_path, "--model-path", str(tmp_path), *flags)
+    assert done.returncode == 2
+    assert line in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_doctor_other_commands_take_no_flags_of_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    from sglang_cake.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["patch", "status", "--model-path", "x"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --model-path x" in capsys.readouterr().err
+
+
+DOCTOR = """
+import sys
+from sglang_cake.cli import main
+sys.exit(main(["doctor", "--model-path", "x"]))
+"""
+NO_SGLANG = """
+import sys
+class Absent:
+    def find_spec(name, *rest):
+        if name == "sglang":
+            raise ModuleNotFoundError("No module named 'sglang'", name="sglang")
+sys.meta_path.insert(0, Absent)
+"""
+
+
+def test_doctor_without_sglang_says_so() -> None:
+    done = _python(NO_SGLANG + DOCTOR)
+    assert done.returncode == 1, done.stderr
+    assert "mend  SGLang  is not installed in this environment" in done.stdout
+
+
+def test_doctor_sglang_that_cannot_be_imported_names_the_repairs(tmp_path: Path) -> None:
+    """As without a GPU: a module of SGLang imports what is not there."""
+    package = tmp_path / "sglang" / "srt" / "arg_groups"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text("")
+    (tmp_path / "sglang" / "version.py").write_text("__version__ = '0.5.23'\n")
+    (package / "arg_utils.py").write_text("import a_package_for_gpus\n")
+    done = _python(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + DOCTOR)
+    assert done.returncode == 1, done.stderr
+    assert "0.5.23 differs in" in done.stdout
+    assert "a_package_for_gpus" in done.stdout
+    assert "sglang-cake patch apply" in done.stdout
+
+
+def _python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+# ---- single lines ----
+
+
+def test_doctor_sglang_with_other_signatures_is_to_mend() -> None:
+    names = {"sglang.version": {"no_such_name": ""}}
+    line = version_finding("0.6.0", compat.differences(names), SpecifierSet("==0.5.23"))
+    assert line.state == "mend"
+    assert "version.no_such_name is missing: install sglang==0.5.23" in line.text
+
+
+def test_doctor_sglang_that_was_not_checked_is_a_note() -> None:
+    checked = SpecifierSet("==0.5.23")
+    assert version_finding("0.6.0", [], checked).state == "note"
+    assert version_finding("0.5.23", [], checked).state == "ok"
+
+
+def test_doctor_fewer_gpus_than_ranks_are_to_mend() -> None:
+    assert device_finding("cuda", 2, ["NVIDIA H100"]).state == "mend"
+    assert device_finding("cuda", 2, ["NVIDIA H100"] * 2).state == "ok"
+    assert device_finding("npu", 1, []).state == "mend"
+
+
+def test_doctor_memory_is_what_all_ranks_together_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of an 8B model is 16 MiB; a chunk of 8,192 tokens is 64 of them."""
+    limit = {"bytes": 64 * GIB}
+    monkeypatch.setattr(doctor, "available_bytes", lambda: limit["bytes"])
+    assert memory_finding(SERVER, KV_8B, CakeConfig()).state == "ok"
+    limit["bytes"] = 4 * GIB  # of a container, for example
+    assert memory_finding(SERVER, KV_8B, CakeConfig()).state == "note"
+    limit["bytes"] = 200 * MIB
+    line = memory_finding(SERVER, KV_8B, CakeConfig())
+    assert line.state == "mend"
+    assert "half of the 200 MiB" in line.text
+    assert "--cake-staging-bytes" in line.text
+    limit["bytes"] = 8 * GIB
+    eight = ResolvedServer("cuda", 8, 8, 8192, None, 2, "")
+    assert memory_finding(SERVER, KV_8B, CakeConfig()).state == "ok"
+    assert memory_finding(eight, KV_8B, CakeConfig()).state == "note"
+
+
+def test_doctor_memory_that_cannot_be_pinned_is_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 64 * GIB)
+    asked: list[int] = []
+
+    def refuse(size_bytes: int) -> bool:
+        asked.append(size_bytes)
+        return False
+
+    line = memory_finding(SERVER, KV_8B, CakeConfig(), refuse)
+    assert line.state == "mend"
+    assert "ulimit -l" in line.text
+    assert asked == [3 * GIB], "1 GiB to load, and two chunks to store"
+    assert memory_finding(SERVER, KV_8B, CakeConfig(), lambda size: True).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "bytes_per_s", "state", "text"),
+    [
+        ("NVIDIA H100 80GB HBM3", 7e9, "ok", "faster than"),
+        ("NVIDIA L40S", 1e6, "mend", "this store is too slow"),
+        ("NVIDIA A100-SXM4-80GB", 3e9, "ok", "faster than"),
+        ("NVIDIA Z9", 7e9, "note", "no data sheet of NVIDIA Z9 is known"),
+        (None, 7e9, "note", "sglang-cake demo"),
+    ],
+)
+def test_doctor_gain_is_that_of_plan(
+    tmp_path: Path, gpu: str | None, bytes_per_s: float, state: str, text: str
+) -> None:
+    line = gain_finding(model(tmp_path / "m", LLAMA_8B), SERVER, 128, gpu, bytes_per_s)
+    assert line.state == state, line.text
+    assert text in line.text

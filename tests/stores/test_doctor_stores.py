@@ -1,0 +1,114 @@
+"""`sglang-cake doctor`: what it says of stores, each fault by its real cause."""
+
+import asyncio
+
+import pytest
+from moto_process import moto
+from storetools import ALICE, fill, held, url_of
+
+from sglang_cake.cli import doctor
+from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.demo.sglang_server import free_port
+
+SMALL = KvSizes(block_bytes=8192, end_blocks=0, stored_token_bytes=1000)
+
+
+@pytest.fixture(autouse=True)
+def _few_bytes(monkeypatch):
+    monkeypatch.setattr(doctor, "BENCH_BYTES", 2**16)
+
+
+def said(url, kv=SMALL):
+    """Lines and speed of a store."""
+    (store,) = stores_of(CakeConfig(store=url))
+    return asyncio.run(store_findings(store, 2, kv))
+
+
+def refusal(url):
+    """The only line of a store that cannot be used."""
+    (line,), bytes_per_s = said(url)
+    assert line.state == "mend"
+    assert bytes_per_s is None
+    assert "\n" not in line.text
+    return line.text
+
+
+def test_doctor_measures_a_store_and_leaves_its_blocks_alone(tmp_path):
+    fill(tmp_path, ALICE, "a")
+    before = sorted(tmp_path.rglob("*"))
+    (speed, space), bytes_per_s = said(f"{url_of(tmp_path)}&capacity=100MB")
+    assert speed.state in ("ok", "note"), "a note if the page cache served the reads"
+    assert bytes_per_s > 0
+    assert "in blocks of 8 KiB" in speed.text
+    assert (space.state, space.text) == (
+        "ok",
+        f"100 MB in {tmp_path}, for the KV of 100,000 tokens",
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+    assert len(held(tmp_path, ALICE)) == 1
+
+
+def test_doctor_without_a_model_measures_a_store_too(tmp_path):
+    (speed, space), _ = said(url_of(tmp_path), kv=None)
+    assert "in blocks of 1 MiB" in speed.text
+    assert "tokens" not in space.text
+
+
+def test_doctor_reads_from_the_page_cache_are_a_note(tmp_path, monkeypatch):
+    monkeypatch.setattr("sglang_cake.cli.store_bench.fetched_bytes", lambda: 7)
+    (speed, _), _ = said(url_of(tmp_path))
+    assert speed.state == "note"
+    assert "page cache" in speed.text
+
+
+def test_doctor_folder_of_others_is_to_mend(tmp_path):
+    (tmp_path / "thesis.tex").write_text("do not delete")
+    assert "neither empty nor a store: choose another folder" in refusal(f"file://{tmp_path}")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_doctor_folder_that_cannot_be_made_is_to_mend(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be made or written" in refusal(f"file://{tmp_path}/file/kv")
+
+
+def test_doctor_disk_without_room_is_to_mend(tmp_path):
+    assert "no room to measure" in refusal(f"file://{tmp_path}?min_free=999PB")
+
+
+def test_doctor_capacity_that_the_disk_lacks_is_a_note(tmp_path):
+    (_, space), _ = said(f"{url_of(tmp_path)}&capacity=999PB")
+    assert space.state == "note"
+    assert "no room for the capacity of 999 PB" in space.text
+
+
+def test_doctor_slow_store_is_given_up_and_cleaned(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "BENCH_S", 0.3)
+    text = refusal(f"{url_of(tmp_path)}&bandwidth=1kB/s")
+    assert "0.3 s were not enough" in text
+    assert not list(tmp_path.rglob("*.cake")), "what it wrote is deleted"
+
+
+def test_doctor_closed_port_is_to_mend():
+    text = refusal(f"http://127.0.0.1:{free_port()}")
+    assert "Cannot connect to host" in text
+    assert "see that it runs" in text
+
+
+def test_doctor_token_file_that_is_absent_is_to_mend(tmp_path):
+    assert "token file" in refusal(f"http://127.0.0.1:1?token_file={tmp_path}/none")
+
+
+def test_doctor_wrong_credentials_and_no_bucket_are_to_mend(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    with moto(INITIAL_NO_AUTH_ACTION_COUNT="0") as strict:
+        text = refusal(strict.url("any-bucket"))
+    assert "check the credentials" in text
+    assert "anything" not in text
+    with moto() as server:
+        assert "does not exist: make it first" in refusal(server.url("nobody-made-this"))
+        (speed,), bytes_per_s = said(server.url(server.make_bucket()))
+    assert speed.state == "ok"
+    assert bytes_per_s > 0
