@@ -1,7 +1,9 @@
 """Host memory of blocks in transit: how much of it there is, and where it lies."""
 
+import contextlib
 import ctypes
 import mmap
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -42,7 +44,7 @@ class HostArena:
 
         Raises: OSError if the system does not map so much.
         """
-        strides = [_whole_pages(size) for size in sizes_bytes]
+        strides = [whole_pages(size) for size in sizes_bytes]
         *starts, self.size_bytes = accumulate(strides, initial=0)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.mapping = mmap.mmap(-1, self.size_bytes, flags=flags)
@@ -96,7 +98,7 @@ def buffer_counts(
 
     Raises: ConfigError if that is too little for what is set, or for the least that is needed.
     """
-    load_bytes, write_bytes = _whole_pages(load_bytes), _whole_pages(write_bytes)
+    load_bytes, write_bytes = whole_pages(load_bytes), whole_pages(write_bytes)
     least_loads = queue_depth + COPIED_BLOCKS + end_blocks
     least_writes = max(1, end_blocks)
     if staging_bytes is None:
@@ -133,12 +135,39 @@ def buffer_counts(
     return BufferCounts(loads, writes, reduced=True)
 
 
+def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process can still use without swapping: what the machine has left, or less
+    where a container or a service has a limit (cgroups). Raises: OSError; ValueError."""
+    lines = (proc / "meminfo").read_text().splitlines()
+    (free_kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    least = free_kib * 1024
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, kinds, path = line.split(":", 2)
+        root, limit, used = {
+            "": (groups, "memory.max", "memory.current"),
+            "memory": (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        }.get(kinds, (None, "", ""))
+        group = None if root is None else root / path.lstrip("/")
+        while root is not None and group is not None and group.is_relative_to(root):
+            with contextlib.suppress(OSError, ValueError):  # not mounted, or `max`
+                most, taken = (int((group / name).read_text()) for name in (limit, used))
+                found = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(group), re.MULTILINE)
+                least = min(least, most - taken + int(found[1] if found else 0))
+            group = group.parent
+    return max(0, least)
+
+
+def _text(group: Path) -> str:
+    return (group / "memory.stat").read_text()
+
+
 def mib(size_bytes: int) -> str:
     """`16 MiB`, `0.125 MiB`."""
     return f"{size_bytes / 2**20:,.3f}".rstrip("0").rstrip(".") + " MiB"
 
 
-def _whole_pages(size_bytes: int) -> int:
+def whole_pages(size_bytes: int) -> int:
+    """The size of the pages that hold so many bytes."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -32,13 +32,13 @@ from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock
 from sglang_cake.stores.file.paths import NamespaceFolder
-from sglang_cake.stores.file.reported_accesses import ReportedAccesses
 from sglang_cake.stores.file.scan import (
     described_namespaces_in,
     namespaces_in,
     remove_stale,
     shards_in,
 )
+from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import check_stop
 from sglang_cake.stores.url import DEFAULT_POLICY
