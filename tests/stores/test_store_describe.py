@@ -59,7 +59,7 @@ def mooncake(monkeypatch):
                 "    LazyStore",
                 "      HostMemoryStore  capacity=64.0 GB  policy=cake-prefix  fair=on",
                 "    LazyStore",
-                f"      {FILE}",
+                f"      {FILE}  direct_writes=on",
             ],
         ),
         (MOONCAKE_URL, ["CountedStore", "  LazyStore", f"    {MOONCAKE}"]),
