@@ -20,8 +20,8 @@ def flags(store: Path, ranks: int) -> tuple[str, ...]:
 
 
 def counted(live: Live, tier: int, event: str) -> float:
-    """Blocks of the first rank, which publishes its counts every few seconds."""
-    return live.metric("tier_blocks_total", tier=str(tier), event=event)
+    """Blocks of the first rank. Each rank publishes its counts every few seconds."""
+    return live.metric("tier_blocks_total", tier=str(tier), event=event, tp_rank="0")
 
 
 def until_read(live: Live, blocks: int) -> None:
