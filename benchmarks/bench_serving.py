@@ -79,11 +79,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def longest_tokens(args: argparse.Namespace) -> int:
+    """Tokens of the longest prompt of a chat with its answer."""
+    return int(args.system + max(TURNS.values()) * (QUESTION + args.output) + 64)
+
+
 def start(
     arm: str, args: argparse.Namespace, model: Path, work: Path, bandwidth: float
 ) -> FrozenServer:
     """The server of an arm, not started."""
-    longest = args.system + max(TURNS.values()) * (QUESTION + args.output) + 64
+    longest = longest_tokens(args)
     if LENGTHS in args.workloads:
         longest = max(longest, args.tokens + args.output)
     flags = servers.common_flags(CHUNK, longest)
@@ -107,9 +112,16 @@ def start(
 
 
 def command(
-    url: str, model: Path, out: Path, args: argparse.Namespace, *, workload: str, rate: float
+    url: str,
+    model: Path,
+    out: Path,
+    args: argparse.Namespace,
+    *,
+    workload: str,
+    rate: float,
+    flush: bool = True,
 ) -> list[str]:
-    """SGLang's benchmark, as anybody would call it."""
+    """SGLang's benchmark, as anybody would call it. With `flush`, it empties the device first."""
     turns = TURNS.get(workload, 1)
     prompts = [
         *("--dataset-name", "generated-shared-prefix", "--gsp-num-turns", str(turns)),
@@ -128,19 +140,27 @@ def command(
         *("--backend", "sglang" if turns == 1 else "sglang-oai-chat"),  # only chats have turns
         *("--model", str(model), "--tokenizer", str(model), "--seed", "3"),
         *prompts,
-        *("--request-rate", f"{rate:g}", "--warmup-requests", "0", "--flush-cache"),
+        *("--request-rate", f"{rate:g}", "--warmup-requests", "0"),
+        *(["--flush-cache"] if flush else []),
         *("--disable-tqdm", "--output-file", str(out)),
     ]
 
 
 def measure(
-    url: str, model: Path, work: Path, args: argparse.Namespace, *, workload: str, rate: float
+    url: str,
+    model: Path,
+    work: Path,
+    args: argparse.Namespace,
+    *,
+    workload: str,
+    rate: float,
+    flush: bool = True,
 ) -> dict[str, float]:
     """One run. Raises: RuntimeError with the end of its output when it fails."""
     out = work / "serving.jsonl"
     out.unlink(missing_ok=True)
     done = subprocess.run(
-        command(url, model, out, args, workload=workload, rate=rate),
+        command(url, model, out, args, workload=workload, rate=rate, flush=flush),
         capture_output=True,
         text=True,
         check=False,

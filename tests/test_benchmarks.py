@@ -24,6 +24,7 @@ from benchmarks import (  # noqa: E402
     bench_file_store,
     bench_fleet,
     bench_http_store,
+    bench_memory_tier,
     bench_overhead,
     bench_real_grid,
     bench_runahead,
@@ -33,6 +34,7 @@ from benchmarks import (  # noqa: E402
     file_arms,
     overhead_report,
     scheduler_cost,
+    servers,
     stats,
     ttft_report,
 )
@@ -56,6 +58,7 @@ BENCHES = (
         "hashing",
         "http_store",
         "last_step",
+        "memory_tier",
         "overhead",
         "paper_kvr",
         "real_grid",
@@ -256,6 +259,42 @@ def test_bench_serving_summary_compares_runs_of_equal_rate_and_repeat() -> None:
     assert "nowhere" in bench_serving.text(rows)
     runs += [run("off", 0, 100.0, 0.5), run("auto", 0, 130.0, 0.5)]
     assert "shared-prefix at 0.5/s" in bench_serving.text(bench_serving.summary(runs))
+
+
+def test_bench_memory_tier_summary_names_the_cells_that_the_tiers_lose() -> None:
+    def run(arm: str, repeat: int, mean_ms: float, p99_ms: float) -> dict[str, Any]:
+        labels = {"workload": "multi-turn", "rate": 2.0, "arm": arm, "repeat": repeat}
+        return labels | {"ttft_mean_ms": mean_ms, "ttft_p99_ms": p99_ms}
+
+    runs = [
+        *(run("memory", repeat, 40.0, 90.0) for repeat in (0, 1)),
+        *(run("hicache-timeout", repeat, 50.0, 80.0) for repeat in (0, 1)),
+        run("hicache-best_effort", 0, 60.0, 100.0),
+        run("everything", 0, 20.0, 30.0),
+    ]
+    rows = {row["arm"]: row for row in bench_memory_tier.summary(runs)}
+    assert rows["memory"]["ttft_mean_to_hicache"] == 0.8
+    assert rows["memory"]["ttft_p99_to_hicache"] == 1.125
+    assert rows["memory"]["ttft_mean_to_everything"] == 2.0
+    said = bench_memory_tier.text(list(rows.values()))
+    assert said.endswith("multi-turn at 2/s (ttft_p99_to_hicache)")
+    assert bench_memory_tier.text(bench_memory_tier.summary(runs[:1])).endswith("nowhere")
+
+
+def test_bench_memory_tier_servers_share_more_than_device_and_host_hold(tmp_path: Path) -> None:
+    for size in ([], ["--small"]):
+        args = bench_memory_tier.parse_args(size)
+        device = servers.pool_tokens(bench_serving.longest_tokens(args))
+        host = bench_memory_tier.HOST_RATIO * device
+        assert bench_memory_tier.shared_tokens(args) > device + host
+    with pytest.raises(SystemExit):
+        bench_memory_tier.parse_args(["--arms", "warp"])
+
+
+def test_bench_memory_tier_writes_both_ways(tmp_path: Path) -> None:
+    found = bench_memory_tier.writes(tmp_path, block_bytes=8192, blocks=4)
+    assert [each["direct"] for each in found] == [False, True]
+    assert all(each["cpu_s_per_gb"] > 0 for each in found)
 
 
 def test_bench_serving_command_calls_the_sglang_benchmark() -> None:

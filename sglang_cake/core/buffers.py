@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 # O_DIRECT reads fill memory that starts on a multiple of it without a copy. It is a multiple of the
 # alignment of every disk, whatever the machine's page size is.
 PAGE_BYTES = 4096
+PIECE_BYTES = 1 << 20  # a cancelled caller waits for the copy of at most one piece
 
 
 def is_on_page(view: memoryview) -> bool:
@@ -29,6 +32,30 @@ Payload = Any
 
 # Called with the number of bytes of a buffer that have arrived so far.
 TellBytes = Callable[[int], object]
+
+
+def copy_in_pieces(
+    target: memoryview,
+    source: memoryview,
+    check: Callable[[], object],
+    progress: TellBytes | None = None,
+) -> None:
+    """Copy all of `source` to the start of `target`.
+
+    Args:
+        check: called before each piece; what it raises ends the copy.
+    """
+    # NumPy releases the GIL while it copies; a plain assignment would stop all other threads.
+    read = np.frombuffer(source, np.uint8)
+    written = np.frombuffer(target, np.uint8)[: len(read)]
+    for start in range(0, len(read), PIECE_BYTES):
+        check()
+        if progress is not None:
+            progress(start)
+        piece = slice(start, start + PIECE_BYTES)
+        np.copyto(written[piece], read[piece])
+    if progress is not None:
+        progress(len(read))
 
 
 @dataclass(slots=True, eq=False)

@@ -151,8 +151,8 @@ class CakeConfig:
         _store,
         "URL,...",
         "Where KV is stored: file:///folder?capacity=500GB, http://host:8700, s3://bucket/prefix, "
-        "mooncake://host:50051, or several of them as tiers, fastest first. Default: a folder in "
-        "the user's cache folder, with at most half of the disk.",
+        "mooncake://host:50051, memory://64GB, or several of them as tiers, fastest first. "
+        "Default: a folder in the user's cache folder, with at most half of the disk.",
     )
     mode: Literal["auto", "both", "compute", "load"] = _setting(
         "auto",

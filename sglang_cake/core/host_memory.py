@@ -85,7 +85,7 @@ class HostArena:
 
         Raises: OSError if the system does not map so much.
         """
-        strides = [_whole_pages(size) for size in sizes_bytes]
+        strides = [whole_pages(size) for size in sizes_bytes]
         *starts, self.size_bytes = accumulate(strides, initial=0)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self.mapping = mmap.mmap(-1, self.size_bytes, flags=flags)
@@ -139,7 +139,7 @@ def buffer_counts(
 
     Raises: ConfigError if that is too little for what is set, or for the least that is needed.
     """
-    load_bytes, write_bytes = _whole_pages(load_bytes), _whole_pages(write_bytes)
+    load_bytes, write_bytes = whole_pages(load_bytes), whole_pages(write_bytes)
     least_loads = queue_depth + COPIED_BLOCKS + end_blocks
     least_writes = max(1, end_blocks)
     if staging_bytes is None:
@@ -181,7 +181,8 @@ def mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.3f}".rstrip("0").rstrip(".") + " MiB"
 
 
-def _whole_pages(size_bytes: int) -> int:
+def whole_pages(size_bytes: int) -> int:
+    """The size of the pages that hold so many bytes."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

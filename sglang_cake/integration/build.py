@@ -47,7 +47,7 @@ from sglang_cake.integration.memory.end_states import (
 )
 from sglang_cake.integration.memory.host_pools import host_pools
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
-from sglang_cake.integration.memory.kv_shard import shard_of
+from sglang_cake.integration.memory.kv_shard import machine_schedulers, shard_of
 from sglang_cake.integration.metrics import (
     FailureMetrics,
     Metrics,
@@ -374,7 +374,11 @@ class CakeService:
 
     def _open(self, namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works."""
-        sources = sources_of_setting(self.setting, self._config.eviction_policy)
+        sources = sources_of_setting(
+            self.setting,
+            self._config.eviction_policy,
+            sharers=machine_schedulers(self._ctx),
+        )
         return open_blocks(
             [LazySource(source) for source in sources],
             namespace,

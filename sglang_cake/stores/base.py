@@ -2,8 +2,9 @@
 
 `Store` is required, and `StoreSource` for a store that a URL names. The other protocols are
 optional: `AccessListener`, `KnowsFirst`, `Counting`, `Describing` for any store, `TierHints` and
-`PerTierEncoding` for a store that is composed of tiers. For each of them there is a function that
-takes any store and uses the protocol if the store implements it.
+`PerTierEncoding` for a store that is composed of tiers, `InMemory` for a tier. For each of the
+first five there is a function that takes any store and uses the protocol if the store implements
+it.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -245,6 +246,36 @@ class PerTierEncoding(Protocol):
 
         Raises: as `Store.put`; the error of `form_of`, if no tier has the block then.
         """
+        ...
+
+
+class KeptBlock(Protocol):
+    """A block of a store in memory that a store below is yet to get. It may be evicted meanwhile,
+    but other blocks come first."""
+
+    def pin(self) -> memoryview | None:
+        """The payload, which stays until `release`; None: it was evicted or deleted."""
+        ...
+
+    def release(self) -> None:
+        """The store below has the block, or will not get it. Called once."""
+        ...
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """A store in the memory of this process, in front of slower tiers."""
+
+    def keep(self, key: BlockKey) -> KeptBlock | None:
+        """A stored block, to be written to a store below; None if it is not there (any more).
+
+        The caller releases it. Raises: StoreUnavailable.
+        """
+        ...
+
+    async def promote(self, key: BlockKey, data: memoryview) -> bool:
+        """As `Store.put`, for a block that was read from a store below. False as well if the
+        eviction policy prefers the blocks that are there."""
         ...
 
 

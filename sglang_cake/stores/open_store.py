@@ -8,7 +8,8 @@ here. Outermost first; a layer in brackets exists only with the setting beside i
           [LazyStore]           in a server: opened at its first call
             [EncryptedStore]    ?key_file=
               [ThrottledStore]  ?bandwidth=
-                FileStore, HttpStore, S3Store, MooncakeStore, or a third party's store
+                HostMemoryStore, FileStore, HttpStore, S3Store, MooncakeStore, or a third
+                party's store
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from sglang_cake.stores.tiers.lazy_store import LazySource, LazyStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.url import (
     DEFAULT_POLICY,
+    MEMORY,
     StoreUrl,
     absolute_path,
     parse_bandwidth,
@@ -62,6 +64,7 @@ BUILT_IN: Final = {
     "file": _FILE,
     "http": _HTTP,
     "https": _HTTP,
+    MEMORY: _BuiltIn("sglang_cake.stores.memory.host_memory_store"),
     "mooncake": _BuiltIn(
         "sglang_cake.stores.mooncake.mooncake_store",
         requires="mooncake.store",
@@ -179,26 +182,33 @@ def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:
     return StoreLayer("EncodedStore", {"codec": codec}, (inner,))
 
 
-def sources_of_setting(setting: str | None, policy: str) -> list[StoreSource]:
+def sources_of_setting(setting: str | None, policy: str, *, sharers: int = 1) -> list[StoreSource]:
     """Sources of `--cake-store`; None is a file store in the user's cache folder.
+
+    Args:
+        sharers: processes of this machine that open them.
 
     Raises: ConfigError.
     """
-    return [default_source(policy)] if setting is None else parse_sources(setting, policy)
+    if setting is None:
+        return [default_source(policy)]
+    return parse_sources(setting, policy, sharers=sharers)
 
 
 def parse_sources(
-    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True
+    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True, sharers: int = 1
 ) -> list[StoreSource]:
     """Sources of `URL[,URL...]`, fastest first. No I/O but imports.
 
     Args:
-        policy: eviction policy of file stores whose URL names none.
+        policy: eviction policy of file and memory stores whose URL names none.
         reads_count: reads are accesses for eviction.
+        sharers: processes of this machine that open the stores.
 
     Raises: ConfigError, one line that names the bad part and the allowed values.
     """
-    return [_source(url) for url in split_urls(text, policy, reads_count=reads_count)]
+    urls = split_urls(text, policy, reads_count=reads_count, sharers=sharers)
+    return [_source(url) for url in urls]
 
 
 def _source(url: StoreUrl) -> StoreSource:

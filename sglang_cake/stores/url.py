@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,7 @@ from sglang_cake.core.errors import ConfigError
 
 Value = TypeVar("Value")
 DEFAULT_POLICY = "cake-prefix"
+MEMORY = "memory"  # scheme
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
@@ -100,6 +101,8 @@ class StoreUrl:
     options: dict[str, str]  # decoded
     policy: str = DEFAULT_POLICY  # of eviction, where the URL does not say
     reads_count: bool = True  # as use, for eviction; False for tools that look at every block
+    sharers: int = 1  # processes of this machine that open it
+    behind_memory: bool = False  # a tier before it is memory
     _known: list[str] = field(default_factory=list)
 
     def option(self, name: str, read: Callable[[str], Value], default: Value) -> Value:
@@ -134,6 +137,8 @@ class StoreUrl:
 
     @property
     def _place(self) -> tuple[str, str, str]:
+        if self.scheme == MEMORY:
+            return self.scheme, "", ""
         if self.scheme == "file":
             path, _, _ = unquote(self.place).partition("\0")  # which no path may have
             return self.scheme, os.path.realpath(path), ""
@@ -144,13 +149,14 @@ class StoreUrl:
 
 
 def split_urls(
-    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True
+    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True, sharers: int = 1
 ) -> list[StoreUrl]:
     """Take apart `URL[,URL...]`; a comma that belongs to a URL is written %2C.
 
     Args:
         policy: of eviction, for those that do not say.
         reads_count: as use, for eviction.
+        sharers: processes of this machine that open the stores.
 
     Raises: ConfigError, one line that names the bad part.
     """
@@ -158,14 +164,24 @@ def split_urls(
         raise ConfigError("the store URL is empty: write for example file:///nvme/kv")
     if re.search(r"://[^/?#,]*:[^/?#,]*,[^/?#]*@", text):  # half a password would be a URL
         raise ConfigError(f"store URL {redacted(text)!r}: write a ',' in it as %2C")
-    urls = [_split(part.strip(), policy, reads_count=reads_count) for part in text.split(",")]
+    urls = [_split(part.strip()) for part in text.split(",")]
     for number, url in enumerate(urls):
         if any(url.is_place_of(before) for before in urls[:number]):
             raise url.error("is named twice: name each store once")
-    return urls
+    schemes = [url.scheme for url in urls]
+    return [
+        replace(
+            url,
+            policy=policy,
+            reads_count=reads_count,
+            sharers=sharers,
+            behind_memory=MEMORY in schemes[:number],
+        )
+        for number, url in enumerate(urls)
+    ]
 
 
-def _split(text: str, policy: str, *, reads_count: bool) -> StoreUrl:
+def _split(text: str) -> StoreUrl:
     scheme, separator, rest = text.partition("://")
     if not separator:
         shown = redacted(f"://{text}").removeprefix("://")
@@ -177,4 +193,4 @@ def _split(text: str, policy: str, *, reads_count: bool) -> StoreUrl:
         if name in options:
             raise ConfigError(f"store URL {redacted(text)!r}: {name!r} is given twice")
         options[name] = unquote(value)
-    return StoreUrl(text, scheme, place, options, policy, reads_count)
+    return StoreUrl(text, scheme, place, options)

@@ -28,7 +28,7 @@ from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.stores.file.reported_accesses import MOST_REQUESTS, ReportedAccesses
+from sglang_cake.stores.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.testing.memory_store import MemoryStore

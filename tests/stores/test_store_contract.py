@@ -41,6 +41,18 @@ class TestPacedFileStore(TestFileStore):
         return store
 
 
+class TestHostMemoryStore(StoreContract):
+    options = ""
+
+    def open(self, folder):
+        sources = parse_sources(f"memory://1MB{self.options}")
+        return open_store(sources, self.frame, depth=2)
+
+
+class TestPacedHostMemoryStore(TestHostMemoryStore):
+    options = "?bandwidth=100GB/s"
+
+
 class TestFaultyStoreWithoutFaults(StoreContract):
     def open(self, folder):
         return FaultyStore(MemoryStore())

@@ -51,6 +51,17 @@ def mooncake(monkeypatch):
                 f"      {S3}",
             ],
         ),
+        (
+            f"memory://64GB?fair=on,{FILE_URL}",
+            [
+                "CountedStore",
+                "  TieredStore",
+                "    LazyStore",
+                "      HostMemoryStore  capacity=64.0 GB  policy=cake-prefix  fair=on",
+                "    LazyStore",
+                f"      {FILE}  direct_writes=on",
+            ],
+        ),
         (MOONCAKE_URL, ["CountedStore", "  LazyStore", f"    {MOONCAKE}"]),
         (
             f"{FILE_URL},{HTTP_URL},{MOONCAKE_URL}",
@@ -67,7 +78,7 @@ def mooncake(monkeypatch):
             ],
         ),
     ],
-    ids=["file", "http", "s3", "mooncake", "tiers"],
+    ids=["file", "http", "s3", "memory", "mooncake", "tiers"],
 )
 def test_layers_are_printed_one_a_line_outermost_first(url, layers, capsys):
     assert main(["store", "describe", url]) == 0

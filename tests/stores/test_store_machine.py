@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
@@ -101,6 +102,25 @@ class FileMachine(Machine):
         self.folder.cleanup()
 
 
+class HostMemoryMachine(Machine):
+    """Opened again while it is open, it is the same memory; closed, it is gone."""
+
+    def open(self):
+        (source,) = parse_sources("memory://1MB")
+        return source.open(FRAME, depth=1)
+
+    def reopened(self):
+        store = self.open()
+        self.call(self.store.close())
+        return store
+
+    @rule()
+    def close_and_open(self):
+        self.call(self.store.close())
+        self.model = {}
+        self.store = self.open()
+
+
 SETTINGS = settings(
     max_examples=25,
     stateful_step_count=30,
@@ -110,5 +130,7 @@ SETTINGS = settings(
 )
 TestMemoryMachine = MemoryMachine.TestCase
 TestMemoryMachine.settings = SETTINGS
+TestHostMemoryMachine = HostMemoryMachine.TestCase
+TestHostMemoryMachine.settings = SETTINGS
 TestFileMachine = FileMachine.TestCase
 TestFileMachine.settings = SETTINGS

@@ -135,11 +135,37 @@ class Machine(RuleBasedStateMachine):
         self.loop.close()
 
 
-TestTiers = Machine.TestCase
-TestTiers.settings = settings(
+class BehindMemory(Machine):
+    """The first tier is host memory for three blocks, so what was put is evicted all the time."""
+
+    @initialize()
+    def open(self):
+        self.loop = asyncio.new_event_loop()
+        self.tiers = Tiers(3, room=3, copy_bytes=0)
+
+    @rule(tier=st.integers(1, 2), error=st.sampled_from([StoreUnavailable("down")]))
+    def break_down(self, tier, error):
+        self.tiers.outage[tier].error = error
+
+    @invariant()
+    def memory_has_at_most_three_blocks(self):
+        assert len(self.tiers.memory[0].blocks) <= 3
+
+    def teardown(self):
+        self.call(self.tiers.quiet())
+        memory = self.tiers.memory[0].blocks.memory
+        assert not any(block.users or block.unwritten for block in memory._by_number.values())
+        super().teardown()
+
+
+SETTINGS = settings(
     max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )
+TestTiers = Machine.TestCase
+TestTiers.settings = SETTINGS
+TestTiersBehindMemory = BehindMemory.TestCase
+TestTiersBehindMemory.settings = SETTINGS

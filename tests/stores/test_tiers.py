@@ -49,6 +49,10 @@ class TestThreeTiersOneOfThemPaced(TestTieredFileStores):
     )
 
 
+class TestMemoryBeforeAFileStore(TestTieredFileStores):
+    urls = "memory://1MB,file://{0}/slow?min_free=0"
+
+
 class TestTieredMemoryStores(StoreContract):
     def open(self, folder):
         return TieredStore([MemoryStore(), MemoryStore()], block_bytes=self.frame.payload_bytes)

@@ -1,11 +1,14 @@
 """What the tests of tiered stores share."""
 
 import asyncio
+from collections.abc import MutableMapping
 
+from sglang_cake.core.buffers import PAGE_BYTES
+from sglang_cake.stores.memory.host_memory_store import HostMemorySource
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import OutageStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 BLOCK = LAYOUT.block_bytes
 
@@ -27,13 +30,47 @@ class Clock:
         return self.now_s
 
 
-class Tiers:
-    """A tiered store over memory stores that a test can look into, break and heal."""
+class HeldBlocks(MutableMapping):
+    """The blocks of a `BlockMemory`, as those of a `MemoryStore`."""
 
-    def __init__(self, count=2, **options):
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __getitem__(self, key):
+        block = self.memory.use(FRAME.digest, key, counts=False)
+        if block is None:
+            raise KeyError(key)
+        try:
+            return bytes(block.data)
+        finally:
+            self.memory.release(block)
+
+    def __delitem__(self, key):
+        self.memory.delete(FRAME.digest, key)
+
+    def __iter__(self):
+        return iter([block.key for block in self.memory.list_blocks(FRAME.digest)])
+
+    def __len__(self):
+        return self.memory.stats().blocks
+
+    def __setitem__(self, key, data):
+        raise NotImplementedError
+
+
+class Tiers:
+    """A tiered store over memory stores that a test can look into, break and heal.
+
+    With `room`, the first one is host memory for so many blocks, which cannot be broken.
+    """
+
+    def __init__(self, count=2, room=0, **options):
         self.memory = [MemoryStore() for _ in range(count)]
         self.outage = [OutageStore(store) for store in self.memory]
         self.calls = [RecordingStore(store) for store in self.outage]
+        if room:
+            self.calls[0] = HostMemorySource(room * PAGE_BYTES, "lru").open(FRAME, depth=2)
+            self.memory[0].blocks = HeldBlocks(self.calls[0]._memory)
         self.clock = Clock()
         options = {"late_answer_s": 30.0, "clock": self.clock, "block_bytes": BLOCK} | options
         self.store = TieredStore(self.calls, **options)

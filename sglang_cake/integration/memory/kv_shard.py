@@ -69,3 +69,13 @@ def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvS
         replicated=all(isinstance(each, MLATokenToKVPool) for each in (pool, *drafts)),
         machine_ranks=max(1, ctx.tp_size // machines),
     )
+
+
+def machine_schedulers(ctx: "TreeCacheBuildContext") -> int:
+    """Scheduler processes of this server on one machine: the ranks of all replicas."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.runtime_context import get_parallel
+
+    replicas: int = get_parallel().num_dp_ranks // get_parallel().attn_dp_size
+    schedulers: int = ctx.tp_size * replicas // resolving_view(ctx.server_args).nnodes
+    return max(1, schedulers)

@@ -21,6 +21,11 @@ class TenantRules:
     def __bool__(self) -> bool:
         return self.fair or self.quota_bytes is not None
 
+    def divided(self, parts: int) -> "TenantRules":
+        """The rules of one of several stores that a tenant's blocks are spread over evenly."""
+        quota_bytes = None if self.quota_bytes is None else self.quota_bytes // parts
+        return TenantRules(quota_bytes, self.fair)
+
 
 NO_TENANT_RULES: Final = TenantRules()
 

@@ -4,7 +4,8 @@ A file is read and written in pieces, between which the call can be cancelled.
 
 A file that is not in the page cache is read by direct I/O into the caller's pages: without a copy,
 and without pages in the cache. That takes a fraction of the CPU time and is at least as fast. A
-cached file, above all a block that was written a moment ago, is copied from the cache.
+cached file, above all a block that was written a moment ago, is copied from the cache. Behind a
+tier in memory, which has what was written a moment ago, files are written by direct I/O too.
 """
 
 import contextlib
@@ -44,14 +45,22 @@ _RESIDENT = 1
 class BlockFiles:
     """The block files below one root. Blocking and thread-safe. No link is followed."""
 
-    def __init__(self, root: Path, make_namespace: Callable[[Digest], None], *, sync: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        make_namespace: Callable[[Digest], None],
+        *,
+        sync: bool,
+        direct: bool = False,
+    ) -> None:
         """Args:
         make_namespace: makes the folder of a namespace, with its description.
-        sync: as for `NewFile`.
+        sync, direct: as for `NewFile`.
         """
         self._root = root
         self._make_namespace = make_namespace
         self._sync = sync
+        self._direct = direct
 
     def is_there(self, digest: Digest, key: BlockKey) -> bool:
         """Whether the path of the block exists, as a hint."""
@@ -92,7 +101,8 @@ class BlockFiles:
         *shard, name = self._names(digest, key)
         for tries_left in reversed(range(MOST_TRIES)):
             try:
-                return NewFile(nofollow.open_folder(self._root, *shard), name, sync=self._sync)
+                folder = nofollow.open_folder(self._root, *shard)
+                return NewFile(folder, name, sync=self._sync, direct=self._direct)
             except FileNotFoundError:
                 if not tries_left:
                     raise
@@ -282,10 +292,12 @@ class NewFile:
     A temporary file may be left.
     """
 
-    def __init__(self, folder: int, name: str, *, sync: bool) -> None:
+    def __init__(self, folder: int, name: str, *, sync: bool, direct: bool = False) -> None:
         """Args:
             folder: a descriptor, closed with this file, also after an error.
             sync: content and name are on the disk when `commit` returns.
+            direct: whole pages go past the page cache, if the file system can do that and they lie
+                on pages of memory.
 
         Raises: OSError; FileNotFoundError if the folder was removed meanwhile.
         """
@@ -300,16 +312,32 @@ class NewFile:
         except BaseException:
             os.close(folder)
             raise
+        self._direct = direct and set_direct(self._fd, direct=True)
+        self._at = 0
 
     def append(self, views: Sequence[memoryview], stop: threading.Event) -> None:
         """Write all of `views` ("B"). Raises: OSError; Stopped."""
         rest = [view for view in views if len(view)]
         while rest:
             check_stop(stop)
-            written = os.writev(self._fd, [*rest[:-1], rest[-1][:PIECE_BYTES]])
+            written = self._write([*rest[:-1], rest[-1][:PIECE_BYTES]])
             if written == 0:
                 raise OSError(errno.EIO, "the file takes no more bytes")
+            self._at += written
             rest = _after(rest, written)
+
+    def _write(self, views: list[memoryview]) -> int:
+        if self._direct:
+            pages = _whole_pages(views, self._at)
+            if len(pages) == len(views) and pages[:-1] == views[:-1]:  # nothing is left out between
+                try:
+                    return os.writev(self._fd, pages)
+                except OSError as error:
+                    if error.errno not in _NOT_DIRECTLY:
+                        raise
+            # Refused, not on a page, or the part after the last whole page.
+            self._direct = not set_direct(self._fd, direct=False)
+        return os.writev(self._fd, views)
 
     def commit(self, stop: threading.Event) -> None:
         """Rename the file to `name`, and replace an existing one.

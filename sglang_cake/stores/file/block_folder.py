@@ -32,13 +32,13 @@ from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock
 from sglang_cake.stores.file.paths import NamespaceFolder
-from sglang_cake.stores.file.reported_accesses import ReportedAccesses
 from sglang_cake.stores.file.scan import (
     described_namespaces_in,
     namespaces_in,
     remove_stale,
     shards_in,
 )
+from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import check_stop
 from sglang_cake.stores.url import DEFAULT_POLICY
@@ -66,6 +66,7 @@ class BlockFolder:
         root: Path,
         *,
         sync: bool = False,
+        direct_writes: bool = False,
         min_free_bytes: int = 0,
         capacity_bytes: int | None = None,
         policy: str = DEFAULT_POLICY,
@@ -78,6 +79,7 @@ class BlockFolder:
         Args:
             sync: a block is on the disk when it becomes visible. Without it, the kernel decides
                 when: after a power cut, recent blocks are missing or fail their check.
+            direct_writes: blocks are written past the page cache, where possible.
             min_free_bytes: of the file system; blocks are evicted to keep that free.
             capacity_bytes: limit for all files and folders below `root`; None: no limit.
             policy: eviction policy, a key of `eviction.POLICIES`.
@@ -93,7 +95,7 @@ class BlockFolder:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
         self._descriptions = NamespaceDescriptions(root, self._allocated_bytes)
-        self._files = BlockFiles(root, self._descriptions.write, sync=sync)
+        self._files = BlockFiles(root, self._descriptions.write, sync=sync, direct=direct_writes)
         self._accesses = ReportedAccesses()
         self._counting = threading.Lock()
         self._logged_s = -math.inf  # time of the last line about a corrupt block

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
-from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
@@ -146,7 +146,9 @@ class FileStore:
         with self._folder.writing(frame.digest, key, HEADER_BYTES + len(data)) as file:
             if file is None:
                 return False
-            file.append([memoryview(frame.header(key, data)), data], stop)
+            header = on_page(HEADER_BYTES)  # where direct I/O takes it from
+            header[:] = frame.header(key, data)
+            file.append([header, data], stop)
             file.commit(stop)
             return True
 
@@ -167,6 +169,7 @@ class FileSource:
     reads_count: bool = True  # reads are accesses, for eviction
     tenant_rules: TenantRules = NO_TENANT_RULES
     admission: AdmissionPolicy = ADMIT_ALL
+    direct_writes: bool = False  # past the page cache
 
     def check(self) -> None:
         try:
@@ -197,6 +200,7 @@ class FileSource:
             "tenant_quota_bytes": self.tenant_rules.quota_bytes,
             "fair": self.tenant_rules.fair,
             "admit": self.admission.min_benefit_ratio,
+            "direct_writes": self.direct_writes or None,
         }
         return StoreLayer("FileStore", settings)
 
@@ -241,6 +245,7 @@ class FileSource:
         return BlockFolder(
             self.path,
             sync=self.fsync == "data",
+            direct_writes=self.direct_writes,
             min_free_bytes=self.min_free_bytes,
             capacity_bytes=self.capacity_bytes,
             policy=self.policy,
@@ -315,6 +320,7 @@ def parse(url: StoreUrl) -> FileSource:
             fair=url.option("fair", one_of("on", "off"), "off") == "on",
         ),
         admission=url.option("admit", _parse_admission, ADMIT_ALL),
+        direct_writes=url.behind_memory,
     )
 
 

@@ -22,7 +22,6 @@ from sglang_cake.stores.file.index_files import put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import NamespaceFolder
-from sglang_cake.stores.file.reported_accesses import Access
 from sglang_cake.stores.file.scan import (
     blocks_in,
     is_stale,
@@ -31,6 +30,7 @@ from sglang_cake.stores.file.scan import (
     remove_stale,
 )
 from sglang_cake.stores.file.schema import DamagedIndexError
+from sglang_cake.stores.reported_accesses import Access
 
 logger = logging.getLogger(__name__)
 TICK_S = 1.0

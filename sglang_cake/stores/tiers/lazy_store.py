@@ -34,6 +34,11 @@ class LazyStore:
         self._store: Store | None = None
         self._closed = False
 
+    @property
+    def opened(self) -> Store | None:
+        """The store, if it is open."""
+        return self._store
+
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await (await self._opened()).contains(keys)
 

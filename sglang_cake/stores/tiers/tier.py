@@ -2,17 +2,13 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
-from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
+from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, copy_in_pieces
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -22,9 +18,10 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.backoff import Backoff
-from sglang_cake.stores.base import Store, StoreStats
+from sglang_cake.stores.base import InMemory, KeptBlock, Store, StoreStats
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.tiers.lazy_store import LazyStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,7 +30,7 @@ FAILURES_IN_A_ROW = 3
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 COPIES_AT_ONCE = 2
-PIECE_BYTES = 1 << 20  # a cancelled caller waits for the copy of at most one piece
+MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
 
 
 class TierHealth:
@@ -86,12 +83,28 @@ class TierHealth:
         return False
 
 
+class _Copy:
+    """Implements `KeptBlock`: a copy of a payload in a buffer."""
+
+    def __init__(self, buffer: Buffer, size_bytes: int, buffers: BufferPool) -> None:
+        self._buffer = buffer
+        self._size_bytes = size_bytes
+        self._buffers = buffers
+
+    def pin(self) -> memoryview:
+        return self._buffer.view[: self._size_bytes]
+
+    def release(self) -> None:
+        self._buffers.give(self._buffer)
+
+
 class CopyQueue:
     """Blocks to be written to one tier in the background, after a put or to promote them.
 
-    The queue is bounded by its buffers: without a free buffer a block is not copied. The bytes are
-    copied when they are offered. Reading them back later would slow down loads, and the block might
-    be evicted by then. For one event loop. Nothing is started before the first copy.
+    The bytes of a block that a tier in memory has stay there until their turn; MOST_KEPT bounds
+    these blocks. Others are copied when they are offered: reading them back later would slow down
+    loads, and the block might be evicted by then. The buffers bound them: without a free buffer a
+    block is not copied. For one event loop. Nothing is started before the first copy.
 
     Attributes:
         buffers: from the constructor.
@@ -99,12 +112,13 @@ class CopyQueue:
 
     def __init__(
         self,
-        write: Callable[[BlockKey, memoryview], Awaitable[object]],
+        write: Callable[[BlockKey, memoryview | None], Awaitable[object]],
         buffers: BufferPool,
         threads: Executor,
     ) -> None:
         """Args:
-        write: stores one block in the tier; must not raise.
+        write: stores one block in the tier; must not raise. None: the block was evicted before its
+            turn.
         buffers: each holds one block.
         threads: copy the bytes.
         """
@@ -138,7 +152,10 @@ class CopyQueue:
         self._filling.add(key)
         try:
             data = await form()
-            await run_stoppable(self._threads, functools.partial(_copy, buffer.view, data))
+            await run_stoppable(
+                self._threads,
+                lambda stop: copy_in_pieces(buffer.view, data, lambda: check_stop(stop)),
+            )
             wanted = key in self._filling
         except BaseException:
             self.buffers.give(buffer)
@@ -148,10 +165,22 @@ class CopyQueue:
         if not wanted:
             self.buffers.give(buffer)
             return True
-        task = asyncio.ensure_future(self._run(key, buffer, data.nbytes))
-        self._jobs[key] = task
-        task.add_done_callback(lambda task: self._done(key, buffer))
+        self._start(key, _Copy(buffer, data.nbytes, self.buffers))
         return True
+
+    def keep(self, key: BlockKey, block: KeptBlock) -> bool:
+        """Queue a block that a tier in memory keeps, and release it later; False if the queue is
+        full."""
+        if len(self._jobs) >= MOST_KEPT or key in self._jobs or key in self._filling:
+            block.release()
+            return len(self._jobs) < MOST_KEPT
+        self._start(key, block)
+        return True
+
+    def _start(self, key: BlockKey, block: KeptBlock) -> None:
+        task = asyncio.ensure_future(self._run(key, block))
+        self._jobs[key] = task
+        task.add_done_callback(lambda task: self._done(key, block))
 
     async def forget(self, key: BlockKey) -> None:
         """Drop the copy of a block. After the return none is waiting or being written."""
@@ -172,24 +201,14 @@ class CopyQueue:
             await asyncio.wait(left)
         return len(left)
 
-    async def _run(self, key: BlockKey, buffer: Buffer, size_bytes: int) -> None:
+    async def _run(self, key: BlockKey, block: KeptBlock) -> None:
         async with self._places:
-            await self._write(key, buffer.view[:size_bytes])
+            await self._write(key, block.pin())
 
-    def _done(self, key: BlockKey, buffer: Buffer) -> None:
+    def _done(self, key: BlockKey, block: KeptBlock) -> None:
         # Not in `_run`, which a task that is cancelled before its start never enters.
         del self._jobs[key]
-        self.buffers.give(buffer)
-
-
-def _copy(target: memoryview, source: memoryview, stop: threading.Event) -> None:
-    # NumPy releases the GIL while it copies; a plain assignment would stop all other threads.
-    read = np.frombuffer(source, np.uint8)
-    written = np.frombuffer(target, np.uint8)[: len(read)]
-    for start in range(0, len(read), PIECE_BYTES):
-        check_stop(stop)
-        piece = slice(start, start + PIECE_BYTES)
-        np.copyto(written[piece], read[piece])
+        block.release()
 
 
 @dataclass(slots=True)
@@ -207,6 +226,7 @@ class TierCounts:
     moved_up_blocks: int = 0  # queued for promotion from a lower tier
     full_blocks: int = 0  # refused by the tier with StoreFull
     queue_full_blocks: int = 0  # not copied in the background: no free buffer
+    evicted_blocks: int = 0  # not copied: evicted from a tier in memory before their turn
     left_out_blocks: int = 0  # not copied: the tier was left out
     dropped_blocks: int = 0  # not copied: the store was closed, or the block deleted
     left_out: int = 0  # how often the tier was left out
@@ -250,7 +270,7 @@ class Tier:
         index: position among the tiers; 0 is the fastest.
         buffers, threads: as for `CopyQueue`.
         clock: seconds, monotonic.
-        copied: called when a block was written in the background.
+        copied: called when a block was written in the background, or promoted.
         """
         self.store = store
         self.index = index
@@ -310,6 +330,21 @@ class Tier:
             self.counts.put_bytes += data.nbytes
         return fresh
 
+    @property
+    def memory(self) -> InMemory | None:
+        """The store of a tier in memory, if it is open."""
+        store = self.store.opened if isinstance(self.store, LazyStore) else self.store
+        return store if isinstance(store, InMemory) else None
+
+    async def promote(self, memory: InMemory, key: BlockKey, data: memoryview) -> bool:
+        """As in `InMemory`; any other failure is a StoreUnavailable."""
+        fresh = await self._watched(self.writing, memory.promote(key, data))
+        if fresh:
+            self.counts.put_blocks += 1
+            self.counts.put_bytes += data.nbytes
+            self._copied(self, key)
+        return fresh
+
     async def delete(self, key: BlockKey) -> None:
         """As in `Store`; any other failure is a StoreUnavailable."""
         await self._watched(self.writing, self.store.delete(key))
@@ -318,7 +353,10 @@ class Tier:
         """As in `Store`; any other failure is a StoreUnavailable."""
         return await self._watched(self.reading, self.store.stats())
 
-    async def _write_copy(self, key: BlockKey, data: memoryview) -> None:
+    async def _write_copy(self, key: BlockKey, data: memoryview | None) -> None:
+        if data is None:
+            self.counts.evicted_blocks += 1
+            return
         if not self.writing.may_try(self._clock()):  # left out since the block was queued
             self.counts.left_out_blocks += 1
             return

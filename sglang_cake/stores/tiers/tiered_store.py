@@ -5,7 +5,8 @@
   the next tier that has the block.
 - A put goes to the first tier that takes the block, and to the others in the background
   (`tier.CopyQueue`).
-- A block that is read from a lower tier twice is copied to the tiers above
+- A block that is read from a lower tier is copied to the tiers above: to one in memory if that
+  one's eviction policy prefers it to what is there, to others at the second read
   (`PromoteOnSecondRead`).
 - A tier that fails repeatedly is left out for a while (`tier.TierHealth`).
 """
@@ -16,7 +17,7 @@ import functools
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from typing import Any, NamedTuple, TypeVar
@@ -72,6 +73,13 @@ class Known(NamedTuple):
 
 
 _UNKNOWN = Known(0, 0)
+
+
+class _Stored(NamedTuple):
+    """A tier that has a block, and the payload that it got."""
+
+    tier: Tier
+    data: memoryview
 
 
 class TierLocations:
@@ -277,7 +285,7 @@ class TieredStore:
             self._locations.learn(key, asked=tier.bit, having=tier.bit)
             if fresh:
                 others = [t for t in self.tiers if t not in usable[:tried]]
-                await self._copy(key, form_of, others)
+                await self._copy(key, form_of, others, _Stored(tier, data))
             return fresh
         raise _first_by_precedence(errors or [StoreUnavailable("all tiers are left out")])
 
@@ -384,12 +392,24 @@ class TieredStore:
 
     async def _move_up(self, key: BlockKey, data: memoryview, tier: Tier) -> None:
         above = [t for t in self.tiers[: tier.index] if not t.bit & self._locations.of(key).having]
-        if above and self._rereads.read(key, self._clock()):
-            for target in await self._copy(key, _same_for_all(data), above):
+        slow = [target for target in above if target.memory is None]
+        for target in above:
+            if target.memory is not None and target.writing.may_try(self._clock()):
+                with contextlib.suppress(StoreError):  # counted; the read has its bytes
+                    if await target.promote(target.memory, key, data):
+                        target.counts.moved_up_blocks += 1
+        if slow and self._rereads.read(key, self._clock()):
+            for target in await self._copy(key, _same_for_all(data), slow):
                 target.counts.moved_up_blocks += 1
 
-    async def _copy(self, key: BlockKey, form_of: FormOf, targets: list[Tier]) -> list[Tier]:
-        """Queue the block for `targets`; returns the tiers that took it."""
+    async def _copy(
+        self, key: BlockKey, form_of: FormOf, targets: list[Tier], stored: _Stored | None = None
+    ) -> list[Tier]:
+        """Queue the block for `targets`; returns the tiers that took it.
+
+        Args:
+            stored: where the block is already.
+        """
         copied = []
         deletes = self._deletes
         for target in targets:
@@ -399,13 +419,40 @@ class TieredStore:
             try:
                 if deletes != self._deletes:  # it may have been this block
                     target.counts.dropped_blocks += 1
-                elif await target.copies.offer(key, functools.partial(form_of, target.index)):
+                elif await self._queue(
+                    key, functools.partial(form_of, target.index), target, stored
+                ):
                     copied.append(target)
                 else:
                     target.counts.queue_full_blocks += 1
             except StoreUnavailable:  # the store is being closed
                 target.counts.dropped_blocks += 1
         return copied
+
+    async def _queue(
+        self,
+        key: BlockKey,
+        form: Callable[[], Awaitable[memoryview]],
+        target: Tier,
+        stored: _Stored | None,
+    ) -> bool:
+        """Queue the block for one tier. A payload that a tier in memory has is not copied.
+
+        Returns False if the queue is full. Raises: as `CopyQueue.offer`.
+        """
+        memory = None if stored is None else stored.tier.memory
+        kept = None if memory is None else memory.keep(key)
+        if stored is None or kept is None:
+            return await target.copies.offer(key, form)
+        try:
+            data = await form()
+        except BaseException:
+            kept.release()
+            raise
+        if data is stored.data:
+            return target.copies.keep(key, kept)
+        kept.release()
+        return await target.copies.offer(key, functools.partial(_same_for_all(data), target.index))
 
     def _copied(self, tier: Tier, key: BlockKey) -> None:
         self._locations.learn(key, asked=tier.bit, having=tier.bit)

@@ -1,4 +1,5 @@
-"""Cold blocks are read past the page cache where that can be done, and are the same either way."""
+"""Cold blocks are read past the page cache, and blocks behind a tier in memory are written past it,
+where that can be done. They are the same either way."""
 
 import asyncio
 import errno
@@ -350,3 +351,96 @@ def test_on_page_new_memory_is_page_aligned_and_of_its_size():
         out = on_page(size)
         assert is_on_page(out)
         assert len(out) == size
+
+
+# ---- writes ----
+
+
+class Writes:
+    """Notes of every `os.writev` whether it was direct; `before` may raise instead."""
+
+    def __init__(self, monkeypatch, before=lambda direct: None):
+        self._real, self._before = os.writev, before
+        self.direct = []
+        monkeypatch.setattr(os, "writev", self)
+
+    def __call__(self, fd, views):
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if views[0][:1] != b"{":  # of a block, not of the description of its namespace
+            self.direct.append(direct)
+            self._before(direct)
+        return self._real(fd, views)
+
+
+def written(root, size, new_data=on_page, **options):
+    """The content of the file of a block that was put."""
+    layout = layout_of(size)
+    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+    data = new_data(size)
+    data[:] = block_of("a", layout)
+
+    async def main():
+        store = FileStore(BlockFolder(root, **options), frame, threads=1)
+        try:
+            assert await store.put(A, data)
+            out = on_page(size)
+            await store.get_into(A, out)
+            assert out == data
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+    return NamespaceFolder(root, frame.digest).block(A).read_bytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("new_data", [on_page, beside_a_page])
+def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
+    tmp_path, small_pieces, size, new_data
+):
+    direct = written(tmp_path / "direct", size, new_data, direct_writes=True)
+    assert direct == written(tmp_path / "cached", size, new_data)
+
+
+def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(
+    disk, small_pieces, monkeypatch
+):
+    writes = Writes(monkeypatch)
+    written(disk, 3 * SMALL, direct_writes=True)
+    assert writes.direct
+    assert all(writes.direct)
+    writes.direct.clear()
+    written(disk / "tail", 3 * SMALL + 100, direct_writes=True)
+    assert writes.direct == [True] * (len(writes.direct) - 1) + [False]
+
+
+def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeypatch):
+    writes = Writes(monkeypatch)
+    written(disk, 3 * SMALL)
+    assert writes.direct
+    assert not any(writes.direct)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("after", [0, 1])
+def test_file_store_refused_direct_write_continues_through_the_cache(
+    disk, small_pieces, monkeypatch, code, after
+):
+    def refuse(direct):
+        if direct and len(writes.direct) > after:
+            raise OSError(code, "refused")
+
+    writes = Writes(monkeypatch, refuse)
+    written(disk, 3 * SMALL, direct_writes=True)
+    assert writes.direct == sorted(writes.direct, reverse=True)
+    assert writes.direct.count(True) == after + 1
+
+
+def test_file_store_disk_error_of_a_direct_write_is_not_tried_again(disk, monkeypatch):
+    def fail(direct):
+        raise OSError(errno.EIO, "a disk")
+
+    writes = Writes(monkeypatch, fail)
+    with pytest.raises(StoreUnavailable):
+        written(disk, 3 * SMALL, direct_writes=True)
+    assert writes.direct == [True]

@@ -1,0 +1,241 @@
+"""Serving from host memory and a disk: Cake's tiers beside HiCache's, and beside a device for all.
+
+    python -m benchmarks.bench_memory_tier [--small] [--out FILE]
+
+The workloads are those of `bench_serving` (shared prefixes, and three turns). The device holds two
+prompts, and host memory twice as much; both are far smaller than what is shared. Everything is in
+files too, behind a link on which loading a shared prefix takes as long as computing it:
+
+    off          stock SGLang: what the device does not hold is computed
+    file         Cake, `file://`
+    memory       Cake, `memory://,file://`
+    hicache-*    HiCache with as much host memory and its file backend, under each prefetch policy
+    everything   stock SGLang with a device that holds all of the workload: the limit
+
+Nothing is flushed between runs. Each arm runs a workload once unmeasured, then `repeats` times at
+every rate. Reported: mean and p99 of TTFT, and their ratios to the best HiCache policy of the cell
+(`to_hicache`) and to `everything` (`to_everything`). One server runs at a time.
+
+`writes` has the file store's puts through the page cache and past it, as they are behind a tier in
+memory: seconds of processor time per GB, and GB/s until the disk has all.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bench_serving, facts, servers, stats
+from benchmarks.bench_serving import CHUNK, FULL, QUESTION, SMALL, TURNS, measure
+from benchmarks.bench_ttft import HICACHE_FLAGS, POLICIES
+from benchmarks.servers import FrozenServer
+from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.cli.text_tables import table
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.buffers import on_page
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.stores.file.file_store import FileSource
+
+HICACHE = tuple(f"hicache-{policy}" for policy in POLICIES)
+ARMS = ("off", "file", "memory", *HICACHE, "everything")
+HOST_RATIO = int(HICACHE_FLAGS[HICACHE_FLAGS.index("--hicache-ratio") + 1])  # to the device
+TIMES = ("ttft_mean_ms", "ttft_p99_ms")
+WRITTEN = {"block_bytes": 16 << 20, "blocks": 128}
+WRITTEN_SMALL = {"block_bytes": 1 << 20, "blocks": 64}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_memory_tier",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--small", action="store_true", help="few prompts, one rate, one repeat")
+    parser.add_argument("--arms", default=",".join(ARMS), help="to run, default all")
+    parser.add_argument("--groups", type=int, metavar="N", help="that share a prefix (default 12)")
+    parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 0.5,2")
+    parser.add_argument("--repeats", type=int, metavar="N", help="of each run (default 2)")
+    parser.add_argument("--name", help="of the result file (default: cpu, or small)")
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args(argv)
+    sizes = SMALL | {"groups": 10} if args.small else FULL | {"groups": 12}
+    for name, value in sizes.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    args.arms, args.workloads = args.arms.split(","), list(TURNS)
+    if args.repeats < 1 or not set(args.arms) <= set(ARMS):
+        parser.error(f"needs a repeat, and arms of {', '.join(ARMS)}")
+    args.out = args.out or facts.RESULTS / f"memory-tier-{args.name}.json"
+    return args
+
+
+def shared_tokens(args: argparse.Namespace) -> int:
+    """Tokens that the largest workload keeps in use."""
+    turns = max(TURNS.values())
+    return int(args.groups * (args.system + args.prompts * turns * (QUESTION + args.output)))
+
+
+def start(
+    arm: str, args: argparse.Namespace, model: Path, work: Path, bandwidth: float
+) -> FrozenServer:
+    """The server of an arm, not started."""
+    if arm == "off" or arm in HICACHE:
+        return bench_serving.start(arm, args, model, work, bandwidth)
+    longest = bench_serving.longest_tokens(args)
+    flags, log = servers.common_flags(CHUNK, longest), work / f"server-{arm}.log"
+    if arm == "everything":
+        flags += ["--max-total-tokens", str(2 * shared_tokens(args))]
+        return FrozenServer(model, flags, log=log, env=servers.STOCK)
+    url = f"{(work / f'store-{arm}').as_uri()}?bandwidth={bandwidth / 1e6:.3f}MB/s"
+    if arm == "memory":
+        host_tokens = HOST_RATIO * servers.pool_tokens(longest)
+        url = f"memory://{host_tokens * kv_token_bytes(model, servers.DTYPE)},{url}"
+    return FrozenServer(model, [*flags, *servers.cake_flags(url, "auto")], log=log)
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per workload, rate and arm: medians over the repeats, and ratios to the best policy of
+    HiCache and to `everything`."""
+    medians = {
+        (run["workload"], run["rate"], run["arm"]): {
+            name: stats.spread(
+                [
+                    other[name]
+                    for other in runs
+                    if all(other[field] == run[field] for field in ("workload", "rate", "arm"))
+                ]
+            )["median"]
+            for name in TIMES
+        }
+        for run in runs
+    }
+    rows = []
+    for (workload, rate, arm), times in medians.items():
+        row = {"workload": workload, "rate": rate, "arm": arm, **times}
+        for label, others in (("hicache", HICACHE), ("everything", ("everything",))):
+            there = [medians[workload, rate, o] for o in others if (workload, rate, o) in medians]
+            for name in TIMES if there else ():
+                ratio = times[name] / min(other[name] for other in there)
+                row[f"{name.removesuffix('_ms')}_to_{label}"] = round(ratio, 3)
+        rows.append(row)
+    return rows
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, and the cells that the tiers lose."""
+    ratios = [
+        f"ttft_{kind}_to_{to}" for to in ("hicache", "everything") for kind in ("mean", "p99")
+    ]
+    lines = [
+        [
+            row["workload"],
+            f"{row['rate']:g}",
+            row["arm"],
+            *(f"{row[name]:,.1f}" for name in TIMES),
+            *(f"{row[name]:.3f}" if name in row else "-" for name in ratios),
+        ]
+        for row in rows
+    ]
+    lost = [
+        f"{row['workload']} at {row['rate']:g}/s ({name})"
+        for row in rows
+        for name in ratios[:2]
+        if row["arm"] == "memory" and row.get(name, 0) > 1
+    ]
+    heads = ["workload", "rate", "arm", *TIMES, *ratios]
+    found = table(heads, lines, right=range(3, len(heads)))
+    return f"{found}\n\nmemory slower than the best HiCache policy: {', '.join(lost) or 'nowhere'}"
+
+
+def writes(folder: Path, *, block_bytes: int, blocks: int) -> list[dict[str, Any]]:
+    """Puts into a file store, through the page cache and past it."""
+    layout = BlockLayout.plain(
+        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
+    )
+    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+    data = on_page(block_bytes)
+
+    async def put_all(direct: bool) -> dict[str, Any]:
+        source = FileSource(folder / f"writes-{direct}", min_free_bytes=0, direct_writes=direct)
+        store = source.open(frame, depth=2)
+        began_s, began_cpu_s = time.monotonic(), time.process_time()
+        for first in range(0, blocks, 2):
+            keys = [BlockKey(number.to_bytes(32, "big")) for number in (first, first + 1)]
+            await asyncio.gather(*(store.put(key, data) for key in keys))
+        cpu_s = time.process_time() - began_cpu_s
+        for path in source.path.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        size_gb = blocks * block_bytes / 1e9
+        took_s = time.monotonic() - began_s
+        await store.close()
+        return {
+            "direct": direct,
+            "cpu_s_per_gb": round(cpu_s / size_gb, 3),
+            "gb_per_s": round(size_gb / took_s, 3),
+        }
+
+    return [asyncio.run(put_all(direct)) for direct in (False, True)]
+
+
+def run(args: argparse.Namespace, model: Path, work: Path, progress: ProgressLog) -> dict[str, Any]:
+    """All arms; `off` first, which the bandwidth is measured on."""
+    result: dict[str, Any] = {
+        "host_ratio": HOST_RATIO,
+        "shared_tokens": shared_tokens(args),
+        "device_tokens": servers.pool_tokens(bench_serving.longest_tokens(args)),
+        "balanced_bytes_per_s": round(1e9),
+        "writes": [],
+        "runs": [],
+    }
+    sizes = WRITTEN_SMALL if args.small else WRITTEN
+    for repeat in range(args.repeats):
+        for found in writes(work / f"puts-{repeat}", **sizes):
+            result["writes"].append({"repeat": repeat, **sizes, **found})
+    progress.say(f"writes: {result['writes']}")
+    for arm in sorted(args.arms, key=ARMS.index):
+        with contextlib.ExitStack() as stack:
+            bandwidth = result["balanced_bytes_per_s"]
+            server = stack.enter_context(start(arm, args, model, work, bandwidth))
+            progress.say(f"{arm}: healthy after {server.start_s:.1f} s")
+            if arm == ARMS[0]:
+                result["balanced_bytes_per_s"] = round(bench_serving.balanced(server, model, args))
+            with server.thawed() as url:
+                for workload in args.workloads:
+                    cells = [
+                        (rate, repeat) for rate in args.rates for repeat in range(args.repeats)
+                    ]
+                    for rate, repeat in [(max(args.rates), None), *cells]:
+                        found = measure(
+                            url, model, work, args, workload=workload, rate=rate, flush=False
+                        )
+                        labels = {"workload": workload, "rate": rate, "arm": arm, "repeat": repeat}
+                        if repeat is not None:
+                            result["runs"].append({**labels, **found})
+                            progress.say(f"{arm}, {workload}, {rate:g}/s: {found['ttft_mean_ms']}")
+        result["summary"] = summary(result["runs"])
+        facts.write(args.out, {**facts.header("memory-tier", repeats=args.repeats), **result})
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; 0."""
+    args = parse_args(argv)
+    servers.unwind_when_told_to_end()
+    with servers.fresh_folder("memory-tier") as work:
+        result = run(args, servers.model(True), work, ProgressLog())
+    print("", text(result["summary"]), "", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,324 @@
+"""Blocks of all namespaces in host memory of one process, within a capacity."""
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_cake.core.buffers import Buffer
+from sglang_cake.core.errors import StoreFull
+from sglang_cake.core.host_memory import HostArena, whole_pages
+from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoreStats
+from sglang_cake.stores.eviction import Benefit, Usage, ident_of, new_policy
+from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
+from sglang_cake.stores.reported_accesses import ReportedAccesses
+from sglang_cake.stores.request_facts import RequestFacts
+
+REFRESH_S: Final = 1.0
+# Blocks that are not written below yet and come first in the order of eviction: so many are passed
+# over for one that is. It bounds the time of an eviction.
+MOST_PASSED: Final = 64
+
+
+@dataclass(slots=True, eq=False)
+class HeldBlock:
+    """One block. The memory changes all fields under its lock.
+
+    Attributes:
+        ident: its number in the eviction policy.
+        users: reads, and the write that fills it. A block in use is not evicted.
+        unwritten: stores below that are yet to get it (`BlockMemory.keep`).
+        whole: all bytes are there.
+        gone: evicted or deleted; its buffer is free once nobody uses it.
+    """
+
+    ident: int
+    namespace: Digest
+    key: BlockKey
+    buffer: Buffer
+    size_bytes: int
+    users: int = 1
+    unwritten: int = 0
+    whole: bool = False
+    gone: bool = False
+
+    @property
+    def data(self) -> memoryview:
+        """The payload."""
+        return self.buffer.view[: self.size_bytes]
+
+
+class BlockMemory:
+    """A fixed number of buffers for blocks, and the eviction policy that decides which stay.
+
+    Thread-safe; no call waits for anything but the lock. A page of memory is allocated when it is
+    first used. Blocks were checked before they came here, and are not checked again.
+    """
+
+    def __init__(
+        self, *, capacity_bytes: int, block_bytes: int, policy: str, tenant_rules: TenantRules
+    ) -> None:
+        """Args:
+            capacity_bytes: limit for all buffers; at least one.
+            block_bytes: limit for a payload.
+            policy: a key of `eviction.POLICIES`.
+
+        Raises: OSError if the system does not map so much.
+        """
+        self._stride_bytes = whole_pages(block_bytes)
+        self._capacity_bytes = capacity_bytes
+        count = capacity_bytes // self._stride_bytes
+        self._free = HostArena([block_bytes] * count, prefault=False).buffers
+        self._policy_name = policy
+        self._tenant_rules = tenant_rules
+        order = new_policy(policy)
+        self._policy = TenantPolicy(order, tenant_rules) if tenant_rules else order
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._by_number: dict[int, HeldBlock] = {}
+        self._blocks: dict[tuple[Digest, BlockKey], HeldBlock] = {}
+        self._accesses = ReportedAccesses()
+        self._benefit: Benefit | None = None
+        self._refreshed_s = time.monotonic()
+        self._evicted_blocks = 0
+        self._choosing_ns = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Drop all blocks. The memory is freed when the last of them is not used any more."""
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+            for block in list(self._blocks.values()):
+                self._remove(block)
+
+    def has(self, digest: Digest, keys: Sequence[BlockKey]) -> list[bool]:
+        """Which blocks are stored."""
+        with self._lock:
+            found = [self._blocks.get((digest, key)) for key in keys]
+            return [block is not None and block.whole for block in found]
+
+    def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As `AccessListener.touched`."""
+        accesses = self._accesses.report(keys, facts, time.time())
+        with self._lock:
+            for access in accesses:
+                block = self._blocks.get((digest, access.key))
+                if block is not None:
+                    self._policy.touch(block.ident, access.at_s, 1, access.context)
+            now_s = time.monotonic()
+            if now_s - self._refreshed_s >= REFRESH_S:
+                self._refreshed_s = now_s
+                if facts.benefit is not None and facts.benefit != self._benefit:
+                    self._benefit = facts.benefit
+                    self._policy.set_benefit(facts.benefit)
+                self._policy.refresh(time.time())
+
+    # ---- blocks; each is used between a call that returns it and `release` ----
+
+    def use(self, digest: Digest, key: BlockKey, *, counts: bool) -> HeldBlock | None:
+        """A stored block, to be read; None if there is none.
+
+        Args:
+            counts: the read is an access, for eviction.
+        """
+        now_s = time.time()
+        with self._lock:
+            block = self._blocks.get((digest, key))
+            if block is None or not block.whole:
+                return None
+            block.users += 1
+            if counts and not self._accesses.is_announced(key, now_s):
+                self._policy.touch(block.ident, now_s, 0 if self._accesses.has_reports else 1)
+            return block
+
+    def add(
+        self, digest: Digest, key: BlockKey, size_bytes: int, *, must_earn_place: bool
+    ) -> HeldBlock | None:
+        """A new block, to be filled and then committed. None if there is one already, or one that
+        is being filled. Others may be evicted.
+
+        Args:
+            must_earn_place: None as well if the policy would evict this block before others, or
+                only blocks that are not written below could be evicted for it.
+
+        Raises: StoreFull if all blocks are in use.
+        """
+        now_s = time.time()
+        with self._lock:
+            if (digest, key) in self._blocks or self._closed:
+                return None
+            access = self._accesses.access_for_put(key, now_s)
+            usage = Usage(
+                self._stride_bytes,
+                now_s,
+                access.at_s,
+                int(must_earn_place),  # what wants a place was read a moment ago
+                ident_of(key),
+                access.context,
+            )
+            number = next(self._numbers)
+            if must_earn_place and not self._free:
+                self._policy.add(number, usage)
+                if not self._evict(now_s, before=number):
+                    self._policy.remove(number)
+                    return None
+            elif not self._free and not self._evict(now_s):
+                raise StoreFull("all blocks of the memory are in use")
+            block = HeldBlock(number, digest, key, self._free.pop(), size_bytes)
+            self._by_number[number] = self._blocks[digest, key] = block
+            self._policy.add(number, usage)
+            return block
+
+    def commit(self, block: HeldBlock) -> bool:
+        """The block has all its bytes; False if it was deleted meanwhile."""
+        with self._lock:
+            block.whole = not block.gone
+            self._leave(block)
+            while self._policy.over_quota_bytes() and self._evict(time.time(), in_order=True):
+                pass
+            return block.whole
+
+    def release(self, block: HeldBlock) -> None:
+        """The caller uses the block no more. A block without all its bytes is removed."""
+        with self._lock:
+            if not block.whole:
+                self._remove(block)
+            self._leave(block)
+
+    def delete(self, digest: Digest, key: BlockKey) -> None:
+        """Remove a block, if it is there."""
+        with self._lock:
+            block = self._blocks.get((digest, key))
+            if block is not None:
+                self._remove(block)
+
+    def keep(self, digest: Digest, key: BlockKey) -> "Unwritten | None":
+        """A stored block that a store below is yet to get; None if there is none."""
+        with self._lock:
+            block = self._blocks.get((digest, key))
+            if block is None or not block.whole:
+                return None
+            block.unwritten += 1
+            return Unwritten(self, block)
+
+    def pin(self, block: HeldBlock) -> bool:
+        """Use a kept block; False if it was evicted or deleted."""
+        with self._lock:
+            block.users += not block.gone
+            return not block.gone
+
+    def written(self, block: HeldBlock) -> None:
+        """A store below has a kept block, or never will."""
+        with self._lock:
+            block.unwritten -= 1
+
+    # ---- listing ----
+
+    def list_blocks(self, digest: Digest) -> list[BlockInfo]:
+        """The blocks of one namespace."""
+        with self._lock:
+            return [
+                BlockInfo(block.key, self._stride_bytes)
+                for block in self._blocks.values()
+                if block.whole and block.namespace == digest
+            ]
+
+    def stats(self) -> StoreStats:
+        """How full it is."""
+        with self._lock:
+            used_bytes = len(self._by_number) * self._stride_bytes
+            return StoreStats(
+                blocks=len(self._blocks),
+                block_bytes=len(self._blocks) * self._stride_bytes,
+                used_bytes=used_bytes,
+                capacity_bytes=self._capacity_bytes,
+                policy=self._policy_name,
+                evictions=EvictionCounts(
+                    evicted_bytes=self._evicted_blocks * self._stride_bytes,
+                    evicted_blocks=self._evicted_blocks,
+                    evicting_us=self._choosing_ns // 1000,
+                ),
+            )
+
+    # ---- with the lock held ----
+
+    def _evict(self, now_s: float, *, before: int | None = None, in_order: bool = False) -> bool:
+        """Evict one block; False if none can be.
+
+        Blocks in use are passed over. Blocks that are not written below are passed over if there is
+        another one among the first MOST_PASSED. With tenant rules, that is a block of the same
+        tenant: a tenant that stores faster than the disk writes costs no other tenant a block.
+
+        Args:
+            before: a block in the policy only. None that comes later in the order is evicted, and
+                none that is not written.
+            in_order: evict a block that is not written as readily as another one.
+        """
+        began_ns = time.perf_counter_ns()
+        passed: list[tuple[int, Usage]] = []
+        victim: HeldBlock | None = None
+        unwritten: HeldBlock | None = None  # the first that was passed over
+        tenant: int | None = None
+        while victim is None and (popped := self._policy.pop(now_s)) is not None:
+            passed.append(popped)
+            number, usage = popped
+            if number == before:
+                break
+            block = self._by_number[number]
+            tenant = usage.context.tenant if tenant is None else tenant
+            same = not self._tenant_rules or usage.context.tenant == tenant
+            if same and not block.users and (in_order or not block.unwritten):
+                victim = block
+            elif same and not block.users:
+                unwritten = unwritten or block
+            if len(passed) == MOST_PASSED:
+                break
+        if victim is None and before is None:
+            victim = unwritten
+        for number, usage in passed:
+            if number != before and (victim is None or number != victim.ident):
+                self._policy.add(number, usage)
+        if victim is not None:
+            self._remove(victim)
+            self._evicted_blocks += 1
+        self._choosing_ns += time.perf_counter_ns() - began_ns
+        return victim is not None
+
+    def _remove(self, block: HeldBlock) -> None:
+        if not block.gone:
+            block.gone = True
+            self._policy.remove(block.ident)
+            del self._blocks[block.namespace, block.key]
+            self._free_if_unused(block)
+
+    def _leave(self, block: HeldBlock) -> None:
+        block.users -= 1
+        self._free_if_unused(block)
+
+    def _free_if_unused(self, block: HeldBlock) -> None:
+        if block.gone and not block.users:
+            del self._by_number[block.ident]
+            if not self._closed:
+                self._free.append(block.buffer)
+
+
+class Unwritten:
+    """Implements `KeptBlock`."""
+
+    def __init__(self, memory: BlockMemory, block: HeldBlock) -> None:
+        self._memory = memory
+        self._block = block
+        self._pinned = False
+
+    def pin(self) -> memoryview | None:
+        self._pinned = self._memory.pin(self._block)
+        return self._block.data if self._pinned else None
+
+    def release(self) -> None:
+        self._memory.written(self._block)
+        if self._pinned:
+            self._memory.release(self._block)

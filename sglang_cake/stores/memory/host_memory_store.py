@@ -1,0 +1,269 @@
+"""`memory://64GB`: blocks in the host memory of this process, usually in front of other tiers.
+
+The memory ends with its process. It is private to it, so what a killed server leaves behind is
+nothing. Schedulers on one machine divide the capacity.
+"""
+
+import functools
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.buffers import TellBytes, copy_in_pieces
+from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.core.host_memory import available_bytes, mib, whole_pages
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import (
+    BlockInfo,
+    KeptBlock,
+    Store,
+    StoredNamespace,
+    StoreLayer,
+    StoreStats,
+)
+from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
+from sglang_cake.stores.memory.block_memory import BlockMemory
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
+
+MOST_THREADS: Final = 4  # for each direction: so many saturate the memory of one socket
+
+
+class HostMemoryStore:
+    """Implements `Store` and `InMemory`: one namespace of a `BlockMemory`."""
+
+    def __init__(
+        self, shared: "_SharedMemory", frame: BlockFrame, *, threads: int, reads_count: bool = True
+    ) -> None:
+        """Args:
+        shared: left with this store.
+        threads: concurrent reads, and concurrent writes.
+        reads_count: reads are accesses, for eviction.
+        """
+        self._shared = shared
+        self._memory: BlockMemory | None = shared.memory
+        self._frame = frame
+        self._reads_count = reads_count
+        self._readers = ThreadPoolExecutor(threads, "cake-memory-read")
+        self._writers = ThreadPoolExecutor(threads, "cake-memory-write")
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return self._opened().has(self._frame.digest, keys)
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `AccessListener`."""
+        memory = self._opened()
+        await run_stoppable(
+            self._writers, lambda stop: memory.touched(self._frame.digest, keys, facts)
+        )
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        """As in `Store`. Cancellation: returns once the thread does not use `out` any more."""
+        work = functools.partial(self._get, self._opened(), key, out, progress)
+        return await run_stoppable(self._readers, work)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        """As in `Store`. Cancellation: returns once the thread does not use `data` any more."""
+        return await self._store(key, data, must_earn_place=False)
+
+    async def promote(self, key: BlockKey, data: memoryview) -> bool:
+        """As in `InMemory`."""
+        return await self._store(key, data, must_earn_place=True)
+
+    def keep(self, key: BlockKey) -> KeptBlock | None:
+        """As in `InMemory`."""
+        return self._opened().keep(self._frame.digest, key)
+
+    async def delete(self, key: BlockKey) -> None:
+        self._opened().delete(self._frame.digest, key)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        for block in self._opened().list_blocks(self._frame.digest):
+            yield block
+
+    async def stats(self) -> StoreStats:
+        return self._opened().stats()
+
+    async def close(self) -> None:
+        """Calls that wait for a thread fail. The memory is freed with its last open store."""
+        if self._memory is not None:
+            self._memory = None
+            for pool in (self._readers, self._writers):
+                pool.shutdown(wait=False, cancel_futures=True)
+            self._shared.leave()
+
+    def _opened(self) -> BlockMemory:
+        if self._memory is None:
+            raise StoreUnavailable("the store is closed")
+        return self._memory
+
+    async def _store(self, key: BlockKey, data: memoryview, *, must_earn_place: bool) -> bool:
+        assert self._frame.takes(data.nbytes), data.nbytes
+        work = functools.partial(self._put, self._opened(), key, data.cast("B"), must_earn_place)
+        return await run_stoppable(self._writers, work)
+
+    # ---- in the threads ----
+
+    def _get(
+        self,
+        memory: BlockMemory,
+        key: BlockKey,
+        out: memoryview,
+        progress: TellBytes | None,
+        stop: threading.Event,
+    ) -> int:
+        check_stop(stop)
+        block = memory.use(self._frame.digest, key, counts=self._reads_count)
+        if block is None:
+            raise BlockMissing(key.hex())
+        try:
+            copy_in_pieces(out.cast("B"), block.data, lambda: check_stop(stop), progress)
+        finally:
+            memory.release(block)
+        return block.size_bytes
+
+    def _put(
+        self,
+        memory: BlockMemory,
+        key: BlockKey,
+        data: memoryview,
+        must_earn_place: bool,
+        stop: threading.Event,
+    ) -> bool:
+        check_stop(stop)
+        block = memory.add(self._frame.digest, key, len(data), must_earn_place=must_earn_place)
+        if block is None:
+            return False
+        try:
+            copy_in_pieces(block.data, data, lambda: check_stop(stop))
+        except BaseException:
+            memory.release(block)
+            raise
+        return memory.commit(block)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemorySource:
+    """Implements `StoreSource`. Equal sources share one memory in a process, as long as a store of
+    it is open: new weights, or a store that is attached again, find what is there.
+
+    Attributes:
+        capacity_bytes: limit for the memory of this machine.
+        sharers: processes of this machine that open it. Each takes an equal part.
+    """
+
+    capacity_bytes: int
+    policy: str = DEFAULT_POLICY
+    reads_count: bool = True
+    tenant_rules: TenantRules = NO_TENANT_RULES
+    sharers: int = 1
+
+    def check(self) -> None:
+        self._check(self.capacity_bytes)
+
+    def describe(self) -> StoreLayer:
+        settings = {
+            "capacity_bytes": self.capacity_bytes,
+            "policy": self.policy,
+            "tenant_quota_bytes": self.tenant_rules.quota_bytes,
+            "fair": self.tenant_rules.fair,
+        }
+        return StoreLayer("HostMemoryStore", settings)
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        shared = _SharedMemory.joined(self, frame.payload_bytes)
+        threads = max(1, min(depth, MOST_THREADS))
+        return HostMemoryStore(shared, frame, threads=threads, reads_count=self.reads_count)
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        """None. Tools ask, and the memory of a server is not theirs."""
+        return []
+
+    def new_memory(self, block_bytes: int) -> BlockMemory:
+        """The part of one process, for blocks of at most `block_bytes`. Raises: ConfigError."""
+        own_bytes = self.capacity_bytes // self.sharers
+        if own_bytes < whole_pages(block_bytes):
+            raise ConfigError(
+                f"store URL memory://: {mib(own_bytes)} for each of {self.sharers} processes hold "
+                f"no block, which has {mib(block_bytes)}: raise it"
+            )
+        self._check(own_bytes)
+        try:
+            return BlockMemory(
+                capacity_bytes=own_bytes,
+                block_bytes=block_bytes,
+                policy=self.policy,
+                tenant_rules=self.tenant_rules.divided(self.sharers),
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"store URL memory://: {mib(own_bytes)} cannot be allocated ({error.strerror}): "
+                "lower it"
+            ) from None
+
+    def _check(self, size_bytes: int) -> None:
+        left_bytes = available_bytes()
+        if size_bytes > left_bytes:
+            raise ConfigError(
+                f"store URL memory://: {mib(size_bytes)} is more than the {mib(left_bytes)} that "
+                "are available to this process: lower it"
+            )
+
+
+class _SharedMemory:
+    """The memory of equal sources in this process, from the first open store to the last.
+
+    Attributes:
+        memory: closed with the last store.
+    """
+
+    _lock: Final = threading.Lock()
+    _open: Final[dict[tuple[HostMemorySource, int], "_SharedMemory"]] = {}
+
+    def __init__(self, place: tuple[HostMemorySource, int]) -> None:
+        source, block_bytes = self._place = place
+        self.memory = source.new_memory(block_bytes)
+        self._stores = 0
+
+    @classmethod
+    def joined(cls, source: HostMemorySource, block_bytes: int) -> "_SharedMemory":
+        """With one more open store. Raises: ConfigError."""
+        place = source, block_bytes
+        with cls._lock:
+            shared = cls._open.get(place) or cls(place)
+            cls._open[place] = shared
+            shared._stores += 1
+            return shared
+
+    def leave(self) -> None:
+        """One open store less."""
+        with self._lock:
+            self._stores -= 1
+            if not self._stores:
+                del self._open[self._place]
+                self.memory.close()
+
+
+def parse(url: StoreUrl) -> HostMemorySource:
+    """Raises: ConfigError."""
+    try:
+        capacity_bytes = parse_size(url.place)
+    except ConfigError as error:
+        raise url.error(f"{error}; the memory for all of this machine, as memory://64GB") from None
+    return HostMemorySource(
+        capacity_bytes,
+        policy=url.option("policy", one_of(*POLICIES), url.policy),
+        reads_count=url.reads_count,
+        tenant_rules=TenantRules(
+            quota_bytes=url.option("tenant_quota", parse_size, None),
+            fair=url.option("fair", one_of("on", "off"), "off") == "on",
+        ),
+        sharers=url.sharers,
+    )

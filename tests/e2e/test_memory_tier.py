@@ -1,0 +1,56 @@
+"""Host memory in front of a slow file store, in a real server."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from live import BLOCK, Live, Start, assert_same, until
+
+Make = Callable[[int], list[int]]
+BLOCKS = 12
+
+
+def flags(store: Path, ranks: int) -> tuple[str, ...]:
+    urls = f"memory://64MB,file://{store}?min_free=0&bandwidth=20MB/s"
+    return (
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
+        *("--cake-store", urls, "--enable-metrics", "--sleep-on-idle"),
+        *(("--tp", "2") if ranks > 1 else ()),
+    )
+
+
+def counted(live: Live, tier: int, event: str) -> float:
+    """Blocks of the first rank. Each rank publishes its counts every few seconds."""
+    return live.metric("tier_blocks_total", tier=str(tier), event=event, tp_rank="0")
+
+
+def until_read(live: Live, blocks: int) -> None:
+    """Wait until so many reads are published. While memory is busy, the file tier is tried too."""
+    until(lambda: counted(live, 1, "read") + counted(live, 2, "read") == blocks, f"{blocks} reads")
+
+
+def test_memory_tier_loads_from_memory_and_after_a_restart_from_the_file_tier(
+    start: Start, models: dict[str, Path], folder: Path, plain: Live, prompt: Make
+) -> None:
+    ids = prompt(BLOCKS * BLOCK + 5)
+    store = folder / "store-below-memory"
+    ranks = 2 if (os.cpu_count() or 1) >= 2 else 1
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks > 1 else {}
+    with start(models["first"], flags(store, ranks), store=store, env=env) as live:
+        assert_same(live.ask(ids), plain.reference(ids))
+        live.store.until_stored(ids)  # written down in the background
+        for turn in range(2):
+            answer = live.ask_flushed(ids)
+            assert_same(answer, plain.reference(ids))
+            assert answer.loaded == BLOCKS * BLOCK
+            until_read(live, (turn + 1) * BLOCKS)
+        assert counted(live, 1, "read") >= BLOCKS
+        assert counted(live, 1, "put") == counted(live, 2, "put") == BLOCKS
+    with start(models["first"], flags(store, ranks), store=store, env=env) as live:
+        for turn in range(2):
+            answer = live.ask_flushed(ids)
+            assert_same(answer, plain.reference(ids))
+            assert answer.loaded == BLOCKS * BLOCK
+            until_read(live, (turn + 1) * BLOCKS)
+        assert counted(live, 1, "moved_up") == BLOCKS
+        assert BLOCKS <= counted(live, 2, "read") < 2 * BLOCKS

@@ -1,0 +1,639 @@
+"""`memory://`: blocks in host memory, alone and in front of another tier."""
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storetools import ALICE, BOB, refusal_of, with_store
+from tiering import BLOCK, until
+
+from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
+from sglang_cake.stores.memory import host_memory_store
+from sglang_cake.stores.memory.block_memory import MOST_PASSED, BlockMemory
+from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.tiers.tiered_store import TieredStore
+from sglang_cake.testing.faulty import OutageStore, PassingStore, RecordingStore
+from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
+
+DIGEST = FRAME.digest
+PAGE = 4096  # a block of the tests takes one
+
+
+def opened(url, frame=FRAME, *, sharers=1, policy="lru"):
+    (source,) = parse_sources(url, policy, sharers=sharers)
+    return source.open(frame, depth=2)
+
+
+def memory_of(blocks, policy="lru", rules=NO_TENANT_RULES):
+    return BlockMemory(
+        capacity_bytes=blocks * PAGE, block_bytes=BLOCK, policy=policy, tenant_rules=rules
+    )
+
+
+def stored(memory, name, *, must_earn_place=False):
+    """Store a block; whether the memory took it."""
+    block = memory.add(DIGEST, key_of(name), BLOCK, must_earn_place=must_earn_place)
+    if block is None:
+        return False
+    block.data[:] = block_of(name)
+    return memory.commit(block)
+
+
+def names_in(memory, names):
+    found = memory.has(DIGEST, [key_of(name) for name in names])
+    return [name for name, there in zip(names, found, strict=True) if there]
+
+
+def touch(memory, names, request, tenant=0):
+    facts = RequestFacts(id=str(request), tokens=len(names), tenant=tenant)
+    memory.touched(DIGEST, [key_of(name) for name in names], facts)
+
+
+class Held:
+    """A memory of some blocks before a second tier that a test can stop, and look into."""
+
+    def __init__(self, blocks, policy="lru"):
+        (source,) = parse_sources(f"memory://{blocks * PAGE}", policy)
+        self.memory = source.open(FRAME, depth=2)
+        self.below = MemoryStore()
+        self.outage = OutageStore(self.below)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.calls = RecordingStore(Gated(self.outage, self.gate))
+        self.store = TieredStore([self.memory, self.calls], block_bytes=BLOCK, copy_bytes=0)
+
+    async def put(self, *names):
+        for name in names:
+            assert await self.store.put(key_of(name), block_of(name))
+
+    async def in_memory(self, names):
+        found = await self.memory.contains([key_of(name) for name in names])
+        return [name for name, there in zip(names, found, strict=True) if there]
+
+    def is_below(self, name):
+        return key_of(name) in self.below.blocks
+
+    async def counts(self, tier):
+        return (await self.store.stats()).tiers[tier].counts
+
+    async def quiet(self):
+        await until(lambda: not any(tier.copies.pending for tier in self.store.tiers))
+
+
+class Gated(PassingStore):
+    """Puts wait for the gate."""
+
+    def __init__(self, inner, gate):
+        super().__init__(inner)
+        self.gate = gate
+
+    async def put(self, key, data):
+        await self.gate.wait()
+        return await super().put(key, data)
+
+
+def run(test, blocks=4, **options):
+    async def main():
+        held = Held(blocks, **options)
+        try:
+            return await test(held)
+        finally:
+            held.gate.set()
+            await held.store.close()
+
+    return asyncio.run(main())
+
+
+# ---- the URL ----
+
+
+def test_memory_url_without_a_size_is_refused():
+    assert "memory://64GB" in refusal_of("memory://")
+    assert "memory://64GB" in refusal_of("memory:///nvme/kv?capacity=1GB")
+    assert "unknown key" in refusal_of("memory://1GB?min_free=1GB")
+    assert "named twice" in refusal_of("memory://1GB,memory://2GB")
+
+
+def test_memory_larger_than_the_machine_gives_is_one_line(monkeypatch):
+    monkeypatch.setattr(host_memory_store, "available_bytes", lambda: 10**9)
+    (source,) = parse_sources("memory://1000000001")
+    with pytest.raises(ConfigError, match="lower it"):
+        source.check()
+    with pytest.raises(ConfigError, match="lower it"):
+        source.open(FRAME, depth=1)
+    parse_sources("memory://1GB")[0].check()
+
+
+def test_memory_smaller_than_a_block_is_one_line():
+    (source,) = parse_sources("memory://8KiB", sharers=3)
+    with pytest.raises(ConfigError, match="raise it"):
+        source.open(FRAME, depth=1)
+
+
+def test_memory_capacity_is_divided_among_the_processes_of_the_machine():
+    async def test(store):
+        return (await store.stats()).capacity_bytes
+
+    assert with_store(opened("memory://1MB", sharers=4), test) == 250_000
+
+
+# ---- one memory ----
+
+
+def test_memory_namespaces_share_the_capacity_and_no_block():
+    async def test(alice):
+        bob = opened("memory://16KiB", BOB)
+        for name in range(3):
+            assert await alice.put(key_of(name), block_of(name))
+        assert await bob.contains([key_of(0)]) == [False]
+        for name in range(3):
+            assert await bob.put(key_of(name), block_of(("bob", name)))
+        assert (await alice.stats()).blocks == (await bob.stats()).blocks == 4
+        assert [await read(bob, key_of(n)) for n in range(3)] == [
+            block_of(("bob", n)) for n in range(3)
+        ]
+        assert await alice.contains([key_of(n) for n in range(3)]) == [False, False, True]
+        await bob.close()
+
+    with_store(opened("memory://16KiB", ALICE), test)
+
+
+def test_memory_is_freed_with_its_last_store():
+    async def main():
+        first, second = opened("memory://64KiB"), opened("memory://64KiB")
+        await first.put(key_of("a"), block_of("a"))
+        await first.close()
+        assert await read(second, key_of("a")) == block_of("a")
+        await second.close()
+        third = opened("memory://64KiB")
+        assert await third.contains([key_of("a")]) == [False]
+        assert (await third.stats()).used_bytes == 0
+        await third.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
+    async def test(store):
+        for name in range(40):
+            await store.put(key_of(name), block_of(name))
+        stats = await store.stats()
+        assert (stats.policy, stats.blocks, stats.used_bytes) == (policy, 8, 8 * PAGE)
+        assert stats.evictions.evicted_blocks == 32
+        for name in range(40):
+            if (await store.contains([key_of(name)]))[0]:
+                assert await read(store, key_of(name)) == block_of(name)
+
+    with_store(opened(f"memory://32KiB?policy={policy}"), test)
+
+
+def test_memory_evicts_what_requests_used_least_recently():
+    memory = memory_of(3)
+    for name in "abc":
+        assert stored(memory, name)
+    touch(memory, "a", 1)
+    assert stored(memory, "d")
+    assert names_in(memory, "abcd") == ["a", "c", "d"]
+
+
+def test_memory_reads_count_as_accesses_while_nobody_reports_them():
+    memory = memory_of(2)
+    for name in "ab":
+        stored(memory, name)
+    memory.release(memory.use(DIGEST, key_of("a"), counts=True))
+    stored(memory, "c")
+    assert names_in(memory, "abc") == ["a", "c"]
+
+
+def test_memory_block_being_read_is_not_evicted():
+    memory = memory_of(2)
+    for name in "ab":
+        stored(memory, name)
+    block = memory.use(DIGEST, key_of("a"), counts=False)
+    stored(memory, "c")
+    assert names_in(memory, "abc") == ["a", "c"]
+    memory.delete(DIGEST, key_of("a"))
+    assert stored(memory, "d")
+    assert names_in(memory, "acd") == ["d"], "the buffer of a is in use"
+    assert block.data == block_of("a")
+    memory.release(block)
+    assert stored(memory, "e")
+    assert names_in(memory, "de") == ["d", "e"]
+
+
+def test_memory_full_of_blocks_in_use_is_full():
+    memory = memory_of(1)
+    stored(memory, "a")
+    block = memory.use(DIGEST, key_of("a"), counts=False)
+    with pytest.raises(StoreFull):
+        memory.add(DIGEST, key_of("b"), BLOCK, must_earn_place=False)
+    memory.release(block)
+    assert stored(memory, "b")
+
+
+def test_memory_block_deleted_while_it_is_filled_is_not_stored():
+    memory = memory_of(1)
+    block = memory.add(DIGEST, key_of("a"), BLOCK, must_earn_place=False)
+    assert names_in(memory, "a") == []
+    memory.delete(DIGEST, key_of("a"))
+    assert not memory.commit(block)
+    assert names_in(memory, "a") == []
+    assert stored(memory, "a")
+
+
+def test_memory_block_that_is_not_written_below_is_evicted_last():
+    memory = memory_of(3)
+    for name in "abc":
+        stored(memory, name)
+    kept = [memory.keep(DIGEST, key_of(name)) for name in "ab"]
+    stored(memory, "d")
+    assert names_in(memory, "abcd") == ["a", "b", "d"]
+    kept[0].release()
+    stored(memory, "e")
+    assert names_in(memory, "abde") == ["b", "d", "e"]
+    kept.append(memory.keep(DIGEST, key_of("d")))
+    kept.append(memory.keep(DIGEST, key_of("e")))
+    stored(memory, "f")
+    assert names_in(memory, "bdef") == ["d", "e", "f"], "none is written: in the policy's order"
+    assert kept[1].pin() is None
+    assert kept[2].pin() == block_of("d")
+    for each in kept[1:]:
+        each.release()
+
+
+def test_memory_passes_over_a_bounded_number_of_unwritten_blocks():
+    memory = memory_of(MOST_PASSED + 2)
+    for name in range(MOST_PASSED + 2):
+        stored(memory, name)
+    kept = [memory.keep(DIGEST, key_of(name)) for name in range(MOST_PASSED)]
+    stored(memory, "new")
+    assert names_in(memory, [0, MOST_PASSED, MOST_PASSED + 1]) == [MOST_PASSED, MOST_PASSED + 1]
+    for each in kept:
+        each.release()
+
+
+def test_memory_tenant_above_its_quota_loses_its_own_blocks():
+    memory = memory_of(8, rules=TenantRules(quota_bytes=3 * PAGE))
+    touch(memory, "ab", 1, tenant=1)
+    for name in "ab":
+        stored(memory, name)
+    names = "cdefgh"
+    touch(memory, names, 2, tenant=2)
+    kept = []
+    for name in names:
+        stored(memory, name)
+        kept.append(memory.keep(DIGEST, key_of(name)))  # none is ever written
+    assert len(names_in(memory, names)) == 3
+    assert names_in(memory, "ab") == ["a", "b"]
+
+
+def test_memory_tenant_that_floods_with_unwritten_blocks_costs_others_nothing():
+    memory = memory_of(6, rules=TenantRules(fair=True))
+    touch(memory, "ab", 1, tenant=1)
+    for name in "ab":
+        stored(memory, name)
+    touch(memory, range(20), 2, tenant=2)
+    kept = []
+    for name in range(20):
+        stored(memory, name)
+        kept.append(memory.keep(DIGEST, key_of(name)))
+    assert names_in(memory, "ab") == ["a", "b"]
+
+
+def test_memory_promoted_block_takes_the_place_of_a_less_valuable_one():
+    memory = memory_of(2)
+    for name in "ab":
+        stored(memory, name)
+    assert stored(memory, "c", must_earn_place=True)
+    assert names_in(memory, "abc") == ["b", "c"]
+    assert not stored(memory, "c", must_earn_place=True)
+
+
+def test_memory_promoted_block_that_the_policy_values_least_stays_outside():
+    memory = memory_of(2, policy="lfu")
+    for name in "ab":
+        stored(memory, name)
+        for request in range(3):
+            touch(memory, name, (name, request))
+    assert not stored(memory, "c", must_earn_place=True)
+    assert names_in(memory, "abc") == ["a", "b"]
+    assert memory.stats().evictions.evicted_blocks == 0
+
+
+def test_memory_promoted_block_displaces_none_that_is_not_written():
+    memory = memory_of(2)
+    for name in "ab":
+        stored(memory, name)
+    kept = [memory.keep(DIGEST, key_of(name)) for name in "ab"]
+    assert not stored(memory, "c", must_earn_place=True)
+    assert names_in(memory, "abc") == ["a", "b"]
+    kept[1].release()
+    assert stored(memory, "c", must_earn_place=True)
+    assert names_in(memory, "abc") == ["a", "c"]
+
+
+NAMES = st.integers(0, 5)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "promote", "use", "keep", "delete", "touch", "end", "drop"]),
+        NAMES,
+        st.integers(0, 2),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS, st.sampled_from([*POLICIES]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, policy, fair):
+    memory = memory_of(3, policy=policy, rules=TenantRules(fair=fair))
+    fillings, uses, kept, requests = [], [], [], itertools.count()
+    for what, name, place in steps:
+        if what in ("add", "promote"):
+            try:
+                block = memory.add(DIGEST, key_of(name), BLOCK, must_earn_place=what == "promote")
+            except StoreFull:
+                assert len(fillings) + len(uses) >= 3
+            else:
+                if block is not None:
+                    block.data[:] = block_of(name)
+                    fillings.append(block)
+        elif what == "use":
+            block = memory.use(DIGEST, key_of(name), counts=True)
+            if block is not None:
+                uses.append((name, block))
+        elif what == "keep":
+            each = memory.keep(DIGEST, key_of(name))
+            if each is not None:
+                kept.append((name, each))
+        elif what == "delete":
+            memory.delete(DIGEST, key_of(name))
+            assert names_in(memory, [name]) == []
+        elif what == "touch":
+            touch(memory, [name, name + 1], next(requests), tenant=place)
+        elif what == "end" and fillings:
+            memory.commit(fillings.pop())
+        elif what == "drop" and (fillings or uses or kept):
+            if uses:
+                memory.release(uses.pop()[1])
+            elif kept:
+                name, each = kept.pop()
+                data = each.pin()
+                assert data is None or data == block_of(name)
+                each.release()
+            else:
+                memory.release(fillings.pop())
+        assert all(block.data == block_of(name) for name, block in uses)
+        stats = memory.stats()
+        assert stats.blocks <= 3
+        assert stats.used_bytes <= 3 * PAGE
+    for block in fillings:
+        memory.release(block)
+    for _, block in uses:
+        memory.release(block)
+    for _, each in kept:
+        each.release()
+    for name in range(6):
+        memory.delete(DIGEST, key_of(name))
+    for name in range(10, 13):
+        assert stored(memory, name)
+    assert names_in(memory, range(13)) == [10, 11, 12], "no buffer is lost"
+
+
+# ---- in front of another tier ----
+
+
+def test_memory_tier_acknowledges_before_the_tier_below_has_the_block():
+    async def test(held):
+        held.gate.clear()
+        await held.put("a", "b")
+        assert not held.below.blocks
+        assert await read(held.store, key_of("a")) == block_of("a")
+        held.gate.set()
+        await held.quiet()
+        assert held.is_below("a")
+        assert held.is_below("b")
+
+    run(test)
+
+
+def test_memory_tier_queues_more_blocks_than_there_are_copy_buffers():
+    async def test(held):
+        held.gate.clear()
+        await held.put(*range(16))
+        held.gate.set()
+        await held.quiet()
+        assert len(held.below.blocks) == 16
+        assert (await held.counts(1))["queue_full_blocks"] == 0
+
+    run(test, blocks=16)
+
+
+def test_memory_tier_block_evicted_before_its_turn_is_counted():
+    async def test(held):
+        held.gate.clear()
+        await held.put(*range(7))
+        held.gate.set()
+        await held.quiet()
+        lost = [n for n in range(7) if not held.is_below(n)]
+        assert len(lost) == 3
+        assert (await held.counts(1))["evicted_blocks"] == 3
+        assert (await held.counts(1))["put_blocks"] == 4
+        assert await held.store.contains([key_of(n) for n in lost]) == [False] * 3
+
+    run(test, blocks=4)
+
+
+def test_memory_tier_evicts_written_blocks_before_others():
+    async def test(held):
+        await held.put("a", "b")
+        await held.quiet()
+        held.gate.clear()
+        await held.put("c", "d", "e", "f")
+        assert await held.in_memory("abcdef") == ["c", "d", "e", "f"]
+        await held.store.touched([key_of("c")], RequestFacts(id="1", tokens=1))
+        held.gate.set()
+        await held.quiet()
+        assert all(held.is_below(name) for name in "abcdef")
+        assert (await held.counts(1))["evicted_blocks"] == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("down"), OSError("a bug")])
+def test_memory_tier_keeps_a_block_that_the_tier_below_refuses(error):
+    async def test(held):
+        held.outage.error = error
+        await held.put("a")
+        await held.quiet()
+        held.outage.error = None
+        assert not held.below.blocks
+        assert await read(held.store, key_of("a")) == block_of("a")
+        await held.put("b", "c", "d", "e")
+        assert await held.in_memory("a") == [], "it waits for no write any more"
+
+    run(test)
+
+
+def test_memory_tier_deleted_block_is_not_written_later():
+    async def test(held):
+        held.gate.clear()
+        await held.put("a", "b", "c")
+        deleting = [asyncio.ensure_future(held.store.delete(key_of(name))) for name in "ac"]
+        held.gate.set()
+        await asyncio.gather(*deleting)
+        await held.quiet()
+        assert set(held.below.blocks) == {key_of("b")}
+        assert await held.store.contains([key_of("a")]) == [False]
+
+    run(test)
+
+
+def test_memory_tier_block_read_from_below_moves_up_at_once():
+    async def test(held):
+        await held.below.put(key_of("a"), block_of("a"))
+        assert await held.store.contains([key_of("a")]) == [True]
+        assert held.store.sources([key_of("a")]) == [1]
+        assert await read(held.store, key_of("a")) == block_of("a")
+        assert held.store.sources([key_of("a")]) == [0]
+        await read(held.store, key_of("a"))
+        assert len(held.calls.keys_of("get")) == 1
+        counts = await held.counts(0)
+        assert (counts["moved_up_blocks"], counts["put_blocks"], counts["read_blocks"]) == (1, 1, 1)
+
+    run(test)
+
+
+def test_memory_tier_corrupt_block_below_never_moves_up():
+    class Corrupt(PassingStore):
+        async def get_into(self, key, out, progress=None):
+            from sglang_cake.core.errors import BlockCorrupt
+
+            await super().get_into(key, out)
+            out[0] ^= 1
+            raise BlockCorrupt("a bit")
+
+    async def test(held):
+        await held.below.put(key_of("a"), block_of("a"))
+        held.store.tiers[1].store = Corrupt(held.below)
+        with pytest.raises(Exception, match="a bit"):
+            await read(held.store, key_of("a"))
+        assert await held.in_memory("a") == []
+
+    run(test)
+
+
+def test_memory_tier_block_evicted_behind_the_locations_is_read_below():
+    async def test(held):
+        await held.put("a")
+        await held.quiet()
+        await held.memory.delete(key_of("a"))
+        assert held.store.sources([key_of("a")]) == [0]
+        assert await read(held.store, key_of("a")) == block_of("a")
+
+    run(test)
+
+
+def test_memory_tier_closed_releases_what_was_not_written():
+    async def main():
+        held = Held(4)
+        held.store._drain_s = 0.01
+        held.gate.clear()
+        await held.put("a", "b")
+        await held.store.close()
+        return held.store.tiers[1].counts.dropped_blocks
+
+    assert asyncio.run(main()) == 2
+
+
+def test_memory_tier_before_a_file_store_survives_a_restart_through_the_file(tmp_path):
+    urls = f"memory://64KiB,file://{tmp_path}/kv?min_free=0"
+
+    def opened_tiers():
+        return open_store(parse_sources(urls), FRAME, depth=2)
+
+    async def fill(store):
+        for name in range(5):
+            await store.put(key_of(name), block_of(name))
+
+    async def read_all(store):
+        assert all(await store.contains([key_of(name) for name in range(5)]))
+        return [await read(store, key_of(name)) for name in range(5)]
+
+    with_store(opened_tiers(), fill)
+    assert with_store(opened_tiers(), read_all) == [block_of(name) for name in range(5)]
+
+
+KILLED = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of
+
+async def main():
+    store = open_store(parse_sources({urls!r}), FRAME, depth=2)
+    for name in range(10**6):
+        await store.put(key_of(name), block_of(name))
+        print(name, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path):
+    urls = f"memory://64KiB,file://{tmp_path}/kv?min_free=0"
+    program = KILLED.format(tests=os.path.dirname(__file__), urls=urls)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as writer:
+        for _ in range(200):
+            last = int(writer.stdout.readline())
+        writer.send_signal(signal.SIGKILL)
+    shared = {name for name in os.listdir("/dev/shm") if "cake" in name}
+    assert not shared
+
+    async def check(store):
+        found = await store.contains([key_of(name) for name in range(last + 1)])
+        for name in range(last + 1):
+            if found[name]:
+                try:
+                    assert await read(store, key_of(name)) == block_of(name)
+                except BlockMissing:
+                    continue
+        return sum(found)
+
+    assert with_store(open_store(parse_sources(urls), FRAME, depth=2), check) > 0
+
+
+def test_memory_store_cancelled_read_does_not_write_later():
+    async def main():
+        store = opened("memory://1MB")
+        await store.put(key_of("a"), block_of("a"))
+        started, go = threading.Event(), threading.Event()
+
+        def progress(count):
+            started.set()
+            go.wait(60)
+
+        out = bytearray(BLOCK)
+        reading = asyncio.ensure_future(store.get_into(key_of("a"), memoryview(out), progress))
+        await asyncio.to_thread(started.wait)
+        reading.cancel()
+        await asyncio.sleep(0)
+        assert not reading.done(), "the thread still uses the buffer"
+        go.set()
+        await asyncio.wait([reading])
+        assert reading.cancelled()
+        await store.close()
+
+    asyncio.run(main())
