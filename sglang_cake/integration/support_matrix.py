@@ -333,6 +333,11 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field)):
             return f"cake {reason}"
+    if args.disaggregation_mode != "null" and has_draft_kv(args):
+        return (
+            "cake does not support draft models on prefill and decode servers: remove "
+            "--speculative-algorithm, or set it to NGRAM"
+        )
     if model is not None and model.has_end_states and args.speculative_algorithm is not None:
         return (
             "cake does not support speculative decoding with sliding windows or recurrent states: "

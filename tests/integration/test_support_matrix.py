@@ -75,6 +75,15 @@ def test_support_matrix_decode_server_needs_a_radix_cache_and_no_end_states() ->
         assert "\n" not in reason
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_support_matrix_draft_model_on_disaggregated_servers_is_refused(mode: str) -> None:
+    args = _args(disaggregation_mode=mode, disaggregation_decode_enable_radix_cache=True)
+    args.speculative_algorithm = "NGRAM"
+    assert unsupported(args, PLAIN, 128) is None
+    args.speculative_algorithm = "EAGLE"
+    assert "set it to NGRAM" in str(unsupported(args, PLAIN, 128))
+
+
 def _rope(context_tokens: int, **config: Any) -> int | None:
     text = SimpleNamespace(max_position_embeddings=131072, **config)
     model: Any = SimpleNamespace(hf_text_config=text, context_len=context_tokens)
