@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
 from sglang_cake.core.errors import (
     BlockCorrupt,
@@ -21,7 +22,6 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.backoff import Backoff
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
