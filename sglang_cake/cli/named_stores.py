@@ -68,7 +68,7 @@ def one_store(text: str) -> NamedStore:
     return found[0]
 
 
-def frame_of(stored: StoredNamespace) -> BlockFrame:
+def frame_of_stored(stored: StoredNamespace) -> BlockFrame:
     """How the blocks of a stored namespace are framed. Its description is not trusted.
 
     Raises: ValueError, one line that says why it cannot be read.
@@ -107,7 +107,7 @@ async def readable(
     good, bad = [], {}
     for stored in await namespaces_of(named, prefix):
         try:
-            good.append((stored, frame_of(stored)))
+            good.append((stored, frame_of_stored(stored)))
         except ValueError as error:
             bad[stored.digest.hex()] = str(error)
     return good, bad

@@ -11,7 +11,7 @@ from sglang_cake.cli.named_stores import (
     NamedStore,
     blocks_in,
     complain,
-    frame_of,
+    frame_of_stored,
     named_stores,
     namespaces_of,
     progress,
@@ -119,7 +119,7 @@ async def _ls(args: argparse.Namespace) -> int:
 async def _describe(named: NamedStore, stored: StoredNamespace) -> dict[str, Any]:
     told: dict[str, Any] = {"namespace": stored.digest.hex(), "fields": stored.fields}
     try:
-        frame = frame_of(stored)
+        frame = frame_of_stored(stored)
     except ValueError as error:
         return told | {"unreadable": str(error)}
     return told | asdict(await count(named, frame))

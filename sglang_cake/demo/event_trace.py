@@ -37,7 +37,7 @@ class BlockLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
+class Attached:
     """The front met an island and moved from `start` to `stop`."""
 
     start: int
@@ -56,7 +56,7 @@ class RequestTrace:
     block_tokens: int = 0
     steps: list[PrefillStep] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
-    attaches: list[Attach] = field(default_factory=list)
+    attaches: list[Attached] = field(default_factory=list)
 
     @property
     def stored_tokens(self) -> int:
@@ -81,7 +81,7 @@ def read_event_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace
             trace.found_s = event["t_s"]
             trace.stored_blocks = event["stored_blocks"]
         elif event["event"] == "attach":
-            trace.attaches.append(Attach(event["start"], event["stop"], event["t_s"]))
+            trace.attaches.append(Attached(event["start"], event["stop"], event["t_s"]))
     trace.steps = _steps(events, first_token_s)
     trace.loads = _loads(events, trace.found_s)
     return trace

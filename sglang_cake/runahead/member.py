@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.kv_passing import (
@@ -131,7 +132,7 @@ class Member:
         self._owned: Owned | None = None
         self._helping: Helping | None = None
         self._offers: deque[tuple[int, Offer]] = deque()
-        self._out: dict[int, tuple[float, float]] = {}  # rank -> (left out until, last pause)
+        self._backoffs: dict[int, Backoff] = {}  # rank -> when it may be asked again
         self._over: deque[str] = deque(maxlen=MAX_OVER)  # ended jobs
         transport.start(self)
 
@@ -144,12 +145,12 @@ class Member:
             if self._owned is not None or self._helping is not None or self._offers:
                 return ()
             present = self._transport.reachable()
-            return tuple(sorted(r for r in present if self._out.get(r, (0.0, 0.0))[0] <= now_s))
+            return tuple(sorted(r for r in present if not self._backoff(r).left_s(now_s)))
 
     def failed(self) -> frozenset[int]:
         """Ranks of members that have failed, and have not helped since."""
         with self._lock:
-            return frozenset(rank for rank, (_, pause_s) in self._out.items() if pause_s > 0)
+            return frozenset(rank for rank, each in self._backoffs.items() if each.has_failed)
 
     def bytes_per_s(self) -> float | None:
         """Throughput of the slowest link to this member; None if none was measured."""
@@ -211,7 +212,7 @@ class Member:
         owned.passing.close(reason or outcome)
         for rank in owned.helpers:
             if outcome == "done":
-                self._out.pop(rank, None)
+                self._backoffs.pop(rank, None)
                 continue
             self._tell(rank, Cancel(owned.passing.job, (reason or outcome)[:200]))
             if rank == culprit:
@@ -383,16 +384,17 @@ class Member:
 
     def _pause(self, rank: int) -> None:
         """Do not ask it again at once. Earlier failures still count."""
-        until_s, last_s = self._out.get(rank, (0.0, 0.0))
-        self._out[rank] = (max(until_s, self._clock() + self._settings.busy_s), last_s)
+        self._backoff(rank).hold(self._clock() + self._settings.busy_s)
 
     def _leave_out(self, rank: int) -> None:
+        now_s = self._clock()
         with self._lock:
-            last_s = self._out.get(rank, (0.0, 0.0))[1]
-            first_s, most_s = self._settings.left_out_s
-            pause_s = min(2 * last_s or first_s, most_s)
-            self._out[rank] = (self._clock() + pause_s, pause_s)
+            self._backoff(rank).start(now_s)
+            pause_s = self._backoff(rank).left_s(now_s)
         logger.warning("cake runahead: member %d is left out for %.0f s", rank, pause_s)
+
+    def _backoff(self, rank: int) -> Backoff:
+        return self._backoffs.setdefault(rank, Backoff(*self._settings.left_out_s))
 
     def _tell(self, rank: int, message: Message) -> None:
         try:

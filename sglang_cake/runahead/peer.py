@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.encrypted_kv import EncryptedKvReceiver, EncryptedKvSender
 from sglang_cake.runahead.messages import BadMessage, Hello, LayerPart, decode
@@ -81,7 +82,7 @@ class Peer:
         self._host = ""  # the numeric address of the connection
         self._dials = 0
         self._times = owner.times
-        self._pause_s = self._times.retry_s[0]
+        self._backoff = Backoff(*self._times.retry_s)
         self._said = ""
         self._session = 0  # 0: not connected
         self._heard = False  # whether anything arrived on this connection
@@ -138,8 +139,9 @@ class Peer:
             self._patience_end_s = math.inf
             self._forget(reason)
             self._greet()
-            self._owner.closed.wait(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, self._times.retry_s[1])
+            now_s = time.monotonic()
+            self._backoff.start(now_s)
+            self._owner.closed.wait(self._backoff.left_s(now_s))
 
     def _listen(self) -> None:
         """One connection, to its end. Raises: RunaheadError, zmq.ZMQError, OSError."""
@@ -272,7 +274,7 @@ class Peer:
             return
         self.is_here = here
         if here:
-            self._pause_s = self._times.retry_s[0]
+            self._backoff.reset()
             self._said = ""
             logger.info("cake runahead: member %d is here", self._rank)
             if self._owner.greeting is not None:

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.counters import LATE
 from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
-from sglang_cake.stores.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ def _values(**changed: Any) -> SimpleNamespace:
 
 
 def test_kv_facts_every_server_argument_has_a_class() -> None:
-    unknown = [name for name in DEFAULTS if kv_settings.class_of(name) not in CLASSES]
+    unknown = [name for name in DEFAULTS if kv_settings.argument_class(name) not in CLASSES]
     assert not unknown, f"classify these in kv_settings.toml and docs/security.md: {unknown}"
 
 
@@ -152,7 +152,7 @@ def test_kv_facts_file_formats_are_known_to_sglang() -> None:
 
 
 def test_kv_facts_fields_of_the_support_rules_are_refused_or_replaced() -> None:
-    assert {kv_settings.class_of(field) for field, _, _ in RULES} <= {"refused", "replaced"}
+    assert {kv_settings.argument_class(field) for field, _, _ in RULES} <= {"refused", "replaced"}
 
 
 def test_kv_facts_unknown_environment_variable_counts(

@@ -25,7 +25,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_cake.core.keys import NO_MEDIA, KeyChain, KeySeed, Media
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.request import media
-from sglang_cake.integration.request.media import content_digest, identify, media_of
+from sglang_cake.integration.request.media import identify, item_digest, media_of
 
 IMAGE_TOKEN = 7
 TEXT = array("q", range(100, 140))
@@ -172,11 +172,11 @@ def test_media_other_positions_change_keys_from_their_block_on() -> None:
 def test_media_features_in_a_list_or_an_array_are_told_apart() -> None:
     part = torch.arange(12.0)
     forms: list[Any] = [part, [part], [part[:6], part[6:]], part.numpy(), part.reshape(3, 4)]
-    digests = [content_digest(image(feature=form)) for form in forms]
+    digests = [item_digest(image(feature=form)) for form in forms]
     assert None not in digests
     assert digests[0] == digests[1] == digests[3]  # one tensor, whatever holds it
     assert len(set(digests)) == 3
-    assert content_digest(image(feature=part.expand(2, 12))) is not None  # not contiguous
+    assert item_digest(image(feature=part.expand(2, 12))) is not None  # not contiguous
 
 
 # ---- what SGLang's tree and cache of embeddings see ----
@@ -225,10 +225,10 @@ def test_media_positions_of_text_that_do_not_go_on_one_by_one_have_no_keys() -> 
 
 def test_media_identity_is_not_the_digest_that_a_client_can_compute() -> None:
     item = image(1)
-    digest = content_digest(item)
+    digest = item_digest(item)
     assert identify(processed(item)[0]) == [digest]
     assert item.identity != digest
-    assert content_digest(image(1)) == digest
+    assert item_digest(image(1)) == digest
 
 
 def test_media_identity_of_sglang_is_replaced() -> None:

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores.base import tiers_of
 from sglang_cake.stores.open_store import open_store
 from sglang_cake.stores.tiers.lazy_store import LazyStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -15,8 +16,8 @@ from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, k
 class Source:
     """Opens as the test says."""
 
-    def __init__(self, error=None):
-        self.error, self.asked, self.stores = error, 0, []
+    def __init__(self, error=None, kind=MemoryStore):
+        self.error, self.asked, self.stores, self.kind = error, 0, [], kind
         self.gate = threading.Event()
         self.gate.set()
 
@@ -28,7 +29,7 @@ class Source:
         assert self.gate.wait(60)
         if self.error is not None:
             raise self.error
-        self.stores.append(MemoryStore())
+        self.stores.append(self.kind())
         return self.stores[-1]
 
     async def namespaces(self):
@@ -52,6 +53,22 @@ def test_lazy_store_before_its_source_opens_is_unavailable(error):
         assert await store.put(key_of("a"), block_of("a"))
         assert await read(store, key_of("a")) == block_of("a")
         assert source.asked == 3
+        await store.close()
+
+    asyncio.run(main())
+
+
+class TieredMemoryStore(MemoryStore):
+    def sources(self, keys):
+        return [1] * len(keys)
+
+
+def test_lazy_store_names_the_tiers_of_the_store_that_it_opened():
+    async def main():
+        store = LazyStore(Source(kind=TieredMemoryStore), FRAME, depth=1)
+        assert tiers_of(store, [key_of("a")]) == [0]
+        await store.contains([])
+        assert tiers_of(store, [key_of("a"), key_of("b")]) == [1, 1]
         await store.close()
 
     asyncio.run(main())

@@ -64,7 +64,7 @@ _UNRELATED_ENVIRONMENT = re.compile(
 )
 
 
-def class_of(argument: str) -> str | None:
+def argument_class(argument: str) -> str | None:
     """The class of a server argument in kv_settings.toml; None if the file does not have it."""
     for name, members in _CLASSES.items():
         if argument in members:
@@ -90,9 +90,9 @@ def counted_arguments(
         classes |= {"rounding"}
     found = {name: _text(getattr(values, name)) for name in sorted(defaults)}
     return {
-        name: text if class_of(name) else _digest(text)
+        name: text if argument_class(name) else _digest(text)
         for name, text in found.items()
-        if class_of(name) in classes and text != _text(defaults[name])
+        if argument_class(name) in classes and text != _text(defaults[name])
     }
 
 

@@ -68,7 +68,7 @@ def identify(processed: "MultimodalProcessorOutput") -> list[bytes] | None:
     items = [item for item in processed.mm_items if item.is_valid()]
     digests = []
     for item in items:
-        digest = content_digest(item) if _is_hash_sglangs(item, padded) else None
+        digest = item_digest(item) if _is_hash_sglangs(item, padded) else None
         if digest is None or not item.offsets:
             return None
         digests.append(digest)
@@ -87,7 +87,7 @@ def _is_hash_sglangs(item: "MultimodalDataItem", padded: list[int] | None) -> bo
     return padded is not None and _is_padded(item, array("q", padded))
 
 
-def content_digest(item: "MultimodalDataItem") -> bytes | None:
+def item_digest(item: "MultimodalDataItem") -> bytes | None:
     """32 bytes that stand for all that the model sees of an item: the processor's output, with
     dtypes and shapes, and the values beside it (grids, time stamps, masks).
 

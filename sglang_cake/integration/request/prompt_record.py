@@ -9,6 +9,7 @@
 | `BlockMemory` | the memory of landed blocks | `DeviceSlots` |
 | `QueueState` | how the request is scheduled | `Coordinator` |
 | `PromptStats` | numbers that are only reported | `Coordinator` |
+| `PromptRecord.helped` | what KV-Runahead reports | `Runahead` |
 
 A block on its way from the store to the tree is in these places, one after another; the blocks that
 an overlapped last step uses go from the first to the last. Terms: docs/glossary.md.
@@ -175,7 +176,7 @@ class QueueState:
 @dataclass(slots=True, eq=False)
 class PromptStats:
     """Numbers that are reported, and decide nothing but whether prefill is over. Writer:
-    `Coordinator`; KV-Runahead writes `helped`.
+    `Coordinator`.
 
     Attributes:
         predicted_s: time to first token, as predicted when the first step was planned.
@@ -183,7 +184,6 @@ class PromptStats:
         matched_tokens: tokens that the tree held at the first step.
         overlapped_tokens: loaded tokens that arrived while the last step ran.
         meet_token: where the front met the first island.
-        helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
 
     predicted_s: float | None = None
@@ -193,7 +193,6 @@ class PromptStats:
     loaded_tokens: int = 0
     overlapped_tokens: int = 0
     meet_token: int | None = None
-    helped: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +207,7 @@ class PromptRecord:
         arrived_s: `time.monotonic()` of this rank.
         may_overlap: the last step may begin before the last loads are over.
         lossy: what the store delivers may differ from what was computed.
+        helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
 
     rid: str
@@ -224,6 +224,7 @@ class PromptRecord:
     memory: BlockMemory = field(default_factory=BlockMemory)
     queue: QueueState = field(default_factory=QueueState)
     stats: PromptStats = field(default_factory=PromptStats)
+    helped: dict[str, Any] = field(default_factory=dict)
 
     # ---- its state ----
 
@@ -361,7 +362,7 @@ class PromptRecord:
         loaded ones.
         """
         stats = self.stats
-        matched_tokens = stats.matched_tokens + int(stats.helped.get("helped_tokens", 0))
+        matched_tokens = stats.matched_tokens + int(self.helped.get("helped_tokens", 0))
         lossy_tokens = stats.loaded_tokens + matched_tokens if self.lossy else 0
         return {
             "computed_tokens": stats.computed_tokens,
@@ -370,5 +371,5 @@ class PromptRecord:
             "matched_tokens": stats.matched_tokens,
             "meet_token": stats.meet_token,
             "lossy_tokens": lossy_tokens,
-            **stats.helped,
+            **self.helped,
         }

@@ -374,14 +374,15 @@ class Runahead:
         record = self._record_of(req.rid)
         if record is None:
             return
-        record.stats.helped = {"helped_tokens": helped_tokens}
+        record.helped.clear()
+        record.helped["helped_tokens"] = helped_tokens
         if asked_for(req) is not None:  # a search or a benchmark
-            record.stats.helped |= {
-                "bounds": list(mine.owned.partition.bounds),
-                "received_bytes": receiver.bytes,
-                "waited_s": round(receiver.waited_s, 6),
-                "table": None if self._table.path is None else self._table.path.name,
-            }
+            record.helped.update(
+                bounds=list(mine.owned.partition.bounds),
+                received_bytes=receiver.bytes,
+                waited_s=round(receiver.waited_s, 6),
+                table=None if self._table.path is None else self._table.path.name,
+            )
         if req.customized_info and "cake" in req.customized_info:  # told before the forward
             req.customized_info["cake"] = [record.report()]
 

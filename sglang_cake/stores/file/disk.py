@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import StoreError, StoreFull, StoreUnavailable
-from sglang_cake.stores.backoff import Backoff
 
 # `f_type` in statfs(2), of file systems that several machines can mount.
 SHARED: Final = {

@@ -134,7 +134,7 @@ class BlockService:
                 response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             response.content_length = stop - start
             if request.method == "GET":
-                if not is_cached(fd, start, stop):
+                if not reads_at_once(fd, start, stop):
                     read = functools.partial(read_into_cache, fd, start, stop)
                     await run_stoppable(self._readers, read)
                 await self._send(request, response, fd, start, stop - start)
@@ -285,8 +285,9 @@ async def entered(pool: ThreadPoolExecutor, context: AbstractContextManager[T]) 
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, stack.close))
 
 
-def is_cached(fd: int, start: int, stop: int) -> bool:
-    """Whether the first and the last byte are in the page cache, and most likely all between."""
+def reads_at_once(fd: int, start: int, stop: int) -> bool:
+    """Whether reads do not wait for a disk: the first and the last byte are in the page cache, and
+    most likely all between. Unlike `block_files.is_cached`, it may bring their pages into it."""
     try:
         for at in (start, stop - 1):
             os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)

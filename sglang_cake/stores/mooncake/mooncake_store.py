@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.backoff import Backoff
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace, Slots
 from sglang_cake.stores.threads import Stopped

@@ -18,6 +18,7 @@ from sglang_cake.stores.base import (
     describe,
     events_of,
     report_access,
+    tiers_of,
 )
 from sglang_cake.stores.request_facts import RequestFacts
 
@@ -44,6 +45,9 @@ class LazyStore:
 
     async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await report_access(await self._opened(), keys, facts)
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return tiers_of(self._store, keys)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, copy_in_pieces
 from sglang_cake.core.errors import (
     BlockCorrupt,
@@ -17,7 +18,6 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.backoff import Backoff
 from sglang_cake.stores.base import InMemory, KeptBlock, Store, StoreStats
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable

@@ -23,7 +23,7 @@ from http_servers import (
 )
 
 from sglang_cake.stores.http.protocol import block_path
-from sglang_cake.stores.http.server_blocks import is_cached, read_into_cache
+from sglang_cake.stores.http.server_blocks import read_into_cache, reads_at_once
 from sglang_cake.stores.threads import Stopped
 from sglang_cake.testing.store_contract import key_of
 
@@ -164,14 +164,14 @@ def fd(tmp_path):
 
 def make_cold(fd):
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    if is_cached(fd, 0, len(DATA)):
+    if reads_at_once(fd, 0, len(DATA)):
         pytest.skip("this file system keeps what it was told to forget")
 
 
 def test_reading_makes_a_cold_file_warm(fd):
     make_cold(fd)
     read_into_cache(fd, 0, len(DATA), threading.Event())
-    assert is_cached(fd, 0, len(DATA))
+    assert reads_at_once(fd, 0, len(DATA))
     read_into_cache(fd, 0, 2 * len(DATA), threading.Event())  # ends where the file does
 
 

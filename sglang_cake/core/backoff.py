@@ -1,5 +1,5 @@
-"""Pauses after failures of a server or disk, longer each time. Times are seconds of any monotonic
-clock.
+"""Pauses after failures of a server, a disk or a peer, longer each time. Times are seconds of any
+monotonic clock.
 """
 
 import math
@@ -17,6 +17,11 @@ class Backoff:
         self._pause_s = 0.0  # length of the last pause; 0: the next one is the first
         self._until_s = -math.inf
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there was a failure since `reset`."""
+        return self._pause_s > 0
+
     def left_s(self, now_s: float) -> float:
         """Rest of the pause; 0 if there is none."""
         return max(0.0, self._until_s - now_s)
@@ -29,6 +34,10 @@ class Backoff:
     def repeat(self, now_s: float) -> None:
         """Start a pause of the same length as the last one."""
         self._until_s = now_s + self._pause_s
+
+    def hold(self, until_s: float) -> None:
+        """Let the pause last until then at least, without a failure."""
+        self._until_s = max(self._until_s, until_s)
 
     def skip(self) -> None:
         """End the pause."""
