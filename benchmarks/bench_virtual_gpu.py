@@ -70,8 +70,9 @@ def restored(model: GpuModel, link_gb_per_s: float, tokens: int) -> dict[str, An
                     "block_us": (gpu.copier.launch_s - copied_s) / blocks * 1e6,
                     "loaded_gb_per_s": scheduler.loaded_bytes_per_s(reads) / 1e9,
                     "blocks_loaded": blocks,
-                    "waits": gpu.scheduler.syncs,
-                    "waited_ms": gpu.scheduler.sync_s * 1e3,
+                    "syncs": gpu.scheduler.syncs,
+                    "copier_waits": gpu.scheduler.waits,
+                    "copier_wait_ms": gpu.scheduler.wait_s * 1e3,
                     "scratch_mib": gpu.peak_scratch_bytes / 2**20,
                 }
     return found
@@ -147,8 +148,9 @@ PATH_HEADS = [
     "loaded, of the link",
     "launches in one iteration, at most",
     "host time of a block, us",
-    "waits of the scheduler thread",
-    "waited, ms",
+    "waits for the device",
+    "waits for the copier",
+    "their ms",
     "device memory, MiB",
 ]
 
@@ -171,8 +173,9 @@ def path_row(cell: dict[str, Any]) -> list[str]:
         f"{cell['loaded_gb_per_s'] / cell['link_gb_per_s']:.2f}",
         f"{cell['poll_launches']}",
         f"{cell['block_us']:.0f}",
-        f"{cell['waits']}",
-        f"{cell['waited_ms']:.2f}",
+        f"{cell['syncs']}",
+        f"{cell['copier_waits']}",
+        f"{cell['copier_wait_ms']:.2f}",
         f"{cell['scratch_mib']:.0f}",
     ]
 

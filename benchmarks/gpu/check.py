@@ -150,8 +150,13 @@ def _number(value: float | str) -> str:
 def file_of(outcomes: Sequence[dict[str, Any]], *, small: bool) -> Path:
     """The result file of this device."""
     values = {f["what"]: f["value"] for each in outcomes for f in each["findings"]}
-    device = re.sub(r"[^a-z0-9]+", "-", str(values.get("device", "unknown")).lower()).strip("-")
-    return facts.RESULTS / f"gpu-{device}{'-small' if small else ''}.json"
+    return result_file("gpu", str(values.get("device", "unknown")), small=small)
+
+
+def result_file(kind: str, device: str, *, small: bool) -> Path:
+    """Of results of one kind that were measured on a device of that name."""
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return facts.RESULTS / f"{kind}-{name}{'-small' if small else ''}.json"
 
 
 def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:

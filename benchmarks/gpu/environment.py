@@ -27,9 +27,9 @@ def environment(size: Size, device: torch.device) -> Iterator[Finding]:
     yield Finding("multiprocessors", facts.multi_processor_count)
     yield Finding("device memory", all_bytes / GB, "GB")
     yield Finding("device memory, free", free_bytes / GB, "GB")
-    yield Finding("driver", _asked("driver_version"))
-    yield Finding("PCIe now, generation and lanes", _asked(_LINK.format("current")))
-    yield Finding("PCIe at most", _asked(_LINK.format("max")))
+    yield Finding("driver", asked("driver_version"))
+    yield Finding("PCIe now, generation and lanes", asked(_LINK.format("current")))
+    yield Finding("PCIe at most", asked(_LINK.format("max")))
     yield Finding("CUDA of PyTorch", str(torch.version.cuda))
     yield Finding("Python", platform.python_version())
     for package in ("torch", "triton", "numpy", "numba", "sglang"):
@@ -42,7 +42,8 @@ def environment(size: Size, device: torch.device) -> Iterator[Finding]:
     yield Finding("host memory, available", psutil.virtual_memory().available / GB, "GB")
 
 
-def _asked(query: str) -> str:
+def asked(query: str) -> str:
+    """What the driver says of the first GPU."""
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],

@@ -37,7 +37,7 @@ from sglang_cake.integration.identity.identity import (
 )
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.integration.memory.copier import CopyThread
+from sglang_cake.integration.memory.copier import PATIENCE_S, CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.end_states import (
     EndPart,
@@ -216,7 +216,9 @@ class CakeService:
             wake=self.waker.wake,
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
-        self.copier = CopyThread(self.kv, self.loader.copied)
+        # A rank that gave up a late copy alone would compute another step than the others.
+        patience_s = PATIENCE_S if parallel.attn_tp_size == 1 else None
+        self.copier = CopyThread(self.kv, self.loader.copied, patience_s=patience_s)
         self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, ends)
         self.step_costs = _step_costs(ctx, self.loader)
         # The same for any weights. More ranks compute faster, also where they hold the same KV.

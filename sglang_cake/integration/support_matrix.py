@@ -531,7 +531,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     - The server has one rank, so no other rank has to agree.
     - Stored blocks have the format of the memory.
     - The server runs on a CPU, and its attention backend passes the layer gate at each layer. On a
-      GPU this would save 0.6 % of the time to first token (`benchmarks/reports/gpu.md`).
+      GPU this would save 0.6 % of the time to first token (docs/scheduling.md, simulated).
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
     - No decode server waits for the KV: SGLang would send the prefix before the step has it.

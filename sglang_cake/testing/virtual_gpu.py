@@ -13,6 +13,7 @@ measured on the GPU that is named.
 
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.host_memory import buffer_counts
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.copier import Copier
-from sglang_cake.integration.memory.kv_pool import CopyMemory, pieces_of
+from sglang_cake.integration.memory.copier import Copier, Save, SlotCopy
+from sglang_cake.integration.memory.kv_pool import Copy, CopyMemory, pieces_of
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.clairvoyant import clairvoyant
@@ -144,8 +145,10 @@ class HostTime:
 
     launches: int = 0
     launch_s: float = 0.0
-    syncs: int = 0
+    syncs: int = 0  # waits for the device
     sync_s: float = 0.0
+    waits: int = 0  # for the copier's thread
+    wait_s: float = 0.0
 
 
 class VirtualGpu:
@@ -298,18 +301,48 @@ class VirtualKV:
 
 
 class VirtualCopier(Copier):
-    """The copier's thread in virtual time."""
+    """The copier's thread in virtual time: it launches one copy after the other."""
 
     def __init__(self, io: VirtualIo, kv: Any, copied: Callable[[float], object]) -> None:
         super().__init__(kv, copied)
         self._io = io
         self._virtual: VirtualKV = kv
+        self._jobs: deque[Callable[[], Any]] = deque()
+        self._busy = False
+
+    def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
+        self._wait(lambda: all(copy.settled for copy in copies))
+        return super().launched(copies)
+
+    def saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
+        self._wait(lambda: all(save.launched.done() for save in saves))
+        return super().saves_launched(saves)
+
+    def _wait(self, launched: Callable[[], bool]) -> None:
+        """The scheduler thread waits."""
+        if launched():
+            return
+        host, since_s = self._virtual.gpu.scheduler, self._io.now_s
+        while not launched():
+            self._io.until(max(self._io.now_s, self._virtual.launched_s))
+        self._io.until(max(self._io.now_s, self._virtual.launched_s))
+        host.waits += 1
+        host.wait_s += self._io.now_s - since_s
 
     def _post(self, begin: Callable[[], Any]) -> None:
-        self._virtual.launched_s = max(self._virtual.launched_s, self._io.now_s)
-        begun = begin()
-        if begun is not None:
-            self._io.loop.call_at(begun.copy.end_s, begun.end)
+        self._jobs.append(begin)
+        if not self._busy:
+            self._busy = True
+            self._io.loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        self._busy = bool(self._jobs)
+        if self._jobs:
+            self._virtual.launched_s = self._io.now_s
+            begun = self._jobs.popleft()()
+            if begun is not None:
+                self._io.loop.call_at(begun.copy.end_s, begun.end)
+            self._io.loop.call_at(self._virtual.launched_s, self._next)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""A real server on a GPU: FlashInfer, all three arms, also with fp8 KV."""
+"""A real server on a GPU: SGLang's own choice of attention, and FlashInfer; all three arms, also
+with pages and fp8 KV."""
 
 import random
 from pathlib import Path
@@ -28,14 +29,24 @@ def _prompt() -> list[int]:
     return [source.randrange(256) for _ in range(TOKENS)]
 
 
-def _ask(model: Path, folder: Path, mode: str, extra: tuple[str, ...] = ()) -> list[Reply]:
-    """The stored prompt twice, each time with an empty tree."""
+def _ask(
+    model: Path, folder: Path, mode: str, extra: tuple[str, ...], backend: str | None
+) -> list[Reply]:
+    """The stored prompt twice, each time with an empty tree. Args: backend: of attention; None:
+    SGLang's own choice."""
     flags = (
         *("--enable-cake", "--cake-store", f"file://{folder}/store?bandwidth=200MB/s"),
         *("--cake-mode", mode, "--chunked-prefill-size", "512", "--max-total-tokens", "32768"),
         *("--mem-fraction-static", "0.3", *extra),
     )
-    with SglangServer(model, flags, env=STRICT, log=folder / f"{mode}.log", gpu=True) as server:
+    with SglangServer(
+        model,
+        flags,
+        env=STRICT,
+        log=folder / f"{mode}.log",
+        gpu=True,
+        attention_backend=backend,
+    ) as server:
         replies = []
         for _ in range(2):
             flush_cache(server.base_url)
@@ -46,15 +57,16 @@ def _ask(model: Path, folder: Path, mode: str, extra: tuple[str, ...] = ()) -> l
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("backend", [None, "flashinfer"])
 @pytest.mark.parametrize("extra", [(), ("--page-size", "64"), ("--kv-cache-dtype", "fp8_e4m3")])
 def test_gpu_server_all_modes_give_equal_first_tokens(
-    model: Path, tmp_path: Path, extra: tuple[str, ...]
+    model: Path, tmp_path: Path, extra: tuple[str, ...], backend: str | None
 ) -> None:
-    cold, computed = _ask(model, tmp_path, "compute", extra)
+    cold, computed = _ask(model, tmp_path, "compute", extra, backend)
     assert cold.output_ids == computed.output_ids
     assert computed.cake["loaded_tokens"] == 0
     for mode in ("load", "both"):
-        for reply in _ask(model, tmp_path, mode, extra):
+        for reply in _ask(model, tmp_path, mode, extra, backend):
             assert reply.cake["loaded_tokens"] > 0
             # bfloat16 at other chunk borders may tip a close call late; the first must not differ.
             assert reply.output_ids[:2] == cold.output_ids[:2]

@@ -65,6 +65,7 @@ class FakeEvent:
 class FakeStream:
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self._cuda = FakeCuda.now
+        self.priority = priority
         self.queue: deque[tuple[_Record | None, Callable[[], object]]] = deque()
         self._cuda.streams.append(self)
 

@@ -19,7 +19,9 @@ from coordinator_harness import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.integration.memory.kv_pool import Copy, Fence
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.priority import TURN_TOKENS
@@ -64,6 +66,37 @@ def test_coordinator_wholly_stored_prompt_is_loaded(
     sides = harness.counters.snapshot()
     assert sides["fallback", "load"] == (loaded >= BLOCK)
     assert sides["fallback", "compute"] == 0
+    harness.leave(req)
+    harness.all_back()
+
+
+@pytest.mark.parametrize("failing", [{0}, {2}, {1, 3}, {0, 1, 2, 3}])
+def test_coordinator_blocks_without_device_memory_are_computed(
+    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch, failing: set[int]
+) -> None:
+    """They are lost blocks: no error, however many there are."""
+    contents = {harness.block(number) for number in failing}
+    load = harness.kv.load
+
+    def full(block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
+        if bytes(block.view) in contents:
+            raise torch.OutOfMemoryError("no memory")
+        return load(block, slots, after)
+
+    monkeypatch.setattr(harness.kv, "load", full)
+    req = req_of(4.5)
+    harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
+    harness.arrive(req)
+    for _ in range(20):
+        harness.coordinator.poll([req.rid])
+        harness.settle()
+        if harness.step(req):
+            break
+    [report] = req.customized_info["cake"]
+    computed = report["computed_tokens"]
+    assert report["loaded_tokens"] + computed == 4.5 * BLOCK
+    assert len(failing) * BLOCK + BLOCK // 2 <= computed
+    assert harness.counters.snapshot()["wasted_bytes", "memory"] > 0
     harness.leave(req)
     harness.all_back()
 

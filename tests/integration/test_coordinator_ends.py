@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import torch
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from held_reads import PATIENCE_S
 from hypothesis import given, settings
@@ -50,6 +51,24 @@ def test_coordinator_prompt_is_loaded_up_to_its_stored_end(harness: CoordinatorH
     assert report["loaded_tokens"] == 4 * BLOCK
     assert report["computed_tokens"] == 2 * BLOCK + BLOCK // 2
     assert harness.counters.snapshot()["fallback", "load"] == 1
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_end_state_without_device_memory_is_computed(
+    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(harness, "load", full)
+    req = req_of(6.5)
+    keys = harness.fill(req.origin_input_ids, set(range(6)))
+    harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))
+    harness.arrive(req)
+    polls(harness, req)
+    report = run(harness, req)
+    assert report["loaded_tokens"] == 0
     harness.leave(req)
     harness.all_back()
 

@@ -83,14 +83,14 @@ def host_bytes() -> Buffer:
 class CopierHarness:
     """A `CopyThread` over copies that end when the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self.kv = SlowKV()
         self.pool = BufferPool([host_bytes() for _ in range(8)])
         self.took_s: list[float] = []
         self.freed = threading.Semaphore(0)
         self.reasons: list[tuple[bool, str]] = []
         kv: Any = self.kv
-        self.copier = CopyThread(kv, self.took_s.append)
+        self.copier = CopyThread(kv, self.took_s.append, patience_s=patience_s)
 
     def staged(self) -> StagedBlock:
         buffer = self.pool.take()
@@ -119,7 +119,8 @@ def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: Copi
     assert copy.claim()
     assert not copy.claim()
     harness.copier.load(copy, staged)
-    assert copy.launched().what == ("load", staged.buffer, ())  # type: ignore[attr-defined]
+    (launched,) = harness.copier.launched([copy])
+    assert launched.what == ("load", staged.buffer, ())  # type: ignore[union-attr]
     assert harness.pool.free == 7
     harness.kv.let_end(harness.kv.launched[0])
     harness.wait_freed()
@@ -158,7 +159,7 @@ def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness
     assert copy.claim()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(1)
-    assert copy.withdraw() is copy.launched()
+    assert [copy.withdraw()] == harness.copier.launched([copy])
 
 
 def test_copier_cancel_leaves_claimed_slots_alone() -> None:
@@ -170,16 +171,29 @@ def test_copier_cancel_leaves_claimed_slots_alone() -> None:
 
 
 def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: CopierHarness) -> None:
+    harness.kv.error = RuntimeError("the device is gone")
+    copy, staged = slot_copy(), harness.staged()
+    assert copy.claim()
+    harness.copier.load(copy, staged)
+    harness.wait_freed()
+    with pytest.raises(RuntimeError, match="gone"):
+        harness.copier.launched([copy])
+    with pytest.raises(RuntimeError, match="gone"):
+        harness.copier.check()
+    harness.copier.check()
+    assert not harness.copier.found_no_memory()
+
+
+def test_copier_load_without_device_memory_is_no_copy_and_no_error(harness: CopierHarness) -> None:
     harness.kv.error = torch.OutOfMemoryError("no memory")
     copy, staged = slot_copy(), harness.staged()
     assert copy.claim()
     harness.copier.load(copy, staged)
     harness.wait_freed()
-    with pytest.raises(torch.OutOfMemoryError):
-        copy.launched()
-    with pytest.raises(torch.OutOfMemoryError):
-        harness.copier.check()
+    assert harness.copier.launched([copy]) == [None]
     harness.copier.check()
+    assert harness.copier.found_no_memory()
+    assert not harness.copier.found_no_memory()
     harness.kv.error = None
     assert harness.copier.save(SLOTS, [host_bytes()], ()).launched.result(PATIENCE_S)  # it goes on
 
@@ -192,6 +206,50 @@ def test_copier_failed_save_is_told_to_the_writer(harness: CopierHarness) -> Non
     with pytest.raises(RuntimeError, match="gone"):
         save.launched.result(PATIENCE_S)
     harness.copier.check()
+
+
+def test_copier_late_copies_are_given_up_and_never_launched() -> None:
+    """The copier's thread is held up by another copy for longer than anybody waits."""
+    harness = CopierHarness(patience_s=0.01)
+    go_on = threading.Event()
+
+    def held_up() -> Any:
+        assert go_on.wait(PATIENCE_S)
+        return harness.kv.save(SLOTS, [], ())
+
+    harness.copier.launch_save(held_up)
+    copy, staged = slot_copy(), harness.staged()
+    assert copy.claim()
+    harness.copier.load(copy, staged)
+    save = harness.copier.save(SLOTS, [host_bytes()], ())
+    assert harness.copier.launched([copy]) == [None]
+    assert harness.copier.saves_launched([save]) == []
+    assert harness.copier.saves_launched([save]) == []  # asked again
+    go_on.set()
+    harness.wait_freed()
+    with pytest.raises(TimeoutError):
+        save.ended.result(PATIENCE_S)
+    assert len(harness.kv.launched) == 1
+    harness.copier.check()
+    harness.kv.let_end(harness.kv.launched[0])
+    harness.copier.close()
+
+
+def test_copier_save_whose_launch_has_begun_is_waited_for() -> None:
+    harness = CopierHarness(patience_s=0.01)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        return harness.kv.save(SLOTS, [], ())
+
+    save = harness.copier.launch_save(slow)
+    assert begun.wait(PATIENCE_S)
+    threading.Timer(0.05, go_on.set).start()
+    assert len(harness.copier.saves_launched([save])) == 1
+    harness.kv.let_end(harness.kv.launched[0])
+    harness.copier.close()
 
 
 def test_copier_close_completes_what_it_was_given() -> None:

@@ -29,6 +29,7 @@ from sglang_cake.integration.memory.kv_pool import (
     CudaKV,
     pieces_of,
 )
+from sglang_cake.integration.overlap.layer_gate_cuda import CudaRows
 
 BLOCK, SEEDS = 16, range(12)
 
@@ -147,6 +148,19 @@ def test_cuda_kv_forwards_wait_for_the_last_of_several_copies(
         harness.run()
         whole = harness.kv.layout.block_bytes
         assert seen == [[bytes([n]) * whole] for n in range(5)]
+
+
+def test_cuda_streams_of_copies_have_another_priority_than_those_of_sglang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch gives out the same few streams of a priority in turn."""
+    harness = GpuHarness(monkeypatch, 0)
+    before = len(harness.cuda.streams)
+    CudaKV(harness.pool, block_tokens=BLOCK, forward_stream=harness.forward)
+    CudaRows(harness.kv)
+    priorities = [stream.priority for stream in harness.cuda.streams[before:]]
+    assert priorities == [-1] * 4
+    assert harness.forward.priority == 0
 
 
 # ---- device memory ----

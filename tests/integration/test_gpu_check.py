@@ -261,7 +261,9 @@ def test_gpu_serve_arguments_and_flags_of_every_arm(tmp_path: Path) -> None:
 
 
 def _reply(ids: list[int], ttft_s: float, logprob: float, loaded: int) -> Reply:
-    meta = {"cake": {"loaded_tokens": loaded}, "output_token_logprobs": [[logprob, ids[0], None]]}
+    """All tokens have log probability -1, but for the second one."""
+    logprobs = [[logprob if at == 1 else -1.0, token, None] for at, token in enumerate(ids)]
+    meta = {"cake": {"loaded_tokens": loaded}, "output_token_logprobs": logprobs}
     return Reply(ids, meta, 0.0, ttft_s)
 
 
@@ -269,12 +271,29 @@ def test_gpu_serve_summary_compares_with_the_first_answer() -> None:
     cold = _reply([1, 2, 3], 2.0, -1.0, 0)
     found = serve.summary(cold, [_reply([1, 2, 4], 1.0, -1.25, 128)])
     assert (found["cold_s"], found["ttft_s"]) == (2.0, 1.0)
-    assert (found["same_tokens"], found["first_logprob_gap"]) == (2, 0.25)
+    assert (found["same_tokens"], found["logprob_gap"]) == (2, 0.25)
     result = {"case": "default", "arm": "auto", "prompts": {16384: found}, "load": {}}
     failed = {"case": "mla", "arm": "off", "error": "the server ended\nno memory"}
     text = serve.text([result, failed])
     assert "16,384" in text
     assert "no memory" in text
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprob", "right"),
+    [([1, 2, 4], -1.1, True), ([1, 2, 3], -1.25, False), ([1, 4, 3], -1.0, False)],
+)
+def test_gpu_serve_other_tokens_and_other_log_probabilities_are_wrong(
+    ids: list[int], logprob: float, right: bool
+) -> None:
+    found = serve.summary(_reply([1, 2, 3], 2.0, -1.0, 0), [_reply(ids, 1.0, logprob, 128)])
+    assert serve.is_right({"prompts": {16384: found}}) is right
+    assert not serve.is_right({"prompts": {16384: found}, "error": "the server ended"})
+
+
+def test_gpu_results_have_the_name_of_their_device() -> None:
+    name = check.result_file("gpu-serve", "NVIDIA H100 80GB HBM3", small=True).name
+    assert name == "gpu-serve-nvidia-h100-80gb-hbm3-small.json"
 
 
 OPERATIONS = """

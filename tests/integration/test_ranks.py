@@ -123,6 +123,23 @@ def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, w
     assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
 
 
+def test_ranks_block_without_device_memory_on_one_rank_ends_the_request_on_both(
+    ranks: TwoRanks,
+) -> None:
+    """Before the step is decided, and without an error."""
+    reqs = stored(ranks)
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    ranks.harnesses[1].kv.load = full  # type: ignore[assignment]
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    for _ in range(3):
+        assert ranks.poll("r") == [None, None]
+    assert ranks.live() == [[], []]
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
+
+
 def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))

@@ -9,10 +9,12 @@ import statistics
 
 import pytest
 
+from sglang_cake.core.buffers import Buffer
 from sglang_cake.loading.cost_model import StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import (
+    BLOCK_TOKENS,
     DMA_BYTES_PER_S,
     HBM_BYTES_PER_S,
     LLAMA_8B,
@@ -86,6 +88,9 @@ def test_virtual_gpu_scheduler_thread_never_waits_and_launches_little(
         copied = scheduler.gpu.copier.launches
         scheduler.restore(32768, prompts_before=0)  # stored and known by now
         assert host.syncs == 0
+        # For the copier, it waits while a few copies are launched.
+        assert host.wait_s <= 1e-3 * host.waits
+        assert host.waits <= scheduler.polls
         blocks = (scheduler.gpu.copier.launches - copied) / 2
         assert scheduler.gpu.copier.launch_s / scheduler.gpu.copier.launches * 2 <= 60e-6
         assert blocks > 0
@@ -104,6 +109,24 @@ def test_virtual_gpu_launches_of_a_poll_do_not_grow_with_its_blocks(
             most[tokens] = max(loop.poll_launches)
     # Four times as many blocks. A prompt of one chunk meets fewer situations in a poll.
     assert 0 < most[32768] <= most[8192] + 2
+
+
+def test_virtual_gpu_scheduler_waits_for_copies_that_are_not_launched_yet() -> None:
+    """The copier's thread needs its time for each of them."""
+    with virtual_scheduler(LLAMA_8B, link_bytes_per_s=8 * GB) as loop:
+        slots = loop.allocator.alloc(4 * BLOCK_TOKENS)
+        assert slots is not None
+        after = loop.kv.fence()
+        saves = [
+            loop.copier.save(part, [Buffer(memoryview(b""))], after)
+            for part in slots.split(BLOCK_TOKENS)
+        ]
+        begun_s = loop.io.now_s
+        assert len(loop.copier.saves_launched(saves)) == 4
+        host = loop.gpu.scheduler
+        assert (host.waits, host.syncs) == (1, 0)
+        assert host.wait_s == pytest.approx(loop.io.now_s - begun_s)
+        assert host.wait_s == pytest.approx(loop.gpu.copier.launch_s)
 
 
 def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone() -> None:

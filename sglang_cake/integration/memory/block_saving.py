@@ -153,7 +153,8 @@ class BlockSaving:
 
     def before_slots_are_freed(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """The tree is about to free slots: forwards that write to them start after they were
-        read. The scheduler thread waits until these copies are launched.
+        read. The scheduler thread waits until these copies are launched; a save that is late is
+        given up.
 
         Args: is_live: whether a request still locks its slots in the tree. It never locks the end
             states that it has passed.
@@ -162,7 +163,7 @@ class BlockSaving:
         due = [each for each in self._saves if each.record is None or not is_live(each.record)]
         for order in {saving.order_forwards_after for saving in due}:
             saves = [saving.save for saving in due if saving.order_forwards_after == order]
-            order([save.launched.result() for save in saves])
+            order(self._copier.saves_launched(saves))
 
     def _give_up(self, unsaved: _Unsaved) -> None:
         self._writer.give_up(len(unsaved.blocks))

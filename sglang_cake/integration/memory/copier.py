@@ -9,8 +9,9 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,9 @@ from sglang_cake.loading.loader import StagedBlock
 logger = logging.getLogger("sglang_cake")
 
 _LOOK_S = 0.0005  # while copies are under way, the thread looks so often for complete ones
+# The scheduler thread waits so long for copies that the copier has been given, and gives up those
+# that are not launched then. Other copies are launched before them, for 64 blocks in a few ms.
+PATIENCE_S = 2.0
 CLOSE_S = 5.0  # how long the end of the process may wait for copies
 
 
@@ -66,6 +70,16 @@ class SlotCopy:
         with self._changed:
             return self._claimed
 
+    @property
+    def failed(self) -> bool:
+        """Whether the launch has failed."""
+        return self._error is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the copy is launched, or failed."""
+        return self._copy is not None or self._error is not None
+
     def start(self, launch: Callable[[], Copy]) -> Copy | None:
         """Launch the copy; None if the slots are withdrawn. Copier. Raises: as `launch`."""
         with self._changed:
@@ -79,13 +93,14 @@ class SlotCopy:
                     self._changed.notify_all()
             return self._copy
 
-    def launched(self) -> Copy:
-        """The copy, which is launched, or will be in a moment. Raises: what the launch raised."""
+    def launched(self, timeout_s: float | None) -> Copy | None:
+        """The copy, which is launched, or will be in a moment. A launch that has begun is waited
+        for. None: it found no device memory, or it is late and the slots are withdrawn. Raises:
+        what else the launch raised."""
         with self._changed:
             assert self._claimed
-            self._changed.wait_for(lambda: self._copy is not None or self._error is not None)
-            if self._copy is None:
-                assert self._error is not None
+            self._withdrawn |= not self._changed.wait_for(lambda: self.settled, timeout_s)
+            if self._error is not None and not isinstance(self._error, torch.OutOfMemoryError):
                 raise self._error
             return self._copy
 
@@ -109,7 +124,7 @@ class Save:
 
     Attributes:
         launched: the copy, once it is launched. The slots may be written again behind
-            `DeviceKV.order_forwards_after` it.
+            `DeviceKV.order_forwards_after` it. Cancelled: it was given up before.
         ended: done when the host memory is whole. Raises: what the launch raised.
     """
 
@@ -128,12 +143,21 @@ class Copier:
 
     Args:
         copied: `(seconds)` is called with the time that the copy of a loaded block took.
+        patience_s: how long the scheduler thread waits for a launch; None: as long as it takes.
     """
 
-    def __init__(self, kv: DeviceKV, copied: Callable[[float], object]) -> None:
+    def __init__(
+        self,
+        kv: DeviceKV,
+        copied: Callable[[float], object],
+        *,
+        patience_s: float | None = PATIENCE_S,
+    ) -> None:
         self._kv = kv
         self._copied = copied
+        self._patience_s = patience_s
         self._failure: Exception | None = None
+        self._found_no_memory = False
 
     # ---- any thread; these return at once ----
 
@@ -158,8 +182,31 @@ class Copier:
         self._post(lambda: self._save(save, launch))
         return save
 
+    def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
+        """These copies, which the copier was given. As `SlotCopy.launched`, for all together."""
+        since_s = time.monotonic()
+        return [copy.launched(self._patience_left_s(since_s)) for copy in copies]
+
+    def saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
+        """The copies of these saves. A save that is late is given up, and left out, as one that
+        failed."""
+        since_s = time.monotonic()
+        copies = []
+        for save in saves:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                save.launched.exception(self._patience_left_s(since_s))
+            if not save.launched.cancel() and save.launched.exception() is None:
+                copies.append(save.launched.result())
+        return copies
+
+    def found_no_memory(self) -> bool:
+        """Whether a load found no device memory since the last call."""
+        found = self._found_no_memory
+        self._found_no_memory = False
+        return found
+
     def check(self) -> None:
-        """Raises: the first error of a load since the last call."""
+        """Raises: the first error of a load since the last call, but for want of device memory."""
         failure = self._failure
         self._failure = None
         if failure is not None:
@@ -169,6 +216,11 @@ class Copier:
         """Complete what was asked for, and end."""
 
     # ---- inside ----
+
+    def _patience_left_s(self, since_s: float) -> float | None:
+        if self._patience_s is None:
+            return None
+        return self._patience_s - (time.monotonic() - since_s)
 
     def _post(self, begin: Callable[[], "_UnderWay | None"]) -> None:
         with self._kv.here():
@@ -182,6 +234,10 @@ class Copier:
     ) -> _UnderWay | None:
         try:
             launched = copy.start(launch)
+        except torch.OutOfMemoryError as error:
+            logger.warning("a block is computed: no device memory to copy it (%s)", error)
+            self._found_no_memory = True
+            launched = None
         except Exception as error:
             logger.exception("a block could not be copied to the device")
             self._failure = self._failure or error
@@ -197,6 +253,9 @@ class Copier:
         return _UnderWay(launched, end)
 
     def _save(self, save: Save, launch: Callable[[], Copy]) -> _UnderWay | None:
+        if not save.launched.set_running_or_notify_cancel():
+            save.ended.set_exception(TimeoutError("the copier was late"))
+            return None
         try:
             copy = launch()
         except Exception as error:
@@ -210,8 +269,14 @@ class Copier:
 class CopyThread(Copier):
     """The same in a thread of its own, which never waits for one copy while another could start."""
 
-    def __init__(self, kv: DeviceKV, copied: Callable[[float], object]) -> None:
-        super().__init__(kv, copied)
+    def __init__(
+        self,
+        kv: DeviceKV,
+        copied: Callable[[float], object],
+        *,
+        patience_s: float | None = PATIENCE_S,
+    ) -> None:
+        super().__init__(kv, copied, patience_s=patience_s)
         self._jobs: queue.SimpleQueue[Callable[[], _UnderWay | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cake-copy", daemon=True)
         self._thread.start()

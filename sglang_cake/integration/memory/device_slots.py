@@ -127,22 +127,38 @@ class DeviceSlots:
             del memory.staged[block]
         return all(block in memory.slots for block in todo)
 
-    def check_copies(self) -> None:
-        """Raises: the first error of a copy since the last call."""
+    def check_copies(self) -> bool:
+        """Whether a copy found no device memory since the last call. Raises: the first other error
+        of a copy."""
         self._copier.check()
+        return self._copier.found_no_memory()
+
+    def found_no_memory(self, record: PromptRecord) -> bool:
+        """Whether that has happened to one of the prompt's blocks."""
+        copies = (*record.memory.slots.values(), *record.memory.reserved.values())
+        return any(copy.failed for copy in copies)
+
+    def uncopied(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
+        """Which of these landed blocks are not in device memory, now or on their way: those without
+        slots, and those whose copy found no device memory or is late. The scheduler thread may wait
+        for the copier's. Raises: the error of a copy."""
+        blocks = self._with_slots(record, blocks)
+        slots = record.memory.slots
+        copies = {b: slots[b] for b in blocks if b in slots}
+        found = dict(zip(copies, self._copier.launched(list(copies.values())), strict=True))
+        return [b for b in blocks if found.get(b) is None]
 
     # ---- from slots to the tree ----
 
     def take(self, record: PromptRecord, span: Span) -> torch.Tensor:
-        """Slots of `span`, all of whose blocks are placed. The caller owns them from now on.
+        """Slots of `span`, none of whose blocks is `uncopied`. The caller owns them from now on.
 
         Slots of these blocks outside of the span are freed. The forwards that follow see the copies
-        complete. Raises: the error of a copy.
+        complete.
         """
         blocks = self._blocks_of(span)
         copies = {b: record.memory.slots[b] for b in blocks}
-        launched = [copy.launched() for copy in copies.values()]
-        self._kv.order_forwards_after(launched)
+        launched = self._order_forwards_after(copies.values())
         self._taken = max([self._taken, *launched], key=lambda copy: copy.number)
         slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
         for block in blocks:
@@ -155,8 +171,9 @@ class DeviceSlots:
         """Whether a copy into slots that `take` gave away is still under way."""
         return not self._taken.done()
 
-    def load_end(self, record: PromptRecord, blocks: Sequence[int], end: EndSlots) -> None:
+    def load_end(self, record: PromptRecord, blocks: Sequence[int], end: EndSlots) -> bool:
         """Copy the end state that has landed. The forwards that follow see the copies complete.
+        False: there was no device memory, or the copier is late.
 
         Args: blocks: of the record's row, its end blocks in order. Raises: the error of a copy.
         """
@@ -170,7 +187,9 @@ class DeviceSlots:
             copies[-1].claim()
             launch = partial(self._ends.load, index, staged.buffer, end, after)
             self._copier.launch_load(copies[-1], staged, launch)
-        self._ends.order_forwards_after([copy.launched() for copy in copies])
+        launched = self._copier.launched(copies)
+        self._ends.order_forwards_after([copy for copy in launched if copy is not None])
+        return None not in launched
 
     # ---- from slots to an overlapped last step, and back ----
 
@@ -182,7 +201,7 @@ class DeviceSlots:
         None: not enough memory."""
         blocks = self._blocks_of(span)
         landed = [b for b in blocks if b not in being_read]
-        if not self.place(record, landed):
+        if not self.place(record, landed) or self.uncopied(record, landed):
             return None
         for block in being_read:
             reserved = record.memory.reserved.get(block)
@@ -191,7 +210,7 @@ class DeviceSlots:
                     return None  # it has come since: it will have landed at the next poll
                 self.unreserve(record, [block], "in_tree")
         copies = {b: record.memory.slots[b] for b in landed}
-        self._kv.order_forwards_after([copy.launched() for copy in copies.values()])
+        self._order_forwards_after(copies.values())
         fresh = self._allocate(being_read)
         if len(fresh) < len(being_read):
             for copy in fresh.values():
@@ -264,6 +283,11 @@ class DeviceSlots:
         return before - self.placed_tokens
 
     # ---- inside ----
+
+    def _order_forwards_after(self, copies: Iterable[SlotCopy]) -> list[Copy]:
+        launched = [c for c in self._copier.launched(list(copies)) if c is not None]
+        self._kv.order_forwards_after(launched)
+        return launched
 
     def _with_slots(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
         """Of `blocks`, those that get slots: all but end blocks."""

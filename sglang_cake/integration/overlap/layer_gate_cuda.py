@@ -39,8 +39,9 @@ class CudaRows(PoolRows):
         super().__init__(kv)
         self._on_device = on_device
         self._device = kv.device
-        self._in = torch.cuda.Stream(self._device)
-        self._out = torch.cuda.Stream(self._device)
+        # Of high priority, as those of `CopyStreams`: none of them is one of SGLang's.
+        self._in = torch.cuda.Stream(self._device, priority=-1)
+        self._out = torch.cuda.Stream(self._device, priority=-1)
         self._written: dict[int, torch.cuda.Event] = {}  # by layer, in this forward
         self._in_pool: dict[
             int, torch.cuda.Event

@@ -111,7 +111,7 @@ def _transport(setting: GroupSetting, host: Host, rows: PoolRows) -> Transport:
     try:
         if setting.transport == CUDA_IPC:
             device = host.kv.device
-            ipc = IpcEngine(device, len(others), torch.cuda.Stream(device))
+            ipc = IpcEngine(device, len(others), torch.cuda.Stream(device, priority=-1))
             return OneSidedTransport(connect, others, ipc)
         return OneSidedTransport(connect, others, MooncakeEngine(address))
     except OSError as error:

@@ -353,11 +353,11 @@ class Coordinator:
         self._advance(record, req)
         while (span := record.meet.island()) is not None:
             blocks = record.meet.blocks_of(span)
-            if not self._device_slots.place(record, blocks):
-                # No memory for the whole island: blocks without slots are computed.
-                unplaced = [b for b in blocks if b not in record.memory.slots]
-                self._device_slots.discard(record, unplaced, "memory")
-                for block in unplaced:
+            self._device_slots.place(record, blocks)
+            if uncopied := self._device_slots.uncopied(record, blocks):
+                # No memory for the whole island: these blocks are computed.
+                self._device_slots.discard(record, uncopied, "memory")
+                for block in uncopied:
                     if record.meet.state(block) is BlockState.LANDED:
                         surplus = record.meet.dropped(block)
                         self._device_slots.discard(record, surplus, "memory")
@@ -366,13 +366,11 @@ class Coordinator:
             end_blocks = record.meet.end_indices
             if memory is not None and end_blocks:
                 end = memory.allocate_end(req, span)
-                if end is None:
+                if end is None or not self._load_end(req, record, memory, end):
                     surplus = record.meet.dropped(end_blocks.start)
                     self._device_slots.discard(record, [end_blocks.start, *surplus], "memory")
                     continue
             try:
-                if end is not None:
-                    self._device_slots.load_end(record, end_blocks, end)
                 self._attached(record, span)
                 slots = self._device_slots.take(record, span)
             except BaseException:
@@ -522,7 +520,11 @@ class Coordinator:
             costs=self.step_costs.own,
         )
         self.inbox.take()
-        self._device_slots.check_copies()
+        if self._device_slots.check_copies() and not self._consensus.alone:
+            # What `settle` would do on this rank alone. The ranks agree on it before the step.
+            for record in list(self._records.values()):
+                if self._device_slots.found_no_memory(record):
+                    self.end(record.rid)
         self.inbox.measure([record for record in self._records.values() if record.awaits_loader])
 
     def _vote(self, serving: Sequence[str]) -> list[PromptRecord]:
@@ -656,6 +658,16 @@ class Coordinator:
         prompts that are being loaded let it go first."""
         live = [record for record in self._records.values() if record.stats.prefill_s is None]
         return [record for record in live if not (self.adaptive and record.loading)]
+
+    def _load_end(self, req: "Req", record: PromptRecord, memory: EndMemory, end: EndSlots) -> bool:
+        """Whether the end state that has landed is copied, or will be."""
+        loaded = False
+        try:
+            loaded = self._device_slots.load_end(record, record.meet.end_indices, end)
+        finally:
+            if not loaded:
+                memory.free_end(req, end)
+        return loaded
 
     def _advance(self, record: PromptRecord, req: "Req") -> None:
         self._device_slots.discard(record, record.meet.advance(req.prefix_len), "in_tree")
