@@ -154,6 +154,9 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
 
         launched = 0
 
+        def check(self) -> None:
+            pass
+
         def load(self, copy: SlotCopy, staged: Any) -> None:
             self.launched += 1
             number = self.launched
@@ -177,6 +180,7 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
     assert not device_slots.copying  # no copy into the tree
     device_slots.take(record, Span(0, 2 * BLOCK - 1))
     for number in (1, 2):
+        device_slots.check_copies()
         assert device_slots.copying
         ended.add(number)
     assert not device_slots.copying

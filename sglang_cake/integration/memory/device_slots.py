@@ -52,7 +52,7 @@ class DeviceSlots:
         self._counters = counters
         self._ends = ends
         self._block_tokens = kv.layout.block_tokens
-        self._taken = Copy()  # of the copies that `take` gave away, the one that ends last
+        self._taken: list[Copy] = []  # copies that `take` gave away, as far as they may run
         self.block_bytes = kv.layout.block_bytes
         self.placed_tokens = 0  # of reserved slots, and of slots that hold landed blocks
 
@@ -129,6 +129,7 @@ class DeviceSlots:
 
     def check_copies(self) -> None:
         """Raises: the first error of a copy since the last call."""
+        self._taken = [copy for copy in self._taken if not copy.done()]
         self._copier.check()
 
     # ---- from slots to the tree ----
@@ -143,7 +144,7 @@ class DeviceSlots:
         copies = {b: record.memory.slots[b] for b in blocks}
         launched = [copy.launched() for copy in copies.values()]
         self._kv.order_forwards_after(launched)
-        self._taken = max([self._taken, *launched], key=lambda copy: copy.number)
+        self._taken += launched
         slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
         for block in blocks:
             del record.memory.slots[block]
@@ -153,7 +154,7 @@ class DeviceSlots:
     @property
     def copying(self) -> bool:
         """Whether a copy into slots that `take` gave away is still under way."""
-        return not self._taken.done()
+        return not all(copy.done() for copy in self._taken)
 
     def load_end(self, record: PromptRecord, blocks: Sequence[int], end: EndSlots) -> None:
         """Copy the end state that has landed. The forwards that follow see the copies complete.
