@@ -79,6 +79,20 @@ def test_prefill_server_alone_loads_what_an_ordinary_server_stored(
         assert_same(lie, reference)
 
 
+@pytest.fixture(scope="module")
+def racing_pair(
+    start: Start, models: dict[str, Path], store: Path, standins: dict[str, str], pair: "Pair"
+) -> Iterator["Pair"]:
+    """The same decode server, and a prefill server in the default mode, on a slow link."""
+    port = free_port()
+    flags = (
+        *(*COMMON, "--disaggregation-mode", "prefill"),
+        *("--disaggregation-bootstrap-port", str(port)),
+    )
+    with start(models["first"], flags, store=store, bandwidth="1MB/s", env=standins) as live:
+        yield Pair(live, pair.decode, port)
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A prefill and a decode server, and what a router does: each gets every request."""
@@ -193,6 +207,29 @@ def test_pair_prompt_is_loaded_before_its_decode_server_is_there(
     assert not [e for e in pair.prefill.events(prefilling.rid) if e["event"] == "attach"]
     assert_same(pair.decode.ask(document, **room), reference)
     assert prefilling.answer().loaded == 10 * BLOCK
+
+
+def test_pair_prompts_that_are_computed_and_loaded_at_once_are_sent_whole(
+    ordinary: Live, racing_pair: Pair, prompt: Make
+) -> None:
+    documents = [prompt(30 * BLOCK + 7 * n) for n in range(1, 4)]
+    references = [ordinary.ask(document) for document in documents]
+    for document in documents:
+        ordinary.store.until_stored(document[: 30 * BLOCK])
+    loaded = computed = 0
+    for together in (False, True):
+        racing_pair.flush()
+        asked = []
+        for document in documents:
+            asked.append(racing_pair.begin(document))
+            if not together:
+                asked[-1][1].join()
+        for (decoding, prefilling), reference in zip(asked, references, strict=True):
+            assert_same(decoding.answer(), reference)
+            loaded += prefilling.answer().loaded
+            computed += prefilling.answer().computed
+    assert loaded >= 10 * BLOCK
+    assert computed >= 10 * BLOCK
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -12,10 +12,11 @@ import torch
 pytest.importorskip("sglang")
 
 from adder_harness import BareTree
-from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from coordinator_harness import BLOCK, NAMESPACE, CoordinatorHarness, FakeReq, req_of
 from kv_pools import Staging, mha, record_of
 
 from sglang_cake.core.counters import Counters
+from sglang_cake.core.keys import Digest
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration import boundary
 from sglang_cake.integration.memory.copier import SlotCopy
@@ -153,6 +154,9 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
 
         launched = 0
 
+        def check(self) -> None:
+            pass
+
         def load(self, copy: SlotCopy, staged: Any) -> None:
             self.launched += 1
             number = self.launched
@@ -176,6 +180,7 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
     assert not device_slots.copying  # no copy into the tree
     device_slots.take(record, Span(0, 2 * BLOCK - 1))
     for number in (1, 2):
+        device_slots.check_copies()
         assert device_slots.copying
         ended.add(number)
     assert not device_slots.copying
@@ -248,11 +253,12 @@ def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_i
     req: Any = req_of(2.5)
     req.metadata_buffer_index = 1
     before: Any = generating(req_of(2.5, "before"))
-    if differs != "unknown":
-        harness.arrive(req)
     metadata, right = Metadata(), harness.coordinator
+    if differs == "unknown":
+        right.rebase(None, suspended=False)
+    harness.arrive(req)
     sent(hooks, right, req, metadata)
-    right.end(req.rid)
+    right.rebase(NAMESPACE, suspended=False)
     harness.arrive(before)
     other = generating(req)
     if differs == "salt":
@@ -271,6 +277,42 @@ def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_i
     assert right.live == [req.rid]
 
 
+@pytest.mark.parametrize("detached", ["prefill", "decode"])
+def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_keeps_its_namespace(
+    hooks: Hooks, harness: CoordinatorHarness, detached: str
+) -> None:
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    metadata, coordinator = Metadata(), harness.coordinator
+    coordinator.store_detached = detached == "prefill"
+    harness.arrive(req)
+    sent(hooks, coordinator, req, metadata)
+    coordinator.end(req.rid)
+    coordinator.store_detached = detached == "decode"
+    received(hooks, coordinator, generating(req), metadata)
+    assert coordinator.live == []
+    assert not coordinator.suspended
+
+
+def test_decode_server_knows_the_namespace_of_a_prompt_without_keys(
+    hooks: Hooks, harness: CoordinatorHarness
+) -> None:
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    req.session = object()
+    metadata, coordinator = Metadata(), harness.coordinator
+    harness.arrive(req)
+    sent(hooks, coordinator, req, metadata)
+    other = generating(req)
+    other.session = req.session
+    received(hooks, coordinator, other, metadata)
+    assert coordinator.live == []
+    assert not coordinator.suspended
+    coordinator.rebase(Digest(b"o" * 32), suspended=False)  # the prefill server has other weights
+    received(hooks, coordinator, other, metadata)
+    assert coordinator.suspended
+
+
 @pytest.mark.parametrize("how", [{"finished": True}, {"fake": True}])
 def test_decode_server_request_without_kv_is_left_alone(
     hooks: Hooks, harness: CoordinatorHarness, how: dict[str, bool]
@@ -287,13 +329,15 @@ def test_prefill_server_sends_no_digest_of_an_earlier_request(
     req.metadata_buffer_index = 1
     harness.arrive(req)
     metadata = Metadata()
+    place = metadata.bootstrap_room.view(torch.int64)[1, 1:5]
     sent(hooks, harness.coordinator, req, metadata)
-    assert metadata.bootstrap_room[1, 1:5].view(torch.int64).any()
+    of_prompt = place.tolist()
     for coordinator in (harness.coordinator, None):
-        harness.coordinator.end(req.rid)
-        metadata.bootstrap_room[1, 1:5] = 5
+        harness.coordinator.rebase(None, suspended=False)
+        place.copy_(torch.tensor(of_prompt))
         scheduler = SimpleNamespace(
             tree_cache=BareTree(coordinator), disagg_metadata_buffers=metadata
         )
         hooks["send_kv_chunk"](scheduler, req, last_chunk=True)
-        assert not metadata.bootstrap_room[1, 1:5].view(torch.int64).any()
+        assert any(of_prompt)
+        assert not place.any()

@@ -52,7 +52,7 @@ class DeviceSlots:
         self._counters = counters
         self._ends = ends
         self._block_tokens = kv.layout.block_tokens
-        self._taken = Copy()  # of the copies that `take` gave away, the one that ends last
+        self._taken: list[Copy] = []  # copies that `take` gave away, as far as they may run
         self.block_bytes = kv.layout.block_bytes
         self.placed_tokens = 0  # of reserved slots, and of slots that hold landed blocks
 
@@ -130,6 +130,7 @@ class DeviceSlots:
     def check_copies(self) -> bool:
         """Whether a copy found no device memory since the last call. Raises: the first other error
         of a copy."""
+        self._taken = [copy for copy in self._taken if not copy.done()]
         self._copier.check()
         return self._copier.found_no_memory()
 
@@ -158,8 +159,7 @@ class DeviceSlots:
         """
         blocks = self._blocks_of(span)
         copies = {b: record.memory.slots[b] for b in blocks}
-        launched = self._order_forwards_after(copies.values())
-        self._taken = max([self._taken, *launched], key=lambda copy: copy.number)
+        self._taken += self._order_forwards_after(copies.values())
         slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
         for block in blocks:
             del record.memory.slots[block]
@@ -169,7 +169,7 @@ class DeviceSlots:
     @property
     def copying(self) -> bool:
         """Whether a copy into slots that `take` gave away is still under way."""
-        return not self._taken.done()
+        return not all(copy.done() for copy in self._taken)
 
     def load_end(self, record: PromptRecord, blocks: Sequence[int], end: EndSlots) -> bool:
         """Copy the end state that has landed. The forwards that follow see the copies complete.

@@ -198,25 +198,29 @@ class Coordinator:
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
 
     def prompt_digest(self, rid: str) -> bytes:
-        """32 bytes for all that the KV of a live prompt depends on; zeros: that is not known."""
-        record = self._records.get(rid)
-        return bytes(32) if record is None else record.chain.prefix_digest(record.tokens)
+        """32 bytes for all that the KV of a live prompt depends on; of a prompt without a record,
+        the namespace; zeros: it is of none."""
+        if (record := self._records.get(rid)) is not None:
+            return record.chain.prefix_digest(record.tokens)
+        return bytes(32) if self._namespace is None or self.suspended else self._namespace
 
     def answer(self, req: "Req", prompt_digest: bytes) -> None:
         """A decode server has the KV of a prompt, and is about to generate: have the blocks behind
         the prompt stored. Those of the prompt are the prefill server's to store.
 
         Args:
-            prompt_digest: of the prefill server. If this server finds another one, the two differ
-                in what KV means: the KV that is in the tree from now on belongs to no namespace.
+            prompt_digest: as the prefill server found it. If this server finds another one, the
+                tree has KV of another namespace from now on.
         """
-        if self.off_here or (media := self._media(req)) is None:
+        if self.off_here:
             return
         tokens = (req.origin_input_ids + req.output_ids)[:-1]  # the last one has no KV yet
-        chain = self._chain(req, media)
+        media = self._media(req)
+        chain = None if media is None else self._chain(req, media)
         if chain is None or chain.prefix_digest(tokens) != prompt_digest:
-            self._counters.add("unnamed_requests")
-            if not self.suspended:
+            if media is not None:
+                self._counters.add("unnamed_requests")
+            if prompt_digest != self._namespace and not self.suspended:
                 self.rebase(self._namespace, suspended=True)
                 logger.warning(
                     "cake: the KV of a prompt is of another namespace than this server's: prefill "

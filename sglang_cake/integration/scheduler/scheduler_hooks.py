@@ -45,7 +45,8 @@ def install() -> None:
     register(f"{_SCHEDULER}.optimistic_release_and_requeue", _starts_over, HookType.AFTER)
     register(f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", _send_prefix, HookType.AROUND)
     register(f"{_SCHEDULER}.send_kv_chunk", _hand_over, HookType.BEFORE)
-    register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER)
+    # If it fails, the tree may have KV of another namespace.
+    register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER, unsafe=True)
     register(f"{_SCHEDULER}.process_decode_queue", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
     register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
