@@ -507,6 +507,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
       GPU this would save 0.6 % of the time to first token (`benchmarks/reports/gpu.md`).
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
+    - No tokens are proposed: no test has run both.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -515,6 +516,8 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
         return False
     args = resolving_view(ctx.server_args)
+    if args.speculative_algorithm is not None:
+        return False
     return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
 
 

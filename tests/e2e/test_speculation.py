@@ -39,7 +39,7 @@ class Kind:
 
 
 KINDS = {
-    "ngram-auto": Kind("NGRAM", "auto", ("--page-size", "1"), next_tokens=0),
+    "ngram-both": Kind("NGRAM", "both", next_tokens=0),
     "standalone-load": Kind("STANDALONE", "load", CHAIN),
     "eagle-load": Kind("EAGLE", "load", (*CHAIN, "--page-size", "16")),
     "eagle-both": Kind("EAGLE", "both", CHAIN),
