@@ -109,7 +109,7 @@ def speculating(
     )
     env = standins | {"CAKE_TEST_SPECULATIVE": "1"}
     store = folder / f"store-{request.param}"
-    with start(target, flags, store=store, env=env, bandwidth="1MB/s") as live:
+    with start(target, flags, store=store, env=env) as live:
         live.races = kind.mode != "load"
         assert live.store is not None
         live.store.next_tokens = kind.next_tokens
