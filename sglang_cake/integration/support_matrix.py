@@ -535,6 +535,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
     - No decode server waits for the KV: SGLang would send the prefix before the step has it.
+    - No tokens are proposed: no test has run both.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -543,7 +544,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
         return False
     args = resolving_view(ctx.server_args)
-    if args.disaggregation_mode != "null":
+    if args.disaggregation_mode != "null" or args.speculative_algorithm is not None:
         return False
     return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
 

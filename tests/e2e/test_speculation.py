@@ -39,7 +39,7 @@ class Kind:
 
 
 KINDS = {
-    "ngram-auto": Kind("NGRAM", "auto", ("--page-size", "1"), next_tokens=0),
+    "ngram-both": Kind("NGRAM", "both", next_tokens=0),
     "standalone-load": Kind("STANDALONE", "load", CHAIN),
     "eagle-load": Kind("EAGLE", "load", (*CHAIN, "--page-size", "16")),
     "eagle-both": Kind("EAGLE", "both", CHAIN),
@@ -109,7 +109,7 @@ def speculating(
     )
     env = standins | {"CAKE_TEST_SPECULATIVE": "1"}
     store = folder / f"store-{request.param}"
-    with start(target, flags, store=store, env=env, bandwidth="1MB/s") as live:
+    with start(target, flags, store=store, env=env) as live:
         live.races = kind.mode != "load"
         assert live.store is not None
         live.store.next_tokens = kind.next_tokens

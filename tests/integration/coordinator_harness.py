@@ -61,10 +61,12 @@ class CoordinatorHarness(HeldReads):
         load: LoadCost = LOAD,
         chunk: int = 64,
         end_blocks: int = 0,
+        next_tokens: int = 0,
     ) -> None:
         """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
         super().__init__(io)
         self.end_blocks = end_blocks
+        self.next_tokens = next_tokens
         self.no_end_memory = False
         self.pool = mha(slots, page=PAGE)
         scramble(self.pool, 1)
@@ -106,6 +108,7 @@ class CoordinatorHarness(HeldReads):
             counters=self.counters,
             reporter=RequestReporter(None, speaks=True, metrics=None),
             end_blocks=end_blocks,
+            next_tokens=next_tokens,
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)
 
@@ -123,7 +126,7 @@ class CoordinatorHarness(HeldReads):
     # ---- what is stored ----
 
     def fill(self, tokens: array, blocks: set[int]) -> list[BlockKey]:
-        keys = KeyChain(KeySeed(NAMESPACE), BLOCK).of(tokens)
+        keys = KeyChain(KeySeed(NAMESPACE), BLOCK, next_tokens=self.next_tokens).of(tokens)
         self.store({keys[b]: self.block(b) for b in blocks})
         return keys
 

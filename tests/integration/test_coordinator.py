@@ -101,6 +101,30 @@ def test_coordinator_blocks_without_device_memory_are_computed(
     harness.all_back()
 
 
+@pytest.mark.parametrize("ranks", [False, True])
+@pytest.mark.parametrize("blocks", [1, 1.25, 4, 4 + 1 / BLOCK, 4.5])
+def test_coordinator_blocks_whose_keys_cover_the_next_token_are_loaded_up_to_the_one_before(
+    blocks: float, ranks: bool
+) -> None:
+    harness = CoordinatorHarness(ranks=ranks, next_tokens=1)
+    try:
+        req = req_of(blocks)
+        tokens = len(req.origin_input_ids)
+        stored = (tokens - 1) // BLOCK
+        harness.open(*harness.fill(req.origin_input_ids, set(range(stored))))
+        harness.arrive(req)
+        for _ in range(3):
+            harness.coordinator.poll([req.rid])
+            harness.settle()
+        assert harness.step(req)
+        [report] = req.customized_info["cake"]
+        assert report["loaded_tokens"] == min(stored * BLOCK, (tokens - 2) // PAGE * PAGE)
+        harness.leave(req)
+        harness.all_back()
+    finally:
+        harness.io.close()
+
+
 def test_coordinator_loads_that_never_land_leave_the_prompt_to_compute(
     harness: CoordinatorHarness,
 ) -> None:

@@ -43,8 +43,11 @@ def record(
     known: bool = False,
     extra: int = 0,
     waited_s: float = 0.0,
+    next_tokens: int = 0,
 ) -> PromptRecord:
-    made = record_of(blocks, block=BLOCK, extra_tokens=extra, waited_s=waited_s)
+    made = record_of(
+        blocks, block=BLOCK, extra_tokens=extra, waited_s=waited_s, next_tokens=next_tokens
+    )
     made.local.fetched = dict.fromkeys(arrived)  # type: ignore[assignment]
     made.local.failed = set(failed)
     made.local.stored = answer
@@ -73,6 +76,15 @@ def test_rank_consensus_lookup_needs_an_answer_of_every_rank() -> None:
     slow.local.stored = (True, False)
     for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
+
+
+def test_rank_consensus_block_without_a_key_has_no_answer_on_any_rank() -> None:
+    quick, slow = record(2, answer=(True,), next_tokens=1), record(2, next_tokens=1)
+    for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
+        assert facts[0].stored is None
+    slow.local.stored = (True,)
+    for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
+        assert facts[0].stored == (True,)
 
 
 def test_rank_consensus_known_answer_is_not_given_again() -> None:
