@@ -3,7 +3,7 @@
 #   make demo MODEL=smollm2        a trained model that answers a question
 #   make test ARGS="tests/simulator/test_ideal_ttft.py"
 #   make test ARGS="-n 0"    in one process, as a debugger wants it
-.PHONY: setup setup-tests smollm2 test lint demo bench gpu-check gpu-serve docs clean
+.PHONY: setup setup-tests smollm2 test test-versions lint demo bench gpu-check gpu-serve docs clean
 .DEFAULT_GOAL := demo
 
 setup:
@@ -14,6 +14,10 @@ setup-tests:
 
 test: setup setup-tests
 	.venv/bin/python -m pytest -v -n 2 $(ARGS)
+
+# With every version of SGLang that is supported, each in its own environment: an hour, 8 GB.
+test-versions: setup-tests
+	@.ci/test-versions $(VERSIONS)
 
 lint: setup
 	.venv/bin/ruff check .

@@ -165,8 +165,9 @@ def test_compat_unchecked_version_with_all_names_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "sglang_cake"):
-        compat.require("0.6.0")
-        compat.require("0.5.23")
+        names: compat.Names = {"sglang.version": {"__version__": ""}}
+        compat.require("0.6.0", names)
+        compat.require("0.5.23", names)
     (record,) = caplog.records
     assert "0.6.0" in record.getMessage()
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("sglang.srt.multimodal.modality")  # from SGLang 0.5.23 on media have keys
+
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq
 from sglang.srt.environ import envs
 from sglang.srt.managers.mm_utils import (

@@ -28,13 +28,14 @@ class Scheduler:
 
     def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
         self.waiting_queue: list[Any] = []
-        self.rows = 8
+        self.free_rows = 8
         self.policy: Any = SimpleNamespace(
             enable_priority_scheduling=priorities, priority_sign=1 if low_first else -1
         )
 
-    def get_num_allocatable_reqs(self, running: int, **_: Any) -> int:
-        return self.rows
+    def get_num_allocatable_reqs(self, running: int, running_batch: Any) -> int:
+        """As SGLang counts, with at most eight running requests."""
+        return min(8 - running, self.free_rows)
 
 
 class ChunkedAdmission:
@@ -186,9 +187,9 @@ def test_chunked_request_that_could_not_return_stays(
     admission = admissions()
     stored = admission.req("stored", stored=True)
     admission.queue.append(admission.req("other"))
-    admission.scheduler.rows = 1  # its own
+    admission.scheduler.free_rows = 0  # only its own
     assert admission.chunk(stored) is stored
-    admission.scheduler.rows, admission.full = 8, True
+    admission.scheduler.free_rows, admission.full = 8, True
     assert admission.chunk(stored) is stored
     admission.full, stored.return_logprob = False, True
     assert admission.chunk(stored) is stored

@@ -3,13 +3,14 @@
 import ast
 import base64
 import hashlib
+import importlib.metadata
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-VERSION = "0.5.23"
+VERSION = importlib.metadata.version("sglang")
 
 
 def record_hash(content: bytes) -> str:

@@ -170,7 +170,7 @@ def test_patch_apply_without_a_record_refuses_a_shifted_hunk(site: Path, copies:
 
 
 @pytest.mark.parametrize("action", ["status", "apply", "revert"])
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.23.post1"])
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.24", "0.5.23.post1"])
 def test_patch_other_sglang_version_is_refused(
     site: Path, copies: Copies, action: str, version: str
 ) -> None:

@@ -17,13 +17,14 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
 CORES = ("python", "rust")
 SLOTS = 96
 
 
-def config_of(page: int, slots: int = SLOTS) -> CacheConfig:
+def config_of(page: int, slots: int = SLOTS) -> Any:
+    from sglang.test.kits.unified_radix_cache.config import CacheConfig
+
     return CacheConfig(page_size=page, kv_size=slots, num_layers=1, head_num=1, head_dim=2)
 
 
