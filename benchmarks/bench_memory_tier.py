@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    sizes = SMALL | {"groups": 10} if args.small else FULL | {"groups": 12}
+    sizes = SMALL | {"groups": 12, "prompts": 1} if args.small else FULL | {"groups": 12}
     for name, value in sizes.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)

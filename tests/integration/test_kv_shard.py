@@ -11,7 +11,7 @@ from kv_pools import hybrid, mha, mla
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
-from sglang_cake.integration.memory.kv_shard import KvShard, shard_of
+from sglang_cake.integration.memory.kv_shard import KvShard, machine_schedulers, shard_of
 
 
 def of_rank(rank: int, size: int, machine_ranks: int) -> KvShard:
@@ -80,3 +80,30 @@ def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
         tp_size=8,
     )
     assert shard_of(ctx, [draft(4) for draft in drafts]) == expected
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "dp_ranks", "attention_groups", "nnodes", "expected"),
+    [
+        (1, 1, 1, 1, 1),
+        (8, 1, 1, 1, 8),
+        (2, 3, 1, 1, 6),  # replicas of the model
+        (8, 4, 4, 1, 8),  # attention groups inside of the eight ranks
+        (16, 1, 1, 2, 8),
+        (1, 1, 1, 2, 1),
+    ],
+)
+def test_machine_schedulers_are_the_ranks_of_all_replicas_on_a_machine(
+    tp_size: int,
+    dp_ranks: int,
+    attention_groups: int,
+    nnodes: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parallel = SimpleNamespace(num_dp_ranks=dp_ranks, attn_dp_size=attention_groups)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    ctx: Any = SimpleNamespace(
+        server_args=ServerArgs(model_path="m", nnodes=nnodes), tp_size=tp_size
+    )
+    assert machine_schedulers(ctx) == expected

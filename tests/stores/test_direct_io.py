@@ -17,7 +17,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file import block_files
-from sglang_cake.stores.file.block_files import is_cached, set_direct
+from sglang_cake.stores.file.block_files import NewFile, is_cached, set_direct
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.paths import NamespaceFolder
@@ -400,6 +400,21 @@ def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
 ):
     direct = written(tmp_path / "direct", size, new_data, direct_writes=True)
     assert direct == written(tmp_path / "cached", size, new_data)
+
+
+@pytest.mark.parametrize("sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, 9000), (1,)])
+def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, small_pieces, sizes):
+    parts = [on_page(size) for size in sizes]
+    for number, part in enumerate(parts, 1):
+        part[:] = bytes([number]) * len(part)
+    file = NewFile(os.open(tmp_path, os.O_RDONLY), "name", sync=False, direct=True)
+    try:
+        file.append(parts, threading.Event())
+        file.append(parts[:1], threading.Event())
+        file.commit(threading.Event())
+    finally:
+        file.discard()
+    assert (tmp_path / "name").read_bytes() == b"".join([*parts, parts[0]])
 
 
 def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(

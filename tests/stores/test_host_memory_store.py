@@ -1,12 +1,14 @@
 """`memory://`: blocks in host memory, alone and in front of another tier."""
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -247,6 +249,7 @@ def test_memory_block_deleted_while_it_is_filled_is_not_stored():
     memory = memory_of(1)
     block = memory.add(DIGEST, key_of("a"), BLOCK, must_earn_place=False)
     assert names_in(memory, "a") == []
+    assert memory.use(DIGEST, key_of("a"), counts=True) is None
     memory.delete(DIGEST, key_of("a"))
     assert not memory.commit(block)
     assert names_in(memory, "a") == []
@@ -330,6 +333,30 @@ def test_memory_promoted_block_that_the_policy_values_least_stays_outside():
     assert not stored(memory, "c", must_earn_place=True)
     assert names_in(memory, "abc") == ["a", "b"]
     assert memory.stats().evictions.evicted_blocks == 0
+
+
+def test_memory_promoted_block_counts_the_read_that_promoted_it():
+    memory = memory_of(2, policy="lfu")
+    for name in "ab":
+        stored(memory, name)
+        touch(memory, name, name)
+    assert stored(memory, "c", must_earn_place=True)
+    assert names_in(memory, "abc") == ["b", "c"]
+
+
+def test_memory_closed_frees_its_pages_with_the_last_use():
+    memory = memory_of(2)
+    for name in "ab":
+        stored(memory, name)
+    block = memory.use(DIGEST, key_of("a"), counts=False)
+    pages = weakref.ref(block.data.obj)
+    memory.close()
+    assert not stored(memory, "c")
+    assert block.data == block_of("a")
+    memory.release(block)
+    del block
+    gc.collect()
+    assert pages() is None
 
 
 def test_memory_promoted_block_displaces_none_that_is_not_written():

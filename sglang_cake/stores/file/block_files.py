@@ -313,7 +313,6 @@ class NewFile:
             os.close(folder)
             raise
         self._direct = direct and set_direct(self._fd, direct=True)
-        self._at = 0
 
     def append(self, views: Sequence[memoryview], stop: threading.Event) -> None:
         """Write all of `views` ("B"). Raises: OSError; Stopped."""
@@ -323,12 +322,11 @@ class NewFile:
             written = self._write([*rest[:-1], rest[-1][:PIECE_BYTES]])
             if written == 0:
                 raise OSError(errno.EIO, "the file takes no more bytes")
-            self._at += written
             rest = _after(rest, written)
 
     def _write(self, views: list[memoryview]) -> int:
         if self._direct:
-            pages = _whole_pages(views, self._at)
+            pages = _whole_pages(views, 0)  # as long as it is direct, it stays on pages
             if len(pages) == len(views) and pages[:-1] == views[:-1]:  # nothing is left out between
                 try:
                     return os.writev(self._fd, pages)
