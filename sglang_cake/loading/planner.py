@@ -219,10 +219,8 @@ def next_step(
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
         return StepPlan(edge, load_from=None, overdue=is_overdue(view, costs, progress))
-    # A wait lasts until the device has run a step of the others, if there are any; a short step
-    # makes one more step necessary.
     left_s = patience_s(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
-    if mode == "auto" and left_s < costs.prefill.fixed_s:
+    if mode == "auto" and left_s <= 0:
         return StepPlan(edge, load_from=view.first)
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
@@ -233,6 +231,9 @@ def next_step(
         # The wait ends: if no block lands, `since_s` grows, and with it the predicted load, until
         # computing is predicted to be quicker.
         return StepPlan(view.front, wait=True, load_from=view.first)
+    if mode == "auto" and left_s < costs.prefill.fixed_s:
+        # A short step makes one more step necessary.
+        return StepPlan(edge, load_from=view.first)
     return _towards(meet, edge, view, costs)
 
 

@@ -6,6 +6,7 @@ of the cost model, and the time of a read that of the store; all decisions are t
 
 import asyncio
 import functools
+import logging
 import random
 import statistics
 from array import array
@@ -252,6 +253,18 @@ def test_mode_auto_store_with_a_fault_is_at_most_a_step_behind_computing(fault: 
         last = work_of(max(0, tokens - CHUNK + others), tokens)
         step_s = cost.work_s(StepWork(others) + last)
         assert auto_s <= computed_s(seed) + 1.1 * step_s, (seed, good)
+
+
+@pytest.mark.parametrize(("fault", "lines"), [("none", 0), ("silent", 1)])
+def test_mode_auto_loads_given_up_as_late_are_one_log_line(
+    fault: Fault, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cost = PrefillCost(1e-3, 1e-4, 1e-8, error=0.02)
+    load = LoadCost(0.0, BLOCK * 1e-5, error=0.02, depth=DEPTH)
+    prompts = [(0.0, 40 * BLOCK), (1.0, 30 * BLOCK), (2.0, 20 * BLOCK)]
+    with caplog.at_level(logging.WARNING, "sglang_cake"):
+        ttfts_s("auto", cost, load, prompts, fault=fault)
+    assert sum("reads timed out" in each.message for each in caplog.records) == lines
 
 
 @pytest.mark.parametrize(("busy", "at_most"), [(0.8, 0.95), (0.95, 0.88), (1.2, 0.5)])

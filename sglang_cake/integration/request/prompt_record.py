@@ -84,6 +84,7 @@ class LocalLoads:
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
+        late: its loads were given up, since a block was overdue.
         stored: the answer of the lookup; None: under way.
         ends: behind which full blocks an end state is stored, as far as the lookup says.
         last_fetched_s: when the last block was fetched.
@@ -93,6 +94,7 @@ class LocalLoads:
     served_since_s: float
     fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    late: bool = False
     stored: tuple[bool, ...] | None = None
     ends: tuple[bool, ...] = ()
     last_fetched_s: float = 0.0
