@@ -17,6 +17,9 @@ aborted, so computing past the meeting point is lost time. So a
 step is a whole chunk while that ends before the meeting point. The next one goes `1 - error` of the
 way, in whole blocks, if a wrong prediction would cost more than the fixed time of another step.
 Otherwise it goes to the meeting point.
+
+Waits and short steps trust predictions of loads. All of them together make a prompt at most one
+step later than computing alone would (`patience_s`), whatever the store does.
 """
 
 from bisect import bisect_left
@@ -54,11 +57,16 @@ class LoadProgress:
         begun: whether a block has landed.
         load_from: as of the last `StepPlan`: only blocks from this one on are read; None: no block
             is.
+        relied_from: the front at the first step that relied on loads, and computed less than it
+            could; None: there was none.
+        relied_s: time since that step could begin.
     """
 
     since_s: float = 0.0
     begun: bool = False
     load_from: int | None = None
+    relied_from: int | None = None
+    relied_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +121,7 @@ def look_ahead(
     later = view.states.translate(_TO_BE_PRESENT + _PAD)
 
     def compute_s(marked: bytes, start: int, stop: int) -> float:
-        total = 0.0
-        at = start
-        while at < stop:
-            begin, end = _next_run(view, marked, at)
-            total += costs.prefill.span_s(at, min(begin, stop), chunk_tokens)
-            at = end
-        return total
+        return _compute_s(view, marked, Span(start, stop), chunk_tokens, costs)
 
     since_s = progress.since_s if is_asked(view, progress.load_from) else 0.0
 
@@ -218,6 +220,9 @@ def next_step(
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
         return StepPlan(edge, load_from=None, overdue=is_overdue(view, costs, progress))
+    left_s = patience_s(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
+    if mode == "auto" and left_s <= 0:
+        return StepPlan(edge, load_from=view.first)
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
     if meet == view.front or outlook.load_s <= outlook.both_s * (1 + slack):
@@ -227,7 +232,23 @@ def next_step(
         # The wait ends: if no block lands, `since_s` grows, and with it the predicted load, until
         # computing is predicted to be quicker.
         return StepPlan(view.front, wait=True, load_from=view.first)
+    if mode == "auto" and left_s < costs.prefill.fixed_s:
+        # A short step makes one more step necessary.
+        return StepPlan(edge, load_from=view.first)
     return _towards(meet, edge, view, costs)
+
+
+def patience_s(
+    view: View, *, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
+) -> float:
+    """How long a prompt may still wait for loads instead of computing: until it is one step later
+    than if it had computed everything since it first relied on loads."""
+    total, cost = view.prompt_tokens, costs.prefill
+    start = view.front if progress.relied_from is None else progress.relied_from
+    latest_s = cost.span_s(start, total, chunk_tokens) - progress.relied_s
+    latest_s += cost.step_s(view.front, min(view.front + chunk_tokens, total))
+    rest = Span(view.front, total)
+    return latest_s - _compute_s(view, _attachable(view), rest, chunk_tokens, costs)
 
 
 def island_start(view: View) -> int:
@@ -330,6 +351,19 @@ def _towards(meet: int, edge: int, view: View, costs: PromptCosts) -> StepPlan:
         sure = view.front + int((meet - view.front) * (1 - error))
         stop = max(smallest, sure - sure % size)
     return StepPlan(stop, load_from=load_from)
+
+
+def _compute_s(
+    view: View, marked: bytes, span: Span, chunk_tokens: int, costs: PromptCosts
+) -> float:
+    """The time to compute the tokens of `span` that are not in marked blocks."""
+    total = 0.0
+    at = span.start
+    while at < span.stop:
+        begin, end = _next_run(view, marked, at)
+        total += costs.prefill.span_s(at, min(begin, span.stop), chunk_tokens)
+        at = end
+    return total
 
 
 def _attachable(view: View) -> bytes:

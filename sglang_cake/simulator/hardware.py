@@ -12,8 +12,8 @@ experts for one token and all for many. N GPUs in tensor parallel are N x SCALIN
 
 The matmul rate is SERVED times the measured rate of the largest matmul on that GPU: 0.86 of the
 peak on an A100, 0.80 on an H100 or H200, 0.78 on a B200, 0.60 on an MI300X (Bekman, "Machine
-Learning Engineering", table of maximum achievable matmul FLOPS; BF16). 0.75 of it is 0.65 of an
-A100's peak, as Cake's tables show (vLLM 0.6.2), and 0.60 of an H100's. GPUs without a measurement
+Learning Engineering", table of maximum achievable matmul FLOPS; BF16). 0.72 of it is 0.62 of an
+A100's peak, as Cake's tables show (vLLM 0.6.2), and 0.58 of an H100's. GPUs without a measurement
 have REACHED. A mixture of experts has EXPERTS of that rate: a chunk leaves each expert few tokens.
 SGLang reports 52,300 tokens/s of DeepSeek-V3 on 8 H100, 0.49 of the peak, with large batches over
 96 GPUs (lmsys.org, 2025-05-05); one prompt alone does not fill them.

@@ -136,12 +136,20 @@ class LivePrompt:
     since_s: float | None = None
     begun: bool = False
     waits_since_s: float | None = None
+    relied_from: int | None = None  # as in `LoadProgress`
+    relied_since_s: float = 0.0
     decoded: int = 0
     reading: set[int] = field(default_factory=set)
 
     def progress(self, now: float) -> LoadProgress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
-        return LoadProgress(since_s, self.begun, self.load_from)
+        return LoadProgress(
+            since_s,
+            self.begun,
+            self.load_from,
+            relied_from=self.relied_from,
+            relied_s=max(0.0, now - self.relied_since_s) if self.relied_from is not None else 0.0,
+        )
 
     @property
     def in_prefill(self) -> bool:
@@ -517,6 +525,9 @@ class SimulatedServer:
             progress=live.progress(now),
         )
         live.planned = True
+        front, total = live.meet.front, live.result.prompt.prompt_tokens
+        if live.relied_from is None and step.stop < min(front + left, total):
+            live.relied_from, live.relied_since_s = front, now + self._busy_s
         if step.load_from is None:
             self._stop(live, overdue=step.overdue)
         live.load_from = step.load_from

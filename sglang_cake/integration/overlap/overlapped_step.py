@@ -32,7 +32,7 @@ from sglang_cake.integration.overlap.partial_forward import (
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.loader import BlockRead, Loader
-from sglang_cake.loading.planner import overlap_span
+from sglang_cake.loading.planner import overlap_span, patience_s
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -224,10 +224,12 @@ class OverlapRunner:
         if lent is None:
             return None
         step_s = costs.prefill.step_s(span.stop, len(record.tokens))
-        # The loads should be over within a step, as far as predictions hold. A longer wait could
-        # cost more than a step on top of the time without a store.
-        patience_s = step_s * (1 + min(costs.load.error, MOST_SLACK))
-        self._step = OverlappedStep(record, span, needed, patience_s, lent)
+        # The loads should be over within a step, as far as predictions hold.
+        left_s = patience_s(
+            record.meet.view(), chunk_tokens=chunk_tokens, costs=costs, progress=record.progress
+        )
+        most_s = min(left_s, step_s * (1 + min(costs.load.error, MOST_SLACK)))
+        self._step = OverlappedStep(record, span, needed, most_s, lent)
         return span
 
     def confirm(self, req: "Req") -> torch.Tensor:

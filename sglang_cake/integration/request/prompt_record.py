@@ -85,6 +85,7 @@ class LocalLoads:
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
+        late: its loads were given up, since a block was overdue.
         stored: the answer of the lookup; None: under way.
         ends: behind which full blocks an end state is stored, as far as the lookup says.
         last_fetched_s: when the last block was fetched.
@@ -94,6 +95,7 @@ class LocalLoads:
     served_since_s: float
     fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    late: bool = False
     stored: tuple[bool, ...] | None = None
     ends: tuple[bool, ...] = ()
     last_fetched_s: float = 0.0
@@ -115,6 +117,7 @@ class AgreedLoads:
             since the last fetched block, or since the link put this prompt first, whichever is
             later. 0 while the link serves other prompts first.
         first_poll_s: the shared clock at the first update.
+        now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
     """
 
@@ -125,6 +128,7 @@ class AgreedLoads:
     begun: bool = False
     elapsed_s: float = 0.0
     first_poll_s: float | None = None
+    now_s: float = 0.0
     load_from: int | None = None
 
     def apply(self, update: LoadUpdate) -> None:
@@ -132,6 +136,7 @@ class AgreedLoads:
         self.cost = update.cost
         self.elapsed_s = update.elapsed_s
         self.first_poll_s = self.first_poll_s or update.now_s
+        self.now_s = update.now_s
         self.begun |= bool(update.fetched)
         if update.stored is not None:
             self.lookup_done = True
@@ -165,12 +170,16 @@ class QueueState:
         planned: a step of the request was planned since the last poll.
         times_requeued: how often it went back to the queue between two chunks.
         remaining_s: predicted time to the end of its prefill.
+        relied_from: as in `LoadProgress`.
+        relied_since_s: the shared clock when that step could begin.
     """
 
     yielded: bool = False
     planned: bool = False
     times_requeued: int = 0
     remaining_s: float = 0.0
+    relied_from: int | None = None
+    relied_since_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -253,7 +262,15 @@ class PromptRecord:
     @property
     def progress(self) -> LoadProgress:
         """How its loads come on, as agreed."""
-        return LoadProgress(self.agreed.elapsed_s, self.agreed.begun, self.agreed.load_from)
+        agreed, queue = self.agreed, self.queue
+        relied = queue.relied_from is not None
+        return LoadProgress(
+            agreed.elapsed_s,
+            agreed.begun,
+            agreed.load_from,
+            relied_from=queue.relied_from,
+            relied_s=max(0.0, agreed.now_s - queue.relied_since_s) if relied else 0.0,
+        )
 
     @property
     def rest_of_loads_s(self) -> float:
@@ -317,6 +334,16 @@ class PromptRecord:
             chunk_tokens=chunk_tokens,
         )
         return replace(queue_entry, yielded=self.queue.yielded)
+
+    def planned(self, step: StepPlan, chunk_tokens: int, costs: PromptCosts) -> None:
+        """`step` is planned for the request, where it could compute `chunk_tokens`."""
+        queue, view = self.queue, self.meet.view()
+        edge = min(view.front + chunk_tokens, view.prompt_tokens)
+        queue.planned = True
+        queue.yielded |= step.wait
+        if queue.relied_from is None and step.stop < edge:
+            queue.relied_from = view.front
+            queue.relied_since_s = self.agreed.now_s + costs.backlog_s
 
     # ---- what is asked of the link; called by `LoaderInbox` ----
 

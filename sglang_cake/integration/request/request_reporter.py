@@ -12,6 +12,8 @@ from sglang_cake.loading.cost_model import PromptCosts
 
 logger = logging.getLogger("sglang_cake")
 
+LATE_EVERY_S = 60.0  # between two log lines about late loads
+
 _TRACE = "--cake-trace-file"
 BOUNDARY.hooks[_TRACE] = []
 
@@ -28,6 +30,8 @@ class RequestReporter:
     def __init__(self, trace_path: str | None, *, speaks: bool, metrics: Metrics | None) -> None:
         self._speaks = speaks
         self._metrics = metrics
+        self._late = 0  # requests since the last log line about late loads
+        self._late_line_s: float | None = None
         self._trace: IO[str] | None = None
         if trace_path and speaks:
             self._trace = open(trace_path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -48,6 +52,23 @@ class RequestReporter:
         """A scheduling step is over in which cake took `overhead_s`; None: it had nothing to do."""
         if self._metrics is not None:
             self._metrics.publish(step_overhead_s=overhead_s, costs=costs)
+
+    def late(self, record: PromptRecord) -> None:
+        """The loads of the request are given up, since a block is overdue. Of many such requests in
+        LATE_EVERY_S, only the first one gets a log line."""
+        self._late += 1
+        now_s = time.monotonic()
+        if self._late_line_s is None or now_s - self._late_line_s >= LATE_EVERY_S:
+            if self._speaks:
+                logger.warning(
+                    "cake: reads timed out: no block came in %.2f s, so the rest of request %s is "
+                    "computed (%d requests since the last such line)",
+                    record.local_elapsed_s(),
+                    record.rid,
+                    self._late,
+                )
+            self._late_line_s = now_s
+            self._late = 0
 
     def prefilled(self, record: PromptRecord) -> None:
         """The last prefill step of the request is scheduled."""

@@ -394,10 +394,10 @@ class Coordinator:
         record.queue.remaining_s = self.step_costs.remaining_s(record)
         if record.stats.predicted_s is None:
             record.stats.predicted_s = record.local_waited_s() + record.queue.remaining_s
-        step = record.next_step(self._config.mode, chunk_tokens, self.step_costs.costs(record))
+        costs = self.step_costs.costs(record)
+        step = record.next_step(self._config.mode, chunk_tokens, costs)
         self.waiting |= step.wait
-        record.queue.yielded |= step.wait
-        record.queue.planned = True
+        record.planned(step, chunk_tokens, costs)
         self.inbox.set_load_from(record, step.load_from, overdue=step.overdue)
         return step if record.loading else None
 

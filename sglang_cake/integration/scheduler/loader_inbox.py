@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from sglang_cake.core.config import CakeConfig
+from sglang_cake.core.counters import LATE
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.request.request_reporter import RequestReporter
@@ -92,6 +93,8 @@ class LoaderInbox:
     ) -> None:
         """From now on blocks from `block` on are worth loading; None: no block is. If a block is
         overdue as well, none will be asked for again."""
+        if overdue and block is None:
+            self._late(record)
         record.set_load_from(block)
         if overdue and block is None:
             self._loader.fence(record.load_id, record.meet.blocks)
@@ -140,6 +143,11 @@ class LoaderInbox:
         for block in [b for b in record.local.fetched if meet.state(b) is BlockState.GONE]:
             self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
 
+    def _late(self, record: PromptRecord) -> None:
+        if not record.local.late:
+            record.local.late = True
+            self._reporter.late(record)
+
     def _receive(self, event: LoaderEvent) -> None:
         record = self._records.get(event.load_id)
         if record is None or record.stats.prefill_s is not None:
@@ -154,5 +162,7 @@ class LoaderInbox:
             record.local.last_fetched_s = max(record.local.last_fetched_s, event.at_s)
             self._reporter.trace(record, "land", at_s=event.at_s, block=event.block)
         else:
+            if event.reason == LATE:
+                self._late(record)
             record.local.failed.add(event.block)
             self._reporter.trace(record, "lost", block=event.block, reason=event.reason)

@@ -319,7 +319,11 @@ class NewFile:
         rest = [view for view in views if len(view)]
         while rest:
             check_stop(stop)
-            written = self._write([*rest[:-1], rest[-1][:PIECE_BYTES]])
+            try:
+                written = self._write([*rest[:-1], rest[-1][:PIECE_BYTES]])
+            except OSError as error:  # of a descriptor: it names no file
+                error.filename = self._name
+                raise
             if written == 0:
                 raise OSError(errno.EIO, "the file takes no more bytes")
             rest = _after(rest, written)
