@@ -377,7 +377,8 @@ class SimulatedServer:
                     costs=replace(costs, backlog_s=backlog_s),
                     progress=live.progress(now),
                 )
-                if loads != (live.load_from is not None):
+                load_from = 0 if loads else None
+                if load_from != live.load_from:
                     changed = True
                     if loads:
                         live.load_from = 0

@@ -30,7 +30,7 @@ def environment(folder: Path, model: Path) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder),
         "MODEL": str(model),
-        "SGLANG_CAKE_MODE": "both",  # this model computes faster than most disks are read
+        "SGLANG_CAKE_MODE": "load",  # this model may compute faster than a disk is read
     }
 
 

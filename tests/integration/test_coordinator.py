@@ -167,6 +167,27 @@ def test_coordinator_computing_and_loading_meet_in_one_prompt(harness: Coordinat
     harness.all_back()
 
 
+def test_coordinator_prompt_planned_and_not_scheduled_is_loaded_wholly(
+    harness: CoordinatorHarness,
+) -> None:
+    """SGLang found no memory for its step, so that nothing is computed for a while."""
+    req = req_of(8.5)
+    keys = harness.fill(req.origin_input_ids, set(range(8)))
+    harness.arrive(req)
+    harness.coordinator.poll([req.rid])
+    plan = harness.coordinator.plan(req, CHUNK)
+    assert plan is not None
+    assert plan.load_from is not None
+    assert plan.load_from > 0
+    harness.open(*keys)
+    for _ in range(12):
+        harness.coordinator.poll([req.rid])
+        harness.settle()
+    assert harness.coordinator.placed_tokens == 8 * BLOCK
+    harness.leave(req)
+    harness.all_back()
+
+
 @pytest.fixture
 def auto() -> Iterator[CoordinatorHarness]:
     """Four blocks and a half are computed in 0.072 s, before one is loaded."""

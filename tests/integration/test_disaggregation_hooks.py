@@ -2,7 +2,7 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,14 +152,20 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
     class Launcher:
         """A copier whose copies end when a test says so."""
 
-        launched = 0
+        count = 0
 
         def check(self) -> None:
             pass
 
+        def found_no_memory(self) -> bool:
+            return False
+
+        def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
+            return [copy.launched(None) for copy in copies]
+
         def load(self, copy: SlotCopy, staged: Any) -> None:
-            self.launched += 1
-            number = self.launched
+            self.count += 1
+            number = self.count
             event: Any = SimpleNamespace(query=lambda: number in ended)
             copy.start(lambda: Copy(event, event, number=number))
 

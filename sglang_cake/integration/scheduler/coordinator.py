@@ -576,9 +576,11 @@ class Coordinator:
         for record in live:
             if record.rid in chosen and record.meet.pending:
                 loads = self.step_costs.should_load(record, self._config.mode, ahead)
-                if record in found or loads != (record.agreed.load_from is not None):
+                # As long as no step is planned, for want of memory perhaps, all of it is loaded.
+                load_from = 0 if loads else None
+                if record in found or load_from != record.agreed.load_from:
                     overdue = self.step_costs.is_overdue(record)
-                    self.inbox.set_load_from(record, 0 if loads else None, overdue=overdue)
+                    self.inbox.set_load_from(record, load_from, overdue=overdue)
                     record.queue.remaining_s = self.step_costs.remaining_s(record)
             record.queue.planned = False
             ahead += record.device_work
