@@ -152,7 +152,7 @@ class CakeConfig:
         "URL,...",
         "Where KV is stored: file:///folder?capacity=500GB, http://host:8700, s3://bucket/prefix, "
         "mooncake://host:50051, memory://64GB, or several of them as tiers, fastest first. "
-        "Default: a folder in the user's cache folder, with at most half of the disk.",
+        "Default: a folder in the user's cache folder, with at most half of the free space.",
     )
     mode: Literal["auto", "both", "compute", "load"] = _setting(
         "auto",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_cake.cli import PIPE_STATUS, main
+from sglang_cake.simulator.hardware import UNSURE
 from sglang_cake.simulator.shapes import MODELS
 
 
@@ -17,6 +18,35 @@ def planned(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     assert main(["plan", *args, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+@pytest.mark.parametrize(
+    ("args", "store", "load_s", "cake_s"),
+    [
+        ("--model llama-3.1-8b --gpu h100", "nvme-gen4", 0.314, 0.187),
+        ("--model llama-3.1-8b --gpu h100", "25gbe", 0.738, 0.291),
+        ("--model llama-3.1-8b --gpu h100", "100gbe", 0.190, 0.135),
+        ("--model llama-3.1-70b --gpu h100 --gpus 8", "nvme-gen4", 0.776, 0.379),
+        ("--model llama-3.1-70b --gpu h100 --gpus 8", "25gbe", 1.84, 0.534),
+        ("--model llama-3.1-70b --gpu h100 --gpus 8", "100gbe", 0.473, 0.286),
+        ("--model qwen3-32b --gpu a100", "nvme-gen4", 0.648, 0.586),
+        ("--model qwen3-32b --gpu a100", "25gbe", 1.50, 1.20),
+        ("--model qwen3-32b --gpu a100", "100gbe", 0.400, 0.377),
+        # Twice the loads of the estimate: 16 GPUs share 8 heads of KV, so each is stored twice.
+        ("--model llama-3.1-405b --gpu h100 --gpus 16", "25gbe", 2 * 2.91, None),
+        # Each of the eight ranks reads all of the latent rows.
+        ("--model deepseek-v3 --gpu h200 --gpus 8", "25gbe", 3.1, None),
+    ],
+)
+def test_plan_times_are_within_30_percent_of_hand_estimates(
+    args: str, store: str, load_s: float, cake_s: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16k tokens; by somebody who took 60 % of the peak for matmuls, and 55 % for attention."""
+    found = planned(capsys, *args.split(), "--store", store, "--prompt-tokens", "16k")
+    [row] = found["prompts"]
+    assert 1 / UNSURE <= row["load"] / load_s <= UNSURE
+    if cake_s is not None:
+        assert 1 / UNSURE <= row["cake"] / cake_s <= UNSURE
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from storetools import refusal_of
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.stores.base import StoreStats
 from sglang_cake.stores.file import file_store as source_module
 from sglang_cake.stores.file.disk import file_system_type
 from sglang_cake.stores.file.file_store import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
@@ -184,15 +185,25 @@ def test_store_url_random_text_gives_sources_or_one_error_line(text):
         assert all(source.path.is_absolute() for source in sources)
 
 
-def test_default_source_is_in_the_cache_folder_and_leaves_a_fifth_free(monkeypatch, tmp_path):
+@pytest.mark.parametrize("own_bytes", [None, 96000])
+def test_default_source_takes_half_of_the_room_and_leaves_a_fifth_free(
+    own_bytes, monkeypatch, tmp_path
+):
+    """Of the space that is free or its own, however full of other files the disk is."""
+
     class Stat:
-        f_blocks, f_frsize = 1000, 4096
+        f_blocks, f_bavail, f_frsize = 1000, 250, 4096
 
     asked = []
     monkeypatch.setattr(source_module.os, "statvfs", lambda path: asked.append(path) or Stat())
+    stats = StoreStats(used_bytes=own_bytes)
+    monkeypatch.setattr(source_module.scan, "stats_in", lambda path: stats)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    room_bytes = 1024000 + (own_bytes or 0)
     expected = FileSource(
-        tmp_path / "sglang_cake/store", min_free_bytes=819200, capacity_bytes=2048000
+        tmp_path / "sglang_cake/store",
+        min_free_bytes=room_bytes // 5,
+        capacity_bytes=room_bytes // 2,
     )
     assert default_source() == expected
     assert asked == [tmp_path]  # the nearest folder that is there

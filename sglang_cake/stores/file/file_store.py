@@ -358,7 +358,7 @@ def _path(url: StoreUrl) -> Path:
 def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
     """The store without `--cake-store`: in the user's cache folder.
 
-    It takes at most half of the disk, and keeps a fifth free.
+    Of the disk's space that is free or its own now, it takes at most half, and keeps a fifth free.
     Raises: ConfigError if there is no home folder, or the size of its disk is unknown.
     """
     try:
@@ -367,10 +367,11 @@ def default_source(policy: str = DEFAULT_POLICY) -> FileSource:
         disk = os.statvfs(there)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"no default store ({error}): name one, as file:///nvme/kv") from None
-    size_bytes = disk.f_blocks * disk.f_frsize
+    own_bytes = scan.stats_in(path).used_bytes or 0
+    room_bytes = disk.f_bavail * disk.f_frsize + own_bytes
     return FileSource(
         path,
-        min_free_bytes=int(size_bytes * DEFAULT_MIN_FREE_SHARE),
-        capacity_bytes=int(size_bytes * DEFAULT_SHARE),
+        min_free_bytes=int(room_bytes * DEFAULT_MIN_FREE_SHARE),
+        capacity_bytes=int(room_bytes * DEFAULT_SHARE),
         policy=policy,
     )
