@@ -49,14 +49,19 @@ def port() -> int:
 
 
 @pytest.fixture(scope="module")
+def env(standins: dict[str, str]) -> dict[str, str]:
+    return standins | {"CAKE_TEST_DISAGGREGATION": "1"}
+
+
+@pytest.fixture(scope="module")
 def prefill(
-    start: Start, models: dict[str, Path], store: Path, standins: dict[str, str], port: int
+    start: Start, models: dict[str, Path], store: Path, env: dict[str, str], port: int
 ) -> Iterator[Live]:
     flags = (
         *(*COMMON, "--disaggregation-mode", "prefill", "--cake-mode", "load"),
         *("--disaggregation-bootstrap-port", str(port)),
     )
-    env = standins | {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": str(STARTS_OVER)}
+    env = env | {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": str(STARTS_OVER)}
     with start(models["first"], flags, store=store, bandwidth="2MB/s", env=env) as live:
         yield live
 
@@ -81,7 +86,7 @@ def test_prefill_server_alone_loads_what_an_ordinary_server_stored(
 
 @pytest.fixture(scope="module")
 def racing_pair(
-    start: Start, models: dict[str, Path], store: Path, standins: dict[str, str], pair: "Pair"
+    start: Start, models: dict[str, Path], store: Path, env: dict[str, str], pair: "Pair"
 ) -> Iterator["Pair"]:
     """The same decode server, and a prefill server in the default mode, on a slow link."""
     port = free_port()
@@ -89,7 +94,7 @@ def racing_pair(
         *(*COMMON, "--disaggregation-mode", "prefill"),
         *("--disaggregation-bootstrap-port", str(port)),
     )
-    with start(models["first"], flags, store=store, bandwidth="1MB/s", env=standins) as live:
+    with start(models["first"], flags, store=store, bandwidth="1MB/s", env=env) as live:
         yield Pair(live, pair.decode, port)
 
 
@@ -134,7 +139,7 @@ def pair(
     start: Start,
     models: dict[str, Path],
     store: Path,
-    standins: dict[str, str],
+    env: dict[str, str],
     prefill: Live,
     port: int,
 ) -> Iterator[Pair]:
@@ -143,7 +148,7 @@ def pair(
         *("--disaggregation-decode-enable-radix-cache",),
         *("--disaggregation-decode-retraction-backup", "none"),
     )
-    with start(models["first"], flags, store=store, env=standins) as decode:
+    with start(models["first"], flags, store=store, env=env) as decode:
         yield Pair(prefill, decode, port)
 
 

@@ -1,5 +1,9 @@
 """What prefill and decode servers need on a CPU: SGLang records CUDA events for what they send,
-and copies the numbers of pages into pinned memory. A plugin of SGLang, used only by tests."""
+and copies the numbers of pages into pinned memory. A plugin of SGLang, used only by tests, with
+CAKE_TEST_DISAGGREGATION set.
+"""
+
+import os
 
 import torch
 
@@ -21,7 +25,7 @@ class NoEvent:
 
 
 def register() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or "CAKE_TEST_DISAGGREGATION" not in os.environ:
         return
     torch.cuda.Event = NoEvent  # type: ignore[assignment,misc]
     try:
