@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import asyncio
 import os
 import re
 
@@ -71,6 +72,11 @@ def pytest_collection_modifyitems(config, items):
     """What takes long first, so that no worker is left alone with it at the end."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: (_unit(item.nodeid) != SHARED, SHARED not in item.nodeid))
+
+
+def pytest_runtest_setup():
+    # SGLang's modules make uvloop the loop of their process when they are imported.
+    asyncio.set_event_loop_policy(None)
 
 
 @pytest.hookimpl(wrapper=True)
