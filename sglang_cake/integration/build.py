@@ -45,7 +45,7 @@ from sglang_cake.integration.memory.end_states import (
     RecurrentStates,
     WindowRows,
 )
-from sglang_cake.integration.memory.host_pools import host_pools
+from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.memory.kv_shard import machine_schedulers, shard_of
 from sglang_cake.integration.metrics import (
@@ -380,6 +380,7 @@ class CakeService:
             self.setting,
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
+            pin=partial(pin, device=self.kv.device) if self.kv.device.type == "cuda" else None,
         )
         return open_blocks(
             [LazySource(source) for source in sources],
