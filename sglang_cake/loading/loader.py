@@ -31,6 +31,7 @@ from sglang_cake.stores.request_facts import RequestFacts
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001  # a link without reads for less than this was not idle
+LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
 
 
 # ---- events ----
@@ -280,6 +281,7 @@ class _PromptQueue:
         end_keys: keys of the target's end blocks. They are taken to be in the tier of the block
             before them.
         asked: with end states, all indices that were ever in `todo`.
+        lent: blocks that the store lends and that are not copied to the device yet.
     """
 
     request: LoadRequest
@@ -295,6 +297,7 @@ class _PromptQueue:
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
+    lent: int = 0
 
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
@@ -393,7 +396,7 @@ class Loader:
         self._order: tuple[str, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
         self._last_fetched_s = 0.0
-        self._lent_blocks = 0  # I/O thread only
+        self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
         self._fits = LoadFits(prior, least_limit_s)  # I/O thread only
 
     # ---- scheduler thread ----
@@ -562,11 +565,12 @@ class Loader:
 
     def _pump(self) -> None:
         """Take what the store has in memory, and start reads."""
-        lent = self._lent_blocks
         self._start_reads()
-        if self._lent_blocks != lent:
+        if self._borrowers:
             self._count_costs(time.monotonic())
-            self._wake()
+            if not all(queue.reads or queue.asks for queue in self._borrowers):
+                self._wake()
+            self._borrowers.clear()
 
     def _start_reads(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
@@ -586,7 +590,7 @@ class Loader:
     def _next_queue(self) -> _PromptQueue | None:
         # Waiting prompts leave the last buffers to the one that is served first.
         for queue in self._queues:
-            if queue.asks:
+            if queue.asks and not self._is_ahead(queue):
                 first = self._ranks.get(queue.request.load_id) == 0
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
@@ -594,6 +598,14 @@ class Loader:
                 if first or left > self._staging.capacity // 4:
                     return queue
         return None
+
+    def _is_ahead(self, queue: _PromptQueue) -> bool:
+        """Whether enough lent blocks of a prompt wait for their copies. Without this bound all of
+        them would be there at once, and the device would wait for the copies instead of computing.
+        """
+        ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
+        # End blocks are not copied before the last of them is there.
+        return queue.lent >= max(self._depth, ahead) and queue.todo[-1] < queue.request.blocks
 
     def _reorder(self, queues: Sequence[_PromptQueue]) -> None:
         self._ranks = {queue.request.load_id: rank for rank, queue in enumerate(queues)}
@@ -636,13 +648,18 @@ class Loader:
         if lent is None:
             return False
 
+        counted = block < queue.request.blocks
+        queue.lent += counted
+
+        def back(staged: StagedBlock) -> None:
+            queue.lent -= counted
+            self._forget(key, staged)
+
         staged = StagedBlock(
-            lent.buffer,
-            lambda _: lent.release(),
-            lambda staged: self._io.post(self._forget, key, staged),
+            lent.buffer, lambda _: lent.release(), lambda staged: self._io.post(back, staged)
         )
         self._staged[key] = staged
-        self._lent_blocks += 1
+        self._borrowers.add(queue)
         self._arrived(queue, block, staged)
         now_s = self._last_fetched_s = time.monotonic()
         # The copies to the device are all that such blocks wait for, one after another.

@@ -489,11 +489,11 @@ class LendingStore(PassingStore):
 def test_loader_lent_blocks_take_no_read_and_no_buffer(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
-    harness = harness_of(buffers=1, depth=1)
+    harness = harness_of(buffers=1, depth=7)
     tokens = tokens_of(0, 9)
     keys = harness.fill(tokens)
     store = LendingStore(harness.recorded, keys)
-    harness.loader = harness.new_loader(store, depth=1)
+    harness.loader = harness.new_loader(store, depth=7)
     harness.loader.copied(0.25)
     harness.begin("a", tokens, first=2)
     assert harness.landed() == [("a", block) for block in range(8, 1, -1)]
@@ -501,7 +501,7 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     assert harness.read_keys() == []
     assert harness.pool.free == 1
     assert harness.loader.cost.block_s == 0.25, "they wait for their copies alone"
-    assert harness.wakes > 0
+    assert harness.wakes == 2, "the lookup, and the last block"
     assert store.given_back == []
     harness.begin("b", tokens, first=8)
     assert harness.landed() == [("b", 8)]
@@ -512,13 +512,35 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     assert harness.wasted() == {}, "nothing crossed a link"
 
 
+@pytest.mark.parametrize("copy_s", [0.0, 0.1, 0.002])
+def test_loader_lends_a_prompt_as_many_blocks_as_are_copied_soon(
+    harness: LoaderHarness, copy_s: float
+) -> None:
+    ahead = 5 if copy_s == 0.002 else 2  # 10 ms of copies, and the depth at least
+    one, other = tokens_of(0, 12), tokens_of(1, 12)
+    keys = [*harness.fill(one), *harness.fill(other)]
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, keys))
+    if copy_s:
+        harness.loader.copied(copy_s)
+    harness.begin("a", one)
+    assert harness.landed() == [("a", block) for block in range(11, 11 - ahead, -1)]
+    harness.begin("b", other)
+    assert len(harness.landed()) == ahead, "one prompt does not wait for the other's copies"
+    harness.release()
+    assert len(harness.landed()) == 2 * ahead
+    assert harness.read_keys() == []
+
+
 def test_loader_blocks_that_are_not_lent_are_read(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     harness.open(*keys)
     harness.loader = harness.new_loader(LendingStore(harness.recorded, keys[2:]))
     harness.begin("a", tokens)
-    assert sorted(harness.landed()) == [("a", block) for block in range(4)]
+    assert harness.landed() == [("a", 3), ("a", 2)]
+    assert harness.read_keys() == []
+    harness.release()
+    assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
     assert harness.read_keys() == [keys[1], keys[0]]
 
 
