@@ -1,10 +1,11 @@
 """Serving from host memory and a disk: Cake's tiers beside HiCache's, and beside a device for all.
 
-    python -m benchmarks.bench_memory_tier [--small] [--out FILE]
+    python -m benchmarks.bench_memory_tier [--small] [--out FILE] [--docs]
 
 The workloads are those of `bench_serving` (shared prefixes, and three turns). The device holds two
-prompts, and host memory twice as much; both are far smaller than what is shared. Everything is in
-files too, behind a link on which loading a shared prefix takes as long as computing it:
+prompts of nominal length, and host memory twice as much; both are far smaller than what is shared.
+(Prompts are sent as text, and have up to twice as many tokens as asked for.) Everything is in files
+too, behind a link on which loading a shared prefix takes as long as computing it:
 
     off          stock SGLang: what the device does not hold is computed
     file         Cake, `file://`
@@ -18,35 +19,67 @@ every rate. Reported: mean and p99 of TTFT, and their ratios to the best HiCache
 
 `writes` has the file store's puts through the page cache and past it, as they are behind a tier in
 memory: seconds of processor time per GB, and GB/s until the disk has all.
+
+`reads` has blocks in memory on their way to the place where the device has them: `memcpy` is the
+copy alone, `lent` the loader with blocks that memory lends it, `copied` the loader with blocks that
+are copied into staging before. All three make the last copy in the main thread.
 """
 
 import argparse
 import asyncio
 import contextlib
+import functools
+import itertools
 import os
+import statistics
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-from benchmarks import bench_serving, facts, servers, stats
-from benchmarks.bench_serving import CHUNK, FULL, QUESTION, SMALL, TURNS, measure
+from benchmarks import bench_serving, documents, facts, servers, stats
+from benchmarks.bench_serving import (
+    CHUNK,
+    LIMIT_S,
+    QUESTION,
+    SMALL,
+    TURNS,
+    measure,
+)
 from benchmarks.bench_ttft import HICACHE_FLAGS, POLICIES
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.buffers import on_page
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.buffers import BufferPool, copy_in_pieces, on_page
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.host_memory import HostArena
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
+from sglang_cake.stores.base import Store
 from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.memory.host_memory_store import HostMemorySource
+from sglang_cake.stores.wrapper_store import WrapperStore
 
 HICACHE = tuple(f"hicache-{policy}" for policy in POLICIES)
 ARMS = ("off", "file", "memory", *HICACHE, "everything")
 HOST_RATIO = int(HICACHE_FLAGS[HICACHE_FLAGS.index("--hicache-ratio") + 1])  # to the device
+# All arms take 10 minutes on two quiet cores.
+SIZES = SMALL | {"groups": 12, "prompts": 1, "rates": [3.0], "repeats": 2, "name": "cpu"}
+SIZES_SMALL = SIZES | {"repeats": 1, "name": "small"}
 TIMES = ("ttft_mean_ms", "ttft_p99_ms")
+DOC = facts.ROOT / "docs" / "tiers.md"
+READ = {"block_bytes": 16 << 20, "blocks": 32}
+READ_SMALL = {"block_bytes": 1 << 20, "blocks": 16}
+READ_ROUNDS = 5
+READ_DEPTH = 8
 WRITTEN = {"block_bytes": 16 << 20, "blocks": 128}
 WRITTEN_SMALL = {"block_bytes": 1 << 20, "blocks": 64}
 
@@ -58,21 +91,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--small", action="store_true", help="few prompts, one rate, one repeat")
+    parser.add_argument("--small", action="store_true", help="one repeat")
     parser.add_argument("--arms", default=",".join(ARMS), help="to run, default all")
     parser.add_argument("--groups", type=int, metavar="N", help="that share a prefix (default 12)")
-    parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 0.5,2")
+    parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 3")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each run (default 2)")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/tiers.md")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    sizes = SMALL | {"groups": 12, "prompts": 1} if args.small else FULL | {"groups": 12}
-    for name, value in sizes.items():
+    for name, value in (SIZES_SMALL if args.small else SIZES).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.arms, args.workloads = args.arms.split(","), list(TURNS)
-    if args.repeats < 1 or not set(args.arms) <= set(ARMS):
-        parser.error(f"needs a repeat, and arms of {', '.join(ARMS)}")
+    if args.repeats < 1 or not {ARMS[0]} <= set(args.arms) <= set(ARMS):
+        parser.error(
+            f"needs a repeat, and arms of {', '.join(ARMS)}, with {ARMS[0]}, which sets the link"
+        )
     args.out = args.out or facts.RESULTS / f"memory-tier-{args.name}.json"
     return args
 
@@ -187,6 +222,97 @@ def writes(folder: Path, *, block_bytes: int, blocks: int) -> list[dict[str, Any
     return [asyncio.run(put_all(direct)) for direct in (False, True)]
 
 
+def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]:
+    """Blocks of a store in memory, read by a loader, three ways in turn."""
+    tokens = array("q", range(blocks))
+    layout = BlockLayout.plain(
+        layers=1, parts=(("kv", (block_bytes,)),), dtype="uint8", block_tokens=1
+    )
+    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+    chain = KeyChain(KeySeed(frame.digest), 1)
+    # Memory lends half of its blocks at most. What is not used is not allocated.
+    store = HostMemorySource(2 * blocks * block_bytes).open(frame, depth=READ_DEPTH)
+    staging = BufferPool(HostArena([block_bytes] * 2 * READ_DEPTH, prefault=True).buffers)
+    sources = [on_page(block_bytes) for _ in range(blocks)]
+    target = on_page(block_bytes)
+    io = IoThread("reads")
+    for key, source in zip(chain.of(tokens), sources, strict=True):
+        io.run(store.put(key, source), LIMIT_S)
+
+    def through_loader(read: Store, number: int) -> None:
+        arrived: SimpleQueue[StagedBlock] = SimpleQueue()
+
+        def take(block: int, staged: StagedBlock) -> bool:
+            arrived.put(staged)
+            return True
+
+        prior = LoadCost(0.0, 0.01, depth=READ_DEPTH)
+        loader = Loader(read, staging, io, Counters(), queue_depth=READ_DEPTH, prior=prior)
+        name = str(number)
+        loader.begin(LoadRequest(name, chain, tokens, blocks, 0, lambda *_: True, take=take))
+        for _ in range(blocks):
+            staged = arrived.get()
+            copy_in_pieces(target, staged.buffer.view, lambda: None)
+            staged.release(used=True)
+        loader.end(name)
+
+    def alone(number: int) -> None:
+        for source in sources:
+            copy_in_pieces(target, source, lambda: None)
+
+    ways = {
+        "memcpy": alone,
+        "lent": functools.partial(through_loader, store),
+        "copied": functools.partial(through_loader, WrapperStore(store)),
+    }
+    found = []
+    for number, name in itertools.product(range(rounds), ways):
+        began_s, began_cpu_s = time.monotonic(), time.process_time()
+        ways[name](number)
+        took_s, cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+        size_gb = blocks * block_bytes / 1e9
+        found.append(
+            {
+                "way": name,
+                "repeat": number,
+                "gb_per_s": round(size_gb / took_s, 3),
+                "cpu_s_per_gb": round(cpu_s / size_gb, 4),
+            }
+        )
+    io.run(store.close(), LIMIT_S)
+    io.close()
+    return found
+
+
+def documented(result: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/tiers.md, by name."""
+    heads = ["workload, requests/s", "arm", "TTFT ms", "p99", "to HiCache", "p99", "to everything"]
+    ratios = ("ttft_mean_to_hicache", "ttft_p99_to_hicache", "ttft_mean_to_everything")
+    cells = [
+        [
+            f"{row['workload']}, {row['rate']:g}",
+            row["arm"],
+            *(f"{row[name]:,.0f}" for name in TIMES),
+            *(f"{row[name]:.2f}" if name in row else "-" for name in ratios),
+        ]
+        for row in result["summary"]
+    ]
+    ways = [
+        [
+            way,
+            *(
+                f"{statistics.median(r[name] for r in result['reads'] if r['way'] == way):.3f}"
+                for name in ("gb_per_s", "cpu_s_per_gb")
+            ),
+        ]
+        for way in dict.fromkeys(row["way"] for row in result["reads"])
+    ]
+    return {
+        "memory-tier": documents.table(heads, cells),
+        "memory-reads": documents.table(["way", "GB/s", "CPU s/GB"], ways, right=True),
+    }
+
+
 def run(args: argparse.Namespace, model: Path, work: Path, progress: ProgressLog) -> dict[str, Any]:
     """All arms; `off` first, which the bandwidth is measured on."""
     result: dict[str, Any] = {
@@ -194,9 +320,11 @@ def run(args: argparse.Namespace, model: Path, work: Path, progress: ProgressLog
         "shared_tokens": shared_tokens(args),
         "device_tokens": servers.pool_tokens(bench_serving.longest_tokens(args)),
         "balanced_bytes_per_s": round(1e9),
+        "reads": reads(**(READ_SMALL if args.small else READ), rounds=READ_ROUNDS),
         "writes": [],
         "runs": [],
     }
+    progress.say(f"reads: {result['reads']}")
     sizes = WRITTEN_SMALL if args.small else WRITTEN
     for repeat in range(args.repeats):
         for found in writes(work / f"puts-{repeat}", **sizes):
@@ -234,6 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with servers.fresh_folder("memory-tier") as work:
         result = run(args, servers.model(True), work, ProgressLog())
     print("", text(result["summary"]), "", sep="\n")
+    if args.docs:
+        documents.update(documented(result), DOC)
     return 0
 
 

@@ -20,9 +20,16 @@ from typing import Any
 
 from benchmarks import documents, facts
 from sglang_cake.cli.text_tables import table
+from sglang_cake.loading.cost_model import work_of
 from sglang_cake.loading.planner import Mode
+from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.testing.scheduler_loop import prompt
-from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, virtual_scheduler
+from sglang_cake.testing.virtual_gpu import (
+    BLOCK_TOKENS,
+    MODELS,
+    GpuModel,
+    virtual_scheduler,
+)
 
 BEFORE = facts.RESULTS / "virtual-gpu-before.json"
 REPORT = facts.REPORTS / "gpu.md"
@@ -32,6 +39,8 @@ BEFORE_GB_PER_S = 4  # of the store before
 TOKENS = 32768
 SHORT_TOKENS = 16384
 PROMPTS_BEFORE = 3
+BUSES_GB_PER_S = (25, 50)  # PCIe 4 and 5
+MEMORY_GB_PER_S = 20  # of copies within host memory by the store's threads: an assumption
 MODES: tuple[Mode, ...] = ("auto", "compute", "load")
 
 
@@ -78,6 +87,34 @@ def restored(model: GpuModel, link_gb_per_s: float, tokens: int) -> dict[str, An
     return found
 
 
+def in_memory(model: GpuModel, bus_gb_per_s: float, tokens: int) -> dict[str, Any]:
+    """A prompt in a tier in memory: lent to the copies, and copied into staging before.
+
+    `hicache_s` is a bound for SGLang's HiCache, which loads all before it computes the last token:
+    the layers cross the bus without a gap, and the forward follows them layer by layer.
+    """
+    bus = bus_gb_per_s * 1e9
+    load_s = tokens // BLOCK_TOKENS * model.layout.block_bytes / bus
+    last_s = model.prefill.work_s(work_of(tokens - 1, tokens))
+    follow_s = min(load_s, last_s) / model.layers
+    found: dict[str, Any] = {
+        "model": model.name,
+        "bus_gb_per_s": bus_gb_per_s,
+        "tokens": tokens,
+        "ideal_s": model.ideal_s(tokens, bus),
+        "hicache_s": PLAN_S + max(load_s, last_s) + follow_s,
+    }
+    for name, lends in (("lent_s", True), ("copied_s", False)):
+        with virtual_scheduler(
+            model,
+            link_bytes_per_s=MEMORY_GB_PER_S * 1e9,
+            dma_bytes_per_s=bus,
+            lends=lends,
+        ) as scheduler:
+            found[name] = scheduler.restore(tokens).ttft_s
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
     parser = argparse.ArgumentParser(
@@ -101,6 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             for tokens in lengths
             for model in models
             for link in links
+        ],
+        "in_memory": [
+            in_memory(model, bus, tokens)
+            for tokens in lengths
+            for model in models
+            for bus in BUSES_GB_PER_S
         ],
     }
     facts.write(args.out, result)
@@ -128,6 +171,7 @@ def tables(result: dict[str, Any], before: dict[str, Any]) -> dict[str, Table]:
         "shorter": (SHORT_HEADS, [short_row(cell) for cell in short]),
         "path": (PATH_HEADS, [path_row(cell) for cell in long]),
         "cold": cold_table(result["cold"], before),
+        "memory": (MEMORY_HEADS, [memory_row(cell) for cell in result["in_memory"]]),
     }
 
 
@@ -153,6 +197,30 @@ PATH_HEADS = [
     "their ms",
     "device memory, MiB",
 ]
+
+
+MEMORY_HEADS = [
+    "model, PCIe GB/s, tokens",
+    "T* s",
+    "lent s",
+    "T/T*",
+    "copied s",
+    "HiCache, at least s",
+    "lent to HiCache",
+]
+
+
+def memory_row(cell: dict[str, Any]) -> list[str]:
+    """Times of one cell."""
+    return [
+        f"{cell['model']}, {cell['bus_gb_per_s']:g}, {cell['tokens']:,}",
+        f"{cell['ideal_s']:.3f}",
+        f"{cell['lent_s']:.3f}",
+        f"{cell['lent_s'] / cell['ideal_s']:.3f}",
+        f"{cell['copied_s']:.3f}",
+        f"{cell['hicache_s']:.3f}",
+        f"{cell['lent_s'] / cell['hicache_s']:.2f}",
+    ]
 
 
 def short_row(cell: dict[str, Any]) -> list[str]:

@@ -297,6 +297,19 @@ def test_bench_memory_tier_writes_both_ways(tmp_path: Path) -> None:
     assert all(each["cpu_s_per_gb"] > 0 for each in found)
 
 
+def test_bench_memory_tier_reads_blocks_three_ways_and_documents_them() -> None:
+    found = bench_memory_tier.reads(block_bytes=8192, blocks=6, rounds=2)
+    assert [each["way"] for each in found] == ["memcpy", "lent", "copied"] * 2
+    assert all(each["gb_per_s"] > 0 for each in found)
+    row = {"workload": "multi-turn", "rate": 2.0, "arm": "memory"}
+    row |= {"ttft_mean_ms": 1234.0, "ttft_p99_ms": 5.0, "ttft_mean_to_hicache": 0.5}
+    texts = bench_memory_tier.documented({"summary": [row], "reads": found})
+    assert "| multi-turn, 2 | memory | 1,234 | 5 | 0.50 | - | - |" in texts["memory-tier"]
+    assert texts["memory-reads"].count("\n") == 4
+    for name in texts:
+        assert f"<!-- {name} -->" in bench_memory_tier.DOC.read_text()
+
+
 def test_bench_serving_command_calls_the_sglang_benchmark() -> None:
     args = bench_serving.parse_args(["--small"])
 

@@ -156,7 +156,7 @@ class Copying:
         copy = SlotCopy(self.fence)
         copy.slots = slots
         copy.claim()
-        self.copier.load(copy, StagedBlock(buffer, self.staging, lambda staged: None))
+        self.copier.load(copy, StagedBlock(buffer, self.staging.give, lambda staged: None))
 
     def save(self) -> None:
         buffers = [_taken(self.queue) for _ in range(SAVED)]

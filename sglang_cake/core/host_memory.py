@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -97,6 +97,10 @@ class HostArena:
         view = memoryview(self.mapping)
         parts = zip(starts, sizes_bytes, strict=True)
         self.buffers = [Buffer(view[start : start + size]) for start, size in parts]
+
+
+# Lets a device copy to and from an arena directly; whether that worked.
+Pin = Callable[[HostArena], bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.config import CakeConfig, from_environment
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreError
+from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.local_files import cache_folder
@@ -45,7 +46,7 @@ from sglang_cake.integration.memory.end_states import (
     RecurrentStates,
     WindowRows,
 )
-from sglang_cake.integration.memory.host_pools import host_pools
+from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.memory.kv_shard import machine_schedulers, shard_of
 from sglang_cake.integration.metrics import (
@@ -380,6 +381,7 @@ class CakeService:
             self.setting,
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
+            pin=self._pin if self.kv.device.type == "cuda" else None,
         )
         return open_blocks(
             [LazySource(source) for source in sources],
@@ -393,6 +395,10 @@ class CakeService:
             on_device=self.kv.encoded,
             trace=self._trace,
         )
+
+    def _pin(self, arena: HostArena) -> bool:
+        with self.kv.here():  # a thread that opens a store has no device of its own
+            return pin(arena, self.kv.device)
 
     def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
         tiers = len(sources_of_setting(self.setting, self._config.eviction_policy))

@@ -24,32 +24,37 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
 from sglang_cake.loading.meet import best_run, end_indices, possible_ends
-from sglang_cake.stores.base import Store, report_access, tiers_of
+from sglang_cake.stores.base import Store, lend, report_access, tiers_of
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001  # a link without reads for less than this was not idle
+LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
 
 
 # ---- events ----
 
 
 class StagedBlock:
-    """A fetched block in a pool buffer, shared by every prompt that wants it. Thread-safe.
+    """A fetched block, shared by every prompt that wants it. Thread-safe.
 
-    It starts with one holder. The last release returns the buffer and calls `on_free`; `used` then
-    says whether any holder used the bytes. If none did, the block was loaded in vain.
+    It starts with one holder. The last release returns the buffer with `give` (to a pool, or to
+    the store that lent it) and calls `on_free`; `used` then says whether any holder used the bytes.
+    If none did, the block was loaded in vain.
     """
 
     def __init__(
-        self, buffer: Buffer, pool: BufferPool, on_free: Callable[["StagedBlock"], None]
+        self,
+        buffer: Buffer,
+        give: Callable[[Buffer], object],
+        on_free: Callable[["StagedBlock"], object],
     ) -> None:
         self.buffer = buffer
         self.used = False
         self.reason = "unused"
-        self._pool = pool
+        self._give = give
         self._on_free = on_free
         self._lock = threading.Lock()
         self._holders = 1
@@ -71,7 +76,7 @@ class StagedBlock:
             self._holders -= 1
             last = self._holders == 0
         if last:
-            self._pool.give(self.buffer)
+            self._give(self.buffer)
             self._on_free(self)
 
 
@@ -276,6 +281,7 @@ class _PromptQueue:
         end_keys: keys of the target's end blocks. They are taken to be in the tier of the block
             before them.
         asked: with end states, all indices that were ever in `todo`.
+        lent: blocks that the store lends and that are not copied to the device yet.
     """
 
     request: LoadRequest
@@ -291,6 +297,7 @@ class _PromptQueue:
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
+    lent: int = 0
 
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
@@ -389,6 +396,7 @@ class Loader:
         self._order: tuple[str, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
         self._last_fetched_s = 0.0
+        self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
         self._fits = LoadFits(prior, least_limit_s)  # I/O thread only
 
     # ---- scheduler thread ----
@@ -531,8 +539,8 @@ class Loader:
             if not request.should_load(usable, queue.cost):
                 queue.load_from = request.indices
         self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends)))
+        self._pump()  # before the scheduler wakes: blocks that are lent are there at once
         self._wake()
-        self._pump()
         if request.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
                 if queue.run:  # older than the blocks: they are of no use without it
@@ -556,6 +564,15 @@ class Loader:
         return ends
 
     def _pump(self) -> None:
+        """Take what the store has in memory, and start reads."""
+        self._start_reads()
+        if self._borrowers:
+            self._count_costs(time.monotonic())
+            if not all(queue.reads or queue.asks for queue in self._borrowers):
+                self._wake()
+            self._borrowers.clear()
+
+    def _start_reads(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
         left to read."""
         while len(self._reads) < self._depth and not self._closed:
@@ -573,7 +590,7 @@ class Loader:
     def _next_queue(self) -> _PromptQueue | None:
         # Waiting prompts leave the last buffers to the one that is served first.
         for queue in self._queues:
-            if queue.asks:
+            if queue.asks and not self._is_ahead(queue):
                 first = self._ranks.get(queue.request.load_id) == 0
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
@@ -581,6 +598,14 @@ class Loader:
                 if first or left > self._staging.capacity // 4:
                     return queue
         return None
+
+    def _is_ahead(self, queue: _PromptQueue) -> bool:
+        """Whether enough lent blocks of a prompt wait for their copies. Without this bound all of
+        them would be there at once, and the device would wait for the copies instead of computing.
+        """
+        ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
+        # End blocks are not copied before the last of them is there.
+        return queue.lent >= max(self._depth, ahead) and queue.todo[-1] < queue.request.blocks
 
     def _reorder(self, queues: Sequence[_PromptQueue]) -> None:
         self._ranks = {queue.request.load_id: rank for rank, queue in enumerate(queues)}
@@ -599,6 +624,8 @@ class Loader:
         if read is not None:
             read.join(queue, block)
             return True
+        if self._borrow(queue, block):
+            return True
         buffer = self._staging.take()
         if buffer is None:
             return False
@@ -608,6 +635,42 @@ class Loader:
         read.task = asyncio.ensure_future(self._fetch(read, buffer))
         read.task.add_done_callback(lambda task: self._done(read, buffer, task))
         return True
+
+    def _borrow(self, queue: _PromptQueue, block: int) -> bool:
+        """Take a block that the store has in memory. False: it is to be read."""
+        key = queue.key(block)
+        started_s = time.monotonic()
+        try:
+            (tier,) = tiers_of(queue.store, [key])
+            lent = lend(queue.store, key)
+        except Exception:  # the read fails as well, and says why
+            return False
+        if lent is None:
+            return False
+
+        counted = block < queue.request.blocks
+        queue.lent += counted
+
+        def back(staged: StagedBlock) -> None:
+            queue.lent -= counted
+            self._forget(key, staged)
+
+        staged = StagedBlock(
+            lent.buffer, lambda _: lent.release(), lambda staged: self._io.post(back, staged)
+        )
+        self._staged[key] = staged
+        self._borrowers.add(queue)
+        self._arrived(queue, block, staged)
+        now_s = self._last_fetched_s = time.monotonic()
+        # The copies to the device are all that such blocks wait for, one after another.
+        took_s = max(now_s - started_s, self.cost.copy_s)
+        self._fits.fetched(tier, took_s, now_s, first=False)
+        return True
+
+    def _count_costs(self, now_s: float) -> None:
+        for queue in self._queues:
+            queue.count_ahead()
+            queue.cost = self._fits.of(queue.ahead, now_s)
 
     async def _fetch(self, read: _SharedRead, buffer: Buffer) -> None:
         with self._gate:
@@ -658,10 +721,8 @@ class Loader:
         idle = idle_s > 2 * self._fits.of({tier: 1}, now_s).block_s + IDLE_S
         coming_s = read.block_read.coming_s()
         self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
-        for queue in self._queues:
-            queue.count_ahead()
-            queue.cost = self._fits.of(queue.ahead, now_s)
-        staged = StagedBlock(buffer, self._staging, lambda block: self._freed(read.key, block))
+        self._count_costs(now_s)
+        staged = StagedBlock(buffer, self._staging.give, lambda block: self._freed(read.key, block))
         self._staged[read.key] = staged
         takers = [waiter for waiter in read.waiters if staged.hold()]
         # The read was the first holder; the prompts decide whether the bytes are used.

@@ -1,10 +1,10 @@
 """What a store is: blocks by key. Every implementation passes `testing.store_contract`.
 
 `Store` is required, and `StoreSource` for a store that a URL names. The other protocols are
-optional: `AccessListener`, `KnowsFirst`, `Counting`, `Describing` for any store, `TierHints` and
-`PerTierEncoding` for a store that is composed of tiers, `InMemory` for a tier. For each of the
-first five there is a function that takes any store and uses the protocol if the store implements
-it.
+optional: `AccessListener`, `KnowsFirst`, `Counting`, `Describing`, `Lending` for any store,
+`TierHints` and `PerTierEncoding` for a store that is composed of tiers, `InMemory` for a tier. For
+each of the first six there is a function that takes any store and uses the protocol if the store
+implements it.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Protocol, runtime_checkable
 
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.buffers import Buffer, TellBytes
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_facts import RequestFacts
@@ -199,6 +199,36 @@ async def remove_description(store: object) -> None:
         await store.remove_description()
 
 
+@dataclass(frozen=True, slots=True)
+class LentBlock:
+    """A block where the store keeps it, in memory of this process. It stays until `release`.
+
+    Attributes:
+        buffer: `frame.payload_bytes` checked bytes. Nobody writes into it.
+        release: to be called once, from any thread, when nobody uses the bytes any more.
+    """
+
+    buffer: Buffer
+    release: Callable[[], object]
+
+
+@runtime_checkable
+class Lending(Protocol):
+    """A store that has blocks in memory of this process, or a wrapper of one."""
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        """A block, without a copy; None if `get_into` is to be called. Does no I/O.
+
+        None also if too many blocks are lent already: they are protected from eviction.
+        """
+        ...
+
+
+def lend(store: object, key: BlockKey) -> LentBlock | None:
+    """The result of `Lending.lend`; None for other stores."""
+    return store.lend(key) if isinstance(store, Lending) else None
+
+
 # ---- optional: stores that are composed of tiers ----
 
 
@@ -263,7 +293,7 @@ class KeptBlock(Protocol):
 
 
 @runtime_checkable
-class InMemory(Protocol):
+class InMemory(Lending, Protocol):
     """A store in the memory of this process, in front of slower tiers."""
 
     def keep(self, key: BlockKey) -> KeptBlock | None:

@@ -24,6 +24,7 @@ from sglang_cake.codecs.frame import BlockFrame, encoded_frame
 from sglang_cake.core.codec_names import RAW
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.core.host_memory import Pin
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
@@ -182,21 +183,29 @@ def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:
     return StoreLayer("EncodedStore", {"codec": codec}, (inner,))
 
 
-def sources_of_setting(setting: str | None, policy: str, *, sharers: int = 1) -> list[StoreSource]:
+def sources_of_setting(
+    setting: str | None, policy: str, *, sharers: int = 1, pin: Pin | None = None
+) -> list[StoreSource]:
     """Sources of `--cake-store`; None is a file store in the user's cache folder.
 
     Args:
         sharers: processes of this machine that open them.
+        pin: for host memory that a device copies from.
 
     Raises: ConfigError.
     """
     if setting is None:
         return [default_source(policy)]
-    return parse_sources(setting, policy, sharers=sharers)
+    return parse_sources(setting, policy, sharers=sharers, pin=pin)
 
 
 def parse_sources(
-    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True, sharers: int = 1
+    text: str,
+    policy: str = DEFAULT_POLICY,
+    *,
+    reads_count: bool = True,
+    sharers: int = 1,
+    pin: Pin | None = None,
 ) -> list[StoreSource]:
     """Sources of `URL[,URL...]`, fastest first. No I/O but imports.
 
@@ -204,10 +213,11 @@ def parse_sources(
         policy: eviction policy of file and memory stores whose URL names none.
         reads_count: reads are accesses for eviction.
         sharers: processes of this machine that open the stores.
+        pin: for host memory that a device copies from.
 
     Raises: ConfigError, one line that names the bad part and the allowed values.
     """
-    urls = split_urls(text, policy, reads_count=reads_count, sharers=sharers)
+    urls = split_urls(text, policy, reads_count=reads_count, sharers=sharers, pin=pin)
     return [_source(url) for url in urls]
 
 

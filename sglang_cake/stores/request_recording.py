@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import Store, put_first
+from sglang_cake.stores.base import LentBlock, Store, lend, put_first
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.wrapper_store import WrapperStore
 
@@ -81,6 +81,10 @@ class RequestRecordingStore(WrapperStore):
         except OSError as error:
             raise StoreUnavailable(f"the trace cannot be written: {error}") from error
         await super().touched(keys, facts)
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        """As in `Lending`."""
+        return lend(self.inner, key)
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
         """As in `KnowsFirst`."""

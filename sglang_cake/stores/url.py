@@ -10,6 +10,7 @@ from typing import TypeVar
 from urllib.parse import unquote
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.host_memory import Pin
 
 Value = TypeVar("Value")
 DEFAULT_POLICY = "cake-prefix"
@@ -102,6 +103,7 @@ class StoreUrl:
     policy: str = DEFAULT_POLICY  # of eviction, where the URL does not say
     reads_count: bool = True  # as use, for eviction; False for tools that look at every block
     sharers: int = 1  # processes of this machine that open it
+    pin: Pin | None = None  # for host memory that a device copies from
     behind_memory: bool = False  # a tier before it is memory
     _known: list[str] = field(default_factory=list)
 
@@ -149,7 +151,12 @@ class StoreUrl:
 
 
 def split_urls(
-    text: str, policy: str = DEFAULT_POLICY, *, reads_count: bool = True, sharers: int = 1
+    text: str,
+    policy: str = DEFAULT_POLICY,
+    *,
+    reads_count: bool = True,
+    sharers: int = 1,
+    pin: Pin | None = None,
 ) -> list[StoreUrl]:
     """Take apart `URL[,URL...]`; a comma that belongs to a URL is written %2C.
 
@@ -157,6 +164,7 @@ def split_urls(
         policy: of eviction, for those that do not say.
         reads_count: as use, for eviction.
         sharers: processes of this machine that open the stores.
+        pin: for host memory that a device copies from.
 
     Raises: ConfigError, one line that names the bad part.
     """
@@ -175,6 +183,7 @@ def split_urls(
             policy=policy,
             reads_count=reads_count,
             sharers=sharers,
+            pin=pin,
             behind_memory=MEMORY in schemes[:number],
         )
         for number, url in enumerate(urls)

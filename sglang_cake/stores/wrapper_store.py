@@ -8,9 +8,11 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
+    LentBlock,
     Store,
     StoreStats,
     events_of,
+    lend,
     remove_description,
     report_access,
     tiers_of,
@@ -71,7 +73,8 @@ class WrapperStore:
 
 
 class CountedStore(WrapperStore):
-    """Counts the bytes of blocks that cross the link, header and payload."""
+    """Counts the bytes of blocks that cross the link, header and payload; blocks in memory that are
+    lent count as well."""
 
     def __init__(self, inner: Store, counters: Counters) -> None:
         super().__init__(inner)
@@ -83,6 +86,13 @@ class CountedStore(WrapperStore):
         size_bytes = await self.inner.get_into(key, out, progress)
         count_read(self._counters, size_bytes)
         return size_bytes
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        """As in `Lending`."""
+        lent = lend(self.inner, key)
+        if lent is not None:
+            count_read(self._counters, lent.buffer.view.nbytes)
+        return lent
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         fresh = await self.inner.put(key, data)

@@ -4,7 +4,8 @@ The coordinator, the loader, the device slots, the costs and the writer are the 
 blocks of real size. Models stand in for the rest:
 
 - `VirtualGpu`: streams, copy engines, forwards, and the time that launches take of a host thread.
-- `VirtualStore`: a link of one bandwidth in each direction; blocks without bytes.
+- `VirtualStore`: a link of one bandwidth in each direction, or memory that lends its blocks;
+  blocks without bytes.
 - `VirtualScheduler`: SGLang's loop (`scheduler_loop.py`).
 
 Times of the GPU are estimates from data sheets and from measured host times of launches; none was
@@ -36,7 +37,7 @@ from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.stores.base import BlockInfo, StoreStats
+from sglang_cake.stores.base import BlockInfo, LentBlock, StoreStats
 from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
@@ -240,13 +241,13 @@ class VirtualKV:
 
     encoded = False
 
-    def __init__(self, gpu: VirtualGpu, layout: BlockLayout) -> None:
+    def __init__(self, gpu: VirtualGpu, layout: BlockLayout, dma_bytes_per_s: float) -> None:
         self.gpu = gpu
         self.layout = layout
         self.launched_s = 0.0
         self._in = VirtualStream()
         self._out = VirtualStream()
-        self._dma_s = layout.block_bytes / DMA_BYTES_PER_S
+        self._dma_s = layout.block_bytes / dma_bytes_per_s
         self._pieces = len(pieces_of(layout))
         kernel_s = 2 * layout.block_bytes / HBM_BYTES_PER_S
         self._kernel_s = max(self._pieces * KERNEL_S, kernel_s)  # of all pieces
@@ -400,15 +401,25 @@ class VirtualAllocator:
 class VirtualStore:
     """Blocks behind a link of `link_bytes_per_s` in each direction, one after the other.
 
+    Args:
+        lends: it is pinned host memory, which copies to the device read themselves.
+
     Attributes:
         keys: the stored blocks.
         read_s: when each read ended.
     """
 
     def __init__(
-        self, io: VirtualIo, block_bytes: int, link_bytes_per_s: float, latency_s: float
+        self,
+        io: VirtualIo,
+        block_bytes: int,
+        link_bytes_per_s: float,
+        latency_s: float,
+        *,
+        lends: bool = False,
     ) -> None:
         self._io = io
+        self._lends = lends
         self._block_s = block_bytes / link_bytes_per_s
         self._latency_s = latency_s
         self._free_s = [0.0, 0.0]  # of reads, of writes
@@ -432,6 +443,12 @@ class VirtualStore:
         await self._cross(0, progress, len(out))
         self.read_s.append(self._io.now_s)
         return len(out)
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        if not self._lends or key not in self.keys:
+            return None
+        self.read_s.append(self._io.now_s)
+        return LentBlock(Buffer(memoryview(bytearray(8))), lambda: None)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         if key in self.keys:
@@ -477,6 +494,8 @@ class VirtualScheduler(SchedulerLoop):
 
     Args:
         link_bytes_per_s: of the store, in each direction.
+        dma_bytes_per_s: of the bus between host and device, in each direction.
+        lends: as for `VirtualStore`.
         overlap, decodes: as `SchedulerLoop`.
 
     Attributes:
@@ -489,6 +508,8 @@ class VirtualScheduler(SchedulerLoop):
         model: GpuModel,
         *,
         link_bytes_per_s: float,
+        dma_bytes_per_s: float = DMA_BYTES_PER_S,
+        lends: bool = False,
         mode: Mode = "auto",
         overlap: bool = True,
         latency_s: float = STORE_LATENCY_S,
@@ -512,12 +533,12 @@ class VirtualScheduler(SchedulerLoop):
         self.model = model
         self.poll_launches: list[int] = []
         self.gpu = VirtualGpu(io)
-        kv = VirtualKV(self.gpu, layout)
+        kv = VirtualKV(self.gpu, layout, dma_bytes_per_s)
         super().__init__(
             io,
             kv,
             VirtualAllocator(self.gpu, pool_tokens, page_tokens),
-            VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s),
+            VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s, lends=lends),
             copier=partial(VirtualCopier, io, kv),
             staging=virtual_pool(counts.loads),
             write_queue=virtual_pool(counts.writes),

@@ -301,7 +301,7 @@ class Staging:
         size = (len(buffer.view),)
         raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
         buffer.view[:] = raw.numpy().data
-        return bytes(buffer.view), StagedBlock(buffer, self.pool, self.freed.append)
+        return bytes(buffer.view), StagedBlock(buffer, self.pool.give, self.freed.append)
 
     def land(self, record: PromptRecord, block: int) -> bytes:
         """`block` is in host memory, wanted; returns its bytes."""

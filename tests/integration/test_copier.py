@@ -95,7 +95,7 @@ class CopierHarness:
     def staged(self) -> StagedBlock:
         buffer = self.pool.take()
         assert buffer is not None
-        return StagedBlock(buffer, self.pool, self._freed)
+        return StagedBlock(buffer, self.pool.give, self._freed)
 
     def _freed(self, staged: StagedBlock) -> None:
         self.reasons.append((staged.used, staged.reason))
@@ -268,7 +268,7 @@ def test_copier_of_the_same_thread_completes_at_once() -> None:
     staged_pool = BufferPool([host_bytes()])
     buffer = staged_pool.take()
     assert buffer is not None
-    staged = StagedBlock(buffer, staged_pool, lambda _: None)
+    staged = StagedBlock(buffer, staged_pool.give, lambda _: None)
     kv.ended.add(("load", buffer, ()))
     copy = slot_copy()
     assert copy.claim()

@@ -1,7 +1,9 @@
 """Host memory of a scheduler process: its pools, and its registration with a GPU."""
 
+import asyncio
 import gc
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.stores.base import StoreSource, lend
+from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 BLOCK, CPU = 16, torch.device("cpu")
 
@@ -75,6 +80,40 @@ def test_pin_refused_is_one_error_that_says_what_to_do(
     del arena
     gc.collect()
     assert cudart.unregistered == []
+
+
+def test_memory_store_of_a_gpu_is_registered_once_with_all_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = FakeCudart(monkeypatch)
+    (source,) = parse_sources("memory://64KiB", pin=partial(pin, device=CPU))
+    asyncio.run(pinned_for_a_while(source, lends=True))
+    ((address, size_bytes, _),) = cudart.registered
+    gc.collect()
+    assert size_bytes == 2**16
+    assert cudart.unregistered == [address]
+
+
+def test_memory_store_that_cannot_be_pinned_lends_nothing_to_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cudart = FakeCudart(monkeypatch, code=2)
+    (source,) = parse_sources("memory://64KiB", pin=partial(pin, device=CPU))
+    asyncio.run(pinned_for_a_while(source, lends=False))
+    assert len(cudart.registered) == 1
+
+
+async def pinned_for_a_while(source: StoreSource, *, lends: bool) -> None:
+    store, other = source.open(FRAME, depth=1), source.open(FRAME, depth=1)
+    await store.put(key_of("a"), block_of("a"))
+    lent = lend(store, key_of("a"))
+    assert (lent is not None) is lends
+    if lent is not None:
+        assert lent.buffer.view == block_of("a")
+        lent.release()
+    assert await read(store, key_of("a")) == block_of("a")
+    await store.close()
+    await other.close()
 
 
 def test_pin_refused_clears_the_error_that_the_next_launch_would_report(

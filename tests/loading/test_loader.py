@@ -28,7 +28,7 @@ from sglang_cake.loading.loader import (
     Lost,
     StagedBlock,
 )
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.testing.faulty import PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 
@@ -464,6 +464,108 @@ def test_loader_staged_block_serves_a_later_prompt_without_a_read(harness: Loade
     harness.begin("c", tokens)
     assert len(harness.landed()) == 2
     assert len(harness.read_keys()) == 4  # staging holds them no more
+
+
+class LendingStore(PassingStore):
+    """Lends some of its blocks."""
+
+    def __init__(self, inner: Store, keys: Sequence[BlockKey], error: Exception | None = None):
+        super().__init__(inner)
+        self.keys = set(keys)
+        self.error = error
+        self.lent: list[BlockKey] = []
+        self.given_back: list[BlockKey] = []
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        if self.error is not None:
+            raise self.error
+        if key not in self.keys:
+            return None
+        self.lent.append(key)
+        buffer = Buffer(memoryview(bytearray(bytes_of(key))))
+        return LentBlock(buffer, lambda: self.given_back.append(key))
+
+
+def test_loader_lent_blocks_take_no_read_and_no_buffer(
+    harness_of: Callable[..., LoaderHarness],
+) -> None:
+    harness = harness_of(buffers=1, depth=7)
+    tokens = tokens_of(0, 9)
+    keys = harness.fill(tokens)
+    store = LendingStore(harness.recorded, keys)
+    harness.loader = harness.new_loader(store, depth=7)
+    harness.loader.copied(0.25)
+    harness.begin("a", tokens, first=2)
+    assert harness.landed() == [("a", block) for block in range(8, 1, -1)]
+    assert isinstance(harness.events[0], LookedUp)
+    assert harness.read_keys() == []
+    assert harness.pool.free == 1
+    assert harness.loader.cost.block_s == 0.25, "they wait for their copies alone"
+    assert harness.wakes == 2, "the lookup, and the last block"
+    assert store.given_back == []
+    harness.begin("b", tokens, first=8)
+    assert harness.landed() == [("b", 8)]
+    assert len(store.lent) == 7, "two prompts share it"
+    harness.release(used=False)
+    assert sorted(store.given_back) == sorted(store.lent)
+    assert harness.loader.stats == LoaderStats(2, 0, 0)
+    assert harness.wasted() == {}, "nothing crossed a link"
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 0.1, 0.002])
+def test_loader_lends_a_prompt_as_many_blocks_as_are_copied_soon(
+    harness: LoaderHarness, copy_s: float
+) -> None:
+    ahead = 5 if copy_s == 0.002 else 2  # 10 ms of copies, and the depth at least
+    one, other = tokens_of(0, 12), tokens_of(1, 12)
+    keys = [*harness.fill(one), *harness.fill(other)]
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, keys))
+    if copy_s:
+        harness.loader.copied(copy_s)
+    harness.begin("a", one)
+    assert harness.landed() == [("a", block) for block in range(11, 11 - ahead, -1)]
+    harness.begin("b", other)
+    assert len(harness.landed()) == ahead, "one prompt does not wait for the other's copies"
+    harness.release()
+    assert len(harness.landed()) == 2 * ahead
+    assert harness.read_keys() == []
+
+
+def test_loader_blocks_that_are_not_lent_are_read(harness: LoaderHarness) -> None:
+    tokens = tokens_of(0, 4)
+    keys = harness.fill(tokens)
+    harness.open(*keys)
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, keys[2:]))
+    harness.begin("a", tokens)
+    assert harness.landed() == [("a", 3), ("a", 2)]
+    assert harness.read_keys() == []
+    harness.release()
+    assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
+    assert harness.read_keys() == [keys[1], keys[0]]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("closed"), ValueError("a bug")])
+def test_loader_store_that_fails_to_lend_is_read(harness: LoaderHarness, error: Exception) -> None:
+    tokens = tokens_of(0, 2)
+    keys = harness.fill(tokens)
+    harness.open(*keys)
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, keys, error))
+    harness.begin("a", tokens)
+    assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
+
+
+def test_loader_fenced_blocks_are_not_lent(harness: LoaderHarness) -> None:
+    tokens = tokens_of(0, 4)
+    keys = harness.fill(tokens)
+    store = LendingStore(harness.recorded, keys)
+    harness.loader = harness.new_loader(store)
+    harness.begin("a", tokens, load=False)
+    harness.settle()
+    assert store.lent == []
+    harness.loader.fence("a", 2)
+    harness.loader.set_load_from("a", 0)
+    harness.settle()
+    assert store.lent == [keys[3], keys[2]]
 
 
 def test_loader_shared_read_goes_on_when_one_prompt_ends(harness: LoaderHarness) -> None:
@@ -932,7 +1034,7 @@ def test_staged_block_is_used_if_any_holder_used_it_and_freed_by_the_last() -> N
         buffer = pool.take()
         assert buffer is not None
         freed: list[StagedBlock] = []
-        staged = StagedBlock(buffer, pool, freed.append)
+        staged = StagedBlock(buffer, pool.give, freed.append)
         assert staged.hold()
         staged.release(used=uses[0], reason="overtaken")
         assert freed == []

@@ -83,7 +83,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
             if buffer is None:
                 return False
             meet.landed(block)
-            record.memory.staged[block] = StagedBlock(buffer, self.pool, lambda _: None)
+            record.memory.staged[block] = StagedBlock(buffer, self.pool.give, lambda _: None)
         return self.device_slots.place(record, list(record.memory.staged))
 
     def drop(self, index: int) -> None:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from storetools import ALICE, BOB, refusal_of, with_store
 from tiering import BLOCK, until
 
+from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
+from sglang_cake.stores.base import lend
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory import host_memory_store
@@ -24,6 +26,7 @@ from sglang_cake.stores.memory.block_memory import MOST_PASSED, BlockMemory
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.tiers.tiered_store import TieredStore
+from sglang_cake.stores.wrapper_store import CountedStore
 from sglang_cake.testing.faulty import OutageStore, PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
@@ -235,6 +238,56 @@ def test_memory_block_being_read_is_not_evicted():
     assert names_in(memory, "de") == ["d", "e"]
 
 
+def test_memory_lent_block_stays_where_it_is_until_it_is_given_back():
+    memory = memory_of(2)
+    for name in "ab":
+        stored(memory, name)
+    lent = memory.lend(DIGEST, key_of("a"), counts=False)
+    stored(memory, "c")
+    assert names_in(memory, "abc") == ["a", "c"]
+    memory.delete(DIGEST, key_of("a"))
+    stored(memory, "d")
+    assert lent.buffer.view == block_of("a"), "its buffer has no other block"
+    assert names_in(memory, "acd") == ["d"]
+    lent.release()
+    stored(memory, "e")
+    assert names_in(memory, "de") == ["d", "e"]
+
+
+def test_memory_lends_half_of_its_blocks_at_most():
+    memory = memory_of(4)
+    for name in "abcd":
+        stored(memory, name)
+    assert memory.lend(DIGEST, key_of("missing"), counts=True) is None
+    lent = [memory.lend(DIGEST, key_of(name), counts=True) for name in "abc"]
+    assert [each is not None for each in lent] == [True, True, False]
+    lent[0].release()
+    assert memory.lend(DIGEST, key_of("c"), counts=True) is not None
+    assert memory.lend(DIGEST, key_of("d"), counts=True) is None
+
+
+def test_memory_lent_block_counts_as_an_access():
+    memory = memory_of(2)
+    for name in "ab":
+        stored(memory, name)
+    memory.lend(DIGEST, key_of("a"), counts=True).release()
+    stored(memory, "c")
+    assert names_in(memory, "abc") == ["a", "c"]
+
+
+def test_memory_block_shorter_than_its_buffer_is_not_lent():
+    memory = memory_of(2)
+    block = memory.add(DIGEST, key_of("a"), BLOCK - 1, must_earn_place=False)
+    assert memory.lend(DIGEST, key_of("a"), counts=True) is None, "it is being filled"
+    memory.commit(block)
+    for _ in range(3):
+        assert memory.lend(DIGEST, key_of("a"), counts=True) is None
+    stored(memory, "b")
+    assert memory.lend(DIGEST, key_of("b"), counts=True) is not None
+    stored(memory, "c")
+    assert names_in(memory, "abc") == ["b", "c"], "a is not in use"
+
+
 def test_memory_full_of_blocks_in_use_is_full():
     memory = memory_of(1)
     stored(memory, "a")
@@ -374,7 +427,9 @@ def test_memory_promoted_block_displaces_none_that_is_not_written():
 NAMES = st.integers(0, 5)
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "promote", "use", "keep", "delete", "touch", "end", "drop"]),
+        st.sampled_from(
+            ["add", "promote", "use", "lend", "keep", "delete", "touch", "end", "drop"]
+        ),
         NAMES,
         st.integers(0, 2),
     ),
@@ -386,13 +441,13 @@ STEPS = st.lists(
 @settings(max_examples=150, deadline=None)
 def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, policy, fair):
     memory = memory_of(3, policy=policy, rules=TenantRules(fair=fair))
-    fillings, uses, kept, requests = [], [], [], itertools.count()
+    fillings, uses, loans, kept, requests = [], [], [], [], itertools.count()
     for what, name, place in steps:
         if what in ("add", "promote"):
             try:
                 block = memory.add(DIGEST, key_of(name), BLOCK, must_earn_place=what == "promote")
             except StoreFull:
-                assert len(fillings) + len(uses) >= 3
+                assert len(fillings) + len(uses) + len(loans) >= 3
             else:
                 if block is not None:
                     block.data[:] = block_of(name)
@@ -401,6 +456,10 @@ def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, polic
             block = memory.use(DIGEST, key_of(name), counts=True)
             if block is not None:
                 uses.append((name, block))
+        elif what == "lend":
+            lent = memory.lend(DIGEST, key_of(name), counts=True)
+            if lent is not None:
+                loans.append((name, lent))
         elif what == "keep":
             each = memory.keep(DIGEST, key_of(name))
             if each is not None:
@@ -412,8 +471,10 @@ def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, polic
             touch(memory, [name, name + 1], next(requests), tenant=place)
         elif what == "end" and fillings:
             memory.commit(fillings.pop())
-        elif what == "drop" and (fillings or uses or kept):
-            if uses:
+        elif what == "drop" and (fillings or uses or loans or kept):
+            if loans:
+                loans.pop()[1].release()
+            elif uses:
                 memory.release(uses.pop()[1])
             elif kept:
                 name, each = kept.pop()
@@ -423,6 +484,8 @@ def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, polic
             else:
                 memory.release(fillings.pop())
         assert all(block.data == block_of(name) for name, block in uses)
+        assert all(lent.buffer.view == block_of(name) for name, lent in loans)
+        assert len(loans) <= 1, "half of three"
         stats = memory.stats()
         assert stats.blocks <= 3
         assert stats.used_bytes <= 3 * PAGE
@@ -430,6 +493,8 @@ def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, polic
         memory.release(block)
     for _, block in uses:
         memory.release(block)
+    for _, lent in loans:
+        lent.release()
     for _, each in kept:
         each.release()
     for name in range(6):
@@ -541,6 +606,52 @@ def test_memory_tier_block_read_from_below_moves_up_at_once():
         assert (counts["moved_up_blocks"], counts["put_blocks"], counts["read_blocks"]) == (1, 1, 1)
 
     run(test)
+
+
+def test_memory_tier_lends_what_is_in_memory_and_nothing_else():
+    async def test(held):
+        await held.below.put(key_of("a"), block_of("a"))
+        assert await held.store.contains([key_of("a")]) == [True]
+        assert lend(held.store, key_of("a")) is None
+        await read(held.store, key_of("a"))
+        lent = lend(held.store, key_of("a"))
+        assert lent.buffer.view == block_of("a")
+        lent.release()
+        counts = await held.counts(0)
+        assert (counts["read_blocks"], counts["read_bytes"]) == (1, BLOCK)
+        await held.store.delete(key_of("a"))
+        assert lend(held.store, key_of("a")) is None
+
+    run(test)
+
+
+def test_memory_tier_busy_is_read_before_a_tier_below_that_has_the_block():
+    async def test(held):
+        await held.put("a", "b")
+        await held.quiet()
+        keys = [key_of(name) for name in "ab"] * 8
+        assert (
+            await asyncio.gather(*(read(held.store, key) for key in keys))
+            == [block_of(name) for name in "ab"] * 8
+        )
+        assert held.calls.keys_of("get") == []
+
+    run(test)
+
+
+def test_memory_tier_behind_other_layers_lends_or_reads():
+    async def main():
+        held = Held(4)
+        await held.put("a")
+        counters = Counters()
+        lent = lend(CountedStore(held.store, counters), key_of("a"))
+        assert lent.buffer.view == block_of("a")
+        assert counters.snapshot()["read_blocks", ""] == 1
+        assert lend(PassingStore(held.store), key_of("a")) is None
+        lent.release()
+        await held.store.close()
+
+    asyncio.run(main())
 
 
 def test_memory_tier_corrupt_block_below_never_moves_up():

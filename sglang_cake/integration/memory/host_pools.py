@@ -87,7 +87,8 @@ def pin(arena: HostArena, device: torch.device) -> bool:
     logger.error(
         "cake: %s of host memory cannot be pinned (%s), so copies to and from the GPU are slow: "
         "raise the limit of locked memory, which is %s (ulimit -l, LimitMEMLOCK=infinity, docker "
-        "run --ulimit memlock=-1), or lower --cake-staging-bytes and --cake-write-queue-bytes",
+        "run --ulimit memlock=-1), or lower --cake-staging-bytes, --cake-write-queue-bytes and the "
+        "size of memory://",
         mib(arena.size_bytes),
         cudart.cudaGetErrorString(result),
         "infinite" if limit == resource.RLIM_INFINITY else mib(limit),

@@ -1,5 +1,6 @@
 """Blocks of all namespaces in host memory of one process, within a capacity."""
 
+import functools
 import itertools
 import threading
 import time
@@ -9,9 +10,9 @@ from typing import Final
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import StoreFull
-from sglang_cake.core.host_memory import HostArena, whole_pages
+from sglang_cake.core.host_memory import HostArena, Pin, whole_pages
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoreStats
+from sglang_cake.stores.base import BlockInfo, EvictionCounts, LentBlock, StoreStats
 from sglang_cake.stores.eviction import Benefit, Usage, ident_of, new_policy
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.reported_accesses import ReportedAccesses
@@ -21,6 +22,8 @@ REFRESH_S: Final = 1.0
 # Blocks that are not written below yet and come first in the order of eviction: so many are passed
 # over for one that is. It bounds the time of an eviction.
 MOST_PASSED: Final = 64
+# Blocks that are lent at once, as a share of all: others can always be evicted.
+LENT_SHARE: Final = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +32,7 @@ class HeldBlock:
 
     Attributes:
         ident: its number in the eviction policy.
-        users: reads, and the write that fills it. A block in use is not evicted.
+        users: reads, leases, and the write that fills it. A block in use is not evicted.
         unwritten: stores below that are yet to get it (`BlockMemory.keep`).
         whole: all bytes are there.
         gone: evicted or deleted; its buffer is free once nobody uses it.
@@ -59,19 +62,31 @@ class BlockMemory:
     """
 
     def __init__(
-        self, *, capacity_bytes: int, block_bytes: int, policy: str, tenant_rules: TenantRules
+        self,
+        *,
+        capacity_bytes: int,
+        block_bytes: int,
+        policy: str,
+        tenant_rules: TenantRules,
+        pin: Pin | None = None,
     ) -> None:
         """Args:
             capacity_bytes: limit for all buffers; at least one.
             block_bytes: limit for a payload.
             policy: a key of `eviction.POLICIES`.
+            pin: lets a device copy from all of the memory, which allocates it at once; whether that
+                worked. None: no device reads it.
 
         Raises: OSError if the system does not map so much.
         """
         self._stride_bytes = whole_pages(block_bytes)
         self._capacity_bytes = capacity_bytes
         count = capacity_bytes // self._stride_bytes
-        self._free = HostArena([block_bytes] * count, prefault=False).buffers
+        arena = HostArena([block_bytes] * count, prefault=False)
+        # A device copies from pinned memory only without making the host wait.
+        self._most_lent = int(count * LENT_SHARE) if pin is None or pin(arena) else 0
+        self._lent = 0
+        self._free = arena.buffers
         self._policy_name = policy
         self._tenant_rules = tenant_rules
         order = new_policy(policy)
@@ -134,6 +149,22 @@ class BlockMemory:
             if counts and not self._accesses.is_announced(key, now_s):
                 self._policy.touch(block.ident, now_s, 0 if self._accesses.has_reports else 1)
             return block
+
+    def lend(self, digest: Digest, key: BlockKey, *, counts: bool) -> LentBlock | None:
+        """As `use`, for a caller that needs all of the buffer. None also if it is not full, if
+        LENT_SHARE of the blocks are lent, or if the memory cannot be pinned for the device."""
+        with self._lock:
+            if self._lent >= self._most_lent:
+                return None
+            self._lent += 1
+        block = self.use(digest, key, counts=counts)
+        if block is not None and block.size_bytes == block.buffer.view.nbytes:
+            return LentBlock(block.buffer, functools.partial(self._take_back, block))
+        if block is not None:
+            self.release(block)
+        with self._lock:
+            self._lent -= 1
+        return None
 
     def add(
         self, digest: Digest, key: BlockKey, size_bytes: int, *, must_earn_place: bool
@@ -215,6 +246,11 @@ class BlockMemory:
         """A store below has a kept block, or never will."""
         with self._lock:
             block.unwritten -= 1
+
+    def _take_back(self, block: HeldBlock) -> None:
+        with self._lock:
+            self._lent -= 1
+            self._leave(block)
 
     # ---- listing ----
 

@@ -8,17 +8,18 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes, copy_in_pieces
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
-from sglang_cake.core.host_memory import available_bytes, mib, whole_pages
+from sglang_cake.core.host_memory import Pin, available_bytes, mib, whole_pages
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
     KeptBlock,
+    LentBlock,
     Store,
     StoredNamespace,
     StoreLayer,
@@ -68,6 +69,10 @@ class HostMemoryStore:
         """As in `Store`. Cancellation: returns once the thread does not use `out` any more."""
         work = functools.partial(self._get, self._opened(), key, out, progress)
         return await run_stoppable(self._readers, work)
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        """As in `Lending`. Raises: StoreUnavailable once it is closed."""
+        return self._opened().lend(self._frame.digest, key, counts=self._reads_count)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`. Cancellation: returns once the thread does not use `data` any more."""
@@ -157,6 +162,7 @@ class HostMemorySource:
     Attributes:
         capacity_bytes: limit for the memory of this machine.
         sharers: processes of this machine that open it. Each takes an equal part.
+        pin: as for `BlockMemory`.
     """
 
     capacity_bytes: int
@@ -164,6 +170,7 @@ class HostMemorySource:
     reads_count: bool = True
     tenant_rules: TenantRules = NO_TENANT_RULES
     sharers: int = 1
+    pin: Pin | None = field(default=None, compare=False)
 
     def check(self) -> None:
         self._check(self.capacity_bytes)
@@ -201,6 +208,7 @@ class HostMemorySource:
                 block_bytes=block_bytes,
                 policy=self.policy,
                 tenant_rules=self.tenant_rules.divided(self.sharers),
+                pin=self.pin,
             )
         except OSError as error:
             raise ConfigError(
@@ -266,4 +274,5 @@ def parse(url: StoreUrl) -> HostMemorySource:
             fair=url.option("fair", one_of("on", "off"), "off") == "on",
         ),
         sharers=url.sharers,
+        pin=url.pin,
     )

@@ -10,6 +10,7 @@ from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
+    LentBlock,
     Store,
     StoredNamespace,
     StoreLayer,
@@ -17,6 +18,7 @@ from sglang_cake.stores.base import (
     StoreStats,
     describe,
     events_of,
+    lend,
     report_access,
     tiers_of,
 )
@@ -48,6 +50,9 @@ class LazyStore:
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         return tiers_of(self._store, keys)
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        return lend(self._store, key)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

@@ -18,7 +18,7 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import InMemory, KeptBlock, Store, StoreStats
+from sglang_cake.stores.base import InMemory, KeptBlock, LentBlock, Store, StoreStats
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
 from sglang_cake.stores.tiers.lazy_store import LazyStore
@@ -315,6 +315,17 @@ class Tier:
         self.counts.read_blocks += 1
         self.counts.read_bytes += size_bytes
         return size_bytes
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        """As in `Lending`; None while the tier is left out."""
+        memory = self.memory
+        if memory is None or not self.reading.is_well:
+            return None
+        lent = memory.lend(key)
+        if lent is not None:
+            self.counts.read_blocks += 1
+            self.counts.read_bytes += lent.buffer.view.nbytes
+        return lent
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`; any other failure is a StoreUnavailable."""

@@ -1,8 +1,8 @@
 """Several stores as one, fastest first: `file:///nvme/kv,http://kv-host:8700`.
 
 - A lookup asks all tiers at once. A block is stored if any tier has it.
-- A read goes to the tier that should deliver the block first (`link_speed`), and after a failure to
-  the next tier that has the block.
+- A read goes to memory, if that has the block, or to the tier that should deliver the block first
+  (`link_speed`), and after a failure to the next tier that has the block.
 - A put goes to the first tier that takes the block, and to the others in the background
   (`tier.CopyQueue`).
 - A block that is read from a lower tier is copied to the tiers above: to one in memory if that
@@ -36,6 +36,7 @@ from sglang_cake.stores.base import (
     BlockInfo,
     EvictionCounts,
     FormOf,
+    LentBlock,
     Store,
     StoreStats,
     TierStats,
@@ -230,6 +231,14 @@ class TieredStore:
             found[known] = tier.index if tier else 0
         return [found[self._locations.of(key)] for key in keys]
 
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        """As in `Lending`, from the first tier in memory that has the block."""
+        having = self._locations.of(key).having
+        for tier in self.tiers:
+            if tier.bit & having and (lent := tier.lend(key)) is not None:
+                return lent
+        return None
+
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
@@ -383,6 +392,8 @@ class TieredStore:
         now_s = self._clock()
         well = [tier for tier in left if tier.reading.is_well]
         having = [tier for tier in well if tier.bit & known.having]
+        # Another tier beside memory would cost more processor time than the wait for memory.
+        having = [tier for tier in having if tier.memory is not None][:1] or having
         if having and not queued:
             return having[quickest([tier.link for tier in having], now_s)]
         if having:
