@@ -141,7 +141,8 @@ FAMILIES: tuple[Family, ...] = (
         "is_compressed",
         "compressed attention",
         "DeepSeek V4",
-        refused="DeepSeek V4 (compressed KV in pools of its own)",
+        "compressed KV and its index, and the last page of the window of some prefixes",
+        COMPONENTS,
     ),
     Family(
         "is_hybrid_swa",
@@ -155,7 +156,7 @@ FAMILIES: tuple[Family, ...] = (
         "Mamba and linear attention",
         "Qwen3.5, Nemotron-H, Kimi Linear",
         "K and V of the attention layers, and the states behind some prefixes",
-        f"{SERVER} (Qwen3-Next, LFM2)",
+        f"{SERVER} (Qwen3-Next, Kimi Linear, Nemotron-H, LFM2)",
     ),
     Family(
         "is_sparse",
@@ -502,7 +503,9 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         allocator = params.token_to_kv_pool_allocator
         if type(allocator) is not SWATokenToKVPoolAllocator:
             return f"cake does not support sliding windows in a {type(allocator).__name__}"
-        if type(allocator.get_kvcache()) is not SWAKVPool or (
+        pool = allocator.get_kvcache()
+        is_known = type(pool) is SWAKVPool or _is_paged_compressed(pool, params)
+        if not is_known or (
             allocator.swa_req_ring
             or not getattr(params, "swa_gates_prefix_match", True)  # none of these in 0.5.22
             or getattr(params, "decoder_swa_bounded_replay", False)
@@ -523,6 +526,21 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         if envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get():  # a loaded state is copied from the tree
             return "cake needs locks on states: unset SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"
     return None
+
+
+def _is_paged_compressed(pool: Any, params: Any) -> bool:
+    """Whether this is DeepSeek V4's pool in the form whose windows are pages of the tree, one page
+    each, with all that a prefix needs at the end of a page. Other forms keep windows by request."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+
+    return (
+        type(pool) is DeepSeekV4TokenToKVPool
+        and pool.swa_kv_pool is not None
+        and params.sliding_window_size <= params.page_size
+        and params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size
+        and set(pool.compression_ratios) <= {0, 4, 128}
+        and not any(each is not None and each.online for each in pool.compress_state_pools)
+    )
 
 
 def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
