@@ -149,7 +149,7 @@ FAMILIES: tuple[Family, ...] = (
         "sliding windows in a pool of their own",
         "gpt-oss, Gemma 4, MiMo V2",
         "K and V of the other layers, and the last window of some prefixes",
-        f"{SERVER} (Mellum)",
+        f"{SERVER} (gpt-oss, Mellum)",
     ),
     Family(
         "is_hybrid_ssm",
@@ -535,6 +535,7 @@ def _is_paged_compressed(pool: Any, params: Any) -> bool:
 
     return (
         type(pool) is DeepSeekV4TokenToKVPool
+        and hasattr(pool, "pd_kv_layout")  # from 0.5.23 on
         and pool.swa_kv_pool is not None
         and params.sliding_window_size <= params.page_size
         and params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size

@@ -149,6 +149,23 @@ def test_family_prompts_that_share_a_beginning_give_the_answers_of_transformers(
     assert answer.loaded > 0
 
 
+def test_family_third_prompt_with_a_beginning_is_loaded_up_to_where_they_part(
+    served: Served, tiny: Make
+) -> None:
+    """The first prompt has its end behind its own question. The second one finds blocks and no
+    end, and stores the end where they part."""
+    beginning = tiny(14 * BLOCK + 9)
+    for question in (5 * BLOCK, 5 * BLOCK + 20):
+        ids = beginning + tiny(question)
+        served.live.flush()
+        served.store(ids)
+    served.live.store.until_end_stored(beginning)
+    ids = beginning + tiny(CHUNK)
+    answer = served.live.ask_flushed(ids)
+    served.check(answer, ids)
+    assert answer.loaded == 14 * BLOCK
+
+
 def test_control_family_end_state_of_another_prompt_changes_the_answer(
     served: Served, tiny: Make
 ) -> None:
