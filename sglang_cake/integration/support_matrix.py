@@ -29,7 +29,6 @@ class ModelTraits:
     is_generation: bool = True
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
-    is_index_pooled: bool = False  # a key of that index stands for several tokens
     is_compressed: bool = False  # keeps KV of several tokens as one
     is_ngram: bool = False  # keeps a table of earlier tokens per request
     is_mla: bool = False
@@ -47,21 +46,19 @@ class ModelTraits:
         from sglang.srt.configs.hybrid_arch import glm5_next_config, mambaish_config
         from sglang.srt.configs.model_config import (
             AttentionArch,
-            get_dsa_index_kpool,
             is_deepseek_dsa,
             is_deepseek_v4,
             is_minimax_sparse,
         )
 
-        is_dsa = is_deepseek_dsa(model.hf_config)
+        config = model.hf_config
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
             is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
             is_encoder_decoder=bool(model.is_encoder_decoder),
             is_generation=bool(model.is_generation),
             is_multimodal=bool(model.is_multimodal),
-            is_sparse=bool(is_dsa or is_minimax_sparse(model.hf_config)),
-            is_index_pooled=bool(is_dsa and get_dsa_index_kpool(model.hf_config) > 1),
+            is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(model.hf_config)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_mla=model.attention_arch == AttentionArch.MLA,
@@ -164,12 +161,6 @@ FAMILIES: tuple[Family, ...] = (
         "DeepSeek V3.2, GLM-5, MiniMax M3",
         "as above, and the index",
         COMPONENTS,
-    ),
-    Family(
-        "is_index_pooled",
-        "sparse attention with a pooled index",
-        "index_kpool above 1",
-        refused="sparse attention whose index keys stand for several tokens",
     ),
     Family(
         "is_ngram",

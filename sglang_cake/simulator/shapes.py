@@ -397,10 +397,10 @@ def _refused(whole: Config, config: Config) -> str | None:
     names = [str(name) for name in whole.get("architectures") or ()]
     if any(name.startswith("DeepseekV4") for name in names):
         return "the compressed KV of DeepSeek V4 is not modelled"
+    if int(config.get("index_kpool") or 1) > 1:
+        return "an index whose keys stand for several tokens is not modelled"
     if whole.get("is_encoder_decoder"):
         kind = "encoder-decoder models (cross-attention KV)"
-    elif int(config.get("index_kpool") or 1) > 1:
-        kind = "sparse attention whose index keys stand for several tokens"
     elif config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
         kind = "models with n-gram embeddings (a table of earlier tokens beside KV)"
     elif names and not any(_generates(name) for name in names):
