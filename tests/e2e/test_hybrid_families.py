@@ -155,7 +155,7 @@ def test_family_third_prompt_with_a_beginning_is_loaded_up_to_where_they_part(
     """The first prompt has its end behind its own question. The second one finds blocks and no
     end, and stores the end where they part."""
     beginning = tiny(14 * BLOCK + 9)
-    for question in (5 * BLOCK, 5 * BLOCK + 20):
+    for question in (12 * BLOCK, 12 * BLOCK + 20):
         ids = beginning + tiny(question)
         served.live.flush()
         served.store(ids)

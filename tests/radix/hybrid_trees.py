@@ -102,13 +102,14 @@ class HybridTree:
         *,
         block: int = BLOCK,
         make_pool: Callable[..., Any] = fixtures.SWAKVPool,
+        kind: type = CakeRadixCache,
     ) -> None:
-        """Args: make_pool: the pool of a model with windows."""
+        """Args: make_pool: the pool of a model with windows. kind: of the tree."""
         self.cfg = cfg
         self.block = block
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fixtures, "SWAKVPool", make_pool)
-            patch.setattr(fixtures, "UnifiedRadixCache", CakeRadixCache)
+            patch.setattr(fixtures, "UnifiedRadixCache", kind)
             patch.setattr(fixtures, "get_device", lambda: "cpu")
             # The wheel has no Rust core that tells of its nodes, so a server's own is taken.
             inspector = SimpleNamespace(RustUnifiedTreeCoreInspector=RustUnifiedTreeCore)
