@@ -1,10 +1,11 @@
-"""Tiny random models with sliding windows or linear attention, and their answers by transformers.
+"""Tiny random models with sliding windows or recurrent layers, and their answers by transformers.
 
 Their logits depend strongly on the whole prompt, as those of `sglang_cake.demo.models` do: weights
 are large, attention is peaked, and recurrent states forget slowly. So wrong KV, a wrong window or a
 wrong state changes the answer.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,102 @@ def build_lfm2(path: Path) -> Path:
     return path
 
 
+def build_kimi_linear(path: Path) -> Path:
+    """Write a dense Kimi Linear to `path`: delta rule with a gate for each channel, and MLA."""
+    from safetensors.torch import load_file, save_file
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    layers = range(1, LAYERS + 1)  # as the model's own configuration counts them
+    kda = {
+        "kda_layers": list(layers)[:-1],
+        "full_attn_layers": list(layers)[-1:],
+        "head_dim": 32,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    }
+    config = KimiLinearConfig(
+        **{name: value for name, value in _SHAPE.items() if name != "head_dim"}
+        | {"num_key_value_heads": 4},
+        intermediate_size=256,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        moe_intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=None,
+        first_k_dense_replace=LAYERS,
+        linear_attn_config=kda,
+    )
+    write_model(path, KimiLinearForCausalLM, config, change=_sharpen)
+    # What SGLang reads, and what this version of transformers writes in another way.
+    _add_facts(
+        path,
+        linear_attn_config=kda,
+        first_k_dense_replace=LAYERS,
+        num_experts=4,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        mla_use_nope=True,
+    )
+    file = path / "model.safetensors"
+    named = load_file(file)
+    save_file(
+        {name.replace("block_sparse_moe", "mlp"): weight for name, weight in named.items()},
+        file,
+        metadata={"format": "pt"},
+    )
+    return path
+
+
+def build_nemotron_h(path: Path) -> Path:
+    """Write a dense Nemotron-H to `path`: Mamba2."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        **{name: value for name, value in _SHAPE.items() if name != "num_hidden_layers"},
+        hybrid_override_pattern="M-M-M-*-",
+        intermediate_size=256,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=16,  # unlike heads: a transposed state has another shape
+        n_groups=2,
+        chunk_size=64,
+        time_step_min=1e-9,
+        pad_token_id=None,
+    )
+    write_model(path, NemotronHForCausalLM, config, change=_sharpen)
+    _add_facts(path, hybrid_override_pattern="M-M-M-*-", mamba_n_groups=2)
+    return path
+
+
+def build_gpt_oss(path: Path, *, window_tokens: int) -> Path:
+    """Write a gpt-oss to `path`: windows with sinks, and a mixture of four experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **_SHAPE,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=window_tokens,
+        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    write_model(path, GptOssForCausalLM, config, change=_sharpen)
+    return path
+
+
+def _add_facts(path: Path, **facts: object) -> None:
+    """Facts of the configuration instead of those in the way of transformers."""
+    file = path / "config.json"
+    known = json.loads(file.read_text())
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        known.pop(name, None)
+    file.write_text(json.dumps(known | facts))
+
+
 def _sharpen(model: Any) -> None:
     import torch
 
@@ -89,7 +186,9 @@ def _sharpen(model: Any) -> None:
         if name.endswith(("q_norm.weight", "q_layernorm.weight")):
             weight.data += 2  # a peaked softmax
         elif name.endswith("A_log"):  # half of a state is forgotten in 10 to 1,000 tokens
-            weight.data = torch.linspace(-7.5, -3, len(weight))
+            weight.data = torch.linspace(-7.5, -3, weight.numel()).view_as(weight)
+        elif name.endswith("sinks"):  # SGLang keeps them in bfloat16
+            weight.data = torch.linspace(-1, 2, len(weight)).bfloat16().float()
 
 
 @dataclass(frozen=True, slots=True)

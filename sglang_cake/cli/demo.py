@@ -203,7 +203,7 @@ def _check_model(model: Path, prompt_tokens: int, new_tokens: int) -> None:
         raise ConfigError(f"--model {model} is not a model folder: it has no config.json")
     shape = find_shape(str(config))
     if shape.refused is not None:
-        raise ConfigError(f"--model {model}: cake does not support {shape.refused}")
+        raise ConfigError(f"--model {model}: {shape.refused}")
     most = shape.context_tokens - new_tokens - 1
     if prompt_tokens > most:
         raise ConfigError(

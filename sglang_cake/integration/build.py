@@ -41,10 +41,13 @@ from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import PATIENCE_S, CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.end_states import (
+    END_POOLS,
+    CompressedWindow,
     EndPart,
     EndStates,
     RecurrentStates,
     WindowRows,
+    is_compressed,
 )
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
@@ -168,7 +171,7 @@ class CakeService:
         allocator = ctx.params.token_to_kv_pool_allocator
         pool = allocator.get_kvcache()
         # Blocks have the KV of the layers that see all tokens. The rest is in end states.
-        apart = [getattr(pool, name, None) for name in ("swa_kv_pool", "mamba_pool")]
+        apart = [getattr(pool, name, None) for name in END_POOLS]
         drafts = [draft.pool for draft in LOADED.drafts]
         self.kv = _device_kv(
             ctx, pool, config, [each for each in apart if each is not None], drafts
@@ -482,17 +485,20 @@ def _end_states(
     window_tokens = 0
     block_bytes = kv.layout.block_bytes
     if tree.supports_swa():
-        pool = ctx.params.token_to_kv_pool_allocator.get_kvcache().swa_kv_pool
+        pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
         page = tree.page_size
         window_tokens = -(-max(tree.sliding_window_size, page) // page) * page
-        parts.append(
-            WindowRows(
-                partial(kv.beside, pool),
-                token_bytes=DeviceKV(pool, block_tokens=1).layout.block_bytes,
-                window_tokens=window_tokens,
-                block_bytes=block_bytes,
+        if is_compressed(pool):
+            parts.append(CompressedWindow(pool, block_bytes=block_bytes, streams=kv.streams))
+        else:
+            parts.append(
+                WindowRows(
+                    partial(kv.beside, pool.swa_kv_pool),
+                    token_bytes=DeviceKV(pool.swa_kv_pool, block_tokens=1).layout.block_bytes,
+                    window_tokens=window_tokens,
+                    block_bytes=block_bytes,
+                )
             )
-        )
     if tree.supports_mamba():
         pool = ctx.params.req_to_token_pool.mamba_pool
         parts.append(RecurrentStates(pool, block_bytes=block_bytes, streams=kv.streams))

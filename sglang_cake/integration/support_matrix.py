@@ -29,7 +29,6 @@ class ModelTraits:
     is_generation: bool = True
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
-    is_index_pooled: bool = False  # a key of that index stands for several tokens
     is_compressed: bool = False  # keeps KV of several tokens as one
     is_ngram: bool = False  # keeps a table of earlier tokens per request
     is_mla: bool = False
@@ -47,21 +46,19 @@ class ModelTraits:
         from sglang.srt.configs.hybrid_arch import glm5_next_config, mambaish_config
         from sglang.srt.configs.model_config import (
             AttentionArch,
-            get_dsa_index_kpool,
             is_deepseek_dsa,
             is_deepseek_v4,
             is_minimax_sparse,
         )
 
-        is_dsa = is_deepseek_dsa(model.hf_config)
+        config = model.hf_config
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
             is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
             is_encoder_decoder=bool(model.is_encoder_decoder),
             is_generation=bool(model.is_generation),
             is_multimodal=bool(model.is_multimodal),
-            is_sparse=bool(is_dsa or is_minimax_sparse(model.hf_config)),
-            is_index_pooled=bool(is_dsa and get_dsa_index_kpool(model.hf_config) > 1),
+            is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(model.hf_config)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_mla=model.attention_arch == AttentionArch.MLA,
@@ -141,21 +138,22 @@ FAMILIES: tuple[Family, ...] = (
         "is_compressed",
         "compressed attention",
         "DeepSeek V4",
-        refused="DeepSeek V4 (compressed KV in pools of its own)",
+        "compressed KV and its index, and the last page of the window of some prefixes",
+        COMPONENTS,
     ),
     Family(
         "is_hybrid_swa",
         "sliding windows in a pool of their own",
         "gpt-oss, Gemma 4, MiMo V2",
         "K and V of the other layers, and the last window of some prefixes",
-        f"{SERVER} (Mellum)",
+        f"{SERVER} (gpt-oss, Mellum)",
     ),
     Family(
         "is_hybrid_ssm",
         "Mamba and linear attention",
         "Qwen3.5, Nemotron-H, Kimi Linear",
         "K and V of the attention layers, and the states behind some prefixes",
-        f"{SERVER} (Qwen3-Next, LFM2)",
+        f"{SERVER} (Qwen3-Next, Kimi Linear, Nemotron-H, LFM2)",
     ),
     Family(
         "is_sparse",
@@ -163,12 +161,6 @@ FAMILIES: tuple[Family, ...] = (
         "DeepSeek V3.2, GLM-5, MiniMax M3",
         "as above, and the index",
         COMPONENTS,
-    ),
-    Family(
-        "is_index_pooled",
-        "sparse attention with a pooled index",
-        "index_kpool above 1",
-        refused="sparse attention whose index keys stand for several tokens",
     ),
     Family(
         "is_ngram",
@@ -502,7 +494,9 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         allocator = params.token_to_kv_pool_allocator
         if type(allocator) is not SWATokenToKVPoolAllocator:
             return f"cake does not support sliding windows in a {type(allocator).__name__}"
-        if type(allocator.get_kvcache()) is not SWAKVPool or (
+        pool = allocator.get_kvcache()
+        is_known = type(pool) is SWAKVPool or _is_paged_compressed(pool, params)
+        if not is_known or (
             allocator.swa_req_ring
             or not getattr(params, "swa_gates_prefix_match", True)  # none of these in 0.5.22
             or getattr(params, "decoder_swa_bounded_replay", False)
@@ -523,6 +517,22 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         if envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get():  # a loaded state is copied from the tree
             return "cake needs locks on states: unset SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"
     return None
+
+
+def _is_paged_compressed(pool: Any, params: Any) -> bool:
+    """Whether this is DeepSeek V4's pool in the form whose windows are pages of the tree, one page
+    each, with all that a prefix needs at the end of a page. Other forms keep windows by request."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+
+    return (
+        type(pool) is DeepSeekV4TokenToKVPool
+        and hasattr(pool, "pd_kv_layout")  # from 0.5.23 on
+        and pool.swa_kv_pool is not None
+        and params.sliding_window_size <= params.page_size
+        and params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size
+        and set(pool.compression_ratios) <= {0, 4, 128}
+        and not any(each is not None and each.online for each in pool.compress_state_pools)
+    )
 
 
 def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:

@@ -75,8 +75,7 @@ class Shape:
         state_bytes: of the recurrent states of a prompt, over all ranks.
         window_head_bytes: of the KV in the sliding windows of a prompt, for one KV head.
         context_tokens: a prompt must be shorter.
-        refused: why cake does not support it, a continuation of "cake does not support"; None:
-            cake supports it.
+        refused: why no server is planned for it, a clause; None: it is planned for.
         is_latent: MLA. All ranks hold the same KV, and it is stored once.
     """
 
@@ -394,19 +393,21 @@ def _context_tokens(config: Config) -> int:
 
 
 def _refused(whole: Config, config: Config) -> str | None:
-    """Why cake does not support the model, as far as a `config.json` shows it."""
+    """Why the model is not planned for, as far as a `config.json` shows it."""
     names = [str(name) for name in whole.get("architectures") or ()]
-    if whole.get("is_encoder_decoder"):
-        return "encoder-decoder models (cross-attention KV)"
     if any(name.startswith("DeepseekV4") for name in names):
-        return "DeepSeek V4 (compressed KV in pools of its own)"
+        return "the compressed KV of DeepSeek V4 is not modelled"
     if int(config.get("index_kpool") or 1) > 1:
-        return "sparse attention whose index keys stand for several tokens"
-    if config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
-        return "models with n-gram embeddings (a table of earlier tokens beside KV)"
-    if names and not any(_generates(name) for name in names):
-        return "models that generate no text (embedding, reward, pooling)"
-    return None
+        return "an index whose keys stand for several tokens is not modelled"
+    if whole.get("is_encoder_decoder"):
+        kind = "encoder-decoder models (cross-attention KV)"
+    elif config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
+        kind = "models with n-gram embeddings (a table of earlier tokens beside KV)"
+    elif names and not any(_generates(name) for name in names):
+        kind = "models that generate no text (embedding, reward, pooling)"
+    else:
+        return None
+    return f"cake does not support {kind}"
 
 
 def _has_window_pool(whole: Config, config: Config) -> bool:

@@ -121,11 +121,16 @@ class StoreView:
         ]
 
     def end_files(self, tokens: Sequence[int]) -> list[Path]:
-        """Those of the end state behind the full blocks of `tokens`, if it is stored."""
-        [namespace] = self.namespaces()
-        last = block_keys(KeySeed(namespace.digest), tokens, BLOCK)[-1]
-        files = [namespace.block(key) for key in end_keys(last, MOST_END_BLOCKS)]
-        return [file for file in files if file.exists()]
+        """Those of the end state behind the full blocks of `tokens` in all namespaces, if it is
+        stored."""
+        found: list[Path] = []
+        for namespace in self.namespaces():
+            last = block_keys(KeySeed(namespace.digest), tokens, BLOCK)[-1]
+            files = [namespace.block(key) for key in end_keys(last, MOST_END_BLOCKS)]
+            if not files[0].exists():
+                return []
+            found += [file for file in files if file.exists()]
+        return found
 
     def until_end_stored(self, tokens: Sequence[int]) -> list[Path]:
         """Wait until the end state behind the full blocks of `tokens` is stored. Its first block is

@@ -212,3 +212,35 @@ def test_end_saving_wants_the_last_end_of_a_prompt_or_of_its_answer(
 ) -> None:
     record = known(6, extra_tokens=3)
     assert harness.saving.wants_end(record, end * BLOCK, last=last) == wanted
+
+
+@pytest.mark.parametrize(
+    ("stored", "branch", "wanted"),
+    [
+        ((True,) * 4 + (False,) * 8, 4, True),
+        ((True,) * 4 + (False,) + (True,) * 7, 4, True),  # a hole
+        ((True,) * (COUNT - 1) + (False,) * 9, COUNT - 1, False),  # sooner computed than loaded
+        ((False,) * 12, 0, False),
+        ((), 0, False),  # no lookup yet
+        ((True,) * 12, 11, True),  # the last token is never loaded
+    ],
+)
+def test_end_saving_wants_the_end_where_prompts_part(
+    harness: EndHarness, stored: tuple[bool, ...], branch: int, wanted: bool
+) -> None:
+    record = known(12)
+    record.agreed.stored = stored
+    assert harness.saving.branch(record) == branch * BLOCK
+    assert harness.saving.wants_end(record, branch * BLOCK) == wanted
+    assert not harness.saving.wants_end(record, 5 * BLOCK)
+
+
+def test_end_saving_where_prompts_part_is_done_once(harness: EndHarness) -> None:
+    record = known(12, 4)
+    record.agreed.stored = (True,) * 4 + (False,) * 8
+    assert not harness.saving.wants_end(record, 4 * BLOCK)  # it is stored
+    record = known(12)
+    record.agreed.stored = (True,) * 4 + (False,) * 8
+    harness.tell(record, 4 * BLOCK)
+    assert harness.stored_ends(record) == [4 * BLOCK]
+    assert not harness.saving.wants_end(record, 4 * BLOCK)

@@ -18,6 +18,7 @@ from kv_pools import (
     minimax,
     mla,
     nvfp4,
+    pooled_dsa,
     rows_of,
     scramble,
     slots_in_pages,
@@ -104,6 +105,7 @@ CASES = {
         lambda: dsa(512, skip_topk_layers=[True, False, True]), 64, 128
     ),
     "dsa, packed": Case(lambda: dsa(512, dtype=torch.float8_e4m3fn, kv_cache_dim=656), 64, 128),
+    "dsa, a pooled index": Case(lambda: pooled_dsa(512), 128, 256),
     "minimax": Case(lambda: minimax(512), 64, 128),
     "minimax, 8 bits beside 16": Case(
         lambda: minimax(512, dtype=torch.float8_e4m3fn, index_dtype=torch.bfloat16), 64, 128

@@ -5,7 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from kv_pools import deepseek_v4, dsa, hybrid, mha, minimax, mla, nvfp4, rows_of, states_of, windows
+from kv_pools import (
+    deepseek_v4,
+    dsa,
+    hybrid,
+    mha,
+    minimax,
+    mla,
+    nvfp4,
+    pooled_dsa,
+    rows_of,
+    states_of,
+    windows,
+)
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPoolFP4,
@@ -45,6 +57,11 @@ STORED = {
         lambda: dsa(SLOTS, dtype=FP8, kv_cache_dim=24),
         lambda pool: (),
         [PlaneGroup(3, (("kv", (1, 24)),), "uint8"), INDEX],
+    ),
+    "dsa, a pooled index": (
+        lambda: pooled_dsa(SLOTS),
+        lambda pool: (),
+        [KV, PlaneGroup(3, INDEX.parts, "uint8", row_tokens=128)],
     ),
     "minimax": (lambda: minimax(SLOTS), lambda pool: (), [K_AND_V, INDEX_K_AND_V, INDEX_K]),
     "minimax, 8 bits beside 16": (
@@ -149,6 +166,11 @@ def test_pool_planes_of_unequal_layers_are_one_group_for_each_shape() -> None:
     assert second.buffers[2] is pool.k_buffer[3]
 
 
+def _with_more(pool: Any) -> Any:
+    pool.more = torch.zeros(SLOTS, 2, 2)
+    return pool
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing": (lambda: object(), "cannot store a object: it has no K and V"),
     "translated slots": (
@@ -159,7 +181,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: minimax(SLOTS, enable_hisparse=True),
         "HiSparseMHAMainPool: its slots are not rows",
     ),
-    "pooled index": (lambda: dsa(SLOTS, index_kpool=2, page=128), "several tokens"),
+    "pooled index, with more for each request": (
+        lambda: _with_more(pooled_dsa(SLOTS)),
+        "it keeps more beside K and V",
+    ),
     "scales": (
         lambda: MHATokenToKVPoolFP4(SLOTS, 1, torch.uint8, 2, 32, 2, "cpu", False),
         "it keeps k_scale_buffer, v_scale_buffer beside K and V",

@@ -171,7 +171,6 @@ def test_support_matrix_block_of_partial_pages_is_refused_with_advice(
     [
         replace(PLAIN, is_encoder_decoder=True),
         replace(PLAIN, is_generation=False),
-        replace(PLAIN, is_sparse=True, is_index_pooled=True),
         replace(PLAIN, is_ngram=True),
     ],
 )

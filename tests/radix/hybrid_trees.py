@@ -8,7 +8,7 @@ state. So it notices any wrong byte that a request would be computed on.
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +28,14 @@ from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.end_states import (
+    END_POOLS,
+    CompressedWindow,
     EndPart,
     EndSlots,
     EndStates,
     RecurrentStates,
     WindowRows,
+    is_compressed,
 )
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
@@ -42,14 +45,18 @@ WINDOW = 12  # a window begins inside a block
 
 
 def config_of(
-    *components: ComponentType, page: int = 1, extra_buffer: bool = False, slots: int = 160
+    *components: ComponentType,
+    page: int = 1,
+    extra_buffer: bool = False,
+    slots: int = 160,
+    window: int = WINDOW,
 ) -> CacheConfig:
     return CacheConfig(
         page_size=page,
         components=(FULL, *components),
         num_layers=5,
         full_attention_layer_ids=(1, 4),
-        sliding_window_size=WINDOW if SWA in components else None,
+        sliding_window_size=window if SWA in components else None,
         enable_mamba_extra_buffer=extra_buffer,
         mamba_cache_size=24,
         mamba_intermediate_size=16,
@@ -57,6 +64,7 @@ def config_of(
         mamba_head_dim=8,
         mamba_state_size=4,
         kv_size=slots,
+        max_context_len=max(512, slots),
         head_num=1,
         head_dim=4,
         dtype=torch.float32,
@@ -87,10 +95,21 @@ class Store:
 class HybridTree:
     """The tree, its pools and its model. Requests go through SGLang's own functions."""
 
-    def __init__(self, cfg: CacheConfig, core: str = "python") -> None:
+    def __init__(
+        self,
+        cfg: CacheConfig,
+        core: str = "python",
+        *,
+        block: int = BLOCK,
+        make_pool: Callable[..., Any] = fixtures.SWAKVPool,
+        kind: type = CakeRadixCache,
+    ) -> None:
+        """Args: make_pool: the pool of a model with windows. kind: of the tree."""
         self.cfg = cfg
+        self.block = block
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fixtures, "UnifiedRadixCache", CakeRadixCache)
+            patch.setattr(fixtures, "SWAKVPool", make_pool)
+            patch.setattr(fixtures, "UnifiedRadixCache", kind)
             patch.setattr(fixtures, "get_device", lambda: "cpu")
             # The wheel has no Rust core that tells of its nodes, so a server's own is taken.
             inspector = SimpleNamespace(RustUnifiedTreeCoreInspector=RustUnifiedTreeCore)
@@ -102,12 +121,18 @@ class HybridTree:
             )
         pool = self.allocator.get_kvcache()
         self.full_pool = getattr(pool, "full_kv_pool", pool)
-        self.kv = DeviceKV(self.full_pool, block_tokens=BLOCK)
+        apart = [getattr(self.full_pool, name, None) for name in END_POOLS]
+        self.kv = DeviceKV(
+            self.full_pool, block_tokens=block, apart=[each for each in apart if each is not None]
+        )
         parts: list[EndPart] = []
         self.window_tokens = 0
         if cfg.has_swa:
             window, page = cfg.sliding_window_size or 0, cfg.page_size
             self.window_tokens = -(-window // page) * page
+        if is_compressed(pool):
+            parts.append(CompressedWindow(pool, block_bytes=self.kv.layout.block_bytes))
+        elif cfg.has_swa:
             row = DeviceKV(pool.swa_kv_pool, block_tokens=1).layout.block_bytes
             parts.append(
                 WindowRows(
@@ -124,7 +149,7 @@ class HybridTree:
             parts.append(states)
         self.ends = EndStates(parts, window_tokens=self.window_tokens)
         self.tree.ends = self.ends
-        self.tree.coordinator = Blocks()
+        self.tree.coordinator = Blocks(block)
         self.live: list[Any] = []
         self.store = Store()
 
@@ -318,9 +343,9 @@ class HybridTree:
             return False
         tokens = tuple(req.full_untruncated_fill_ids)
         row = self.requests.req_to_token[req.kv.req_pool_idx, :stop].to(torch.int64)
-        for end in range(BLOCK, stop + 1, BLOCK):
+        for end in range(self.block, stop + 1, self.block):
             (buffer,) = self.buffers(1)
-            self.kv.save(row[end - BLOCK : end], [buffer], ())
+            self.kv.save(row[end - self.block : end], [buffer], ())
             self.store.blocks[tokens[:end]] = bytes(buffer.view)
         buffers = self.buffers(self.ends.count)
         self.ends.save(self.ends.prepare(slots), buffers, ())
@@ -329,16 +354,17 @@ class HybridTree:
 
     def stored_end(self, tokens: Sequence[int], front: int) -> int | None:
         """The last stored end of a prompt that is right of the front."""
-        last = (len(tokens) - 1) // BLOCK * BLOCK
+        block = self.block
+        last = (len(tokens) - 1) // block * block
         ends = [
-            end for end in range(BLOCK, last + 1, BLOCK) if tuple(tokens[:end]) in self.store.ends
+            end for end in range(block, last + 1, block) if tuple(tokens[:end]) in self.store.ends
         ]
         return ends[-1] if ends and ends[-1] > front else None
 
     def load(self, req: Any, stop: int, *, running: bool) -> bool:
         """Attach what is stored up to `stop`; False: no memory."""
         tokens = tuple(req.full_untruncated_fill_ids)
-        first = req.prefix_len // BLOCK * BLOCK
+        first = req.prefix_len // self.block * self.block
         allocator = getattr(self.allocator, "full_attn_allocator", self.allocator)
         lock = self.tree.lock(req.last_node)
         try:
@@ -348,9 +374,9 @@ class HybridTree:
             slots = allocator.alloc(stop - first)
             if slots is None:
                 return False
-            for at in range(first, stop, BLOCK):
-                block = self.store.blocks[tokens[: at + BLOCK]]
-                self.kv.load(held(block), slots[at - first : at - first + BLOCK], ())
+            for at in range(first, stop, self.block):
+                block = self.store.blocks[tokens[: at + self.block]]
+                self.kv.load(held(block), slots[at - first : at - first + self.block], ())
             end = self.tree.allocate_end(req, Span(req.prefix_len, stop))
             if end is None:
                 allocator.free(slots)
@@ -400,11 +426,12 @@ class HybridTree:
             assert states.available_size() + own + held_states == states.size
 
 
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """What the tree asks of a coordinator, without records: all that it needs is a block's size."""
 
-    block_tokens = BLOCK
-    placed_tokens = 0
+    block_tokens: int
+    placed_tokens: int = 0
 
     def record(self, rid: str) -> None:
         return None

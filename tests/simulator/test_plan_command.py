@@ -107,14 +107,21 @@ def test_plan_machine_that_cannot_serve_answers_no_with_a_reason(
     assert because in found["because"]
 
 
-def test_plan_unsupported_model_answers_no_with_the_servers_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("facts", "because"),
+    [
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, "of DeepSeek V4 is not modelled"),
+        ({"use_ngram_embedding": True}, "cake does not support models with n-gram embeddings"),
+    ],
+)
+def test_plan_unsupported_model_answers_no_with_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], facts: dict[str, object], because: str
 ) -> None:
-    config = {**MODELS["llama-3.1-8b"], "architectures": ["DeepseekV4ForCausalLM"]}
+    config = {**MODELS["llama-3.1-8b"], **facts}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = planned(capsys, "--model", str(tmp_path), "--gpu", "h100", "--store", "nvme")
     assert (found["answer"], found["prompts"]) == ("no", [])
-    assert "cake does not support DeepSeek V4" in found["because"]
+    assert because in found["because"]
 
 
 def test_plan_prompts_beyond_the_context_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

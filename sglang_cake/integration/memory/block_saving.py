@@ -128,10 +128,17 @@ class BlockSaving:
         size = self._block_tokens
         known = [block * size + size for block, yes in enumerate(record.agreed.ends) if yes]
         since = max([seen, *(each for each in known if each <= end)])
-        last |= end >= (len(record.tokens) - 1) // size * size
+        last |= end >= (len(record.tokens) - 1) // size * size or end == self.branch(record)
         return end > seen and (end - since) // size >= self._ends.count * (
             1 if last else END_SPACING
         )
+
+    def branch(self, record: PromptRecord) -> int:
+        """The block boundary up to which blocks of other prompts lead, without a gap; 0: none do.
+        Prompts that begin alike part there: the next one will want this end."""
+        stored = record.agreed.stored
+        run = stored.index(False) if False in stored else len(stored)
+        return min(run, (len(record.tokens) - 1) // self._block_tokens) * self._block_tokens
 
     def polled(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """A step is about to be scheduled: save what had no buffer before, as far as there are

@@ -345,21 +345,25 @@ class CakeRadixCache(UnifiedRadixCache):
     # ---- end states ----
 
     def step_stop(self, req: "Req") -> int | None:
-        """Where the next step of a request must stop, if it gets there, so that the tree gets the
-        state of the last whole block before the last token; None: anywhere.
+        """Where the next step of a request must stop, if it gets there, so that the tree gets an
+        end state that is to be saved; None: anywhere.
 
-        Without SGLang's extra buffers, there are recurrent states only where steps end.
+        That is where the prompt parts from others, and without SGLang's extra buffers, which keep
+        recurrent states inside of steps, the last whole block before the last token.
         """
         if self.ends is None or self.coordinator is None or self.saving is None:
             return None
-        if not self.supports_mamba() or self.enable_mamba_extra_buffer:
-            return None
         record = self.coordinator.record(req.rid)
-        last = len(req.full_untruncated_fill_ids) - 1
-        stop = last - last % self.coordinator.block_tokens
-        if record is None or stop <= req.prefix_len or not self.saving.wants_end(record, stop):
+        if record is None:
             return None
-        return stop
+        stops = [self.saving.branch(record)]
+        if self.supports_mamba() and not self.enable_mamba_extra_buffer:
+            last = len(req.full_untruncated_fill_ids) - 1
+            stops.append(last - last % self.coordinator.block_tokens)
+        for stop in stops:
+            if stop > req.prefix_len and self.saving.wants_end(record, stop):
+                return stop
+        return None
 
     def track_end(self, req: "Req") -> None:
         """With SGLang's extra buffers, have the forward of the scheduled step keep the state at the

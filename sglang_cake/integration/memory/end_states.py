@@ -7,6 +7,7 @@ tokens, the prefix's ends. At an end it needs an end state:
 |---|---|
 | sliding windows | their KV of the last window, `[P - window_tokens, P)` |
 | recurrent: Mamba, linear attention, short convolutions | their state behind token `P - 1` |
+| compressed: DeepSeek V4 | the last page of the window, with sums of tokens yet to be compressed |
 
 An end state is stored as end blocks. Each has the size of a block, and zeros behind its bytes. So
 stores, host buffers and the loader know one size.
@@ -26,6 +27,14 @@ from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
 
+# Pools inside of a KV pool that hold what end states are made of.
+END_POOLS = ("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools")
+
+
+def is_compressed(pool: Any) -> bool:
+    """Whether a KV pool keeps sums of tokens that are not compressed yet."""
+    return hasattr(pool, "compress_state_pools")
+
 
 @dataclass(frozen=True, slots=True)
 class EndSlots:
@@ -35,7 +44,7 @@ class EndSlots:
         window: slots of the last window in the pool of sliding windows, int64, oldest first. Nearer
             to the start of a prompt than a window, there are fewer. What is loaded into slot 0 is
             not needed: it is SGLang's target for padding.
-        state: slot in the pool of recurrent states, int64 `[1]`.
+        state: slot in the pool of recurrent states, or page of a compressed window; int64 `[1]`.
     """
 
     window: torch.Tensor | None = None
@@ -208,22 +217,24 @@ class WindowRows:
         return Buffer(buffer.view[: self._kv.layout.block_bytes])
 
 
-class RecurrentStates:
-    """States of recurrent layers: the bytes of all layers, one after the other, cut into blocks.
+class StateRows:
+    """One row of each of some tensors: the bytes of all rows, one after the other, cut into blocks.
 
     Args:
-        pool: SGLang's `MambaPool`. Raises: ConfigError for one with another form of memory.
+        planes: the tensors. SGLang owns them.
         block_bytes: size of a buffer.
         streams: of the blocks' copies; None: on a CPU. They go through its rings, in pieces.
     """
 
-    def __init__(self, pool: Any, *, block_bytes: int, streams: CopyStreams | None = None) -> None:
-        (inventory,) = pool.get_device_pool_infos()
-        buffers = inventory.buffer_info
-        layers = [layer for each in (*buffers.conv, buffers.temporal) for layer in each]
-        planes = [plane for plane in (*layers, *buffers.extra_checkpoint_buffers) if plane.numel()]
+    def __init__(
+        self,
+        planes: Sequence[torch.Tensor],
+        *,
+        block_bytes: int,
+        streams: CopyStreams | None = None,
+    ) -> None:
         if not planes or not all(plane.is_contiguous() for plane in planes):
-            raise ConfigError(f"cake cannot store the states of a {type(pool).__name__}")
+            raise ConfigError("cake cannot store end states in this form of memory")
         self._planes = planes
         self._rows = [plane.view(len(plane), -1).view(torch.uint8) for plane in planes]
         self._starts = list(itertools.accumulate((rows.shape[1] for rows in self._rows), initial=0))
@@ -318,6 +329,57 @@ class RecurrentStates:
             move()
             end.record(stream)
             return Copy(end, end, (keep,), begin, number=next(self._streams.numbers))
+
+
+class RecurrentStates(StateRows):
+    """States of recurrent layers, each in a row of the state pool.
+
+    Args: pool: SGLang's `MambaPool`. Others as for `StateRows`.
+    """
+
+    def __init__(self, pool: Any, *, block_bytes: int, streams: CopyStreams | None = None) -> None:
+        (inventory,) = pool.get_device_pool_infos()
+        buffers = inventory.buffer_info
+        layers = [layer for each in (*buffers.conv, buffers.temporal) for layer in each]
+        planes = [plane for plane in (*layers, *buffers.extra_checkpoint_buffers) if plane.numel()]
+        super().__init__(planes, block_bytes=block_bytes, streams=streams)
+
+
+class CompressedWindow(StateRows):
+    """The window of a model with compressed attention, one page for each end.
+
+    A page of the window has the KV of its tokens, and the sums of those that are not compressed
+    yet: SGLang keeps them in rings that belong to the page. Sums over 128 tokens are a request's
+    own, and empty at the end of a page.
+
+    Args: pool: SGLang's `DeepSeekV4TokenToKVPool`. Others as for `StateRows`.
+    """
+
+    def __init__(self, pool: Any, *, block_bytes: int, streams: CopyStreams | None = None) -> None:
+        rings = [
+            each
+            for each in (*pool.compress_state_pools, *pool.indexer_compress_state_pools)
+            if each is not None and not each.request_scoped
+        ]
+        planes = [*pool.swa_kv_pool.kv_buffer, *map(_pages_of_sums, rings)]
+        super().__init__(planes, block_bytes=block_bytes, streams=streams)
+        self._page_tokens = pool.swa_page_size
+        self._kv_form = pool.pd_kv_layout()
+
+    def describe(self) -> dict[str, object]:
+        return {"compressed": self._kv_form, **super().describe()}
+
+    def prepare(self, slots: EndSlots) -> EndSlots:
+        assert slots.window is not None
+        return replace(slots, state=slots.window[-1:] // self._page_tokens)
+
+
+def _pages_of_sums(ring: Any) -> torch.Tensor:
+    """The memory of one of SGLang's `CompressStatePool`: a row for each page, `[pages, bytes]`."""
+    sums = ring.kv_score_buffer.kv_score
+    pages = len(sums) // ring.ring_size
+    rows: torch.Tensor = sums[: pages * ring.ring_size].view(pages, -1)
+    return rows
 
 
 def _bytes(buffer: Buffer) -> torch.Tensor:

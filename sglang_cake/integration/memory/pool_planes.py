@@ -66,7 +66,8 @@ def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") ->
         buffer.is_contiguous() for buffer in buffers
     ):
         raise ConfigError(f"cake cannot store a {name}: its buffers are no rows of {needed} slots")
-    known = {_storage(tensor) for tensor in (*buffers, *(each for _, each in _memory(apart, "")))}
+    others = [each for _, each in _memory(apart, "")]
+    known = {_storage(tensor) for tensor in (*buffers, *others, *_tails(pool))}
     further = {
         path.split(".")[0]
         for path, tensor in _memory(pool, "")
@@ -91,6 +92,17 @@ def _planes(pool: Any, prefix: str) -> Iterator[PoolPlanes]:
     yield from _own_planes(pool, prefix, getattr(pool, "page_size", 1))
 
 
+def _tails(pool: Any) -> Iterator[torch.Tensor]:
+    """What a pooled index keeps for requests: tokens whose key is not complete yet. There are none
+    at the end of a page, and blocks are whole pages."""
+    for name in _INNER:
+        if (inner := getattr(pool, name, None)) is not None:
+            yield from _tails(inner)
+    if getattr(pool, "kpool_use_compress", False):
+        for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
+            yield from pool.get_compress_tail_buffers(layer)
+
+
 def _own_planes(pool: Any, prefix: str, page_tokens: int) -> Iterator[PoolPlanes]:
     """The planes of a pool without those of the pools in it.
 
@@ -109,8 +121,6 @@ def _own_planes(pool: Any, prefix: str, page_tokens: int) -> Iterator[PoolPlanes
         raise ConfigError(
             f"cake cannot store a {type(pool).__name__}: its slots are not rows of its buffers"
         )
-    if getattr(pool, "index_kpool", 1) > 1:
-        raise ConfigError("cake cannot store an index whose keys stand for several tokens")
     layers: Iterable[dict[str, torch.Tensor]]
     if len(slab):  # K, V and their scales are views of it
         layers = ({"page": each} for each in slab)

@@ -175,7 +175,8 @@ def _for_values(heads: Tensor, values: Tensor) -> Tensor:
 def norm(layer: Any, x: Tensor, g: Tensor) -> Tensor:
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + layer.eps)
-    return (layer.weight * scaled.to(x.dtype) * silu(g.float())).to(x.dtype)
+    gate = {"swish": silu, "silu": silu, "sigmoid": sigmoid}[layer.activation](g.float())
+    return (layer.weight * scaled.to(x.dtype) * gate).to(x.dtype)
 
 
 def add_shared_expert(hidden: Tensor, gate: Tensor, shared: Tensor, routed: Tensor) -> None:

@@ -90,6 +90,12 @@ def dsa(slots: int, *, page: int = 64, kind: type = DSATokenToKVPool, **options:
         return kind(size=slots, device="cpu", enable_memory_saver=False, **sizes | options)
 
 
+def pooled_dsa(slots: int) -> Any:
+    """GLM-5-next: a key of the index stands for two tokens; requests have incomplete ones."""
+    options = {"index_kpool": 2, "index_kpool_compress": True, "max_running_requests": slots}
+    return dsa(slots, page=128, **options)
+
+
 def minimax(slots: int, **options: Any) -> MiniMaxSparseKVPool:
     """MiniMax M3: the index has K and V in one layer, K in two layers, and none in one."""
     sizes = {
@@ -202,7 +208,7 @@ def rows_of(pool: Any) -> list[tuple[torch.Tensor, int]]:
     match pool:
         case DSATokenToKVPool():
             index = pool.index_k_with_scale_buffer
-            pages = [(each, 64) for each in index if len(each)]
+            pages = [(each, pool.page_size) for each in index if len(each)]
             return [*((each, 1) for each in pool.kv_buffer), *pages]
         case _ if type(pool).__name__ == "MiniMaxM3Nvfp4KVPool":
             slabs = (pool.main_pool.slab, pool.index_k_pool.slab)
