@@ -89,6 +89,9 @@ class _DeviceSlots:
                 record.memory.slots[block] = torch.empty(0)
         return True
 
+    def uncopied(self, record: PromptRecord, blocks: Any) -> list[int]:
+        return []
+
     def take(self, record: PromptRecord, span: Any) -> torch.Tensor:
         for block in range(span.start // BLOCK_TOKENS, -(-span.stop // BLOCK_TOKENS)):
             record.memory.slots.pop(block)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,7 @@ BENCHES = (
         "codec_demo",
         "codec_share",
         "codec_ttft",
+        "copy_calls",
         "end_states",
     ),
     *("eviction", "exactness"),
@@ -89,6 +91,24 @@ def test_benchmarks_list_names_every_benchmark(capsys: pytest.CaptureFixture[str
     assert __main__.main(["no-such-thing"]) == 2
     out = capsys.readouterr().out
     assert all(name in out for name in BENCHES)
+
+
+def test_benchmark_copy_calls_of_a_block_are_one_copy_and_one_launch(tmp_path: Path) -> None:
+    """In a process of its own: Triton compiles for a GPU there."""
+    out = tmp_path / "calls.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks", "copy_calls", "--small", "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        check=True,
+        timeout=300,
+    )
+    ((_, cell),) = json.loads(out.read_text())["cells"].items()
+    loaded, saved, step = (found["calls"] for found in cell.values())
+    assert loaded["copies to or from the host"] == loaded["launches of a kernel"] == 1
+    assert saved["copies to or from the host"] == 1
+    assert saved["launches of a kernel"] < 1  # several blocks take one
+    assert "launches of a kernel" not in step
 
 
 def test_benchmark_number_lists_are_parsed_or_refused() -> None:
