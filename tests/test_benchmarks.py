@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import Reply
 
 ROOT = Path(__file__).parent.parent
@@ -171,6 +172,8 @@ def test_bench_ttft_arguments_have_defaults_and_wrong_ones_exit() -> None:
     args = bench_ttft.parse_args([])
     assert (args.lengths, args.chunks, args.repeats) == ([2048, 4096, 8192], [256, 512], 3)
     assert args.out == facts.RESULTS / "ttft-cpu.json"
+    assert args.queue_depth == CakeConfig().queue_depth
+    assert bench_ttft.parse_args(["--queue-depth", "8"]).queue_depth == 8
     small = bench_ttft.parse_args(["--small", "--repeats", "2"])
     assert (small.repeats, small.peer_repeats, small.name) == (2, 2, "small")
     for wrong in (
