@@ -95,6 +95,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-page-tokens", type=int, default=16, metavar="N", help="page size of HiCache"
     )
+    parser.add_argument(
+        "--queue-depth",
+        type=int,
+        default=CakeConfig().queue_depth,
+        metavar="N",
+        help="reads of the store at a time (default %(default)s)",
+    )
     parser.add_argument("--all-cells", action="store_true", help="all chunks at all bandwidths")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
@@ -190,10 +197,16 @@ class Bench:
         url = self.store_url
         if math.isfinite(bandwidth):
             url += f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
+        depth = ("--cake-queue-depth", str(self.args.queue_depth))
         return self._started(
             stack,
             mode,
-            [*servers.common_flags(chunk, len(self.prompt)), *servers.cake_flags(url, mode), *more],
+            [
+                *servers.common_flags(chunk, len(self.prompt)),
+                *servers.cake_flags(url, mode),
+                *depth,
+                *more,
+            ],
             env={TRACE_ENV: str(self._trace_file(mode))},
         )
 
@@ -265,7 +278,7 @@ class Bench:
                 for mode in order:
                     runs[mode].replies.append(arms[mode].cold(prompt, NEW_TOKENS))
                 if unlimited:
-                    store_rates.append(store_bytes_per_s(self.store_url))
+                    store_rates.append(store_bytes_per_s(self.store_url, self.args.queue_depth))
                 if repeat < self.args.peer_repeats:
                     for peer in peers:
                         found[f"hicache-{peer.policy}"].append(peer.cold(prompt, bandwidth))
@@ -304,7 +317,7 @@ def _named(ratio: float) -> str:
     return f"{ratio:g}x balanced" if math.isfinite(ratio) else UNLIMITED
 
 
-def store_bytes_per_s(url: str) -> float:
+def store_bytes_per_s(url: str, depth: int) -> float:
     """Speed of a process that does nothing but read all blocks of a store, with as many reads in
     flight as a server: the limit of a server's loads."""
     named = one_store(url)
@@ -314,7 +327,6 @@ def store_bytes_per_s(url: str) -> float:
         return frame, [block.key async for block in blocks_in(named, frame)]
 
     frame, keys = asyncio.run(stored())
-    depth = CakeConfig().queue_depth
     arena = HostArena([frame.payload_bytes] * depth, prefault=True)
     store = named.source.open(frame, depth=depth)
     run = read_store(store, keys, [buffer.view for buffer in arena.buffers], frame.payload_bytes)
@@ -363,6 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peer_repeats=args.peer_repeats,
         peer_page_tokens=args.peer_page_tokens,
         new_tokens=NEW_TOKENS,
+        queue_depth=args.queue_depth,
         restores_from="files of the same machine, behind the stated link",
     )
     # One token more than is stored: it is computed by all arms, for the logits.

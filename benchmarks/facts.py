@@ -16,13 +16,13 @@ REPORTS = ROOT / "benchmarks" / "reports"
 PACKAGES = ("sglang", "torch", "transformers", "numpy", "sglang-cake")
 
 
-def machine() -> dict[str, Any]:
-    """The processor; these benchmarks use no GPU, whether there is one or not."""
+def machine(gpu: str = "no GPU") -> dict[str, Any]:
+    """The processor. Args: gpu: that the benchmark uses; most use none, also where there is one."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0))
     return {
-        "what": f"{cores}-core CPU, no GPU",
+        "what": f"{cores}-core CPU, {gpu}",
         "cpu": models[0] if models else "unknown",
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
@@ -48,13 +48,13 @@ def commit() -> str:
     return (head or "unknown") + ("+changes" if changed else "")
 
 
-def header(benchmark: str, **settings: Any) -> dict[str, Any]:
+def header(benchmark: str, *, gpu: str = "no GPU", **settings: Any) -> dict[str, Any]:
     """The first part of a result file. `settings` are its arguments."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
-        "machine": machine(),
+        "machine": machine(gpu),
         "versions": versions(),
         "settings": settings,
     }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import Reply
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +50,7 @@ BENCHES = (
         "codec_demo",
         "codec_share",
         "codec_ttft",
+        "copy_calls",
         "end_states",
     ),
     *("eviction", "exactness"),
@@ -89,6 +92,24 @@ def test_benchmarks_list_names_every_benchmark(capsys: pytest.CaptureFixture[str
     assert __main__.main(["no-such-thing"]) == 2
     out = capsys.readouterr().out
     assert all(name in out for name in BENCHES)
+
+
+def test_benchmark_copy_calls_of_a_block_are_one_copy_and_one_launch(tmp_path: Path) -> None:
+    """In a process of its own: Triton compiles for a GPU there."""
+    out = tmp_path / "calls.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks", "copy_calls", "--small", "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        check=True,
+        timeout=300,
+    )
+    ((_, cell),) = json.loads(out.read_text())["cells"].items()
+    loaded, saved, step = (found["calls"] for found in cell.values())
+    assert loaded["copies to or from the host"] == loaded["launches of a kernel"] == 1
+    assert saved["copies to or from the host"] == 1
+    assert saved["launches of a kernel"] < 1  # several blocks take one
+    assert "launches of a kernel" not in step
 
 
 def test_benchmark_number_lists_are_parsed_or_refused() -> None:
@@ -151,6 +172,8 @@ def test_bench_ttft_arguments_have_defaults_and_wrong_ones_exit() -> None:
     args = bench_ttft.parse_args([])
     assert (args.lengths, args.chunks, args.repeats) == ([2048, 4096, 8192], [256, 512], 3)
     assert args.out == facts.RESULTS / "ttft-cpu.json"
+    assert args.queue_depth == CakeConfig().queue_depth
+    assert bench_ttft.parse_args(["--queue-depth", "8"]).queue_depth == 8
     small = bench_ttft.parse_args(["--small", "--repeats", "2"])
     assert (small.repeats, small.peer_repeats, small.name) == (2, 2, "small")
     for wrong in (

@@ -32,11 +32,11 @@ STEPS = {
     "environment": "environment:environment",
     "copies": "exact:copies",
     "reused slots": "exact:reused_slots",
-    "encoded blocks": "exact:encoded",
+    "encoded blocks": "encoded:encoded",
     "memcpy": "speed:memcpy",
     "row kernel": "speed:row_kernel",
     "copies beside products": "speed:cake_copies",
-    "decoding": "speed:decoding",
+    "decoding": "encoded:decoding",
     "launches": "speed:launches",
     "overlap": "overlap:overlap",
     "compute-sanitizer": "sanitizer:sanitizer",
@@ -149,8 +149,13 @@ def _number(value: float | str) -> str:
 
 def file_of(outcomes: Sequence[dict[str, Any]], *, small: bool) -> Path:
     """The result file of this device."""
+    return result_file("gpu", device_of(outcomes), small=small)
+
+
+def device_of(outcomes: Sequence[dict[str, Any]]) -> str:
+    """Its name, if the step `environment` has run."""
     values = {f["what"]: f["value"] for each in outcomes for f in each["findings"]}
-    return result_file("gpu", str(values.get("device", "unknown")), small=small)
+    return str(values.get("device", "unknown"))
 
 
 def result_file(kind: str, device: str, *, small: bool) -> Path:
@@ -163,7 +168,6 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All steps. The result file is written after each of them."""
     end_s = time.monotonic() + args.limit
     outcomes: list[dict[str, Any]] = []
-    header = facts.header("gpu check", small=args.small, steps=args.steps)
     for name in args.steps:
         left_s = end_s - time.monotonic()
         if left_s < 10:
@@ -172,6 +176,9 @@ def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
         outcomes.append(run_step(name, small=args.small, limit_s=min(STEP_LIMIT_S, left_s)))
         last = outcomes[-1]
         print(f"{last['status']:4} {name} ({last['took_s']:.0f} s)", file=sys.stderr, flush=True)
+        header = facts.header(
+            "gpu check", gpu=device_of(outcomes), small=args.small, steps=args.steps
+        )
         facts.write(
             args.out or file_of(outcomes, small=args.small), {**header, "outcomes": outcomes}
         )

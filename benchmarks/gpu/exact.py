@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from benchmarks.gpu.measuring import (
@@ -17,16 +16,10 @@ from benchmarks.gpu.measuring import (
     random_bytes,
 )
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
-from sglang_cake.codecs.catalogue import chain_of, decode
-from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.core.buffers import Buffer
-from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.device_decode import decode_payload
 from sglang_cake.integration.memory.kv_pool import Copy, CudaKV, DeviceKV
 
 CPU = torch.device("cpu")
-CODECS = ("raw", "int8", "int4", "kvquant3")
-ROPE_THETA = 500_000.0
 MHA = PoolForm(layers=4, heads=8, dim=128, v_dim=128)
 FORMS = {
     "bf16": MHA,
@@ -46,11 +39,6 @@ CASES = tuple(
     for page in (1, 64)
     if page == 64 or not form.index_page_bytes
 )
-LAYOUTS = {
-    "MHA": (("k", (2, 16)), ("v", (2, 16))),
-    "K and V of other sizes": (("k", (3, 8)), ("v", (1, 20))),
-    "MLA": (("kv", (36,)),),
-}
 SLOTS, BLOCK_TOKENS, BLOCKS = 1024, 64, 6
 
 
@@ -195,38 +183,6 @@ def reuse(
     return wrong, len(reads) + len(saves)
 
 
-def encoded(size: Size, device: torch.device) -> Iterator[Finding]:
-    """Decoding on the device beside decoding on the CPU."""
-    for codec in CODECS:
-        for name, parts in LAYOUTS.items():
-            for dtype in ("bfloat16", "float16", "float32"):
-                layout = BlockLayout.plain(2, parts, dtype, 64)
-                wrong = decoded(layout, codec, device)
-                yield Finding(f"{codec}, {name}, {dtype}", wrong or "equal", ok=not wrong)
-
-
-def decoded(layout: BlockLayout, codec: str, device: torch.device) -> str:
-    """What differs; nothing if all is right."""
-    payload, size = encode(layout, codec, device)
-    wanted = bytearray(layout.block_bytes)
-    decode(layout, payload.view[:size], memoryview(wanted))
-    found = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
-    decode_payload(layout, bytes_of(payload), found)
-    return "" if found.cpu().numpy().tobytes() == bytes(wanted) else "differs"
-
-
-def encode(layout: BlockLayout, codec: str, device: torch.device) -> tuple[Buffer, int]:
-    """A payload in pinned memory, and its bytes."""
-    (payload,) = pinned([layout.block_bytes + ENCODED_HEAD_BYTES], device)
-    draw = np.random.default_rng(0)
-    values = torch.from_numpy(
-        draw.standard_normal(layout.block_bytes // _itemsize(layout), dtype=np.float32)
-    ).to(getattr(torch, layout.groups[0].dtype))
-    block = memoryview(values.view(torch.uint8).numpy()).cast("B")
-    chain = chain_of(codec, layout, rope_theta=ROPE_THETA)
-    return payload, chain.encode(layout, block, payload.view)
-
-
 def planes_of(block: torch.Tensor, kv: DeviceKV) -> list[torch.Tensor]:
     """The planes of a block (uint8 `[block_bytes]`), in the words of the pool's rows."""
     return [
@@ -235,10 +191,6 @@ def planes_of(block: torch.Tensor, kv: DeviceKV) -> list[torch.Tensor]:
         .view(-1, rows.shape[1])
         for rows, plane in zip(kv.rows, kv.layout.planes, strict=True)
     ]
-
-
-def _itemsize(layout: BlockLayout) -> int:
-    return int(getattr(torch, layout.groups[0].dtype).itemsize)
 
 
 def _fill(*kvs: DeviceKV) -> None:

@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     servers.unwind_when_told_to_end()
     progress = ProgressLog()
     header = facts.header(
-        "gpu serve", device=device, small=args.small, link=args.link, flags=args.flags
+        "gpu serve", gpu=device, small=args.small, link=args.link, flags=args.flags
     )
     results: list[dict[str, Any]] = []
     for name in args.cases:

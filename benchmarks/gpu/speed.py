@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import torch
 
-from benchmarks.gpu.exact import CODECS, encode
 from benchmarks.gpu.measuring import (
     GB,
     Finding,
@@ -21,9 +20,7 @@ from benchmarks.gpu.measuring import (
 )
 from benchmarks.gpu.stand_ins import make_pool
 from sglang_cake.core.buffers import Buffer, BufferPool
-from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.copier import CopyThread, SlotCopy
-from sglang_cake.integration.memory.device_decode import decode_payload
 from sglang_cake.integration.memory.kv_pool import COPY_BYTES, CudaKV, Fence
 from sglang_cake.loading.loader import StagedBlock
 
@@ -213,22 +210,6 @@ def cake_copies(size: Size, device: torch.device) -> Iterator[Finding]:
 
 
 WAYS = (("loads", True, False), ("saves", False, True), ("loads and saves", True, True))
-
-
-def decoding(size: Size, device: torch.device) -> Iterator[Finding]:
-    """Blocks decoded on the device; bytes are those of the decoded block."""
-    form = size.form
-    token = (("k", (form.heads, form.dim)), ("v", (form.heads, form.v_dim)))
-    layout = BlockLayout.plain(form.layers, token, "bfloat16", size.block_tokens)
-    for codec in CODECS:
-        payload, encoded_bytes = encode(layout, codec, device)
-        source = bytes_of(payload)
-        block = torch.empty(layout.block_bytes, dtype=torch.uint8, device=device)
-        took_s = device_s(lambda n, s=source, b=block: decode_payload(layout, s, b), repeats=10)
-        yield Finding(f"{codec}, on the device", layout.block_bytes / took_s / GB, "GB/s")
-        took_s = host_s(lambda n, s=source, b=block: decode_payload(layout, s, b), repeats=10)
-        yield Finding(f"{codec}, host time of a block", took_s * 1e6, "us")
-        yield Finding(f"{codec}, size", encoded_bytes / layout.block_bytes, "of a block")
 
 
 def launches(size: Size, device: torch.device) -> Iterator[Finding]:

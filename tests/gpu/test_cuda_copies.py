@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks are not part of the package
 
-from benchmarks.gpu import exact, stand_ins  # noqa: E402
+from benchmarks.gpu import encoded, exact, stand_ins  # noqa: E402
 from benchmarks.gpu.measuring import SMALL, Load, bytes_of, pinned  # noqa: E402
 from sglang_cake.core.host_memory import HostArena  # noqa: E402
 from sglang_cake.core.layout import BlockLayout  # noqa: E402
@@ -45,13 +45,13 @@ def test_cuda_kv_slots_that_change_hands_hold_what_was_written_last(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("parts", exact.LAYOUTS)
-@pytest.mark.parametrize("codec", exact.CODECS)
+@pytest.mark.parametrize("parts", encoded.LAYOUTS)
+@pytest.mark.parametrize("codec", encoded.CODECS)
 def test_device_decode_on_cuda_gives_the_values_of_the_cpu(
     codec: str, parts: str, dtype: str
 ) -> None:
-    layout = BlockLayout.plain(2, exact.LAYOUTS[parts], dtype, 64)
-    assert exact.decoded(layout, codec, _device()) == ""
+    layout = BlockLayout.plain(2, encoded.LAYOUTS[parts], dtype, 64)
+    assert encoded.decoded(layout, codec, _device()) == ""
 
 
 def test_host_arena_is_pinned_until_its_memory_is_freed() -> None:

@@ -45,6 +45,7 @@ def _ask(
         env=STRICT,
         log=folder / f"{mode}.log",
         gpu=True,
+        start_timeout_s=1800,  # the first server compiles kernels
         attention_backend=backend,
     ) as server:
         replies = []
@@ -70,31 +71,3 @@ def test_gpu_server_all_modes_give_equal_first_tokens(
             assert reply.cake["loaded_tokens"] > 0
             # bfloat16 at other chunk borders may tip a close call late; the first must not differ.
             assert reply.output_ids[:2] == cold.output_ids[:2]
-
-
-@pytest.mark.timeout(1800)
-def test_gpu_server_last_step_begins_before_the_last_blocks_land(
-    model: Path, tmp_path: Path
-) -> None:
-    """The answer is that of computing; `auto` loads, since the link is quick enough."""
-    document = _prompt()
-    flags = (
-        *("--enable-cake", "--cake-store", f"file://{tmp_path}/store?bandwidth=400MB/s"),
-        *("--chunked-prefill-size", "1024", "--max-total-tokens", "32768"),
-        *("--mem-fraction-static", "0.3", "--attention-backend", "flashinfer"),
-        *("--cuda-graph-backend-prefill", "disabled", "--dtype", "bfloat16"),
-    )
-    overlapped = 0
-    with SglangServer(model, flags, env=STRICT, log=tmp_path / "auto.log", gpu=True) as server:
-        for turn in range(12):
-            source = random.Random(100 + turn)
-            asked = document + [source.randrange(256) for _ in range(900)]
-            flush_cache(server.base_url)
-            reply = generate(server.base_url, asked, max_new_tokens=8)
-            again = generate(server.base_url, asked, max_new_tokens=8)  # from the tree
-            assert again.output_ids[:2] == reply.output_ids[:2]
-            overlapped += int(reply.cake["overlapped_tokens"])
-        flush_cache(server.base_url)
-        assert "leak detected" not in server.logs().lower()
-        assert "last step once more" not in server.logs()
-    assert overlapped > 0

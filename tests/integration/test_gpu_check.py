@@ -20,7 +20,16 @@ from sglang_cake.integration.memory.kv_pool import CudaKV
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
 
-from benchmarks.gpu import check, environment, exact, overlap, sanitizer, serve, speed  # noqa: E402
+from benchmarks.gpu import (  # noqa: E402
+    check,
+    encoded,
+    environment,
+    exact,
+    overlap,
+    sanitizer,
+    serve,
+    speed,
+)
 from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load  # noqa: E402
 from benchmarks.gpu.stand_ins import PoolForm, make_pool  # noqa: E402
 from sglang_cake.core.layout import BlockLayout  # noqa: E402
@@ -88,8 +97,8 @@ def test_gpu_check_reused_slots_show_copies_that_are_not_ordered(
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_gpu_check_decoded_blocks_are_compared(eager: None, codec: str) -> None:
-    layout = BlockLayout.plain(2, exact.LAYOUTS["MHA"], "bfloat16", 64)
-    assert exact.decoded(layout, codec, CPU) == ""
+    layout = BlockLayout.plain(2, encoded.LAYOUTS["MHA"], "bfloat16", 64)
+    assert encoded.decoded(layout, codec, CPU) == ""
 
 
 def test_gpu_check_overlap_loop_serves_prompts_and_finds_a_wrong_byte(eager: None) -> None:
@@ -112,8 +121,8 @@ def test_gpu_check_other_steps_run(eager: None, step: Callable[..., Iterator[Fin
 
 
 def test_gpu_check_decoding_is_measured(monkeypatch: pytest.MonkeyPatch, eager: None) -> None:
-    monkeypatch.setattr(speed, "CODECS", ("raw", "int8"))
-    assert len(list(speed.decoding(SMALL, CPU))) == 6
+    monkeypatch.setattr(encoded, "CODECS", ("raw", "int8"))
+    assert len(list(encoded.decoding(SMALL, CPU))) == 6
 
 
 def test_gpu_check_sizes_are_those_of_llama_3_8b() -> None:
@@ -193,7 +202,7 @@ def test_gpu_check_arguments_name_steps() -> None:
 
 
 def test_gpu_check_steps_exist() -> None:
-    modules = {"environment": environment, "exact": exact, "speed": speed}
+    modules = {"environment": environment, "exact": exact, "speed": speed, "encoded": encoded}
     modules |= {"overlap": overlap, "sanitizer": sanitizer}
     for place in (check.STEPS | check.INNER).values():
         module, _, function = place.partition(":")
@@ -234,7 +243,17 @@ from benchmarks.gpu import environment, exact, measuring, overlap, sanitizer, sp
 
 
 def test_gpu_check_needs_neither_sglang_nor_what_only_servers_need() -> None:
-    missing = {"sglang", "aiohttp", "cryptography", "gunicorn", "msgspec", "zmq", "zstandard"}
+    """Decoding alone needs numba: a numba that does not load costs no other step."""
+    missing = {
+        "sglang",
+        "numba",
+        "aiohttp",
+        "cryptography",
+        "gunicorn",
+        "msgspec",
+        "zmq",
+        "zstandard",
+    }
     subprocess.run(
         [sys.executable, "-c", BARE.replace("{names}", repr(missing))],
         cwd=ROOT,

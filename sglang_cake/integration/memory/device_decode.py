@@ -143,8 +143,11 @@ def _turns(
     step: InverseRope, tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine, float32 `[tokens, head / 2]`."""
-    cos, sin = rotations(step.theta, step.head, tokens)
-    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+    both = torch.from_numpy(np.stack(rotations(step.theta, step.head, tokens)))
+    if device.type == "cuda":  # from pageable memory the host would wait for the stream
+        both = both.pin_memory()
+    cos, sin = both.to(device, non_blocking=True)
+    return cos, sin
 
 
 def _dtype(layout: BlockLayout) -> torch.dtype:
