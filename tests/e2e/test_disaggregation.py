@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import BLOCK, Answer, Live, PendingRequest, Start, assert_same, falsify, until
+from live import (
+    BLOCK,
+    DRAFT_CHAIN,
+    Answer,
+    Live,
+    PendingRequest,
+    Start,
+    accepted,
+    assert_same,
+    falsify,
+    falsify_draft,
+    until,
+)
+from tiny_drafts import VOCAB, build_mimo
+from tiny_hybrids import Transformers
 
 from sglang_cake.demo.sglang_server import free_port
 
@@ -296,3 +310,63 @@ def starts_over(rid: str) -> bool:
     """As SGLang's `should_force_retry`."""
     digest = hashlib.sha256(rid.encode()).digest()
     return int.from_bytes(digest[:8], "big") < STARTS_OVER * 2**64
+
+
+@pytest.fixture(scope="module")
+def mimo(folder: Path) -> Path:
+    return build_mimo(folder / "mimo-disaggregated" / "model")
+
+
+@pytest.fixture(scope="module")
+def drafting_pair(start: Start, folder: Path, mimo: Path, env: dict[str, str]) -> Iterator[Pair]:
+    """Both servers have the model's MTP layer."""
+    port = free_port()
+    store = folder / "store-drafting-pair"
+    env = env | {"CAKE_TEST_SPECULATIVE": "1"}
+    flags = (*COMMON, "--speculative-algorithm", "NEXTN", *DRAFT_CHAIN, "--cake-mode", "load")
+    of_prefill = (
+        *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port)),
+    )
+    of_decode = (
+        *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"),
+        *("--disaggregation-decode-retraction-backup", "none"),
+    )
+    with (
+        start(mimo, (*flags, *of_prefill), store=store, env=env) as prefill,
+        start(mimo, (*flags, *of_decode), store=store, env=env) as decode,
+    ):
+        for live in (prefill, decode):
+            assert live.store is not None
+            live.store.next_tokens = 1
+        yield Pair(prefill, decode, port)
+
+
+def test_pair_with_a_draft_model_accepts_after_a_load_as_many_drafts_as_after_computing(
+    drafting_pair: Pair, mimo: Path, prompt: Make
+) -> None:
+    """The prompt's blocks are of the prefill server, and the answer's of the decode server."""
+    model = Transformers(mimo)
+    document, question = ([token % VOCAB for token in prompt(n)] for n in (10 * BLOCK + 7, 50))
+    answer, prefilled = drafting_pair.ask(document, new_tokens=3 * BLOCK)
+    assert prefilled.loaded == 0
+    assert answer.tokens == model.answer(document, 3 * BLOCK).tokens
+    conversation = document + answer.tokens
+    files = drafting_pair.prefill.store.until_stored(conversation[: 12 * BLOCK + 1])
+    turn = conversation + question
+    expected = model.answer(turn, 40).tokens
+    drafting_pair.flush()
+    computed, prefilled = drafting_pair.ask(turn, new_tokens=40, cache_salt="computed")
+    assert prefilled.loaded == 0
+    drafting_pair.flush()
+    loaded, prefilled = drafting_pair.ask(turn, new_tokens=40)
+    assert prefilled.loaded >= 12 * BLOCK
+    assert computed.tokens == loaded.tokens == expected
+    assert accepted(loaded) == accepted(computed)
+    assert sum(accepted(loaded)[1:]) > sum(accepted(loaded)) / 2
+    for file in files:
+        falsify_draft(file)
+    drafting_pair.flush()
+    lie, prefilled = drafting_pair.ask(turn, new_tokens=40)
+    assert prefilled.loaded >= 12 * BLOCK
+    assert lie.tokens == expected
+    assert sum(accepted(lie)) > 1.5 * sum(accepted(computed))  # steps for the same tokens
