@@ -3,7 +3,9 @@ decode server, and one with a real decode server, over Mooncake's TCP transport.
 
 import hashlib
 import itertools
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,7 +321,7 @@ def mimo(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def drafting_pair(start: Start, folder: Path, mimo: Path, env: dict[str, str]) -> Iterator[Pair]:
-    """Both servers have the model's MTP layer."""
+    """Both servers have the model's MTP layer. The prefill server soon gives up on others."""
     port = free_port()
     store = folder / "store-drafting-pair"
     env = env | {"CAKE_TEST_SPECULATIVE": "1"}
@@ -332,7 +334,13 @@ def drafting_pair(start: Start, folder: Path, mimo: Path, env: dict[str, str]) -
         *("--disaggregation-decode-retraction-backup", "none"),
     )
     with (
-        start(mimo, (*flags, *of_prefill), store=store, env=env) as prefill,
+        start(
+            mimo,
+            (*flags, *of_prefill),
+            store=store,
+            bandwidth="1MB/s",
+            env=env | {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20"},
+        ) as prefill,
         start(mimo, (*flags, *of_decode), store=store, env=env) as decode,
     ):
         for live in (prefill, decode):
@@ -370,3 +378,43 @@ def test_pair_with_a_draft_model_accepts_after_a_load_as_many_drafts_as_after_co
     assert prefilled.loaded >= 12 * BLOCK
     assert lie.tokens == expected
     assert sum(accepted(lie)) > 1.5 * sum(accepted(computed))  # steps for the same tokens
+
+
+def test_prefill_server_whose_decode_server_never_comes_gives_up_and_loads_again(
+    drafting_pair: Pair, prompt: Make
+) -> None:
+    document = [token % VOCAB for token in prompt(10 * BLOCK + 7)]
+    drafting_pair.ask(document)
+    drafting_pair.prefill.store.until_stored(document[: 10 * BLOCK + 1])
+    drafting_pair.flush()
+    waiting = PendingRequest(drafting_pair.prefill, document, rid="alone", **drafting_pair.room())
+    waiting.until("land", 10)
+    assert waiting.is_running
+    waiting.join()
+    drafting_pair.flush()
+    drafting_pair.prefill.check_log()
+    assert drafting_pair.ask(document)[1].loaded == 10 * BLOCK
+
+
+def test_prefill_server_whose_decode_server_dies_while_it_loads_goes_on(
+    drafting_pair: Pair, prompt: Make
+) -> None:
+    """The last test of the pair, since the decode server is killed."""
+    prefill, decode = drafting_pair.prefill, drafting_pair.decode
+    document = [token % VOCAB for token in prompt(20 * BLOCK + 7)]
+    drafting_pair.ask(document)
+    prefill.store.until_stored(document[: 20 * BLOCK + 1])
+    drafting_pair.flush()
+    asked = drafting_pair.begin(document, rid="orphan")
+    asked[1].until("land")
+    assert asked[1].is_running
+    decode.killed = True
+    os.killpg(decode.server.process.pid, signal.SIGKILL)
+    for pending in asked:
+        pending.join()
+    prefill.flush()
+    alone = {"bootstrap_host": NO_DECODE_SERVER, "bootstrap_room": next(ROOMS)}
+    answer = prefill.ask(document, 1, **alone)
+    assert answer.loaded == 20 * BLOCK
+    prefill.flush()
+    prefill.check_log()
