@@ -196,7 +196,7 @@ SPECULATION: tuple[Speculation, ...] = (
     Speculation("STANDALONE", "K and V of the draft model", SERVER),
     Speculation("EAGLE", "K and V of the draft layers", f"{SERVER} (Llama)"),
     Speculation("EAGLE3", "K and V of the draft layers", COMPONENTS),
-    Speculation("NEXTN", "K and V, or the latent row, of the MTP layer", COMPONENTS),
+    Speculation("NEXTN", "K and V, or the latent row, of the MTP layer", f"{SERVER} (MiMo)"),
     Speculation("DFLASH", "K and V of the draft model", COMPONENTS),
 )
 _ALGORITHMS = {each.name: each for each in SPECULATION}
@@ -325,17 +325,23 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field)):
             return f"cake {reason}"
-    if args.disaggregation_mode != "null" and has_draft_kv(args):
+    return _unsupported_speculation(args, model) or _page_mismatch(args.page_size, block_tokens)
+
+
+def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None:
+    if model is None or args.speculative_algorithm is None:
+        return None
+    if model.is_hybrid_ssm:
         return (
-            "cake does not support draft models on prefill and decode servers: remove "
-            "--speculative-algorithm, or set it to NGRAM"
+            "cake does not support speculative decoding with recurrent states: remove "
+            "--speculative-algorithm"
         )
-    if model is not None and model.has_end_states and args.speculative_algorithm is not None:
+    if model.is_hybrid_swa and has_draft_kv(args):
         return (
-            "cake does not support speculative decoding with sliding windows or recurrent states: "
-            "remove --speculative-algorithm, or set --disable-hybrid-swa-memory"
+            "cake does not support draft models with sliding windows in a pool of their own: set "
+            "--speculative-algorithm NGRAM, or --disable-hybrid-swa-memory"
         )
-    return _page_mismatch(args.page_size, block_tokens)
+    return None
 
 
 def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:

@@ -27,6 +27,10 @@ CHUNK = 256
 VOCAB = 32000  # as SGLang's own test kits expect
 NEW_TOKENS = 6
 DEADLINE_S = 120.0
+DRAFT_CHAIN = (  # three tokens are proposed in a step
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+)
 MOST_END_BLOCKS = 16  # of the models here
 # With other chunk borders, results are rounded differently, by about 1e-5 in float32. The controls,
 # with wrong KV, require a difference of twenty times the tolerance.
@@ -226,6 +230,26 @@ def falsify(file: Path) -> None:
     forge(file, np.concatenate(planes[1:] + planes[:1]).tobytes())
 
 
+def falsify_draft(file: Path) -> None:
+    """Replace a block by a valid one that lacks the KV of the draft model."""
+    layout = layout_of(file)
+    drafts = [
+        plane
+        for plane, name in zip(
+            layout.planes,
+            [n for g in layout.groups for n, _ in g.parts * g.layers],
+            strict=True,
+        )
+        if name.startswith("draft_")
+    ]
+    assert drafts
+    payload = np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.uint8).copy()
+    for plane in drafts:
+        stop = plane.start + plane.rows * plane.row_bytes
+        payload[plane.start : stop] = 0
+    forge(file, payload.tobytes())
+
+
 def forge(file: Path, payload: bytes) -> None:
     """Make a file a valid block with this payload."""
     header = make_header(
@@ -365,3 +389,8 @@ class PendingRequest:
             self._result = self._live.ask(ids, **extra)
         except Exception as error:
             self._result = error
+
+
+def accepted(answer: Answer) -> list[int]:
+    """How often 0, 1, 2, ... drafts were accepted in a step."""
+    return list(answer.meta["spec_correct_drafts_histogram"])

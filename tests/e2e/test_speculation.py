@@ -10,39 +10,53 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from live import BLOCK, DEADLINE_S, Answer, Live, PendingRequest, Start, forge, layout_of
-from tiny_drafts import VOCAB, build_eagle
-from tiny_hybrids import Transformers
-
-from sglang_cake.codecs.frame import HEADER_BYTES
+from live import (
+    BLOCK,
+    DEADLINE_S,
+    DRAFT_CHAIN,
+    Answer,
+    Live,
+    PendingRequest,
+    Start,
+    accepted,
+    falsify_draft,
+)
+from tiny_drafts import VOCAB, build_eagle, build_mimo
+from tiny_hybrids import Transformers, build_mellum
 
 Make = Callable[[int], list[int]]
-DRAFTS = 3  # tokens that are proposed in a step
 NEW_TOKENS = 40
 POOL_TOKENS = 4096
-CHAIN = (
-    *("--speculative-num-steps", str(DRAFTS), "--speculative-eagle-topk", "1"),
-    *("--speculative-num-draft-tokens", str(DRAFTS + 1)),
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A server with one algorithm. Attributes: next_tokens: behind a block, that its key covers."""
+    """A server with one algorithm.
+
+    Attributes:
+        target: mellum has sliding windows, in a pool of their own.
+        draft: a model with files of its own.
+        next_tokens: behind a block, that its key covers.
+    """
 
     algorithm: str
     mode: str
     flags: tuple[str, ...] = ()
+    target: str = "llama"
+    draft: str | None = None
     next_tokens: int = 1
 
 
 KINDS = {
     "ngram-both": Kind("NGRAM", "both", next_tokens=0),
-    "standalone-load": Kind("STANDALONE", "load", CHAIN),
-    "eagle-load": Kind("EAGLE", "load", (*CHAIN, "--page-size", "16")),
-    "eagle-both": Kind("EAGLE", "both", CHAIN),
+    "ngram-windows-both": Kind(
+        "NGRAM", "both", ("--swa-full-tokens-ratio", "0.25"), target="mellum", next_tokens=0
+    ),
+    "standalone-load": Kind("STANDALONE", "load", DRAFT_CHAIN, draft="llama"),
+    "eagle-load": Kind("EAGLE", "load", (*DRAFT_CHAIN, "--page-size", "16"), draft="eagle"),
+    "eagle-both": Kind("EAGLE", "both", DRAFT_CHAIN, draft="eagle"),
+    "mtp-load": Kind("NEXTN", "load", DRAFT_CHAIN, target="mimo"),
 }
 
 
@@ -78,15 +92,15 @@ class Speculating:
         return self.known[name]
 
 
-def accepted(answer: Answer) -> list[int]:
-    """How often 0, 1, 2, ... drafts were accepted in a step."""
-    return list(answer.meta["spec_correct_drafts_histogram"])
-
-
 @pytest.fixture(scope="module")
-def tiny_models(folder: Path) -> tuple[Path, Path]:
-    """A target and its EAGLE draft."""
-    return build_eagle(folder / "eagle" / "model", folder / "eagle-draft" / "model")
+def tiny_models(folder: Path) -> dict[str, Path]:
+    llama, eagle = build_eagle(folder / "eagle" / "model", folder / "eagle-draft" / "model")
+    return {
+        "llama": llama,
+        "eagle": eagle,
+        "mimo": build_mimo(folder / "mimo" / "model"),
+        "mellum": build_mellum(folder / "mellum-drafts" / "model", window_tokens=BLOCK),
+    }
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -94,17 +108,19 @@ def speculating(
     request: pytest.FixtureRequest,
     start: Start,
     folder: Path,
-    tiny_models: tuple[Path, Path],
+    tiny_models: dict[str, Path],
     standins: dict[str, str],
 ) -> Iterator[Speculating]:
     kind = KINDS[request.param]
-    target, eagle = tiny_models
-    draft = {"STANDALONE": target, "EAGLE": eagle}.get(kind.algorithm)
+    target = tiny_models[kind.target]
+    draft: tuple[str, ...] = ()
+    if kind.draft is not None:
+        draft = ("--speculative-draft-model-path", str(tiny_models[kind.draft]))
     flags = (
         *("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS), "--sleep-on-idle"),
         *("--enable-metrics", "--enable-cache-report", "--cake-mode", kind.mode),
         *("--speculative-algorithm", kind.algorithm, "--max-running-requests", "8"),
-        *(() if draft is None else ("--speculative-draft-model-path", str(draft))),
+        *draft,
         *("--mem-fraction-static", "0.5", *kind.flags),
     )
     env = standins | {"CAKE_TEST_SPECULATIVE": "1"}
@@ -144,6 +160,8 @@ def until_loaded(speculating: Speculating, ids: list[int], **more: Any) -> Answe
 def test_loaded_prompt_has_the_tokens_and_the_acceptance_of_a_computed_one(
     speculating: Speculating, tiny: Make, tokens: int
 ) -> None:
+    if speculating.kind.target == "mellum" and tokens % BLOCK == 0:
+        pytest.skip("the only end state of such a prompt is behind its last token")
     ids = tiny(tokens)
     computed = speculating.computed(ids)
     speculating.live.ask_and_store(ids)
@@ -183,26 +201,6 @@ def test_wrong_draft_kv_gives_the_same_tokens_and_less_acceptance(
     speculating.live.store.remove(*files)
     assert lie.loaded == 16 * BLOCK
     assert sum(accepted(lie)) > 1.5 * sum(accepted(computed))  # steps for the same tokens
-
-
-def falsify_draft(file: Path) -> None:
-    """Replace a block by a valid one that lacks the KV of the draft model."""
-    layout = layout_of(file)
-    drafts = [
-        plane
-        for plane, name in zip(
-            layout.planes,
-            [n for g in layout.groups for n, _ in g.parts * g.layers],
-            strict=True,
-        )
-        if name.startswith("draft_")
-    ]
-    assert drafts
-    payload = np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.uint8).copy()
-    for plane in drafts:
-        stop = plane.start + plane.rows * plane.row_bytes
-        payload[plane.start : stop] = 0
-    forge(file, payload.tobytes())
 
 
 def test_prompts_that_differ_behind_a_block_have_their_own_drafts(

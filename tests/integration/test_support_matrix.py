@@ -76,12 +76,11 @@ def test_support_matrix_decode_server_needs_a_radix_cache_and_no_end_states() ->
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_support_matrix_draft_model_on_disaggregated_servers_is_refused(mode: str) -> None:
+def test_support_matrix_draft_model_on_disaggregated_servers_is_served(mode: str) -> None:
     args = _args(disaggregation_mode=mode, disaggregation_decode_enable_radix_cache=True)
-    args.speculative_algorithm = "NGRAM"
-    assert unsupported(args, PLAIN, 128) is None
-    args.speculative_algorithm = "EAGLE"
-    assert "set it to NGRAM" in str(unsupported(args, PLAIN, 128))
+    for algorithm in ("NGRAM", "EAGLE"):
+        args.speculative_algorithm = algorithm
+        assert unsupported(args, PLAIN, 128) is None
 
 
 def _rope(context_tokens: int, **config: Any) -> int | None:
@@ -373,20 +372,23 @@ def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_grou
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)
-def test_support_matrix_speculative_algorithm_is_served_without_end_states_and_lossy_codecs(
+def test_support_matrix_draft_kv_is_served_without_end_states_and_lossy_codecs(
     speculation: Speculation,
 ) -> None:
     for name in (speculation.name, speculation.name.lower()):
         args = _args(speculative_algorithm=name)
         assert unsupported(args, PLAIN, 128) is None
-        for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
+        for kind, is_served in (
+            ("is_hybrid_swa", not speculation.has_draft_kv),
+            ("is_hybrid_ssm", False),
+        ):
             reason = unsupported(args, replace(PLAIN, **{kind: True}), 128)
-            assert reason is not None
-            assert "--speculative-algorithm" in reason
+            assert (reason is None) == is_served
+            assert reason is None or "--speculative-algorithm" in reason
         coded = _cache("auto", name)
         for codec in CHOICES:
             reason = unsupported_codec(coded, PLAIN, CakeConfig(codec=codec))
-            assert (reason is not None) == (codec in LOSSY and speculation.name != "NGRAM")
+            assert (reason is not None) == (codec in LOSSY and speculation.has_draft_kv)
 
 
 @pytest.mark.parametrize(

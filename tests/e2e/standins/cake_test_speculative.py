@@ -194,11 +194,19 @@ def attend_trees(
     masks = batch.spec_info.custom_mask.view(-1, nodes, nodes)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     table = backend.req_to_token_pool.req_to_token
+    in_window_pool = backend.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
+    window_tokens = layer.sliding_window_size
     outputs = []
     requests = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
     for number, (row, length) in enumerate(requests):
         slots = table[row, : length + nodes].long()
         mask = torch.cat([torch.ones(nodes, length, dtype=torch.bool), masks[number]], dim=1)
+        if window_tokens is not None and window_tokens > -1:
+            depths = length + masks[number].sum(-1) - 1
+            places = torch.cat([torch.arange(length), depths])
+            mask &= places >= depths[:, None] - window_tokens
+        if in_window_pool:  # slots of tokens that have left the window are of its dummy
+            slots = pool.translate_loc_from_full_to_swa(slots).long()
         outputs.append(
             torch.nn.functional.scaled_dot_product_attention(
                 heads[number],
