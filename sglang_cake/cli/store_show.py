@@ -147,7 +147,8 @@ def _namespace_table(named: NamedStore, found: list[dict[str, Any]]) -> str:
         if "unreadable" in each:
             rows.append([digest, f"(unreadable: {each['unreadable']})", "-", "-", "-", "-", "-"])
             continue
-        rank, size = fields.get("tp_rank", "-"), fields.get("tp_size", "-")
+        rank = fields.get("head_group", fields.get("tp_rank", "-"))
+        size = fields.get("head_groups", fields.get("tp_size", "-"))
         rows.append(
             [
                 digest,

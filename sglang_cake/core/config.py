@@ -28,6 +28,7 @@ _MAX_BLOCK_TOKENS: Final = 65_536
 _MAX_QUEUE_DEPTH: Final = 1_024
 _MAX_BYTES: Final = 2**50  # 1 PiB
 _MAX_RANK: Final = 255
+_MAX_HEAD_GROUPS: Final = 256
 _FILE_TYPES: Final = ".toml, .json, .yaml, .yml"
 
 _T = TypeVar("_T")
@@ -65,6 +66,10 @@ def _integer(low: int, high: int) -> Callable[[str, object], int]:
 
 def _rank(spelled: str, value: object) -> int | None:
     return None if value is None else _integer(0, _MAX_RANK)(spelled, value)
+
+
+def _groups(spelled: str, value: object) -> int | None:
+    return None if value is None else _integer(1, _MAX_HEAD_GROUPS)(spelled, value)
 
 
 def _share(spelled: str, value: object) -> float:
@@ -180,6 +185,14 @@ class CakeConfig:
         _integer(1, _MAX_BLOCK_TOKENS),
         "N",
         "Tokens of a stored block, the unit of storing and loading; a multiple of the page size.",
+    )
+    head_groups: int | None = _setting(
+        None,
+        _groups,
+        "N",
+        "The KV heads of the model are stored in N groups, so that servers with fewer "
+        "tensor-parallel ranks read the same blocks: the largest number of ranks in the fleet, "
+        "on every server. Default: each number of ranks has blocks of its own.",
     )
     min_load_tokens: int = _setting(
         256,

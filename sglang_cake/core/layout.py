@@ -8,7 +8,7 @@ planes behind them.
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -102,6 +102,30 @@ class BlockLayout:
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return sum(self.group_bytes)
+
+    def sliced(self, slices: int) -> "BlockLayout":
+        """The layout of one of so many slices, which have equally many KV heads each.
+
+        Raises: ValueError, one line, if a part has no rows of [heads, dim], or too few heads.
+        """
+        if slices == 1:
+            return self
+        for group in self.groups:
+            for name, shape in group.parts:
+                if name.removeprefix("draft_") not in ("k", "v") or len(shape) != 2:
+                    raise ValueError(f"{name} has no heads that could be divided")
+                if group.row_tokens > 1 or shape[0] % slices:
+                    raise ValueError(
+                        f"{shape[0]} heads of {name} do not make {slices} equal slices"
+                    )
+        groups = tuple(
+            replace(
+                group,
+                parts=tuple((name, (heads // slices, dim)) for name, (heads, dim) in group.parts),
+            )
+            for group in self.groups
+        )
+        return BlockLayout(groups, self.block_tokens)
 
     def describe(self) -> str:
         """Canonical JSON: equal layouts give equal text."""

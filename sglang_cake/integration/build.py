@@ -25,6 +25,7 @@ from sglang_cake.core.errors import ConfigError, StoreError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import Digest
+from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.boundary import BOUNDARY
@@ -33,6 +34,7 @@ from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import (
     LOADED,
     Identity,
+    group_namespaces,
     rope_theta,
     server_fields,
 )
@@ -72,7 +74,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
-from sglang_cake.stores.open_store import open_blocks, sources_of_setting
+from sglang_cake.stores.open_store import open_slices, sources_of_setting
 from sglang_cake.stores.request_recording import TraceFile
 from sglang_cake.stores.tiers.lazy_store import LazySource
 from sglang_cake.stores.url import redacted
@@ -173,18 +175,27 @@ class CakeService:
         # Blocks have the KV of the layers that see all tokens. The rest is in end states.
         apart = [getattr(pool, name, None) for name in END_POOLS]
         drafts = [draft.pool for draft in LOADED.drafts]
+        shard = shard_of(ctx, drafts)
+        self._groups = shard.head_groups(config.head_groups)
+        slices = 1 if self._groups is None else len(self._groups)
         self.kv = _device_kv(
-            ctx, pool, config, [each for each in apart if each is not None], drafts
+            ctx,
+            pool,
+            config,
+            [each for each in apart if each is not None],
+            drafts,
+            sliced=slices > 1,
         )
         ends = _end_states(ctx, tree, self.kv)
         tree.ends = ends
-        check_codec(self.kv.layout, config.codec, config.max_error, self._rope_theta)
-        shard = shard_of(ctx, drafts)
+        stored = _sliced(self.kv.layout, slices, ends)
+        check_codec(stored, config.codec, config.max_error, self._rope_theta)
         facts = server_fields(
             ctx,
-            self.kv.layout,
+            stored,
             shard,
             codec=namespace_value(config.codec, config.max_error),
+            head_groups=None if self._groups is None else config.head_groups,
             end_states=None if ends is None else ends.describe(),
             drafts=LOADED.drafts,
         )
@@ -386,9 +397,9 @@ class CakeService:
             sharers=machine_schedulers(self._ctx),
             pin=self._pin if self.kv.device.type == "cuda" else None,
         )
-        return open_blocks(
+        return open_slices(
             [LazySource(source) for source in sources],
-            namespace,
+            group_namespaces(namespace, self._groups),
             self.kv.layout,
             codec=self._config.codec,
             max_error=self._config.max_error,
@@ -463,7 +474,10 @@ def _device_kv(
     config: CakeConfig,
     apart: Sequence[object],
     drafts: Sequence[Any],
+    *,
+    sliced: bool,
 ) -> DeviceKV:
+    """Args: sliced: blocks come in slices, which a CPU decodes."""
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
         return DeviceKV(pool, block_tokens=config.block_tokens, apart=apart, drafts=drafts)
@@ -471,10 +485,21 @@ def _device_kv(
         pool,
         block_tokens=config.block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
-        encoded=may_decode_on_device(config.codec, config.max_error),
+        encoded=not sliced and may_decode_on_device(config.codec, config.max_error),
         apart=apart,
         drafts=drafts,
     )
+
+
+def _sliced(layout: BlockLayout, slices: int, ends: EndStates | None) -> BlockLayout:
+    """The layout of a slice. Raises: ConfigError if there are no such slices."""
+    hint = "set --cake-head-groups to the number of ranks, or remove it"
+    if slices > 1 and ends is not None:
+        raise ConfigError(f"cake cannot divide end states by heads: {hint}")
+    try:
+        return layout.sliced(slices)
+    except ValueError as error:
+        raise ConfigError(f"cake cannot store KV in groups of heads, {error}: {hint}") from None
 
 
 def _end_states(

@@ -39,6 +39,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported,
     unsupported_codec,
     unsupported_group,
+    unsupported_head_groups,
 )
 from sglang_cake.stores.open_store import sources_of_setting
 
@@ -216,7 +217,10 @@ def reason_when_resolved(record: Any, config: CakeConfig) -> str | None:
         traits = ModelTraits.of(model_config_of(record))
     reason = unsupported(view, traits, config.block_tokens)
     return (
-        reason or unsupported_group(view, traits, config) or unsupported_codec(view, traits, config)
+        reason
+        or unsupported_group(view, traits, config)
+        or unsupported_codec(view, traits, config)
+        or unsupported_head_groups(view, traits, config)
     )
 
 

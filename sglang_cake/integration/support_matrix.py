@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_cake.core.codec_names import LOSSY, RAW
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.kv_shard import wrong_head_groups
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -418,6 +419,36 @@ def unsupported_codec(args: Any, model: ModelTraits | None, config: CakeConfig) 
     )
 
 
+def unsupported_head_groups(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
+    """Why the KV of this server cannot be stored in groups of heads; None if it can, or if the
+    settings name no groups.
+
+    Args:
+        args: resolved.
+        model: None if there is none.
+    """
+    has_end_states = model is not None and model.has_end_states
+    if config.head_groups is None or (model is not None and model.is_mla and not has_end_states):
+        return None  # pools of MLA are looked at in the scheduler process
+    ranks = args.tp_size // (args.dp_size if args.enable_dp_attention else 1)
+    if config.head_groups % ranks:
+        return wrong_head_groups(config.head_groups, ranks)
+    if config.head_groups == ranks:
+        return None
+    if has_end_states:
+        return (
+            "cake cannot divide sliding windows and recurrent states by heads: set "
+            f"--cake-head-groups {ranks}, or remove it"
+        )
+    if args.enable_deterministic_inference:
+        return (
+            "another number of tensor-parallel ranks rounds KV differently, and "
+            f"--enable-deterministic-inference excludes that: set --cake-head-groups {ranks}, or "
+            "remove it"
+        )
+    return None
+
+
 def check_context(
     ctx: "TreeCacheBuildContext", config: CakeConfig, drafts: Sequence[object] = ()
 ) -> None:
@@ -445,6 +476,7 @@ def check_context(
             or _page_mismatch(params.page_size, config.block_tokens)
             or unsupported_group(view, traits, config)
             or unsupported_codec(view, traits, config)
+            or unsupported_head_groups(view, traits, config)
             or unsupported_drafts(view, drafts)
         )
     if reason is not None:

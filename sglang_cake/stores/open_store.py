@@ -1,24 +1,25 @@
 """From the URLs of a setting to one open store. Every layer between a loader and its bytes is added
 here. Outermost first; a layer in brackets exists only with the setting beside it:
 
-    [RequestRecordingStore]     a trace file
-      CountedStore              codec `raw`, or
-      EncodedStore              any other codec
-        [TieredStore]           several URLs, one tier each
-          [LazyStore]           in a server: opened at its first call
-            [EncryptedStore]    ?key_file=
-              [ThrottledStore]  ?bandwidth=
-                HostMemoryStore, FileStore, HttpStore, S3Store, MooncakeStore, or a third
-                party's store
+    [RequestRecordingStore]       a trace file
+      [HeadSliceStore]            blocks of several head groups: one of all that follows for each
+        CountedStore              codec `raw`, or
+        EncodedStore              any other codec
+          [TieredStore]           several URLs, one tier each
+            [LazyStore]           in a server: opened at its first call
+              [EncryptedStore]    ?key_file=
+                [ThrottledStore]  ?bandwidth=
+                  HostMemoryStore, FileStore, HttpStore, S3Store, MooncakeStore, or a third
+                  party's store
 """
 
 import asyncio
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Final
+from typing import Any, Final
 
 from sglang_cake.codecs.frame import BlockFrame, encoded_frame
 from sglang_cake.core.codec_names import RAW
@@ -30,6 +31,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
 from sglang_cake.stores.encoded import chains_of, encoded_store
 from sglang_cake.stores.file.file_store import default_source
+from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.lazy_store import LazySource, LazyStore
@@ -130,6 +132,39 @@ def open_blocks(
             counters=counters,
             on_device=on_device,
         )
+    return store if trace is None else RequestRecordingStore(store, trace)
+
+
+def open_slices(
+    sources: list[StoreSource],
+    namespaces: Sequence[Namespace],
+    layout: BlockLayout,
+    *,
+    depth: int,
+    counters: Counters | None = None,
+    trace: TraceFile | None = None,
+    **options: Any,
+) -> Store:
+    """As `open_blocks`, for blocks that are stored in slices by KV heads.
+
+    Args:
+        namespaces: of the slices, in the order of heads; one, if blocks are stored whole.
+        layout: of whole blocks.
+        options: further arguments of `open_blocks`.
+    """
+    counters = counters or Counters()
+    cut = layout.sliced(len(namespaces))
+    stores: list[Store] = []
+    try:
+        for namespace in namespaces:
+            own = SliceCounters(counters) if stores else counters
+            stores.append(
+                open_blocks(sources, namespace, cut, depth=depth, counters=own, **options)
+            )
+    except (ConfigError, StoreUnavailable):
+        _close_all(stores)
+        raise
+    store = stores[0] if len(stores) == 1 else HeadSliceStore(stores, layout, depth=depth)
     return store if trace is None else RequestRecordingStore(store, trace)
 
 

@@ -18,6 +18,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES, check_header, make_header, pa
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys, end_keys
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import SglangServer
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.paths import NamespaceFolder
@@ -120,7 +121,7 @@ class StoreView:
             namespace.block(key)
             for namespace in self.namespaces()
             for key in block_keys(
-                KeySeed(namespace.digest, **seed), tokens, BLOCK, next_tokens=self.next_tokens
+                KeySeed(_seeding(namespace), **seed), tokens, BLOCK, next_tokens=self.next_tokens
             )
         ]
 
@@ -173,6 +174,14 @@ class StoreView:
 
     def set_aside(self, file: Path) -> bool:
         return any((each.corrupt / file.name).exists() for each in self.namespaces())
+
+
+def _seeding(folder: NamespaceFolder) -> Digest:
+    """The digest that seeds the keys of a namespace: with head groups, that of all groups."""
+    described = json.loads(folder.description.read_text())
+    if described.pop("head_group", None) is None:
+        return folder.digest
+    return Namespace(tuple(described.items())).digest()
 
 
 def _names(file: Path) -> tuple[Digest, BlockKey]:

@@ -183,7 +183,7 @@ def test_copy_memory_blocks_of_16_mib_are_decoded_on_the_device_and_larger_ones_
     assert not CopyMemory.of_blocks(24 * 2**20, encoded=True).decodes
 
 
-@given(layers=st.integers(1, 200), tokens=st.integers(1, 2048), width=st.integers(1, 2**13))
+@given(layers=st.integers(1, 200), tokens=st.integers(1, 2048), width=st.integers(1, 6144))
 def test_pieces_of_a_block_are_its_planes_in_order(layers: int, tokens: int, width: int) -> None:
     layout = BlockLayout.plain(layers, (("k", (width,)), ("v", (2 * width,))), "uint8", tokens)
     pieces = pieces_of(layout)

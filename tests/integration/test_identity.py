@@ -23,6 +23,7 @@ from sglang_cake.integration.identity.identity import (
     LoadedDraft,
     LoadedFiles,
     ModelSource,
+    group_namespaces,
     server_fields,
 )
 from sglang_cake.integration.memory.kv_shard import KvShard
@@ -61,6 +62,7 @@ def _digest(**changed: Any) -> bytes:
         "served": SamplingParams,  # any class of SGLang that does not read the context length
         "layout": LAYOUT,
         "codec": "raw",
+        "head_groups": None,
         "end_states": None,
         "drafts": [],
         "content": {"weights": "w", "config": "c"},
@@ -80,6 +82,7 @@ def _digest(**changed: Any) -> bytes:
         facts["layout"],
         facts["shard"],
         codec=facts["codec"],
+        head_groups=facts["head_groups"],
         end_states=facts["end_states"],
         drafts=facts["drafts"],
     )
@@ -94,6 +97,7 @@ def _digest(**changed: Any) -> bytes:
         {"shard": KvShard(index=1)},
         {"shard": KvShard(count=2)},
         {"codec": "int8"},
+        {"head_groups": 1},
         {"end_states": "[]"},
         {"args": {"mamba_ssm_dtype": "float32"}},
         {"content": {"weights": "w2", "config": "c"}},
@@ -119,6 +123,20 @@ def test_identity_changed_fact_changes_the_namespace(
 ) -> None:
     assert _digest() == _digest()
     assert _digest(**changed) != _digest()
+
+
+def test_identity_head_groups_any_rank_of_any_number_has_the_same_keys() -> None:
+    of_two = _digest(head_groups=4, shard=KvShard(1, 2))
+    assert of_two == _digest(head_groups=4, shard=KvShard(3, 4))
+    assert of_two != _digest(head_groups=8, shard=KvShard(1, 2))
+
+
+def test_identity_head_groups_have_a_namespace_each() -> None:
+    namespace = Namespace((("model", "m"), ("head_groups", "4")))
+    found = group_namespaces(namespace, range(2, 4))
+    assert [each.describe()["head_group"] for each in found] == ["2", "3"]
+    assert len({each.digest() for each in (*found, namespace)}) == 3
+    assert group_namespaces(namespace, None) == [namespace]
 
 
 def _with_draft(dtype: str = "float32", served: type = SamplingParams, **args: Any) -> bytes:

@@ -11,6 +11,7 @@ from kv_pools import hybrid, mha, mla
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.kv_shard import KvShard, machine_schedulers, shard_of
 
 
@@ -48,6 +49,25 @@ def test_kv_shard_rank_with_heads_of_its_own_stores_all_of_its_blocks() -> None:
     assert all(shard.stores(block) for block in range(100))
 
 
+@given(groups=st.integers(1, 64), size=st.integers(1, 64))
+def test_kv_shard_head_groups_are_divided_among_the_ranks_in_order(groups: int, size: int) -> None:
+    shards = [KvShard.of_rank(n, size, replicated=False, machine_ranks=size) for n in range(size)]
+    if groups % size:
+        with pytest.raises(ConfigError, match=f"set {size}, or a multiple") as refused:
+            shards[0].head_groups(groups)
+        assert "\n" not in str(refused.value)
+        return
+    held = [group for shard in shards for group in shard.head_groups(groups) or ()]
+    assert held == list(range(groups))
+    assert shards[0].head_groups(None) is None
+
+
+def test_kv_shard_of_all_heads_has_no_head_groups() -> None:
+    shard = KvShard.of_rank(1, 2, replicated=True, machine_ranks=2)
+    assert shard.head_groups(4) is None
+    assert shard.head_groups(3) is None
+
+
 latent_hybrid = partial(hybrid, use_mla=True, kv_lora_rank=16, qk_rope_head_dim=8)
 
 
@@ -56,11 +76,16 @@ latent_hybrid = partial(hybrid, use_mla=True, kv_lora_rank=16, qk_rope_head_dim=
     [
         (mha, [], 1, KvShard(3, 4)),
         (latent_hybrid, [], 1, KvShard(3, 4)),  # ranks divide its states
-        (mla, [], 1, KvShard(turn=3, turns=4)),
-        (mla, [mla], 1, KvShard(turn=3, turns=4)),
+        (mla, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
+        (mla, [mla], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
         (mla, [mha], 1, KvShard(3, 4)),  # each rank has heads of the draft model
-        (mla, [], 4, KvShard(turn=1, turns=2)),  # of 8 ranks, two on each machine
-        (mla, [], 16, KvShard()),  # data-parallel workers on further machines
+        (
+            mla,
+            [],
+            4,
+            KvShard(turn=1, turns=2, has_all_heads=True),
+        ),  # of 8 ranks, two on each machine
+        (mla, [], 16, KvShard(has_all_heads=True)),  # data-parallel workers on further machines
     ],
 )
 def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(

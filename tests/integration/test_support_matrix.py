@@ -19,6 +19,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported_codec,
     unsupported_drafts,
     unsupported_group,
+    unsupported_head_groups,
     unsupported_pools,
 )
 
@@ -328,6 +329,49 @@ def test_support_matrix_runahead_member_on_cpu_or_gpu_is_supported(device: dict[
     between = replace(member, runahead_transport="cuda-ipc")
     reason = unsupported_group(args, PLAIN, between)
     assert (reason is not None) == (not device)
+
+
+TWO_RANKS = SimpleNamespace(
+    tp_size=2, dp_size=1, enable_dp_attention=False, enable_deterministic_inference=False
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "kind", "advice"),
+    [
+        (3, {}, "", "set 2, or a multiple"),
+        (1, {}, "", "set 2, or a multiple"),
+        (2, {"tp_size": 4}, "", "set 4, or a multiple"),
+        (4, {"enable_deterministic_inference": True}, "", "set --cake-head-groups 2"),
+        (4, {}, "is_hybrid_swa", "set --cake-head-groups 2"),
+        (4, {}, "is_hybrid_ssm", "set --cake-head-groups 2"),
+    ],
+)
+def test_support_matrix_head_groups_that_cannot_be_are_refused(
+    groups: int, changes: dict[str, Any], kind: str, advice: str
+) -> None:
+    args = SimpleNamespace(**vars(TWO_RANKS) | changes)
+    model = replace(PLAIN, **{kind: True}) if kind else PLAIN
+    reason = unsupported_head_groups(args, model, CakeConfig(head_groups=groups))
+    assert reason is not None
+    assert advice in reason
+    assert "\n" not in reason
+    assert unsupported_head_groups(args, model, CakeConfig()) is None
+
+
+def test_support_matrix_head_groups_that_ranks_divide_are_supported() -> None:
+    for groups in (2, 4, 8):
+        config = CakeConfig(head_groups=groups)
+        assert unsupported_head_groups(TWO_RANKS, PLAIN, config) is None
+        assert unsupported_head_groups(TWO_RANKS, None, config) is None
+    attention = SimpleNamespace(
+        **vars(TWO_RANKS) | {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}
+    )
+    assert unsupported_head_groups(attention, PLAIN, CakeConfig(head_groups=2)) is None
+    same = replace(PLAIN, is_hybrid_swa=True)
+    assert unsupported_head_groups(TWO_RANKS, same, CakeConfig(head_groups=2)) is None
+    latent = replace(PLAIN, is_mla=True)
+    assert unsupported_head_groups(TWO_RANKS, latent, CakeConfig(head_groups=3)) is None
 
 
 def test_support_matrix_runahead_member_of_a_multimodal_model_is_refused() -> None:

@@ -55,14 +55,17 @@ def server_fields(
     shard: KvShard,
     *,
     codec: str,
+    head_groups: int | None = None,
     end_states: str | None = None,
     drafts: "Sequence[LoadedDraft]" = (),
 ) -> NamespaceFields:
     """All fields except those about the content of files.
 
     Args:
-        layout: of this rank's pool.
+        layout: of what is stored: blocks of this rank's pool, or their slices.
         shard: of this rank.
+        head_groups: number of groups of KV heads that are stored apart. The fields are then those
+            of all groups: `group_namespaces` adds the group. None: blocks are stored whole.
         codec: the encoding of the blocks.
         end_states: form of the end states of this rank's pools; None: the model has none.
         drafts: draft models whose KV is in the blocks.
@@ -80,10 +83,12 @@ def server_fields(
         "compute_dtype": str(model.dtype).removeprefix("torch."),
         "layout": layout.describe(),
         "page_tokens": ctx.params.page_size,
-        "tp_rank": shard.index,
-        "tp_size": shard.count,
         "codec": codec,
     }
+    if head_groups is None:
+        fields |= {"tp_rank": shard.index, "tp_size": shard.count}
+    else:
+        fields["head_groups"] = head_groups
     if end_states is not None:
         fields["end_states"] = end_states
     if "context_len" in _source(model_class):  # few models read it, for their RoPE
@@ -106,6 +111,18 @@ def server_fields(
         )
         fields |= kv_settings.counted_arguments(values, _defaults(ctx), {"draft"})
     return {name: str(value) for name, value in fields.items()}
+
+
+def group_namespaces(namespace: Namespace, groups: range | None) -> list[Namespace]:
+    """The namespaces of the blocks of a rank, in the order of heads.
+
+    Args:
+        namespace: seeds the keys, which are the same for all groups.
+        groups: as from `KvShard.head_groups`.
+    """
+    if groups is None:
+        return [namespace]
+    return [Namespace((*namespace.fields, ("head_group", str(group)))) for group in groups]
 
 
 def rope_theta(config: Any) -> float | None:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_cake.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
@@ -19,6 +21,7 @@ class KvShard:
 
     Attributes:
         index, count: shard `index` of `count` different ones.
+        has_all_heads: all ranks hold the same KV, whatever their number.
         turn, turns: of `turns` ranks on this machine with this shard, this is number `turn`. Ranks
             on other machines may have other disks, so each machine stores every block.
     """
@@ -27,6 +30,7 @@ class KvShard:
     count: int = 1
     turn: int = 0
     turns: int = 1
+    has_all_heads: bool = False
 
     @classmethod
     def of_rank(cls, rank: int, size: int, *, replicated: bool, machine_ranks: int) -> "KvShard":
@@ -39,11 +43,33 @@ class KvShard:
         if not replicated:
             return cls(rank, size)
         turns = math.gcd(size, machine_ranks)  # such a run of ranks is in one group, on one machine
-        return cls(turn=rank % turns, turns=turns)
+        return cls(turn=rank % turns, turns=turns, has_all_heads=True)
 
     def stores(self, block: int) -> bool:
         """Whether it is this rank's turn to store a new block."""
         return block % self.turns == self.turn
+
+    def head_groups(self, groups: int | None) -> range | None:
+        """Of so many groups of the model's KV heads, in the order of heads, those that this rank
+        holds. None: its blocks are stored whole, for servers with as many ranks, or with MLA for
+        all.
+
+        Raises: ConfigError if the groups cannot be divided among the ranks.
+        """
+        if groups is None or self.has_all_heads:
+            return None
+        if groups % self.count:
+            raise ConfigError(wrong_head_groups(groups, self.count))
+        own = groups // self.count
+        return range(self.index * own, (self.index + 1) * own)
+
+
+def wrong_head_groups(groups: int, ranks: int) -> str:
+    """What to say of a number of head groups that so many ranks cannot divide."""
+    return (
+        f"--cake-head-groups {groups} is no multiple of the {ranks} tensor-parallel ranks that "
+        f"share attention: set {ranks}, or a multiple of it"
+    )
 
 
 SOLE = KvShard()  # no other rank has a part of the KV

@@ -1,0 +1,214 @@
+"""A block in slices by KV heads, each of them a block of a store of its own."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang_cake.core.buffers import TellBytes, on_page
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.stores.base import (
+    BlockInfo,
+    Store,
+    StoreStats,
+    events_of,
+    put_first,
+    remove_description,
+    report_access,
+    tiers_of,
+)
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.threads import check_stop, run_stoppable
+
+MAX_THREADS = 4  # that copy between blocks and slices
+_COUNTED_ALL = ("read_bytes", "stored_bytes")
+
+
+class SliceCounters(Counters):
+    """Counters of a further slice: its bytes count in `whole`, and its block does not, since the
+    first slice counts it."""
+
+    def __init__(self, whole: Counters) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def add(self, name: str, amount: int = 1, label: str = "") -> None:
+        """As in `Counters`."""
+        if name in _COUNTED_ALL:
+            self._whole.add(name, amount, label)
+
+
+class HeadSliceStore:
+    """Implements `Store`. Slice `i` of a block has, of each row, the `i`th of equal runs of heads.
+
+    A block without one of its slices is missing; a put stores the slices that are missing. Memory
+    of a block is used for each concurrent read, and for each concurrent write.
+    """
+
+    def __init__(self, stores: Sequence[Store], layout: BlockLayout, *, depth: int) -> None:
+        """Args:
+        stores: of the slices, in the order of heads; closed with this store. Their blocks have
+            the layout `layout.sliced(len(stores))`.
+        layout: of whole blocks.
+        depth: concurrent reads, and concurrent writes; further ones wait.
+        """
+        self._stores = tuple(stores)
+        self._layout = layout
+        self._slice = layout.sliced(len(stores))
+        self._reading = asyncio.Semaphore(depth)
+        self._writing = asyncio.Semaphore(depth)
+        self._idle: list[list[memoryview]] = []
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, 2 * depth), "cake-slice")
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        found = await _all(store.contains(keys) for store in self._stores)
+        return [all(each) for each in zip(*found, strict=True)]
+
+    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As in `AccessListener`."""
+        await _all(report_access(store, keys, facts) for store in self._stores)
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        """As in `TierHints`: the slowest tier that has a slice."""
+        found = [tiers_of(store, keys) for store in self._stores]
+        return [max(each) for each in zip(*found, strict=True)]
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        """As in `Store`, without progress."""
+        assert out.nbytes == self._layout.block_bytes, out.nbytes
+        async with self._buffers(self._reading) as slices:
+            await _all(
+                store.get_into(key, part) for store, part in zip(self._stores, slices, strict=True)
+            )
+            # Only now: bytes of a block that lacks a slice are never in `out`.
+            await self._copy(out, slices, _join)
+        return out.nbytes
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await self._put(key, data, lambda store, part: store.put(key, part))
+
+    async def put_first(self, key: BlockKey, data: memoryview) -> bool:
+        """As in `KnowsFirst`."""
+        return await self._put(key, data, lambda store, part: put_first(store, key, part))
+
+    async def _put(
+        self,
+        key: BlockKey,
+        data: memoryview,
+        put_slice: Callable[[Store, memoryview], Awaitable[bool]],
+    ) -> bool:
+        assert data.nbytes == self._layout.block_bytes, data.nbytes
+        async with self._buffers(self._writing) as slices:
+            await self._copy(data, slices, _cut)
+            fresh = await _all(
+                put_slice(store, part) for store, part in zip(self._stores, slices, strict=True)
+            )
+            return any(fresh)
+
+    async def delete(self, key: BlockKey) -> None:
+        await _all(store.delete(key) for store in self._stores)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        """Blocks with all slices. They are held in memory until the last slice is listed."""
+        first, *others = self._stores
+        found = {block.key: block async for block in first.list_blocks()}
+        for store in others:
+            listed = {block.key: block async for block in store.list_blocks()}
+            found = {
+                key: _both(block, listed[key]) for key, block in found.items() if key in listed
+            }
+        for block in found.values():
+            yield block
+
+    def events(self) -> Mapping[str, int]:
+        """As in `Counting`: the sum over all slices."""
+        found = [events_of(store) for store in self._stores]
+        return {name: sum(each[name] for each in found) for name in found[0]}
+
+    async def remove_description(self) -> None:
+        """As in `Describing`."""
+        await _all(remove_description(store) for store in self._stores)
+
+    async def stats(self) -> StoreStats:
+        """Of the store of the first slice: all slices share its capacity."""
+        return await self._stores[0].stats()
+
+    async def close(self) -> None:
+        """Calls that have not reached the slices fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(*(store.close() for store in self._stores))
+        await asyncio.to_thread(self._threads.shutdown)
+
+    @asynccontextmanager
+    async def _buffers(self, places: asyncio.Semaphore) -> AsyncIterator[list[memoryview]]:
+        """A buffer for each slice."""
+        async with places:
+            size_bytes = self._slice.block_bytes
+            slices = self._idle.pop() if self._idle else [on_page(size_bytes) for _ in self._stores]
+            try:
+                yield slices
+            finally:
+                self._idle.append(slices)
+
+    async def _copy(
+        self,
+        block: memoryview,
+        slices: list[memoryview],
+        copy: Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], None],
+    ) -> None:
+        """Args: copy: called with a plane's runs of heads in the block, and in a slice."""
+
+        def run(stop: threading.Event) -> None:
+            whole = np.frombuffer(block, np.uint8)
+            parts = [np.frombuffer(each, np.uint8) for each in slices]
+            planes = zip(self._layout.planes, self._slice.planes, strict=True)
+            for plane, cut in planes:
+                check_stop(stop)
+                stop_byte = plane.start + plane.rows * plane.row_bytes
+                rows = whole[plane.start : stop_byte].reshape(plane.rows, len(parts), cut.row_bytes)
+                for number, part in enumerate(parts):
+                    own = part[cut.start : cut.start + cut.rows * cut.row_bytes]
+                    copy(rows[:, number], own.reshape(cut.rows, cut.row_bytes))
+
+        await run_stoppable(self._threads, run)
+
+
+def _join(in_block: npt.NDArray[np.uint8], in_slice: npt.NDArray[np.uint8]) -> None:
+    in_block[:] = in_slice
+
+
+def _cut(in_block: npt.NDArray[np.uint8], in_slice: npt.NDArray[np.uint8]) -> None:
+    in_slice[:] = in_block
+
+
+def _both(one: BlockInfo, other: BlockInfo) -> BlockInfo:
+    """A block that was used when its last used slice was."""
+    used = [each.used_s for each in (one, other) if each.used_s is not None]
+    return BlockInfo(one.key, one.stored_bytes + other.stored_bytes, max(used, default=None))
+
+
+async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """The results of calls that run side by side. If one fails, the others are cancelled; all have
+    ended when this returns. Raises: the first error."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        left = asyncio.gather(*tasks, return_exceptions=True)
+        while not left.done():  # the caller will reuse the memory, also if it is cancelled again
+            try:
+                await asyncio.shield(left)
+            except asyncio.CancelledError:
+                continue
+        raise

@@ -1,0 +1,52 @@
+"""Servers with different numbers of ranks and one store."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live import BLOCK, TOLERANCE, Live, Start, assert_same, description_of, distance, falsify
+
+Make = Callable[[int], list[int]]
+BLOCKS = 12
+GROUPS = 2
+
+
+def flags(ranks: int) -> tuple[str, ...]:
+    return (
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
+        *("--cake-head-groups", str(GROUPS), "--sleep-on-idle", "--tp", str(ranks)),
+    )
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
+def test_head_groups_one_rank_loads_what_two_stored_and_the_other_way_round(
+    start: Start, models: dict[str, Path], folder: Path, plain: Live, prompt: Make
+) -> None:
+    store = folder / "store-head-groups"
+    of_two, of_one = prompt(BLOCKS * BLOCK + 5), prompt(BLOCKS * BLOCK + 7)
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with start(models["first"], flags(2), store=store, env=env) as live:
+        live.store.ranks = GROUPS  # namespaces
+        assert_same(live.ask(of_two), plain.reference(of_two))
+        files = live.store.until_stored(of_two)
+        assert len(files) == GROUPS * BLOCKS
+    with start(models["first"], flags(1), store=store) as live:
+        live.store.ranks = GROUPS
+        answer = live.ask(of_two)
+        assert answer.loaded == BLOCKS * BLOCK
+        assert_same(answer, plain.reference(of_two))
+        assert_same(live.ask(of_one), plain.reference(of_one))
+        live.store.until_stored(of_one)
+        assert len(live.store.namespaces()) == GROUPS
+        for file in files:  # the control: wrong KV of one group of heads
+            if description_of(file)["head_group"] == "1":
+                falsify(file)
+        lie = live.ask_flushed(of_two)
+        assert lie.loaded == BLOCKS * BLOCK
+        assert distance(lie.logprobs, plain.reference(of_two).logprobs) > 20 * TOLERANCE
+    with start(models["first"], flags(2), store=store, env=env) as live:
+        live.store.ranks = GROUPS
+        answer = live.ask(of_one)
+        assert answer.loaded == BLOCKS * BLOCK
+        assert_same(answer, plain.reference(of_one))

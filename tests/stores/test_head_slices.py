@@ -1,0 +1,339 @@
+"""Blocks in slices by KV heads: what one number of ranks stores, another one reads."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
+from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout, PlaneGroup
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import Store, report_access, tiers_of
+from sglang_cake.stores.head_slices import HeadSliceStore
+from sglang_cake.stores.open_store import open_slices, parse_sources
+from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.testing.store_contract import LAYOUT, StoreContract, block_of, key_of, read
+
+KEY = key_of("block")
+
+
+def namespaces(first: int, count: int) -> list[Namespace]:
+    return [Namespace((("model", "m"), ("head_group", str(first + i)))) for i in range(count)]
+
+
+def open_file(folder: Path, count: int = 2, **options: object) -> Store:
+    return open_slices(
+        parse_sources(f"file://{folder}/kv?min_free=0{options.pop('url', '')}"),
+        namespaces(0, count),
+        LAYOUT,
+        depth=2,
+        **{"codec": "raw", **options},
+    )
+
+
+class SlicedContract(StoreContract):
+    tells_progress = False
+
+    def test_store_payloads_of_any_stored_length_are_read_back(self, tmp_path: Path) -> None:
+        """Blocks in slices all have one length, whatever is stored of them."""
+
+        async def test(store: Store) -> None:
+            for block in (memoryview(bytes(LAYOUT.block_bytes)), block_of("noise")):
+                key = key_of(bytes(block))
+                assert await store.put(key, block)
+                out = bytearray(LAYOUT.block_bytes + 64)
+                view = memoryview(out)[: LAYOUT.block_bytes]
+                assert await store.get_into(key, view) == LAYOUT.block_bytes
+                assert out == bytes(block) + bytes(64)
+
+        self.run(tmp_path, test)
+
+    def test_store_stats_that_are_known_grow_with_each_put(self, tmp_path: Path) -> None:
+        """Statistics are those of all namespaces of a store, in which each slice is a block."""
+
+        async def test(store: Store) -> None:
+            before = await store.stats()
+            for name in range(4):
+                await store.put(key_of(name), block_of(name))
+            after = await store.stats()
+            assert (after.blocks or 0) - (before.blocks or 0) == 2 * 4
+            assert (after.used_bytes or 0) - (before.used_bytes or 0) >= 4 * LAYOUT.block_bytes
+
+        self.run(tmp_path, test)
+
+
+class TestSlicedFiles(SlicedContract):
+    codec = "raw"
+
+    def open(self, folder: Path) -> Store:
+        return open_file(folder, codec=self.codec)
+
+
+class TestSlicedEncodedFiles(TestSlicedFiles):
+    codec = "zstd"
+
+
+class TestSlicedMemory(SlicedContract):
+    def open(self, folder: Path) -> Store:
+        sources = parse_sources("memory://1MB")
+        return open_slices(sources, namespaces(0, 2), LAYOUT, depth=2, codec="raw")
+
+
+def of_heads(layout: BlockLayout, heads: dict[str, np.ndarray], of: slice) -> bytes:
+    """The block of the ranks with these shares of each part's heads, made without the code that is
+    tested. Args: heads: [layers, tokens, heads, bytes of a head] by part."""
+    block = b""
+    for group in layout.groups:
+        for layer in range(group.layers):
+            for name, (count, _) in group.parts:
+                mine = slice(of.start * count, of.start * count + count)
+                block += heads[name][layer][:, mine].tobytes()
+    return block
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[BlockLayout, int, int, int]:
+    """The layout of a whole block, the number of head groups, and two that divide it."""
+    groups = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    ranks = st.sampled_from([n for n in range(1, groups + 1) if groups % n == 0])
+    dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
+    planes = []
+    for prefix in draw(st.sampled_from([[""], ["", "draft_"]])):
+        heads = groups * draw(st.integers(1, 2))
+        parts = tuple((prefix + name, (heads, draw(st.integers(1, 5)))) for name in ("k", "v"))
+        planes.append(PlaneGroup(draw(st.integers(1, 3)), parts, dtype))
+    return BlockLayout(tuple(planes), draw(st.integers(1, 5))), groups, draw(ranks), draw(ranks)
+
+
+@given(fleet=fleets(), seed=st.integers(0, 999))
+def test_head_slices_any_number_of_ranks_reads_what_any_other_stored(
+    fleet: tuple[BlockLayout, int, int, int], seed: int
+) -> None:
+    layout, groups, writers, readers = fleet
+    random = np.random.default_rng(seed)
+    heads = {
+        name: random.integers(
+            0, 256, (group.layers, layout.block_tokens, count, dim * DTYPE_BYTES[group.dtype])
+        ).astype(np.uint8)
+        for group in layout.groups
+        for name, (count, dim) in group.parts
+    }
+    stores = [MemoryStore() for _ in range(groups)]
+
+    def of_rank(rank: int, ranks: int) -> tuple[BlockLayout, HeadSliceStore, bytes]:
+        own = layout.sliced(ranks)
+        each = groups // ranks
+        mine = stores[rank * each : (rank + 1) * each]
+        store = HeadSliceStore(mine, own, depth=1)
+        return own, store, of_heads(own, heads, slice(rank, rank + 1))
+
+    async def test() -> None:
+        for rank in range(writers):
+            _, store, block = of_rank(rank, writers)
+            assert await store.put(KEY, memoryview(block))
+        for rank in range(readers):
+            own, store, block = of_rank(rank, readers)
+            assert await store.contains([KEY]) == [True]
+            assert await read(store, KEY, own) == block
+
+    asyncio.run(test())
+
+
+def test_head_slices_one_slice_missing_makes_the_block_missing_until_it_is_stored_again() -> None:
+    stores = [MemoryStore() for _ in range(2)]
+    block = block_of("block")
+
+    async def test() -> None:
+        store = HeadSliceStore(stores, LAYOUT, depth=1)
+        assert await store.put(KEY, block)
+        assert not await store.put(KEY, block)
+        await stores[1].delete(KEY)
+        assert await store.contains([KEY]) == [False]
+        assert [each async for each in store.list_blocks()] == []
+        out = bytearray(LAYOUT.block_bytes)
+        with pytest.raises(BlockMissing):
+            await store.get_into(KEY, memoryview(out))
+        assert out == bytes(LAYOUT.block_bytes)  # nothing of the other slice
+        assert await store.put(KEY, block)
+        assert await read(store, KEY) == block
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_head_slices_one_corrupt_slice_makes_the_block_corrupt_and_then_missing(
+    tmp_path: Path, codec: str
+) -> None:
+    def damage_one_slice() -> None:
+        files = [path for path in tmp_path.rglob(KEY.hex()) if path.is_file()]
+        assert len(files) == 2
+        content = bytearray(files[0].read_bytes())
+        content[HEADER_BYTES + 5] ^= 1
+        files[0].write_bytes(content)
+
+    async def test() -> None:
+        store = open_file(tmp_path, codec=codec)
+        await store.put(KEY, block_of("block"))
+        damage_one_slice()
+        with pytest.raises(BlockCorrupt):
+            await read(store, KEY)
+        with pytest.raises(BlockMissing):
+            await read(store, KEY)
+        assert await store.put(KEY, block_of("block"))
+        assert await read(store, KEY) == block_of("block")
+        await store.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_head_slices_failed_slice_of_a_put_leaves_no_block(failing: int) -> None:
+    class Full(MemoryStore):
+        async def put(self, key: object, data: memoryview) -> bool:
+            raise StoreUnavailable("read-only")
+
+    stores = [Full() if number == failing else MemoryStore() for number in range(2)]
+
+    async def test() -> None:
+        store = HeadSliceStore(stores, LAYOUT, depth=1)
+        with pytest.raises(StoreUnavailable):
+            await store.put(KEY, block_of("block"))
+        assert await store.contains([KEY]) == [False]
+
+    asyncio.run(test())
+
+
+def test_head_slices_block_counts_once_and_its_bytes_all(tmp_path: Path) -> None:
+    counters = Counters()
+
+    async def test() -> None:
+        store = open_file(tmp_path, counters=counters)
+        await store.put(KEY, block_of("block"))
+        await read(store, KEY)
+        await store.close()
+
+    asyncio.run(test())
+    counts = counters.snapshot()
+    assert counts["read_blocks", ""] == 1
+    assert counts["read_bytes", ""] == LAYOUT.block_bytes + 2 * HEADER_BYTES
+    assert counts["stored_bytes", ""] == LAYOUT.block_bytes + 2 * HEADER_BYTES
+    assert counters.link_bytes(0) == LAYOUT.block_bytes + 2 * HEADER_BYTES
+
+
+class Hanging(MemoryStore):
+    """Reads write to their buffer when they are cancelled, and end a moment later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = asyncio.Event()
+        self.ended = 0
+
+    async def get_into(self, key: object, out: memoryview, progress: object = None) -> int:
+        self.started.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.01)
+            self.ended += 1
+        raise AssertionError
+
+
+def test_head_slices_cancelled_read_ends_in_every_slice_before_its_memory_is_used_again() -> None:
+    stores = [Hanging(), Hanging()]
+
+    async def test() -> None:
+        store = HeadSliceStore(stores, LAYOUT, depth=1)
+        reading = asyncio.ensure_future(read(store, KEY))
+        for each in stores:
+            await each.started.wait()
+        for _ in range(2):  # cancelled again while it ends
+            reading.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert [each.ended for each in stores] == [1, 1]
+
+    asyncio.run(test())
+
+
+def test_head_slices_failed_read_of_one_slice_ends_the_others() -> None:
+    hanging = Hanging()
+
+    async def test() -> None:
+        store = HeadSliceStore([MemoryStore(), hanging], LAYOUT, depth=1)
+        with pytest.raises(BlockMissing):
+            await read(store, KEY)
+        assert hanging.ended == 1
+
+    asyncio.run(test())
+
+
+class Told(MemoryStore):
+    """A store with tiers that records accesses."""
+
+    def __init__(self, tier: int) -> None:
+        super().__init__()
+        self.tier = tier
+        self.seen: list[object] = []
+
+    def sources(self, keys: Sequence[object]) -> list[int]:
+        return [self.tier] * len(keys)
+
+    async def touched(self, keys: Sequence[object], facts: RequestFacts) -> None:
+        self.seen += keys
+
+
+def test_head_slices_all_slices_hear_of_accesses_and_the_slowest_tier_counts() -> None:
+    stores = [Told(0), Told(1)]
+
+    async def test() -> None:
+        store = HeadSliceStore(stores, LAYOUT, depth=1)
+        await report_access(store, [KEY], RequestFacts("r", 8))
+        assert tiers_of(store, [KEY]) == [1]
+
+    asyncio.run(test())
+    assert [each.seen for each in stores] == [[KEY], [KEY]]
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        PlaneGroup(1, (("kv", (1, 8)),), "uint8"),
+        PlaneGroup(1, (("k", (3, 8)), ("v", (3, 8))), "uint8"),
+        PlaneGroup(1, (("k", (2, 8)), ("v", (1, 8))), "uint8"),
+        PlaneGroup(1, (("page", (2, 8)),), "uint8", row_tokens=4),
+        PlaneGroup(1, (("k", (16,)),), "uint8"),
+    ],
+)
+def test_head_slices_layout_without_heads_to_divide_is_refused(group: PlaneGroup) -> None:
+    layout = BlockLayout((group,), 8)
+    assert layout.sliced(1) == layout
+    with pytest.raises(ValueError, match="heads"):
+        layout.sliced(2)
+
+
+def test_head_slices_of_encrypted_stores_are_read(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("ab" * 32)
+    key_file.chmod(0o600)
+
+    async def test() -> None:
+        store = open_file(tmp_path, url=f"&key_file={key_file}", codec="zstd")
+        assert await store.put(KEY, block_of("block"))
+        assert await read(store, KEY) == block_of("block")
+        await store.close()
+
+    asyncio.run(test())
+
+
+def test_head_slices_whole_blocks_have_no_store_in_between(tmp_path: Path) -> None:
+    store = open_file(tmp_path, count=1)
+    assert not isinstance(store, HeadSliceStore)
+    asyncio.run(store.close())
