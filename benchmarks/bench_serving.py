@@ -80,8 +80,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def longest_tokens(args: argparse.Namespace) -> int:
-    """Tokens of the longest prompt of a chat with its answer."""
-    return int(args.system + max(TURNS.values()) * (QUESTION + args.output) + 64)
+    """Tokens of the longest prompt of a chat with its answer, at most. Prompts are sent as text,
+    and have up to twice as many tokens as were asked for."""
+    turns = max(TURNS.values())
+    return int(2 * (args.system + turns * QUESTION) + turns * args.output + 64)
 
 
 def start(
