@@ -15,6 +15,7 @@ import pytest
 from live import (
     BLOCK,
     DRAFT_CHAIN,
+    NEW_TOKENS,
     Answer,
     Live,
     PendingRequest,
@@ -418,3 +419,34 @@ def test_prefill_server_whose_decode_server_dies_while_it_loads_goes_on(
     assert answer.loaded == 20 * BLOCK
     prefill.flush()
     prefill.check_log()
+
+
+def test_pair_of_two_ranks_each_answers_as_transformers_before_and_after_a_load(
+    start: Start, models: dict[str, Path], folder: Path, env: dict[str, str], prompt: Make
+) -> None:
+    port, store = free_port(), folder / "store-pair-of-ranks"
+    env = env | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    flags = (*COMMON, "--tp", "2", "--cake-mode", "load", "--max-total-tokens", "4096")
+    of_prefill = (
+        *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port)),
+    )
+    of_decode = (
+        *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"),
+        *("--disaggregation-decode-retraction-backup", "none"),
+    )
+    document, question = prompt(10 * BLOCK + 7), prompt(50)
+    model = Transformers(models["first"])
+    with (
+        start(models["first"], (*flags, *of_prefill), store=store, env=env) as prefill,
+        start(models["first"], (*flags, *of_decode), store=store, env=env) as decode,
+    ):
+        ranks = Pair(prefill, decode, port)
+        answer, prefilled = ranks.ask(document, new_tokens=2 * BLOCK)
+        assert prefilled.loaded == 0
+        assert answer.tokens == model.answer(document, 2 * BLOCK).tokens
+        turn = document + answer.tokens + question
+        until(lambda: ranks.stored()[0] >= 10 and ranks.stored()[1] >= 2, "all is stored")
+        ranks.flush()
+        warm, prefilled = ranks.ask(turn)
+        assert prefilled.loaded == 12 * BLOCK
+        assert warm.tokens == model.answer(turn, NEW_TOKENS).tokens
