@@ -188,7 +188,7 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
         copy.claim()
         taken = staging.take()
         assert taken is not None
-        copier.load(copy, StagedBlock(taken, staging, lambda staged: None))
+        copier.load(copy, StagedBlock(taken, staging.give, lambda staged: None))
 
     def save() -> None:
         copier.save(many, [buffer] * SAVED, fence).ended.result()

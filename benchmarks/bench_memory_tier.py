@@ -72,7 +72,7 @@ HICACHE = tuple(f"hicache-{policy}" for policy in POLICIES)
 ARMS = ("off", "file", "memory", *HICACHE, "everything")
 HOST_RATIO = int(HICACHE_FLAGS[HICACHE_FLAGS.index("--hicache-ratio") + 1])  # to the device
 # All arms take 10 minutes on two quiet cores.
-SIZES = SMALL | {"groups": 12, "prompts": 1, "rates": [3.0], "repeats": 2, "name": "cpu"}
+SIZES = SMALL | {"groups": 16, "prompts": 1, "rates": [3.0], "repeats": 2, "name": "cpu"}
 SIZES_SMALL = SIZES | {"repeats": 1, "name": "small"}
 TIMES = ("ttft_mean_ms", "ttft_p99_ms")
 DOC = facts.ROOT / "docs" / "tiers.md"
@@ -93,7 +93,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--small", action="store_true", help="one repeat")
     parser.add_argument("--arms", default=",".join(ARMS), help="to run, default all")
-    parser.add_argument("--groups", type=int, metavar="N", help="that share a prefix (default 12)")
+    parser.add_argument("--groups", type=int, metavar="N", help="that share a prefix (default 16)")
     parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 3")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each run (default 2)")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/tiers.md")

@@ -59,6 +59,7 @@ BENCHES = (
         "file_store",
         "fleet",
         "hashing",
+        "head_slices",
         "http_store",
         "last_step",
         "memory_tier",
