@@ -57,13 +57,14 @@ class HeadSliceStore:
         stores: of the slices, in the order of heads; closed with this store. Their blocks have
             the layout `layout.sliced(len(stores))`.
         layout: of whole blocks.
-        depth: concurrent reads, and concurrent writes; further ones wait.
+        depth: concurrent reads of blocks, and concurrent writes of slices; further ones wait.
         """
         self._stores = tuple(stores)
         self._layout = layout
         self._slice = layout.sliced(len(stores))
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
+        self._putting = asyncio.Semaphore(depth)
         self._idle: list[list[memoryview]] = []
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, 2 * depth), "cake-slice")
 
@@ -107,10 +108,15 @@ class HeadSliceStore:
         put_slice: Callable[[Store, memoryview], Awaitable[bool]],
     ) -> bool:
         assert data.nbytes == self._layout.block_bytes, data.nbytes
+
+        async def put_in_turn(store: Store, part: memoryview) -> bool:
+            async with self._putting:  # a store takes as many puts as of whole blocks
+                return await put_slice(store, part)
+
         async with self._buffers(self._writing) as slices:
             await self._copy(data, slices, _cut)
             fresh = await _all(
-                put_slice(store, part) for store, part in zip(self._stores, slices, strict=True)
+                put_in_turn(store, part) for store, part in zip(self._stores, slices, strict=True)
             )
             return any(fresh)
 

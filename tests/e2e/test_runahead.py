@@ -328,10 +328,10 @@ def test_runahead_abort_midway_stops_owner_and_helper(
     pair: Pair, plain: Live, ids: list[int]
 ) -> None:
     before = aborted(pair)
-    said = "ended early: cancelled: its request is aborted"
-    ends = pair.helper.server.logs().count(said)
+    said = "ended early: cancelled: "  # an abort may come before the owner's own step
     for _ in range(5):
         asking = ask_into_trouble(pair, ids, "hold")
+        ends = pair.helper.server.logs().count(said)
         requests.post(f"{pair.owner.url}/abort_request", json={"rid": asking.rid}, timeout=60)
         answer = asking.answer()  # while the helper is held
         pair.trouble.go()

@@ -23,11 +23,14 @@ from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.runahead.member import MemberSettings
 from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
 from sglang_cake.runahead.partition_table import WatchedTable
-from sglang_cake.runahead.transport import PeerGone
+from sglang_cake.runahead.transport import LinkTimes, PeerGone
 from sglang_cake.runahead.zeromq import ZmqTransport
 
 HELPER, OWNER = 0, 1
 LAYERS, SPLIT, STOP = 3, 64, 128
+PATIENT = LinkTimes(  # two slow cores may not run a thread for seconds
+    send_s=60.0, silence_s=60.0, connect_s=60.0, handshake_s=60.0, greeting_s=60.0
+)
 
 
 class Rows:
@@ -90,7 +93,8 @@ class Setup:
         peers = [("127.0.0.1", free_port()) for _ in range(2)]
         namespace = Digest(bytes(32))
         self.transports = [
-            ZmqTransport(rank, peers, secret=bytes(32), namespace=namespace) for rank in range(2)
+            ZmqTransport(rank, peers, secret=bytes(32), namespace=namespace, times=PATIENT)
+            for rank in range(2)
         ]
         self.helper = Helper(self.transports[HELPER], then)
         self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))

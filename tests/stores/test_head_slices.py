@@ -211,6 +211,28 @@ def test_head_slices_failed_slice_of_a_put_leaves_no_block(failing: int) -> None
     asyncio.run(test())
 
 
+def test_head_slices_many_puts_at_once_are_never_more_than_depth() -> None:
+    running = most = 0
+
+    class Busy(MemoryStore):
+        async def put(self, key: object, data: memoryview) -> bool:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            return await super().put(key, data)
+
+    async def test() -> None:
+        store = HeadSliceStore([Busy(), Busy()], LAYOUT, depth=3)
+        keys = [key_of(str(number)) for number in range(8)]
+        assert all(await asyncio.gather(*(store.put(key, block_of("block")) for key in keys)))
+        assert await store.contains(keys) == [True] * 8
+
+    asyncio.run(test())
+    assert most == 3
+
+
 def test_head_slices_block_counts_once_and_its_bytes_all(tmp_path: Path) -> None:
     counters = Counters()
 
