@@ -151,3 +151,21 @@ def test_small_pool_abort_while_full_leaks_nothing(small: Live, prompt: Make) ->
         asking.answer()
     small.flush()
     small.check_log()
+
+
+def test_small_pool_burst_of_stored_prompts_gives_the_plain_answers(
+    small: Live, plain: Live, prompt: Make
+) -> None:
+    """Prompts that are computed, loaded, put back and admitted beside each other, where the pool
+    has slots for two of them."""
+    documents = [prompt(12 * BLOCK) for _ in range(4)]
+    for ids in documents:
+        small.ask_and_store(ids)
+    small.flush()
+    prompts = [ids + prompt(9) for _ in range(4) for ids in documents]
+    asked = [
+        PendingRequest(small, ids, new_tokens=4, rid=f"burst-{i}") for i, ids in enumerate(prompts)
+    ]
+    for asking, ids in zip(asked, prompts, strict=True):
+        assert_same(asking.answer(), plain.reference(ids, 4))
+    small.flush()

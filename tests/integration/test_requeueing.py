@@ -258,6 +258,71 @@ def test_chunked_request_yields_to_a_prompt_one_step_from_its_end(
     assert [req.rid for req in admission.queue] == ["stored", "running"]
 
 
+def test_chunked_request_goes_back_behind_those_that_have_waited_longer(
+    admissions: Make,
+) -> None:
+    """Behind the preemptor alone, the requests that go back one after another would be served in
+    the opposite order, and the first of them last."""
+    admission = admissions()
+    oldest, older, running, younger = (
+        admission.req(rid) for rid in ("oldest", "older", "running", "younger")
+    )
+    stored = admission.req("stored", stored=True)
+    admission.land(stored)
+    arrived_s = {"oldest": 0.0, "older": 1.0, "running": 2.0, "younger": 3.0, "stored": 4.0}
+    for rid, at_s in arrived_s.items():
+        record = admission.base.coordinator.record(rid)
+        assert record is not None
+        record.agreed.first_poll_s = at_s
+    admission.queue[:] = [oldest, older, younger, stored]
+    assert admission.chunk(running) is None
+    assert admission.queue == [stored, oldest, older, running, younger]
+
+
+def test_chunked_request_stays_if_memory_is_short_of_it_and_the_other(admissions: Make) -> None:
+    admission = admissions()
+    stored, running = admission.req("stored", stored=True), admission.req("running")
+    admission.queue.append(stored)
+    admission.land(stored)
+    both = sum(queue_order.most_slots(req) for req in (stored, running)) - running.prefix_len
+    admission.slots = both
+    assert admission.chunk(running) is running
+    admission.slots = both + 1
+    assert admission.chunk(running) is None
+
+
+def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slots_for(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = admissions()
+    running = admission.req("running")
+    monkeypatch.setattr(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
+        lambda *args, **kwargs: "admitted",
+    )
+
+    def admitted(total_tokens: int, *, chunked: bool) -> bool:
+        adder = prefill_adder(
+            admission.scheduler,
+            BareTree(admission.base.coordinator),
+            chunk_tokens=64,
+            slots=admission.slots,
+        )
+        monkeypatch.setattr(adder, "_shorten", lambda *args: None)
+        if chunked:
+            adder.can_run_list.append(running)
+            assert adder.add_chunked_req(running) is running
+            assert adder.rem_chunk_tokens > 0
+        found = adder._select_prefill_admission(req_of(1.5, "other"), total_tokens=total_tokens)
+        return bool(found == "admitted")
+
+    rest = queue_order.most_slots(running) - BLOCK
+    admission.slots = rest + 100
+    assert not admitted(100, chunked=True)
+    assert admitted(99, chunked=True)
+    assert admitted(100, chunked=False)
+
+
 def test_queue_order_link_serves_the_shorter_rest_first(
     admissions: Make,
 ) -> None:

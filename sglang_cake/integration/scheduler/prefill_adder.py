@@ -149,6 +149,9 @@ class CakePrefillAdder(PrefillAdder):
     new_chunked_req: "Req | None"
     chunked_req_limit: int | None
     _stop: int | None = None  # where the step of the request being admitted must end
+    # Slots that the request whose prompt goes on after this step needs to its end. SGLang reserves
+    # none: its chunked request takes all of a step, so that no other one is admitted beside it.
+    _kept_slots: int = 0
 
     def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,6 +180,7 @@ class CakePrefillAdder(PrefillAdder):
                 self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
         rest = super().add_chunked_req(req)
         if req in self.can_run_list:
+            self._keep_slots(req)
             self._claimed(req)
         return rest
 
@@ -199,6 +203,8 @@ class CakePrefillAdder(PrefillAdder):
         return self._alone(result) if isinstance(decision, Share) else result
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
+        if self._kept_slots and kwargs["total_tokens"] >= self.rem_total_tokens - self._kept_slots:
+            return AddReqResult.OTHER
         admission = super()._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
@@ -206,7 +212,12 @@ class CakePrefillAdder(PrefillAdder):
 
     def _commit_prefill_admission(self, req: "Req", admission: Any, *args: Any) -> None:
         super()._commit_prefill_admission(req, admission, *args)
+        self._keep_slots(req)
         self._claimed(req)
+
+    def _keep_slots(self, req: "Req") -> None:
+        if req.extend_end < len(req.origin_input_ids) + len(req.output_ids):
+            self._kept_slots = queue_order.most_slots(req) - req.extend_end
 
     # ---- guarded parts before SGLang's own method ----
 
@@ -246,14 +257,15 @@ class CakePrefillAdder(PrefillAdder):
     def _budget_for_others(
         self, req: "Req", coordinator: "Coordinator"
     ) -> queue_order.StepBudget | None:
-        """What this step could give to waiting requests; None: the chunked request keeps its
-        place."""
+        """What this step could give to waiting requests, so that the chunked request could go on
+        after it; None: the chunked request keeps its place."""
         scheduler = self._scheduler
         if not scheduler.waiting_queue or not queue_order.may_requeue(req, coordinator):
             return None
         if not others_fit(scheduler, self.running_batch):
             return None
-        return queue_order.StepBudget(self.rem_chunk_tokens, self.rem_total_tokens)
+        slots = self.rem_total_tokens - (queue_order.most_slots(req) - req.prefix_len)
+        return queue_order.StepBudget(self.rem_chunk_tokens, slots)
 
     @guarded(_CHUNKED)
     def _requeue(self, req: "Req", preemptor: "Req | None") -> None:
@@ -261,7 +273,7 @@ class CakePrefillAdder(PrefillAdder):
         assert coordinator is not None
         with coordinator.timed():
             queue = self._scheduler.waiting_queue
-            queue_order.requeue(req, queue, tree, preemptor)
+            queue_order.requeue(req, queue, tree, coordinator, preemptor)
             coordinator.requeued(req.rid)
             if preemptor is None:  # otherwise the two stand in order
                 queue_order.sort_queue(queue, coordinator, self._scheduler.policy)

@@ -37,7 +37,9 @@ class StepBudget(NamedTuple):
 
     Attributes:
         chunk_tokens: tokens that it may still compute.
-        slots: device memory, including slots that can be evicted for it.
+        slots: device memory, including slots that can be evicted for it, beside what the chunked
+            request needs to its end. Without this limit, a request that goes first could use the
+            memory for as long as it decodes, while the KV of the other one is evicted.
     """
 
     chunk_tokens: int
@@ -138,10 +140,14 @@ def may_yield(
 
 
 def requeue(
-    req: "Req", queue: "list[Req]", tree: CakeRadixCache, preemptor: "Req | None" = None
+    req: "Req",
+    queue: "list[Req]",
+    tree: CakeRadixCache,
+    coordinator: "Coordinator",
+    preemptor: "Req | None" = None,
 ) -> None:
-    """Put the chunked request, whose chunks are in the tree, back into the queue: first, or second
-    after `preemptor` of the queue. The queue changes last."""
+    """Put the chunked request, whose chunks are in the tree, back into the queue: first, or after
+    `preemptor` of the queue and all that have waited for longer. The queue changes last."""
     tree.releasing = req.rid
     release_kv_cache(req, tree, checkpoint=False)
     tree.releasing = None
@@ -165,7 +171,11 @@ def requeue(
         queue.insert(0, req)
     else:
         queue.remove(preemptor)
-        queue[:0] = [preemptor, req]
+        waited_s = coordinator.queue_entry(req).waited_s
+        older = (coordinator.queue_entry(each).waited_s > waited_s for each in queue)
+        place = next((index for index, is_older in enumerate(older) if not is_older), len(queue))
+        queue.insert(place, req)
+        queue.insert(0, preemptor)
 
 
 def may_requeue(req: "Req", coordinator: "Coordinator") -> bool:
@@ -192,13 +202,13 @@ def _able(
             tried += 1
             if tried > _TRIED:
                 continue
-        if _slots(req) >= budget.slots:
+        if most_slots(req) >= budget.slots:
             continue
         if not coordinator.would_wait(req.rid, budget.chunk_tokens):
             yield req
 
 
-def _slots(req: "Req") -> int:
+def most_slots(req: "Req") -> int:
     """Slots that a request may need until its end, as SGLang estimates, if none is in the tree."""
     new: int = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
     return int(len(req.origin_input_ids) + len(req.output_ids) + min(new, CLIP_MAX_NEW_TOKENS))
