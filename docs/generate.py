@@ -1,9 +1,11 @@
-"""Writes the generated parts of README.md and of the pages in docs/: `python docs/generate.py`.
+"""Writes the generated parts of README.md, benchmarks/README.md and the pages in docs/:
+`python docs/generate.py`.
 
 With `--check` nothing is written, and the exit status is 1 if a page differs. `make docs` calls it
 as a hook: a link out of docs/ becomes the path that it names, since the site has the pages alone.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -71,11 +73,22 @@ def speculation() -> str:
     return "\n".join(rows)
 
 
+def results() -> str:
+    """A table of the files with measurements: when each was measured, and at which commit."""
+    rows = ["| file | measured | commit |", "|---|---|---|"]
+    for path in sorted((DOCS.parent / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        date, commit = found.get("date") or "", (found.get("commit") or "")[:8]
+        rows.append(f"| `{path.name}` | {date} | {commit} |")
+    return "\n".join(rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "metrics": metrics,
     "models": models,
     "speculation": speculation,
+    "results": results,
 }
 
 
@@ -101,7 +114,8 @@ def _outside(match: re.Match[str]) -> str:
 
 def main() -> int:
     differ = []
-    for path in [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]:
+    root = DOCS.parent
+    for path in [root / "README.md", root / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]:
         before = path.read_text(encoding="utf-8")
         after = generated(before)
         if after != before:

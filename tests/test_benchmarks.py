@@ -496,7 +496,7 @@ def test_http_store_ratios_are_of_runs_of_the_same_repeat() -> None:
     assert "missed" in text
 
 
-def test_each_http_server_is_first_and_last_within_a_repeat_as_often_as_the_others() -> None:
+def test_bench_http_store_each_server_is_first_and_last_as_often_as_the_others() -> None:
     names = ["a", "b", "c", "d"]
     orders = [bench_http_store.in_turn(names, repeat) for repeat in range(8)]
     for at in (0, 3):

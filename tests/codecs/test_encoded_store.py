@@ -194,7 +194,7 @@ def test_open_blocks_every_codec_with_model_facts_round_trips(tmp_path: Path, co
     assert codec not in LOSSLESS or found == BLOCK
 
 
-def test_a_server_without_a_codec_loads_no_compiler() -> None:
+def test_encoded_store_without_a_codec_loads_no_compiler() -> None:
     code = (
         "import sys\n"
         "import sglang_cake.cli, sglang_cake.codecs.registered_codecs, sglang_cake.stores.encoded\n"
@@ -280,7 +280,7 @@ def test_encoded_store_damaged_file_raises_block_corrupt(tmp_path: Path, change:
     asyncio.run(go())
 
 
-def test_a_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> None:
+def test_encoded_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> None:
     async def go() -> None:
         store = opened(tmp_path.as_uri(), "zstd")
         await round_trip(store)
@@ -297,7 +297,7 @@ def test_a_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> Non
         assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 
 
-def test_one_codec_block_with_nan_is_stored_raw() -> None:
+def test_encoded_store_block_with_nan_is_stored_raw() -> None:
     broken = np.frombuffer(BLOCK, np.uint16).copy()
     broken[77] = 0x7FC0  # not a number
     int8 = FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT))

@@ -34,7 +34,7 @@ FLAGS = ("--dtype", "float32", "--max-total-tokens", "12000", "--enable-metrics"
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class SlowStoreServer:
     """A server whose store is behind a slow link."""
 
     live: Live
@@ -179,7 +179,7 @@ def test_early_last_step_beside_a_decoding_request_does_not_happen(
 @pytest.fixture(scope="module")
 def remote(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
-) -> Iterator[Remote]:
+) -> Iterator[SlowStoreServer]:
     store = SharedStore(folder / "store-remote")
     link = SlowLink(int(store.url.rpartition(":")[2]), 20e6)
     try:
@@ -188,7 +188,7 @@ def remote(
         flags += ("--cake-min-load-tokens", str(BLOCK))
         with start(models["first"], flags, env=environment(folder, standins)) as live:
             live.store = store.view
-            yield Remote(live, link)
+            yield SlowStoreServer(live, link)
             live.check_log()
     finally:
         link.close()
@@ -196,7 +196,7 @@ def remote(
 
 
 def test_early_last_step_over_a_slow_link_gives_the_plain_answer(
-    remote: Remote, plain: Live, prompt: Make
+    remote: SlowStoreServer, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(DOCUMENT + 100)
     remote.live.ask_and_store(ids)
@@ -215,7 +215,7 @@ def no_numbers(payload: bytes) -> bytes:
 
 @pytest.mark.parametrize("spoiled", [one_bit, no_numbers])
 def test_early_last_step_corrupt_last_block_is_computed(
-    remote: Remote, plain: Live, prompt: Make, spoiled: Callable[[bytes], bytes]
+    remote: SlowStoreServer, plain: Live, prompt: Make, spoiled: Callable[[bytes], bytes]
 ) -> None:
     """Its first layers have been used when the check fails."""
     ids = prompt(DOCUMENT + 40)
@@ -238,7 +238,7 @@ def test_early_last_step_corrupt_last_block_is_computed(
 
 
 def test_early_last_step_cut_connection_gives_the_plain_answer(
-    remote: Remote, plain: Live, prompt: Make
+    remote: SlowStoreServer, plain: Live, prompt: Make
 ) -> None:
     ids = prompt(DOCUMENT + 60)
     files = remote.live.ask_and_store(ids)

@@ -38,7 +38,7 @@ CUT_BY_KILL = _ids(4, 40 * BLOCK)
 
 
 @dataclass(slots=True)
-class Life:
+class ServerRun:
     """One server's answers."""
 
     store: StoreView
@@ -71,38 +71,38 @@ def _flags(home: Home, mode: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def first(home: Home, start: Start, standins: dict[str, str]) -> Life:
+def first(home: Home, start: Start, standins: dict[str, str]) -> ServerRun:
     """Mode compute. Ended by SIGTERM while it writes."""
     flags, stop = _flags(home, "compute"), signal.SIGTERM
     with start(home.model, flags, store=home.store, env=standins, stop=stop) as live:
-        life = Life(live.store)
-        life.answers["kept"] = live.ask(KEPT)
-        life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
-        until(lambda: len(life.store.blocks()) >= 14 + 8, "both prompts in the store")
-        life.answers["again"] = live.ask_flushed(KEPT)
+        run = ServerRun(live.store)
+        run.answers["kept"] = live.ask(KEPT)
+        run.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
+        until(lambda: len(run.store.blocks()) >= 14 + 8, "both prompts in the store")
+        run.answers["again"] = live.ask_flushed(KEPT)
         asking = PendingRequest(live, CUT_BY_TERM, new_tokens=1, rid="term")
         asking.until("claim", 6)
-    return life
+    return run
 
 
 @pytest.fixture(scope="module")
-def second(first: Life, home: Home, start: Start, standins: dict[str, str]) -> Life:
+def second(first: ServerRun, home: Home, start: Start, standins: dict[str, str]) -> ServerRun:
     """Mode load, the same folder. Killed while it writes."""
     flags = _flags(home, "load")
     with start(home.model, flags, store=home.store, env=standins) as live:
-        life = Life(live.store)
-        life.answers["kept"] = live.ask(KEPT)
-        life.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
-        life.answers["term"] = live.ask(CUT_BY_TERM)
+        run = ServerRun(live.store)
+        run.answers["kept"] = live.ask(KEPT)
+        run.answers["adapter"] = live.ask(WITH_ADAPTER, **ADAPTER)
+        run.answers["term"] = live.ask(CUT_BY_TERM)
         asking = PendingRequest(live, CUT_BY_KILL, new_tokens=1, rid="kill")
         asking.until("claim", 6)
         os.killpg(live.server.process.pid, signal.SIGKILL)
-    return life
+    return run
 
 
 @pytest.fixture(scope="module")
 def third(
-    second: Life,
+    second: ServerRun,
     home: Home,
     start: Start,
     standins: dict[str, str],
@@ -128,28 +128,32 @@ def reference(plain: Live) -> Live:
     return plain
 
 
-def test_mode_compute_stored_prompt_is_not_loaded(first: Life, reference: Live) -> None:
+def test_mode_compute_stored_prompt_is_not_loaded(first: ServerRun, reference: Live) -> None:
     for name in ("kept", "again"):
         assert_same(first.answers[name], reference.reference(KEPT))
         assert first.answers[name].loaded == 0
 
 
-def test_mode_load_after_restart_loads_all_that_is_stored(second: Life, reference: Live) -> None:
+def test_mode_load_after_restart_loads_all_that_is_stored(
+    second: ServerRun, reference: Live
+) -> None:
     assert_same(second.answers["kept"], reference.reference(KEPT))
     assert second.answers["kept"].loaded >= len(KEPT) - 1
     assert second.answers["kept"].computed == 1
 
 
-def test_adapter_blocks_after_restart_are_loaded(second: Life, reference: Live) -> None:
+def test_adapter_blocks_after_restart_are_loaded(second: ServerRun, reference: Live) -> None:
     assert_same(second.answers["adapter"], reference.reference(WITH_ADAPTER, **ADAPTER))
     assert second.answers["adapter"].loaded == 8 * BLOCK
 
 
-def test_sigterm_while_storing_answer_after_restart_is_exact(second: Life, reference: Live) -> None:
+def test_sigterm_while_storing_answer_after_restart_is_exact(
+    second: ServerRun, reference: Live
+) -> None:
     assert_same(second.answers["term"], reference.reference(CUT_BY_TERM))
 
 
-def test_sigkill_while_storing_leaves_whole_blocks_only(second: Life) -> None:
+def test_sigkill_while_storing_leaves_whole_blocks_only(second: ServerRun) -> None:
     blocks = second.store.blocks()
     assert len(blocks) > 14
     for block in blocks:
@@ -157,7 +161,7 @@ def test_sigkill_while_storing_leaves_whole_blocks_only(second: Life) -> None:
 
 
 def test_other_model_under_the_same_path_loads_nothing(
-    third: Live, second: Life, plain: Live, models: dict[str, Path]
+    third: Live, second: ServerRun, plain: Live, models: dict[str, Path]
 ) -> None:
     answer = third.ask(KEPT)
     assert (answer.loaded, answer.cached) == (0, 0)
@@ -183,7 +187,7 @@ def test_weight_update_back_to_old_weights_loads_their_blocks(
 
 
 def test_adapter_with_other_weights_under_its_name_loads_nothing(
-    third: Live, plain: Live, models: dict[str, Path], second: Life
+    third: Live, plain: Live, models: dict[str, Path], second: ServerRun
 ) -> None:
     _become(third, models["first"])
     answer = third.ask(WITH_ADAPTER, **ADAPTER)

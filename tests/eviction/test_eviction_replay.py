@@ -74,7 +74,7 @@ def plain_lru(trace, capacity, leaf):
     return hits, islands, gone
 
 
-class Watched:
+class RecordingPolicy:
     """A policy whose victims are written down."""
 
     def __init__(self, policy):
@@ -101,8 +101,8 @@ def test_replay_lru_on_random_traces_matches_a_plain_simulation(trace, capacity,
 @settings(deadline=None)
 @given(trace=traces(most=60), capacity=st.integers(1, 15))
 def test_workload_policy_with_one_class_evicts_exactly_as_lru(trace, capacity):
-    lru = Watched(new_policy("lru"))
-    one = Watched(WorkloadPolicy(class_of=lambda usage: ("", 1, 0)))
+    lru = RecordingPolicy(new_policy("lru"))
+    one = RecordingPolicy(WorkloadPolicy(class_of=lambda usage: ("", 1, 0)))
     by_lru, by_one = Replay(trace, lru, capacity).run(), Replay(trace, one, capacity).run()
     assert one.popped == lru.popped
     assert (by_one.hits, by_one.islands) == (by_lru.hits, by_lru.islands)

@@ -42,7 +42,7 @@ def _job(size_bytes: int = 0, **fields: str) -> DigestJob:
     return DigestJob("weights", lambda job: fields, size_bytes)
 
 
-def test_a_short_job_runs_at_once() -> None:
+def test_digest_jobs_short_job_runs_at_once() -> None:
     jobs = DigestJobs(None)
     jobs.start(_job(SHORT_BYTES, weights="w"))
     (finished,) = jobs.take_finished()
@@ -50,7 +50,7 @@ def test_a_short_job_runs_at_once() -> None:
     assert jobs.take_finished() == []
 
 
-def test_a_long_job_runs_in_the_background() -> None:
+def test_digest_jobs_long_job_runs_in_the_background() -> None:
     go = threading.Event()
     jobs = DigestJobs(None)
 
@@ -96,7 +96,7 @@ def test_ranks_reduce_only_while_a_job_is_unfinished() -> None:
 @pytest.mark.parametrize(
     "error", [ContentChanged("c"), OSError("o"), ValueError("v"), RuntimeError("a bug")]
 )
-def test_a_job_that_fails_is_done_without_fields(error: Exception) -> None:
+def test_digest_jobs_failed_job_is_done_without_fields(error: Exception) -> None:
     def compute(job: DigestJob) -> dict[str, str]:
         raise error
 
@@ -106,7 +106,7 @@ def test_a_job_that_fails_is_done_without_fields(error: Exception) -> None:
     assert finished.fields is None
 
 
-def test_a_newer_job_replaces_an_older_one() -> None:
+def test_digest_jobs_newer_job_replaces_an_older_one() -> None:
     jobs = DigestJobs(None)
 
     def compute(job: DigestJob) -> dict[str, str]:
@@ -188,14 +188,14 @@ def test_adapter_search_names_content_and_settings(tmp_path: Path) -> None:
     assert None not in found
 
 
-def test_a_source_without_weights_is_none(tmp_path: Path) -> None:
+def test_weights_folder_source_without_weights_is_none(tmp_path: Path) -> None:
     assert ModelSource(str(tmp_path / "none")).weights_or_none() is None
     assert ModelSource(str(tmp_path)).weights_or_none() is None
     _checkpoint(tmp_path, a=1.0)
     assert ModelSource(str(tmp_path)).weights_or_none() == _files(tmp_path)
 
 
-def test_a_model_in_the_download_folder_is_read_from_there(tmp_path: Path) -> None:
+def test_weights_folder_model_in_the_download_folder_is_read_from_there(tmp_path: Path) -> None:
     """`--download-dir`: the default cache of Hugging Face may hold another revision."""
     pytest.importorskip("huggingface_hub")
 

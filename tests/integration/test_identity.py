@@ -279,7 +279,7 @@ def test_identity_model_changed_while_loading_is_private(tmp_path: Path) -> None
     assert one.identity.is_private
 
 
-def test_a_load_that_was_not_observed_is_private(tmp_path: Path) -> None:
+def test_identity_load_that_was_not_observed_is_private(tmp_path: Path) -> None:
     one = Named(_checkpoint(tmp_path / "a", 1.0))
     one.loaded.model_recorded = False
     one.identity.start()
@@ -300,7 +300,7 @@ def test_identity_update_takes_new_weights_and_keeps_the_config(tmp_path: Path) 
     assert one.digest != with_new_config.digest
 
 
-def test_a_digest_that_is_ready_after_weights_began_to_change_names_nothing(
+def test_identity_digest_ready_after_weights_began_to_change_names_nothing(
     tmp_path: Path,
 ) -> None:
     """Weights are pushed over many steps. Between them the model is neither the old nor the new."""

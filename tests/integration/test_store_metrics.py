@@ -38,7 +38,7 @@ def sample(registry, name, **labels):
     return registry.get_sample_value(f"sglang:cake_{name}", LABELS | labels)
 
 
-def test_each_tier_is_published_from_the_start_and_over_a_swap(metrics):
+def test_store_metrics_each_tier_is_published_from_the_start_and_over_a_swap(metrics):
     store_metrics, registry = metrics
 
     def of(name, tier, **labels):
@@ -94,7 +94,7 @@ def test_store_metrics_evictions_are_counted_once_by_policy(metrics):
     assert [of(name, "lru") for name in names] == [0, 0, 0, 0]
 
 
-def test_every_counter_exists_from_the_start_and_is_published():
+def test_counters_all_exist_from_the_start_and_are_published():
     registry = pytest.importorskip("prometheus_client").REGISTRY
     counters = Counters()
     metrics = Metrics(counters, LABELS)

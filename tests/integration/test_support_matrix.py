@@ -306,7 +306,9 @@ GPU = {"device": "cuda", "attention_backend": "flashinfer"}
         (GPU | {"tp_size": 2}, "set --tp-size 1"),
     ],
 )
-def test_a_server_that_cannot_be_a_member_is_refused(changes: dict[str, Any], advice: str) -> None:
+def test_support_matrix_server_that_cannot_be_a_runahead_member_is_refused(
+    changes: dict[str, Any], advice: str
+) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
     args = SimpleNamespace(**MEMBER | changes)
     reason = unsupported_group(args, PLAIN, member)

@@ -50,7 +50,7 @@ def states(meet: Meet) -> list[BlockState]:
     return [meet.state(b) for b in range(meet.blocks)]
 
 
-class Race(RuleBasedStateMachine):
+class MeetMachine(RuleBasedStateMachine):
     """A prompt with every token's history kept beside the meet, by whoever drives it."""
 
     @initialize(
@@ -272,8 +272,8 @@ class Race(RuleBasedStateMachine):
         )
 
 
-TestRace = Race.TestCase
-TestRace.settings = settings(
+TestMeet = MeetMachine.TestCase
+TestMeet.settings = settings(
     max_examples=250,
     stateful_step_count=30,
     deadline=None,

@@ -22,7 +22,7 @@ def peers() -> list[tuple[str, int]]:
     return addresses(2)
 
 
-class Watched:
+class WatchedEngine:
     """A Mooncake engine whose writes a test may change, and whose buffers it knows."""
 
     def __init__(self, inner: MooncakeEngine) -> None:
@@ -46,8 +46,8 @@ Pair = tuple[list[OneSidedTransport], list[Ear]]
 
 
 @pytest.fixture
-def engines() -> list[Watched]:
-    return [Watched(engine(rank)) for rank in range(2)]
+def engines() -> list[WatchedEngine]:
+    return [WatchedEngine(engine(rank)) for rank in range(2)]
 
 
 @pytest.fixture
@@ -56,7 +56,9 @@ def timeout_s() -> float:
 
 
 @pytest.fixture
-def pair(peers: list[tuple[str, int]], engines: list[Watched], timeout_s: float) -> Iterator[Pair]:
+def pair(
+    peers: list[tuple[str, int]], engines: list[WatchedEngine], timeout_s: float
+) -> Iterator[Pair]:
     members = [
         ring_member(rank, peers, engines[rank], timeout_s)  # type: ignore[arg-type]
         for rank in range(2)
@@ -102,7 +104,7 @@ def test_mooncake_transport_invalid_message_reconnects_undelivered(
 
 
 def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(
-    pair: Pair, engines: list[Watched]
+    pair: Pair, engines: list[WatchedEngine]
 ) -> None:
     members, ears = pair
 
@@ -119,7 +121,7 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(
 
 @pytest.mark.parametrize("timeout_s", [0.05])
 def test_mooncake_transport_slot_still_being_written_is_not_reused(
-    pair: Pair, engines: list[Watched]
+    pair: Pair, engines: list[WatchedEngine]
 ) -> None:
     members, ears = pair
     let_go = threading.Event()
@@ -194,7 +196,7 @@ def test_mooncake_transport_credit_for_an_unknown_slot_is_ignored(pair: Pair) ->
 
 
 @pytest.mark.usefixtures("pair")
-def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[Watched]) -> None:
+def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[WatchedEngine]) -> None:
     other = ctypes.create_string_buffer(DATA, MAX_PART_BYTES)
     _, source = engines[0].buffers  # parts are copied there before they are written
     landing, _ = engines[1].buffers

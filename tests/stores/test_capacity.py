@@ -9,11 +9,11 @@ import sqlite3
 import threading
 import time
 
-import nursery
+import killed_writers
 import pytest
 from filestore import files_below, nobody_evicts
-from nursery import FRAME
-from test_crash import SINCE, Nursery
+from killed_writers import FRAME
+from test_crash import SINCE, KilledWriters
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
@@ -27,7 +27,7 @@ CAPACITY_BYTES = 16 << 20
 STORED_BYTES = FRAME.framed_bytes  # 260 KiB, a multiple of 4 KiB
 DIGEST = FRAME.digest
 NOW = threading.Event()  # never set: nothing is given up
-FILLED = {name: block_of(name, nursery.LAYOUT) for name in nursery.FILL}
+FILLED = {name: block_of(name, killed_writers.LAYOUT) for name in killed_writers.FILL}
 
 
 def du_bytes(root):
@@ -48,7 +48,7 @@ def opened(root, **options):
 
 
 def put(folder, name):
-    key, data = key_of(name), block_of(name, nursery.LAYOUT)
+    key, data = key_of(name), block_of(name, killed_writers.LAYOUT)
     with folder.writing(DIGEST, key, STORED_BYTES) as file:
         if file is None:
             return False
@@ -59,7 +59,7 @@ def put(folder, name):
 
 def get(folder, name):
     with folder.reading(DIGEST, key_of(name)) as fd:
-        assert os.pread(fd, STORED_BYTES, 4096) == block_of(name, nursery.LAYOUT)
+        assert os.pread(fd, STORED_BYTES, 4096) == block_of(name, killed_writers.LAYOUT)
 
 
 def there(folder, names):
@@ -349,14 +349,14 @@ def test_index_reservation_of_a_dead_writer_is_released(tmp_path):
 def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_path):
     """No lie, nothing lost that was finished, the capacity kept, and every file booked, after each
     of many kills, whatever policy decides."""
-    writers = Nursery(tmp_path)
+    writers = KilledWriters(tmp_path)
     try:
         for turn in range(150):
             pid = writers.start(f"fill {list(POLICIES)[turn % len(POLICIES)]}")
             writers.kill(pid, 0.002 * (turn % 25), since=SINCE[turn // len(POLICIES) % 3])
             assert du_bytes(tmp_path) <= CAPACITY_BYTES
             asyncio.run(audit(tmp_path))
-        assert len(nursery.promised(tmp_path)) > 10  # or nothing was shown
+        assert len(killed_writers.promised(tmp_path)) > 10  # or nothing was shown
     finally:
         writers.process.stdin.close()
         writers.process.wait()
@@ -364,15 +364,15 @@ def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_path):
 
 
 async def audit(root):
-    store = nursery.opened(root)  # without a capacity: it evicts nothing
+    store = killed_writers.opened(root)  # without a capacity: it evicts nothing
     listed = {block.key async for block in store.list_blocks()}
     shards = NamespaceFolder(root, DIGEST).folder.glob("??/??/*")
     on_disk = {bytes.fromhex(path.name) for path in shards if not path.name.startswith(".")}
     assert on_disk <= listed  # a booking may outlive its file, never the other way round
-    promised = nursery.promised(root)
+    promised = killed_writers.promised(root)
     for name, block in FILLED.items():
         try:
-            assert await read(store, key_of(name), nursery.LAYOUT) == block
+            assert await read(store, key_of(name), killed_writers.LAYOUT) == block
         except BlockMissing:
             assert key_of(name) not in promised
     assert du_bytes(root) <= (await store.stats()).used_bytes <= CAPACITY_BYTES

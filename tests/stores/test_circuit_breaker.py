@@ -91,7 +91,7 @@ def test_breaker_results_of_calls_before_opening_are_ignored():
     assert breaker.is_closed
 
 
-class Life(RuleBasedStateMachine):
+class CircuitBreakerMachine(RuleBasedStateMachine):
     """Whatever happens in whatever order: it never locks up, and it spares a dead server."""
 
     def __init__(self):
@@ -130,5 +130,5 @@ class Life(RuleBasedStateMachine):
             self.breaker.abandoned(ticket)
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestCircuitBreaker = CircuitBreakerMachine.TestCase
+TestCircuitBreaker.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import nursery
+import killed_writers
 import pytest
 from filestore import files_below
-from nursery import BLOCKS, LAYOUT, NAMES
+from killed_writers import BLOCKS, LAYOUT, NAMES
 
 import sglang_cake
 from sglang_cake.core.errors import BlockMissing
@@ -26,13 +26,13 @@ KILLS = 200
 SINCE = ("", "begin", "put")  # what moments are counted from, in turns
 
 
-class Nursery:
-    """The other end of nursery.py."""
+class KilledWriters:
+    """The other end of killed_writers.py."""
 
     def __init__(self, root):
         self.root = root
         self.process = subprocess.Popen(
-            [sys.executable, nursery.__file__, str(root)],
+            [sys.executable, killed_writers.__file__, str(root)],
             env=os.environ | {"PYTHONPATH": str(Path(sglang_cake.__file__).parents[1])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -46,7 +46,7 @@ class Nursery:
 
     def kill(self, pid, after_s, *, since):
         """Args: since: the moment is counted from the next such word in the log, "" from now."""
-        log = nursery.log_of(self.root)
+        log = killed_writers.log_of(self.root)
         before = log.stat().st_size if log.exists() else 0
         while since and not any(line.startswith(since) for line in self._lines(log, before)):
             ended, _, _ = select.select([self.process.stdout], [], [], 0.001)
@@ -70,7 +70,7 @@ class Nursery:
 
 @pytest.fixture
 def writers(tmp_path):
-    it = Nursery(tmp_path)
+    it = KilledWriters(tmp_path)
     try:
         yield it
     finally:
@@ -84,7 +84,7 @@ def check(root):
     names of those. Sweeps, as an open does."""
 
     async def main():
-        store = nursery.opened(root)
+        store = killed_writers.opened(root)
         try:
             found = await store.contains([key_of(name) for name in NAMES])
             names = []
@@ -101,7 +101,7 @@ def check(root):
             await store.close()
 
     names = asyncio.run(main())
-    assert nursery.promised(root) <= {key_of(name) for name in names}
+    assert killed_writers.promised(root) <= {key_of(name) for name in names}
     folder = root / NAMESPACE.digest().hex()
     files = {str(path.relative_to(folder)) for path in files_below(folder)}
     blocks = {key_of(name).hex() for name in names}

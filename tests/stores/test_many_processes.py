@@ -48,7 +48,7 @@ def exchange_index(root):
 # ---- the index is exchanged under a writer ----
 
 
-def test_a_file_whose_reservation_went_with_the_index_is_not_left_behind(tmp_path):
+def test_file_index_lost_with_a_reservation_leaves_no_file_behind(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
 
         def put_mine():
@@ -80,7 +80,7 @@ def is_open(folder):
 
 
 @pytest.mark.parametrize("ends", ["committed", "given up"])
-def test_a_reservation_of_an_index_that_is_gone_touches_nobody_elses(tmp_path, ends):
+def test_file_index_reservation_of_a_lost_index_changes_no_other(tmp_path, ends):
     """Its number may be another block's by now."""
     with contextlib.closing(opened(tmp_path)) as folder:
         with folder.supervisor.open() as index:

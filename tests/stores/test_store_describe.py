@@ -85,7 +85,7 @@ def test_layers_are_printed_one_a_line_outermost_first(url, layers, capsys):
     assert capsys.readouterr().out.splitlines() == layers
 
 
-def test_a_codec_is_a_layer(capsys):
+def test_store_describe_codec_is_a_layer(capsys):
     assert main(["store", "describe", FILE_URL, "--codec", "int8"]) == 0
     layers = ["EncodedStore  codec=int8", "  LazyStore", f"    {FILE}"]
     assert capsys.readouterr().out.splitlines() == layers
@@ -102,6 +102,6 @@ def test_programs_get_one_object(capsys):
     assert encrypted["inner"][0]["settings"]["bucket"] == "bucket"
 
 
-def test_a_bad_url_is_one_line(capsys):
+def test_store_describe_bad_url_is_one_line(capsys):
     assert main(["store", "describe", "file:///a?speed=1"]) == 2
     assert "unknown key" in capsys.readouterr().err

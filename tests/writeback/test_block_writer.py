@@ -43,7 +43,7 @@ class HeldStore(PassingStore):
             self.at_once -= 1
 
 
-class Desk:
+class BlockWriterHarness:
     def __init__(self) -> None:
         self.io = IoThread("test-io")
         self.memory = MemoryStore()
@@ -104,8 +104,8 @@ def done() -> "Future[None]":
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    made = Desk()
+def harness() -> Iterator[BlockWriterHarness]:
+    made = BlockWriterHarness()
     yield made
     made.io.close()
 
@@ -114,14 +114,16 @@ TOKENS = array("q", range(5 * BLOCK))
 KEYS = KeyChain(SEED, BLOCK).of(TOKENS)
 
 
-def test_block_writer_offered_blocks_are_stored_under_their_keys(desk: Desk) -> None:
-    desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
-    desk.offer(TOKENS, (3, 4))
-    desk.drain()
-    assert desk.stored() == {KEYS[b]: bytes([b + 1]) * BYTES for b in (0, 2, 3, 4)}
-    assert desk.count("stored_blocks") == 4
-    assert desk.pool.free == CAPACITY
-    assert desk.writer.pending_blocks == 0
+def test_block_writer_offered_blocks_are_stored_under_their_keys(
+    harness: BlockWriterHarness,
+) -> None:
+    harness.offer(TOKENS[: 3 * BLOCK], (0, 2))
+    harness.offer(TOKENS, (3, 4))
+    harness.drain()
+    assert harness.stored() == {KEYS[b]: bytes([b + 1]) * BYTES for b in (0, 2, 3, 4)}
+    assert harness.count("stored_blocks") == 4
+    assert harness.pool.free == CAPACITY
+    assert harness.writer.pending_blocks == 0
 
 
 class FirstStore(RecordingStore):
@@ -136,85 +138,89 @@ class FirstStore(RecordingStore):
         return await self.put(key, data)
 
 
-def test_block_writer_first_block_of_a_prompt_is_marked(desk: Desk) -> None:
-    store = FirstStore(desk.memory)
-    desk.writer.use(store)
-    desk.offer(TOKENS[: 3 * BLOCK], (0, 2))
-    desk.offer(TOKENS, (3, 4))
-    desk.drain()
+def test_block_writer_first_block_of_a_prompt_is_marked(harness: BlockWriterHarness) -> None:
+    store = FirstStore(harness.memory)
+    harness.writer.use(store)
+    harness.offer(TOKENS[: 3 * BLOCK], (0, 2))
+    harness.offer(TOKENS, (3, 4))
+    harness.drain()
     assert store.firsts == [KEYS[0]]
-    assert set(desk.stored()) == {KEYS[block] for block in (0, 2, 3, 4)}
+    assert set(harness.stored()) == {KEYS[block] for block in (0, 2, 3, 4)}
 
 
-def test_block_writer_block_offered_twice_is_counted_once(desk: Desk) -> None:
-    desk.offer(TOKENS, (1,))
-    desk.offer(TOKENS, (1,))
-    desk.drain()
-    assert desk.count("stored_blocks") == 1
-    assert desk.pool.free == CAPACITY
+def test_block_writer_block_offered_twice_is_counted_once(harness: BlockWriterHarness) -> None:
+    harness.offer(TOKENS, (1,))
+    harness.offer(TOKENS, (1,))
+    harness.drain()
+    assert harness.count("stored_blocks") == 1
+    assert harness.pool.free == CAPACITY
 
 
-def test_block_writer_full_queue_is_counted_and_drains(desk: Desk) -> None:
+def test_block_writer_full_queue_is_counted_and_drains(harness: BlockWriterHarness) -> None:
     copied: Future[None] = Future()
-    desk.offer(TOKENS, (0, 1, 2, 3, 4), copied)
-    assert desk.writer.take() is not None
-    assert desk.writer.take() is None
-    assert desk.writer.take() is None
-    desk.writer.give_up(2)
-    assert desk.count("unstored_blocks", "queue_full") == 2
+    harness.offer(TOKENS, (0, 1, 2, 3, 4), copied)
+    assert harness.writer.take() is not None
+    assert harness.writer.take() is None
+    assert harness.writer.take() is None
+    harness.writer.give_up(2)
+    assert harness.count("unstored_blocks", "queue_full") == 2
     copied.set_result(None)
-    desk.drain()
-    assert desk.pool.free == CAPACITY - 1
-    assert desk.count("stored_blocks") == 5
+    harness.drain()
+    assert harness.pool.free == CAPACITY - 1
+    assert harness.count("stored_blocks") == 5
 
 
-def test_block_writer_block_is_not_stored_before_its_copy_completes(desk: Desk) -> None:
+def test_block_writer_block_is_not_stored_before_its_copy_completes(
+    harness: BlockWriterHarness,
+) -> None:
     copied: Future[None] = Future()
-    desk.offer(TOKENS, (0, 1), copied)
-    desk.offer(TOKENS, (2,))  # a job that is ready does not wait for one that is not
-    while not desk.stored():
-        desk.io.run(desk.store.contains([]), PATIENCE_S)
-    desk.io.run(desk.store.contains([]), PATIENCE_S)  # its buffer is given back in the same turn
-    assert list(desk.stored()) == [KEYS[2]]
-    assert desk.writer.pending_blocks == 2
+    harness.offer(TOKENS, (0, 1), copied)
+    harness.offer(TOKENS, (2,))  # a job that is ready does not wait for one that is not
+    while not harness.stored():
+        harness.io.run(harness.store.contains([]), PATIENCE_S)
+    harness.io.run(
+        harness.store.contains([]), PATIENCE_S
+    )  # its buffer is given back in the same turn
+    assert list(harness.stored()) == [KEYS[2]]
+    assert harness.writer.pending_blocks == 2
     copied.set_result(None)
-    desk.drain()
-    assert len(desk.stored()) == 3
+    harness.drain()
+    assert len(harness.stored()) == 3
 
 
-def test_block_writer_failed_copy_is_not_stored(desk: Desk) -> None:
+def test_block_writer_failed_copy_is_not_stored(harness: BlockWriterHarness) -> None:
     copied: Future[None] = Future()
     copied.set_exception(RuntimeError("the device is gone"))
-    desk.offer(TOKENS, (0, 1), copied)
-    desk.offer(TOKENS, (2,))
-    desk.drain()
-    assert list(desk.stored()) == [KEYS[2]]
-    assert desk.store.keys_of("put") == [KEYS[2]]
-    assert desk.pool.free == CAPACITY
-    assert desk.writer.pending_blocks == 0
+    harness.offer(TOKENS, (0, 1), copied)
+    harness.offer(TOKENS, (2,))
+    harness.drain()
+    assert list(harness.stored()) == [KEYS[2]]
+    assert harness.store.keys_of("put") == [KEYS[2]]
+    assert harness.pool.free == CAPACITY
+    assert harness.writer.pending_blocks == 0
 
 
-def test_block_writer_failed_put_loses_only_its_block(desk: Desk) -> None:
-    desk.faulty.fail(KEYS[1], StoreUnavailable("full"))
-    desk.offer(TOKENS, (0, 1, 2))
-    desk.drain()
-    assert set(desk.stored()) == {KEYS[0], KEYS[2]}
-    assert desk.count("unstored_blocks", "unavailable") == 1
-    assert desk.count("stored_blocks") == 2
-    assert desk.pool.free == CAPACITY
-    assert desk.writer.pending_blocks == 0
+def test_block_writer_failed_put_loses_only_its_block(harness: BlockWriterHarness) -> None:
+    harness.faulty.fail(KEYS[1], StoreUnavailable("full"))
+    harness.offer(TOKENS, (0, 1, 2))
+    harness.drain()
+    assert set(harness.stored()) == {KEYS[0], KEYS[2]}
+    assert harness.count("unstored_blocks", "unavailable") == 1
+    assert harness.count("stored_blocks") == 2
+    assert harness.pool.free == CAPACITY
+    assert harness.writer.pending_blocks == 0
 
 
-def test_store_breaking_its_contract_loses_only_its_blocks(desk: Desk) -> None:
-    held = HeldStore(desk.memory)
+def test_store_breaking_its_contract_loses_only_its_blocks(harness: BlockWriterHarness) -> None:
+    held = HeldStore(harness.memory)
     held.error = ZeroDivisionError()
-    desk.writer.use(held)
-    desk.offer(TOKENS, (0, 1, 2, 3))
-    desk.drain()
+    harness.writer.use(held)
+    harness.offer(TOKENS, (0, 1, 2, 3))
+    harness.drain()
     assert held.at_once == 0  # drained means that no put is under way, whatever went wrong
-    assert desk.count("unstored_blocks", "unavailable") == 4
-    assert desk.pool.free == CAPACITY
-    assert desk.writer.pending_blocks == 0
+    assert harness.count("unstored_blocks", "unavailable") == 4
+    assert harness.pool.free == CAPACITY
+    assert harness.writer.pending_blocks == 0
 
 
 class DeafStore(HeldStore):
@@ -225,62 +231,62 @@ class DeafStore(HeldStore):
 
 
 def test_block_writer_store_failing_in_touched_still_gets_the_blocks(
-    desk: Desk,
+    harness: BlockWriterHarness,
 ) -> None:
-    desk.writer.use(DeafStore(desk.memory))
-    desk.offer(TOKENS, (0, 1), facts=RequestFacts("r1", len(TOKENS)))
-    desk.drain()
-    assert desk.count("stored_blocks") == 2
-    assert desk.pool.free == CAPACITY
-    assert desk.writer.pending_blocks == 0
+    harness.writer.use(DeafStore(harness.memory))
+    harness.offer(TOKENS, (0, 1), facts=RequestFacts("r1", len(TOKENS)))
+    harness.drain()
+    assert harness.count("stored_blocks") == 2
+    assert harness.pool.free == CAPACITY
+    assert harness.writer.pending_blocks == 0
 
 
-def test_block_writer_puts_in_flight_are_bounded_over_all_jobs(desk: Desk) -> None:
-    held = HeldStore(desk.memory)
-    desk.writer.use(held)
-    desk.offer(TOKENS, (0, 1, 2))
-    desk.offer(TOKENS, (3, 4))
-    desk.drain()
+def test_block_writer_puts_in_flight_are_bounded_over_all_jobs(harness: BlockWriterHarness) -> None:
+    held = HeldStore(harness.memory)
+    harness.writer.use(held)
+    harness.offer(TOKENS, (0, 1, 2))
+    harness.offer(TOKENS, (3, 4))
+    harness.drain()
     assert held.most == PUTS_IN_FLIGHT
-    assert len(desk.stored()) == 5
+    assert len(harness.stored()) == 5
 
 
-def test_block_writer_replaced_store_gets_later_jobs_only(desk: Desk) -> None:
+def test_block_writer_replaced_store_gets_later_jobs_only(harness: BlockWriterHarness) -> None:
     go_on = threading.Event()
     other = MemoryStore()
-    desk.io.post(go_on.wait, PATIENCE_S)  # the job is offered, and not yet taken in
-    desk.offer(TOKENS, (0,))
-    desk.writer.use(other)
-    desk.offer(TOKENS, (1,))
+    harness.io.post(go_on.wait, PATIENCE_S)  # the job is offered, and not yet taken in
+    harness.offer(TOKENS, (0,))
+    harness.writer.use(other)
+    harness.offer(TOKENS, (1,))
     go_on.set()
-    desk.drain()
-    assert list(desk.stored()) == [KEYS[0]]
-    assert list(desk.stored(other)) == [KEYS[1]]
+    harness.drain()
+    assert list(harness.stored()) == [KEYS[0]]
+    assert list(harness.stored(other)) == [KEYS[1]]
 
 
-def test_block_writer_without_a_store_counts_offered_blocks(desk: Desk) -> None:
-    desk.writer.use(None)
-    desk.offer(TOKENS, (0, 1))
-    desk.drain()
-    assert desk.count("unstored_blocks", "unavailable") == 2
-    assert desk.pool.free == CAPACITY
-    assert desk.writer.pending_blocks == 0
+def test_block_writer_without_a_store_counts_offered_blocks(harness: BlockWriterHarness) -> None:
+    harness.writer.use(None)
+    harness.offer(TOKENS, (0, 1))
+    harness.drain()
+    assert harness.count("unstored_blocks", "unavailable") == 2
+    assert harness.pool.free == CAPACITY
+    assert harness.writer.pending_blocks == 0
 
 
-def test_block_writer_drained_waits_for_every_offered_job(desk: Desk) -> None:
-    desk.drain()  # nothing to wait for
+def test_block_writer_drained_waits_for_every_offered_job(harness: BlockWriterHarness) -> None:
+    harness.drain()  # nothing to wait for
     for block in range(5):
-        desk.offer(TOKENS, (block,))
-    desk.drain()
-    assert len(desk.stored()) == 5
+        harness.offer(TOKENS, (block,))
+    harness.drain()
+    assert len(harness.stored()) == 5
 
 
 # ---- end states ----
 
 
-def _offer_end(desk: Desk, tokens: array, count: int) -> list[BlockKey]:
+def _offer_end(harness: BlockWriterHarness, tokens: array, count: int) -> list[BlockKey]:
     """Keys of the end blocks; block `i` is full of byte `i`."""
-    buffers = desk.writer.take_all(count)
+    buffers = harness.writer.take_all(count)
     assert buffers is not None
     for index, buffer in enumerate(buffers):
         buffer.view[:] = bytes([index]) * BYTES
@@ -288,33 +294,33 @@ def _offer_end(desk: Desk, tokens: array, count: int) -> list[BlockKey]:
     copied.set_result(None)
     chain = KeyChain(SEED, BLOCK)
     job = WriteJob(chain, tokens, tuple(range(count)), tuple(buffers), copied, of_end=True)
-    desk.writer.offer(job)
-    desk.io.run(desk.writer.drained(), PATIENCE_S)
-    assert desk.pool.free == CAPACITY
-    assert desk.writer.pending_blocks == 0
+    harness.writer.offer(job)
+    harness.io.run(harness.writer.drained(), PATIENCE_S)
+    assert harness.pool.free == CAPACITY
+    assert harness.writer.pending_blocks == 0
     return end_keys(chain.of(tokens)[-1], count)
 
 
-def test_writer_puts_the_first_end_block_last(desk: Desk) -> None:
-    keys = _offer_end(desk, array("q", range(2 * BLOCK)), 4)
-    assert [key for _, key in desk.store.calls][-1] == keys[0]
-    assert [desk.memory.blocks[key] for key in keys] == [bytes([i]) * BYTES for i in range(4)]
+def test_writer_puts_the_first_end_block_last(harness: BlockWriterHarness) -> None:
+    keys = _offer_end(harness, array("q", range(2 * BLOCK)), 4)
+    assert [key for _, key in harness.store.calls][-1] == keys[0]
+    assert [harness.memory.blocks[key] for key in keys] == [bytes([i]) * BYTES for i in range(4)]
 
 
-def test_writer_incomplete_end_is_not_to_be_found(desk: Desk) -> None:
+def test_writer_incomplete_end_is_not_to_be_found(harness: BlockWriterHarness) -> None:
     tokens = array("q", range(2 * BLOCK))
     keys = end_keys(KeyChain(SEED, BLOCK).of(tokens)[-1], 4)
-    desk.faulty.fail(keys[2], StoreUnavailable("gone"))
-    _offer_end(desk, tokens, 4)
-    assert keys[0] not in desk.memory.blocks
-    assert desk.counters.snapshot()["unstored_blocks", "unavailable"] == 2
+    harness.faulty.fail(keys[2], StoreUnavailable("gone"))
+    _offer_end(harness, tokens, 4)
+    assert keys[0] not in harness.memory.blocks
+    assert harness.counters.snapshot()["unstored_blocks", "unavailable"] == 2
 
 
-def test_writer_gives_all_buffers_of_an_end_or_none(desk: Desk) -> None:
-    assert desk.writer.take_all(CAPACITY + 1) is None
-    assert desk.pool.free == CAPACITY
-    taken = desk.writer.take_all(CAPACITY)
+def test_writer_gives_all_buffers_of_an_end_or_none(harness: BlockWriterHarness) -> None:
+    assert harness.writer.take_all(CAPACITY + 1) is None
+    assert harness.pool.free == CAPACITY
+    taken = harness.writer.take_all(CAPACITY)
     assert taken is not None
-    assert desk.writer.take_all(1) is None
-    desk.writer.put_back(taken)
-    assert desk.pool.free == CAPACITY
+    assert harness.writer.take_all(1) is None
+    harness.writer.put_back(taken)
+    assert harness.pool.free == CAPACITY

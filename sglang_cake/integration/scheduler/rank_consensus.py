@@ -6,7 +6,7 @@ has landed when every rank has fetched it, it is lost when one rank lost it, and
 are the smallest of all ranks. Decisions on the result are deterministic, so the ranks stay alike.
 """
 
-import struct
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -16,18 +16,17 @@ import torch
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
-_NS = 1e9
 _LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
 _HEAD = 3 + _LOAD_NUMBERS  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
-_NEUTRAL = 2**63 - 1  # leaves the numbers of the other ranks as they are
+_NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
 
 
 class RankConsensus:
     """Turns one rank's view into the common one.
 
     Args:
-        reduce_min: in-place MIN over an int64 CPU tensor across the ranks; None for a single rank.
+        reduce_min: in-place MIN over a float64 CPU tensor across the ranks; None for a single rank.
     """
 
     def __init__(self, reduce_min: Callable[[torch.Tensor], None] | None) -> None:
@@ -42,7 +41,7 @@ class RankConsensus:
         """Whether cake is on, on every rank. Every rank must call this in every poll."""
         if self._reduce_min is None:
             return here
-        tensor = torch.tensor([here], dtype=torch.int64)
+        tensor = torch.tensor([here], dtype=torch.float64)
         self._reduce_min(tensor)
         return bool(tensor.item())
 
@@ -58,7 +57,7 @@ class RankConsensus:
         if self._reduce_min is None or not records:
             return [record is not None for record in records]
         own = [_GONE if record is None else int(record.awaits_loader) for record in records]
-        tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.int64)
+        tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
         return [low == -high != _GONE for low, high in zip(least, most, strict=True)]
@@ -76,16 +75,16 @@ class RankConsensus:
             return [_own(record) for record in records], prefill, busy_s
         shared = len(prefill.numbers) + 1
         sizes = [_size(record) for record in records]
-        tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.int64)
+        tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.float64)
         try:
-            numbers = _bits(*prefill.numbers, busy_s)
+            numbers = [*prefill.numbers, busy_s]
             for record in records:
                 numbers += _pack(record)
-            tensor = torch.tensor(numbers, dtype=torch.int64)
+            tensor = torch.tensor(numbers, dtype=torch.float64)
         finally:
             self._reduce_min(tensor)
         numbers = tensor.tolist()
-        *costs, agreed_busy_s = _floats(numbers[:shared])
+        *costs, agreed_busy_s = numbers[:shared]
         updates = []
         position = shared
         for record, size in zip(records, sizes, strict=True):
@@ -108,24 +107,6 @@ def _own(record: PromptRecord) -> LoadUpdate:
     )
 
 
-def _pack_cost(cost: LoadCost) -> list[int]:
-    return _bits(*astuple(cost)[:_LOAD_NUMBERS])
-
-
-def _unpack_cost(numbers: Sequence[int], own: LoadCost) -> LoadCost:
-    latency_s, block_s, copy_s, error, coming_s = _floats(numbers)
-    return LoadCost(latency_s, block_s, copy_s, error, coming_s, own.depth)
-
-
-def _bits(*values: float) -> list[int]:
-    """The bits of float64 numbers as int64. Non-negative numbers sort as their bits do."""
-    return list(struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values)))
-
-
-def _floats(bits: Sequence[int]) -> tuple[float, ...]:
-    return struct.unpack(f"{len(bits)}d", struct.pack(f"{len(bits)}q", *bits))
-
-
 def _full_blocks(record: PromptRecord) -> int:
     return record.chain.blocks(len(record.tokens))
 
@@ -135,24 +116,24 @@ def _size(record: PromptRecord) -> int:
     return _HEAD + 2 * len(record.meet.indices) + asked * (2 if record.meet.end_blocks else 1)
 
 
-def _pack(record: PromptRecord) -> list[int]:
+def _pack(record: PromptRecord) -> list[float]:
     """[elapsed, now, lookup answered, cost of loads, fetched..., not failed..., stored...,
     ends...]. The stored blocks and ends are left out once the lookup is done."""
     local = record.local
     blocks = record.meet.indices
-    clocks = [int(s * _NS) for s in (record.local_elapsed_s(), time.monotonic())]
-    numbers = [*clocks, local.stored is not None, *_pack_cost(local.cost)]
+    numbers: list[float] = [record.local_elapsed_s(), time.monotonic(), local.stored is not None]
+    numbers += astuple(local.cost)[:_LOAD_NUMBERS]
     numbers += [b in local.fetched for b in blocks]
     numbers += [b not in local.failed for b in blocks]
     if not record.agreed.lookup_done:
         numbers += local.stored or [0] * _full_blocks(record)
         if record.meet.end_blocks:
             numbers += local.ends or [0] * _full_blocks(record)
-    return [int(n) for n in numbers]
+    return numbers
 
 
-def _unpack(record: PromptRecord, numbers: list[int]) -> LoadUpdate:
-    elapsed, now, answered = numbers[:3]
+def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
+    elapsed_s, now_s, answered, latency_s, block_s, copy_s, error, coming_s = numbers[:_HEAD]
     blocks = record.meet.indices
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
@@ -163,7 +144,7 @@ def _unpack(record: PromptRecord, numbers: list[int]) -> LoadUpdate:
         ends=found[full:],
         fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
         lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
-        elapsed_s=elapsed / _NS,
-        now_s=now / _NS,
-        cost=_unpack_cost(numbers[3:_HEAD], record.local.cost),
+        elapsed_s=elapsed_s,
+        now_s=now_s,
+        cost=LoadCost(latency_s, block_s, copy_s, error, coming_s, record.local.cost.depth),
     )

@@ -79,7 +79,7 @@ def test_fast_path_one_connection_gets_several_blocks(root):
         assert not is_open(A.hex())
 
 
-def test_a_request_may_come_before_the_response_to_the_last_has_left(root):
+def test_http_server_request_before_the_last_response_has_left_is_answered(root):
     get = request_bytes(PATH)
     with ServerInProcess(root) as server:
         connection = server.connect(receive_bytes=1 << 14)
@@ -140,7 +140,7 @@ def test_sendfile_slow_reader_over_tls_gets_every_byte(root, tmp_path_factory):
         connection.close()
 
 
-def test_a_reader_that_hangs_up_leaves_nothing_open(root):
+def test_http_server_reader_that_hangs_up_leaves_nothing_open(root):
     with ServerInProcess(root) as server:
         connection = server.connect(receive_bytes=1 << 12)
         connection.sendall(request_bytes(PATH))

@@ -445,7 +445,7 @@ def test_http_store_forgotten_namespace_is_described_once_more():
     against(ours(answers(409)), always)
 
 
-def test_a_description_may_take_the_server_longer_than_a_lookup():
+def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
     """The server writes it to its disk; also where the last one was quick."""
     puts, claims = [], []
 

@@ -248,7 +248,7 @@ def test_store_serve_health_stats_and_metrics_report_the_usage(server):
     assert "# TYPE sglang_cake_store_blocks gauge\n" in kinds
 
 
-def test_a_method_that_is_unknown_is_counted_as_other(server):
+def test_http_server_unknown_method_is_counted_as_other(server):
     ask(server, "PROPFIND", PATH)
     name = 'requests_total{method="other",status="405"}'
     poll(lambda: metrics(server).get(name), "it is counted")

@@ -77,7 +77,7 @@ class Clock:
 
 
 @dataclass
-class Remote:
+class StoreBehindProxy:
     """A store with BLOCKS blocks, behind a proxy."""
 
     kind: str
@@ -130,7 +130,7 @@ def remote(served, monkeypatch):
     backoff = "botocore.retries.standard.ExponentialBackoff.delay_amount"
     monkeypatch.setattr(backoff, lambda self, context: 0.0)
     proxy = FaultProxy(port, trickle_s=0.01)
-    remote = Remote(kind, proxy, make_bucket())
+    remote = StoreBehindProxy(kind, proxy, make_bucket())
 
     async def fill(store):
         for number, key in enumerate(KEYS):

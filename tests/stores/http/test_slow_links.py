@@ -71,7 +71,7 @@ def test_store_serve_reader_that_stops_reading_is_disconnected(server):
     assert server.metrics()["sent_bytes_total"] == 0
 
 
-def test_a_reader_that_is_too_slow_is_cut_off(tmp_path):
+def test_http_server_slow_reader_is_cut_off(tmp_path):
     """It takes some bytes all the time, so that the system never gives it up."""
     fill_root(tmp_path, BIG_FRAME)
     with ServerInProcess(tmp_path, stuck_s=0.05) as server:

@@ -1,4 +1,4 @@
-"""Forks writers for test_crash.py, which kills them: `python nursery.py ROOT`.
+"""Forks writers for test_crash.py, which kills them: `python killed_writers.py ROOT`.
 
 One line in, for each writer: `run` (puts and deletes until killed), `fill POLICY` (puts more
 than there is room for), `crash N` (kills itself before
