@@ -83,7 +83,7 @@ class _DeviceSlots:
 
     def refuse(self, record: PromptRecord, staged: Any, reason: str) -> None: ...
 
-    def place(self, record: PromptRecord, blocks: Any) -> bool:
+    def place(self, record: PromptRecord, blocks: Any, *, reclaim_from: Any = ()) -> bool:
         for block in blocks:
             if record.memory.staged.pop(block, None) is not None:
                 record.memory.slots[block] = torch.empty(0)

@@ -30,6 +30,7 @@ STOP_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_S = 600.0
 # Ports that Linux does not give to outgoing connections, and that SGLang does not choose itself.
 _NO_CLIENTS = range(10_000, 22_000)
+_CLAIMS: list[socket.socket] = []  # on ports that `free_port` has given away
 
 
 class ServerDied(RuntimeError):
@@ -55,14 +56,22 @@ def device_flags(gpu: bool, attention_backend: str | None) -> list[str]:
 
 
 def free_port() -> int:
-    """A free port of 127.0.0.1 that the system does not give to outgoing connections.
+    """A free port of 127.0.0.1 that the system does not give to outgoing connections. As long as
+    this process lives, no call of this function returns it again, in any process.
 
     Raises: OSError if there seems to be none.
     """
     for _ in range(100):
         port = secrets.choice(_NO_CLIENTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0sglang_cake port {port}")  # of Linux: it ends with the process
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+        else:
+            _CLAIMS.append(claim)
             return port
     raise OSError(errno.EADDRINUSE, "no free port found")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -104,3 +105,20 @@ def test_testing_server_leaves_none_of_its_temporary_files(tmp_path: Path) -> No
     made = Path(broken.logs().strip())
     assert made.name.startswith("tmp")
     assert not made.parent.exists()
+
+
+def test_free_port_is_given_away_once_as_long_as_its_process_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two tests that start servers at the same time would else talk to one of them."""
+    port = module.free_port()
+    monkeypatch.setattr(module, "_NO_CLIENTS", [port])
+    with pytest.raises(OSError, match="no free port"):
+        module.free_port()
+    code = f"""
+from sglang_cake.demo import sglang_server
+sglang_server._NO_CLIENTS = [{port}]
+sglang_server.free_port()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "no free port" in done.stderr

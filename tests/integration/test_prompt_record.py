@@ -48,9 +48,10 @@ def test_restore_pending_read_keeps_the_clock() -> None:
 
 def test_restore_prompt_not_served_restarts_the_clock() -> None:
     record = waiting()
-    record.link_serves_others_first()
+    record.not_served_first()
     assert record.progress.since_s == 0.0
+    assert record.local_elapsed_s() < 500.0  # what the next update says
     record.agreed.lookup_done = False
     record.agreed.elapsed_s = 1000.0
-    record.link_serves_others_first()  # a lookup is for nobody else
+    record.not_served_first()  # a lookup is for nobody else
     assert record.agreed.elapsed_s == 1000.0

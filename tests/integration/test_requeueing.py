@@ -1,5 +1,7 @@
 """When the request that is being chunked goes back to the queue, and for which request."""
 
+import contextlib
+import math
 from array import array
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ pytest.importorskip("sglang")
 
 from adder_harness import BareTree, prefill_adder
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.loading.cost_model import LoadCost
@@ -375,6 +378,7 @@ def test_coordinator_link_serving_another_prompt_is_not_silent(
         load.local.served_since_s -= 1000.0
     coordinator.poll([first.rid, second.rid])
     assert [load.progress.since_s >= 1000.0 for load in loads if load] == [True, False]
+    assert [load.local_elapsed_s() >= 1000.0 for load in loads if load] == [True, False]
 
 
 def test_coordinator_newly_served_prompt_restarts_its_clock(
@@ -414,3 +418,60 @@ def test_queue_order_lower_priority_never_preempts_a_higher_one(
     admission.scheduler.policy.enable_priority_scheduling = False
     stored.priority = high
     assert queue_order.find_preemptor(stored, [below], coordinator, policy, ROOM) is below
+
+
+def test_coordinator_prompt_without_memory_to_its_end_stays_in_host_memory(
+    admissions: Make,
+) -> None:
+    admission = admissions()
+    coordinator = admission.base.coordinator
+    coordinator.spare_slots = 0
+    stored = admission.req("stored", stored=True)
+    record = coordinator.record(stored.rid)
+    assert record is not None
+    admission.land(stored)
+    assert sorted(record.memory.staged) == [0, 1, 2, 3]
+    assert coordinator.placed_tokens == 0
+    coordinator.spare_slots = math.inf
+    coordinator.poll([stored.rid])
+    assert not record.memory.staged
+    assert coordinator.placed_tokens == 4 * BLOCK
+
+
+def test_waiting_request_without_memory_to_its_end_attaches_nothing(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it attached could be evicted before it is admitted."""
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", lambda *args: AddReqResult.NO_TOKEN)
+    admission = admissions()
+    coordinator = admission.base.coordinator
+    stored = admission.req("stored", stored=True)
+    admission.land(stored)
+    stored.last_node = None
+    stored.full_untruncated_fill_ids = stored.origin_input_ids
+    tree: Any = BareTree(coordinator)
+    tree.attach_waiting = admission.base.attach
+    needed = queue_order.most_slots(stored)
+    for slots, attached in ((needed, 0), (needed + 1, 4 * BLOCK)):
+        adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
+        adder.add_one_req(stored, False, None)
+        assert stored.prefix_len == attached
+    record = coordinator.record(stored.rid)
+    assert record is not None
+    assert record.stats.loaded_tokens == 4 * BLOCK
+
+
+def test_coordinator_admitted_prompt_takes_slots_of_one_that_waits(admissions: Make) -> None:
+    admission = admissions()
+    coordinator, allocator = admission.base.coordinator, admission.base.allocator
+    admission.land(admission.req("waits", stored=True))
+    assert coordinator.placed_tokens == 4 * BLOCK
+    coordinator.spare_slots = 0
+    admitted = admission.req("admitted", stored=True)
+    admission.land(admitted)
+    assert allocator.alloc(allocator.available_size()) is not None
+    coordinator.settle(admitted, admission.base.attach, admission.base)
+    assert admitted.prefix_len == 4 * BLOCK
+    assert coordinator.placed_tokens == 0

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import ssl
+import time
 
 import pytest
 from aiohttp import web
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.circuit_breaker import FAILURES, FIRST_S, TimeoutLimits
+from sglang_cake.stores.circuit_breaker import FAILURES, FIRST_S, LAST_S, TimeoutLimits
 from sglang_cake.stores.http.http_transport import Endpoint, HttpTransport
 from sglang_cake.stores.s3.bucket import S3Bucket, S3Place
 
@@ -62,9 +64,9 @@ def http(port, clock):
     return look_up, transport.close
 
 
-def s3(port, clock):
+def s3(port, clock, limits=LIMITS):
     place = S3Place("bucket", endpoint=f"http://127.0.0.1:{port}", region="us-east-1")
-    bucket = S3Bucket(place, connections=CONNECTIONS, patience=LIMITS, clock=clock)
+    bucket = S3Bucket(place, connections=CONNECTIONS, patience=limits, clock=clock)
     return lambda: bucket.has("a"), bucket.close
 
 
@@ -88,6 +90,37 @@ def test_remote_store_after_timeouts_the_first_probe_dials_anew(kind):
                     assert "no whole answer" in str(error)
                 now_s += FIRST_S
                 await look_up()
+            finally:
+                await close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("credentials")
+def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_for_ever(monkeypatch):
+    limits = TimeoutLimits(first_s=0.3, floor_s=0.3, ceiling_s=0.6)
+    load = ssl.SSLContext.load_verify_locations
+
+    def slowly(*args, **kwargs):
+        time.sleep(2 * limits.ceiling_s)
+        load(*args, **kwargs)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", slowly)
+    now_s = 0.0
+
+    async def main():
+        nonlocal now_s
+        server = Server()
+        server.first = False
+        async with server.running() as port:
+            look_up, close = s3(port, lambda: now_s, limits)
+            try:
+                for _ in range(20):
+                    with contextlib.suppress(StoreUnavailable):
+                        await look_up()
+                        return
+                    now_s += LAST_S
+                raise AssertionError("no call is ever answered")
             finally:
                 await close()
 

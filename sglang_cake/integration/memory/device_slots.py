@@ -110,15 +110,23 @@ class DeviceSlots:
         copies = self._free(record.memory.reserved, blocks)
         self._waste(record, sum(copy.claimed for copy in copies), reason)
 
-    def place(self, record: PromptRecord, blocks: Iterable[int]) -> bool:
+    def place(
+        self,
+        record: PromptRecord,
+        blocks: Iterable[int],
+        *,
+        reclaim_from: Sequence[PromptRecord] = (),
+    ) -> bool:
         """Allocate slots for staged `blocks` and copy them. False: not enough memory for all.
+
+        Args: reclaim_from: other prompts, whose slots may be taken.
 
         Rightmost blocks come first, since they stay landed longest.
         """
         memory = record.memory
         blocks = self._with_slots(record, blocks)
         todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
-        copies = self._allocate(todo)
+        copies = self._allocate(todo, reclaim_from)
         memory.slots |= copies
         self.placed_tokens += len(copies) * self._block_tokens
         for block, copy in copies.items():
@@ -296,13 +304,16 @@ class DeviceSlots:
     def _blocks_of(self, span: Span) -> range:
         return range(span.start // self._block_tokens, -(-span.stop // self._block_tokens))
 
-    def _allocate(self, blocks: Collection[int]) -> dict[int, SlotCopy]:
+    def _allocate(
+        self, blocks: Collection[int], reclaim_from: Sequence[PromptRecord] = ()
+    ) -> dict[int, SlotCopy]:
         """Slots for these blocks, in this order, as far as there is memory. The caller counts
         them."""
         size = self._block_tokens
         short = len(blocks) * size - self._allocator.available_size()
         if short > 0:
             self._evict(short)
+            self.reclaim(reclaim_from, len(blocks) * size - self._allocator.available_size())
         count = min(len(blocks), self._allocator.available_size() // size)
         if not count:
             return {}

@@ -81,7 +81,8 @@ class LocalLoads:
 
     Attributes:
         cost: of the loads that the prompt has ahead of it, as measured here.
-        served_since_s: when the link began to serve this prompt first.
+        served_since_s: when the link began to serve this prompt first; while it serves others
+            first, the last poll.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
@@ -216,6 +217,7 @@ class PromptRecord:
         arrived_s: `time.monotonic()` of this rank.
         may_overlap: the last step may begin before the last loads are over.
         lossy: what the store delivers may differ from what was computed.
+        most_slots: device memory that the request may need until its end.
         helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
 
@@ -230,12 +232,18 @@ class PromptRecord:
     arrived_s: float
     may_overlap: bool = True
     lossy: bool = False
+    most_slots: int = 0
     memory: BlockMemory = field(default_factory=BlockMemory)
     queue: QueueState = field(default_factory=QueueState)
     stats: PromptStats = field(default_factory=PromptStats)
     helped: dict[str, Any] = field(default_factory=dict)
 
     # ---- its state ----
+
+    @property
+    def needed_slots(self) -> int:
+        """Device memory that the request may need until its end, beside what is in the tree."""
+        return self.most_slots - self.meet.front
 
     @property
     def awaits_loader(self) -> bool:
@@ -355,13 +363,9 @@ class PromptRecord:
             self.agreed.elapsed_s = 0.0
         self.agreed.load_from = block
 
-    def link_serves_first(self) -> None:
-        """From now on the link serves this prompt first: no block was due before."""
+    def not_served_first(self) -> None:
+        """The link did not serve this prompt first until now: no block of it was due."""
         self.local.served_since_s = time.monotonic()
-        self.link_serves_others_first()
-
-    def link_serves_others_first(self) -> None:
-        """The link serves other prompts first: no block of this one is due meanwhile."""
         if self.agreed.lookup_done:
             self.agreed.elapsed_s = 0.0
 

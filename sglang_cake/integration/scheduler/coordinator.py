@@ -12,6 +12,7 @@ SGLang drives it in this order in each scheduling step:
 import contextlib
 import itertools
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -99,6 +100,8 @@ class Coordinator:
         suspended: the tree holds KV of before a change of weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
+        spare_slots: device memory that no admitted request needs to its end, with what can be
+            evicted for it, as SGLang counts it.
         step_s: time that cake has taken of the step under way, see `timed`.
         off_here: cake is off on this rank.
         off_everywhere: cake is off, and every rank knows.
@@ -145,6 +148,7 @@ class Coordinator:
         self.off_here = False
         self.off_everywhere = False
         self.waiting = False
+        self.spare_slots = math.inf
         self.step_s = 0.0
 
     @contextlib.contextmanager
@@ -158,12 +162,15 @@ class Coordinator:
 
     # ---- a request's life ----
 
-    def arrive(self, req: "Req", matched: Callable[[Any, int], int]) -> None:
+    def arrive(
+        self, req: "Req", matched: Callable[[Any, int], int], *, most_slots: int = 0
+    ) -> None:
         """A request joined the queue: look it up and start loading, if keys cover all that its KV
         depends on.
 
         Args:
             matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
+            most_slots: device memory that the request may need until its end.
         """
         if self.store_detached or self.off_here:
             return
@@ -178,7 +185,13 @@ class Coordinator:
         limit = max(0, longest_prefix_tokens(req, len(tokens)) - self._next_tokens)
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
-            req, chain, tokens, limit=limit, front=matched(tokens, limit), may_overlap=overlap
+            req,
+            chain,
+            tokens,
+            limit=limit,
+            front=matched(tokens, limit),
+            may_overlap=overlap,
+            most_slots=most_slots,
         )
         ahead = sum((live.device_work for live in self._ahead_of_arrival()), StepWork())
         self._keep(record)
@@ -357,7 +370,8 @@ class Coordinator:
         self._advance(record, req)
         while (span := record.meet.island()) is not None:
             blocks = record.meet.blocks_of(span)
-            self._device_slots.place(record, blocks)
+            others = [other for other in self._records.values() if other is not record]
+            self._device_slots.place(record, blocks, reclaim_from=others)
             if uncopied := self._device_slots.uncopied(record, blocks):
                 # No memory for the whole island: these blocks are computed.
                 self._device_slots.discard(record, uncopied, "memory")
@@ -592,10 +606,18 @@ class Coordinator:
         if served:
             first = served[0]
             blocks = [block for block in first.memory.staged if block < first.meet.blocks]
-            self._device_slots.place(first, blocks)
-            self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
+            if self._has_memory_for(first):
+                self._device_slots.place(first, blocks)
+                self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
+
+    def _has_memory_for(self, record: PromptRecord) -> bool:
+        """Whether a prompt may have slots before it is admitted: it could be admitted now, beside
+        all others that have slots."""
+        own = len(record.memory.reserved) + len(record.memory.slots)
+        needed = record.needed_slots - own * self.block_tokens
+        return needed < self.spare_slots - self.placed_tokens
 
     def _media(self, req: "Req") -> Media | None:
         """The media that keys of this request cover; None, and counted: they do not cover all."""
@@ -622,6 +644,7 @@ class Coordinator:
         limit: int,
         front: int = 0,
         may_overlap: bool = False,
+        most_slots: int = 0,
         stored: tuple[bool, ...] | None = None,
     ) -> PromptRecord:
         """A new record.
@@ -652,6 +675,7 @@ class Coordinator:
             arrived_s=arrived_s,
             may_overlap=may_overlap,
             lossy=self._config.lossy,
+            most_slots=most_slots,
         )
 
     def _keep(self, record: PromptRecord) -> None:

@@ -123,11 +123,10 @@ class LoaderInbox:
     def serve(self, records: Sequence[PromptRecord]) -> None:
         """The link works for `records` in this order."""
         self._loader.order([record.load_id for record in records])
-        for record in records[1:]:
-            record.link_serves_others_first()
         first = records[0] if records else None
-        if first is not None and first is not self._served:
-            first.link_serves_first()
+        for record in records:
+            if record is not first or record is not self._served:
+                record.not_served_first()
         self._served = first
 
     # ---- inside ----

@@ -226,6 +226,7 @@ class CakePrefillAdder(PrefillAdder):
         coordinator = self._cake()[1]
         if coordinator is not None:
             coordinator.step_costs.scheduling(decodes=self._decodes)
+            coordinator.spare_slots = self.rem_total_tokens
 
     @guarded(_CHUNKED, AS_SGLANG)
     def _decide_chunked(self, req: "Req") -> Requeue | Run | OverlapLastStep | Park:
@@ -291,6 +292,10 @@ class CakePrefillAdder(PrefillAdder):
             recorded = coordinator.record(req.rid) is not None
             if recorded:
                 with lock_node(self, req.last_node):
+                    if not self._has_memory_for(req):
+                        # SGLang refuses it, as below. What has landed must not join the tree yet:
+                        # it could be evicted before the request is admitted.
+                        return AS_SGLANG
                     coordinator.settle(req, tree.attach_waiting, tree)
             shared = self._decide_share(req, has_chunked_req)
             if shared is not None:
@@ -312,6 +317,12 @@ class CakePrefillAdder(PrefillAdder):
                 chunk_taken=chunk_taken,
             )
             return decision if chunk_taken else stop_at(tree.step_stop(req), decision)
+
+    def _has_memory_for(self, req: "Req") -> bool:
+        """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
+        asks for a little more, so it admits no request for which this is false."""
+        needed = queue_order.most_slots(req) - req.prefix_len
+        return bool(needed < self.rem_total_tokens - self._kept_slots)
 
     def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
         """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
@@ -444,6 +455,7 @@ class CakePrefillAdder(PrefillAdder):
             runner = tree.overlap_runner
             overlapped = runner is not None and runner.step_of(req.rid) is not None
             coordinator.claimed(req, req.extend_end, overlapped=overlapped)
+            coordinator.spare_slots = self.rem_total_tokens
             tree.track_end(req)
 
     def _cake(self) -> "tuple[CakeRadixCache, Coordinator | None]":

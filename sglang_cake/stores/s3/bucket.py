@@ -353,6 +353,14 @@ class DirectSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no
         super().__init__(**settings)
         self._former: AsyncExitStack | None = None  # connections from before the last `redial`
         self._closing: asyncio.Future[None] | None = None
+        self._ssl_contexts: dict[str | None, Any] = {}  # by proxy
+
+    def _build_ssl_contexts(self, proxy_url: str | None) -> Any:
+        # Once, not after each `redial`: on a busy machine, the certificates take longer to read
+        # than a call may take.
+        if proxy_url not in self._ssl_contexts:
+            self._ssl_contexts[proxy_url] = super()._build_ssl_contexts(proxy_url)
+        return self._ssl_contexts[proxy_url]
 
     def redial(self) -> None:
         """Make new connections from now on. Requests on current ones go on until the next call."""
