@@ -23,6 +23,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "wasted_bytes": WASTE_REASONS,
     "load_failures": FAILURE_REASONS,
     "fallback": ("compute", "load"),
+    "repeated_lookups": ("",),
     "unnamed_requests": ("",),
     "unkeyed_requests": UNKEYED_REASONS,
     "read_blocks": ("",),

@@ -28,6 +28,7 @@ _HELP = {
     "wasted_bytes": "Bytes that crossed the link and were not used, by reason; of average blocks.",
     "load_failures": "Reads and lookups that failed, by reason.",
     "fallback": "Prompts whose stored KV was all computed or all loaded, by side.",
+    "repeated_lookups": "Lookups repeated because the tree evicted KV of a waiting request.",
     "unnamed_requests": "Requests left to SGLang because the digest of the weights was not known.",
     "unkeyed_requests": "Requests left to SGLang because keys do not cover their KV, by reason.",
     "read_blocks": "Blocks read from the store.",

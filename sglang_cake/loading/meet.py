@@ -238,6 +238,17 @@ class Meet:
         self.advance(front)
         self._first = self.fence  # at arrival: the loader's choice of a target starts from it, too
 
+    def anew(self, front: int) -> "Meet":
+        """Of the same prompt, before its lookup, when the tree holds `[0, front)`."""
+        return Meet(
+            block_tokens=self.block_tokens,
+            page_tokens=self.page_tokens,
+            limit_tokens=self.limit,
+            prompt_tokens=self._prompt_tokens,
+            front=front,
+            end_blocks=self.end_blocks,
+        )
+
     # ---- events; those that return a list say which landed blocks are given up ----
 
     def found(self, stored: Sequence[bool], ends: Sequence[bool] = ()) -> None:
@@ -423,6 +434,11 @@ class Meet:
         first = self._block_of(self.front)
         taken = first < len(self._states) and self._states[first] == BlockState.CLAIMED
         return first + 1 if taken else first
+
+    @property
+    def landed_blocks(self) -> int:
+        """How many blocks wait for the front."""
+        return self._states.count(BlockState.LANDED)
 
     @property
     def pending(self) -> bool:

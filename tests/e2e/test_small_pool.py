@@ -124,6 +124,33 @@ def test_small_pool_prompt_that_waits_for_memory_is_loaded_meanwhile(
     raise AssertionError("it was never loaded")
 
 
+def test_small_pool_prompt_that_is_evicted_while_it_waits_is_loaded(
+    small: Live, plain: Live, prompt: Make
+) -> None:
+    """The tree has all of it when it arrives. Other requests have the memory for its answer until
+    they are over, and need that of its prefix."""
+    stored, new = prompt(20 * BLOCK), 600
+    small.ask_and_store(stored)
+    reference = PendingRequest(plain, stored, new_tokens=new).answer()
+    for turn in range(20):  # `auto` has to measure its costs before it loads
+        small.flush()
+        small.ask(stored)
+        asked = [
+            PendingRequest(
+                small, prompt(3 * BLOCK), new_tokens=250, rid=f"grows-{turn}-{i}", sampling=HOPEFUL
+            )
+            for i in range(3)
+        ]
+        asked[-1].until("done")
+        answer = PendingRequest(small, stored, new_tokens=new, rid=f"loses-{turn}").answer()
+        assert answer.tokens == reference.tokens
+        for asking in asked:
+            asking.answer()
+        if answer.loaded >= 15 * BLOCK:
+            return
+    raise AssertionError("it was never loaded")
+
+
 def test_small_pool_prompt_that_fills_it_gives_the_plain_answer(
     small: Live, plain: Live, prompt: Make
 ) -> None:

@@ -151,8 +151,21 @@ class CoordinatorHarness(HeldReads):
         if matched:
             req.owned.append(self.allocator.alloc(matched))
         req.prefix_len = matched
-        self.coordinator.arrive(req, lambda tokens, limit: matched)
+        self.coordinator.arrive(req, lambda tokens, limit: min(limit, req.prefix_len))
         self.settle()
+
+    def poll(self, *reqs: FakeReq) -> None:
+        """A poll of these requests, all of which wait, and the I/O thread's work after it."""
+        self.coordinator.poll([req.rid for req in reqs])
+        self.settle()
+
+    def evict(self, req: FakeReq, kept: int = 0) -> None:
+        """The tree evicts what it has of a waiting request, but for `kept` tokens."""
+        slots = torch.cat([*req.owned, torch.empty(0, dtype=torch.int64)])
+        self.allocator.free(slots[kept:])
+        req.owned = [slots[:kept]]
+        req.prefix_len = kept
+        self.coordinator.tree_evicts = True
 
     # As `EndMemory` and `EndStates`: an end state is what was copied into it.
 

@@ -322,6 +322,67 @@ def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
     harness.all_back()
 
 
+def test_coordinator_waiting_prompt_that_is_evicted_is_looked_up_again(
+    harness: CoordinatorHarness,
+) -> None:
+    """The tree has nearly all of it at first, so that too little is left to load."""
+    req, others = req_of(4.5), [req_of(0.5, str(i)) for i in range(2)]
+    for each in (others[0], req, others[1]):
+        harness.arrive(each, matched=64 if each is req else 0)
+    harness.poll(others[0], req, others[1])
+    former = harness.coordinator.record("r")
+    harness.open(*harness.fill(req.origin_input_ids, set(range(4))))  # by another server
+    harness.evict(req, kept=PAGE)
+    for _ in range(3):
+        harness.poll(others[0], req, others[1])
+    record = harness.coordinator.record("r")
+    assert former is not None
+    assert record is not None
+    assert record.arrived_s == former.arrived_s
+    assert harness.coordinator.live == ["0", "r", "1"]
+    assert harness.step(req)
+    [report] = req.customized_info["cake"]
+    assert (report["matched_tokens"], report["loaded_tokens"]) == (PAGE, 60)
+    assert harness.counters.snapshot()["repeated_lookups", ""] == 1
+    for each in (req, *others):
+        harness.leave(each)
+    harness.all_back()
+
+
+def test_coordinator_evicted_prompt_keeps_what_is_more_than_it_lost(
+    harness: CoordinatorHarness,
+) -> None:
+    req = req_of(6.5)
+    harness.open(*harness.fill(req.origin_input_ids, set(range(6))))
+    harness.arrive(req, matched=32)
+    harness.poll(req)
+    harness.poll(req)
+    harness.evict(req)
+    harness.poll(req)
+    assert harness.counters.snapshot()["repeated_lookups", ""] == 0
+    harness.step(req)
+    while not harness.step(req):
+        harness.poll(req)
+    [report] = req.customized_info["cake"]
+    assert (report["computed_tokens"], report["loaded_tokens"]) == (40, 64)
+    harness.leave(req)
+    harness.all_back()
+
+
+def test_coordinator_prompt_that_is_being_prefilled_is_not_looked_up_again(
+    harness: CoordinatorHarness,
+) -> None:
+    """What it has is locked, and not in the tree as soon as it is scheduled."""
+    req = req_of(4.5)
+    harness.arrive(req, matched=64)
+    harness.poll(req)
+    harness.evict(req)
+    harness.coordinator.poll([req.rid], req.rid)
+    assert harness.counters.snapshot()["repeated_lookups", ""] == 0
+    harness.leave(req)
+    harness.all_back()
+
+
 def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
     harness = CoordinatorHarness(slots=5 * BLOCK)
     try:
@@ -627,7 +688,7 @@ def test_coordinator_block_lost_on_a_peer_is_computed(two: CoordinatorHarness) -
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["arrive", "step", "step", "poll", "open", "fail", "leave", "reclaim", "flush"]
+            ["arrive", "step", "step", "poll", "open", "fail", "leave", "reclaim", "evict", "flush"]
         ),
         st.integers(0, 2),
         st.integers(0, 6),
@@ -691,7 +752,10 @@ def drive_coordinator(
                 live.remove(running)
                 harness.leave(running)
         elif action == "poll":
-            harness.coordinator.poll([r.rid for r in live])
+            chunked = running.rid if running in live else None
+            harness.coordinator.poll([r.rid for r in live], chunked)
+        elif action == "evict" and req in live and req is not running:
+            harness.evict(req, min(number * PAGE, req.prefix_len))
         elif action == "open" and number < 6:
             harness.open(keys[number])
         elif action == "fail" and number < 6:

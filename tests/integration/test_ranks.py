@@ -173,6 +173,25 @@ def test_ranks_switched_off_rank_switches_off_the_other_once(ranks: TwoRanks) ->
     assert ranks.reductions == before  # nobody waits for anybody any more
 
 
+def test_ranks_evicted_prompt_is_looked_up_again_by_both(ranks: TwoRanks) -> None:
+    reqs = stored(ranks)
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))
+    assert ranks.poll("r") == [None, None]
+    ranks.both(lambda harness, rank: harness.evict(reqs[rank]))
+    for _ in range(3):
+        assert ranks.poll("r") == [None, None]
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+
+
+def test_ranks_prompt_looked_up_again_by_one_rank_ends_on_both(ranks: TwoRanks) -> None:
+    reqs = stored(ranks)
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))
+    assert ranks.poll("r") == [None, None]
+    ranks.harnesses[0].evict(reqs[0])
+    assert ranks.poll("r") == [None, None]
+    assert ranks.live() == [[], []]
+
+
 def test_ranks_diverged_records_end_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))

@@ -426,12 +426,13 @@ class HybridTree:
             assert states.available_size() + own + held_states == states.size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Blocks:
     """What the tree asks of a coordinator, without records: all that it needs is a block's size."""
 
     block_tokens: int
     placed_tokens: int = 0
+    tree_evicts: bool = False
 
     def record(self, rid: str) -> None:
         return None

@@ -75,6 +75,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
             meet=meet,
             local=LocalLoads(cost, served_since_s=0.0),
             agreed=AgreedLoads(cost),
+            matched_tokens=lambda: 0,
             arrived_s=0.0,
         )
         self.records.append(record)

@@ -474,6 +474,8 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def _order_after_saves(self) -> None:
         coordinator = self.coordinator
+        if coordinator is not None:
+            coordinator.tree_evicts = True
         if self.saving is not None:
             self.saving.before_slots_are_freed(
                 lambda record: coordinator is not None and coordinator.record(record.rid) is record

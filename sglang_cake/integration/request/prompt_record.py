@@ -25,6 +25,7 @@ Blocks of the prompt that is served first have slots reserved before they come
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,8 +82,8 @@ class LocalLoads:
 
     Attributes:
         cost: of the loads that the prompt has ahead of it, as measured here.
-        served_since_s: when the link began to serve this prompt first; while it serves others
-            first, the last poll.
+        served_since_s: when the lookup began; then, when the link began to serve this prompt first,
+            or the last poll while it serves others first.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
@@ -114,7 +115,7 @@ class AgreedLoads:
         stored: which full blocks are stored, once the lookup is done.
         ends: behind which of them an end state is stored, as far as the lookup says.
         begun: a block has landed.
-        elapsed_s: length of the present wait. Until the lookup has answered: since arrival. Then:
+        elapsed_s: length of the present wait. Until the lookup has answered: since it began. Then:
             since the last fetched block, or since the link put this prompt first, whichever is
             later. 0 while the link serves other prompts first.
         first_poll_s: the shared clock at the first update.
@@ -214,6 +215,7 @@ class PromptRecord:
         load_id: names this request in the loader, never another one.
         tokens: token ids of the prompt, 'q'.
         facts: what the store is told about the request.
+        matched_tokens: gives the number of leading tokens that the tree holds now.
         arrived_s: `time.monotonic()` of this rank.
         may_overlap: the last step may begin before the last loads are over.
         lossy: what the store delivers may differ from what was computed.
@@ -229,6 +231,7 @@ class PromptRecord:
     meet: Meet
     local: LocalLoads
     agreed: AgreedLoads
+    matched_tokens: Callable[[], int]
     arrived_s: float
     may_overlap: bool = True
     lossy: bool = False
@@ -289,14 +292,32 @@ class PromptRecord:
 
     def local_elapsed_s(self) -> float:
         """How long the request has waited for its lookup, or for a block, by this rank's clock."""
-        since_s = self.arrived_s
-        if self.agreed.lookup_done:
-            since_s = max(self.local.served_since_s, self.local.last_fetched_s)
+        since_s = max(self.local.served_since_s, self.local.last_fetched_s)
         return max(0.0, time.monotonic() - since_s)
 
     def local_waited_s(self) -> float:
         """Time since arrival, by this rank's clock."""
         return time.monotonic() - self.arrived_s
+
+    def looked_up_anew(self, load_id: str, front: int, cost: LoadCost) -> "PromptRecord":
+        """The record for another lookup, when the tree has no more than `front` tokens. What had
+        landed is not in it.
+
+        Args:
+            load_id: of the new lookup.
+            cost: as in `AgreedLoads`.
+        """
+        return replace(
+            self,
+            load_id=load_id,
+            meet=self.meet.anew(front),
+            local=LocalLoads(cost, served_since_s=time.monotonic()),
+            agreed=AgreedLoads(
+                cost, first_poll_s=self.agreed.first_poll_s, now_s=self.agreed.now_s
+            ),
+            memory=BlockMemory(wasted_bytes=self.memory.wasted_bytes),
+            queue=replace(self.queue, relied_from=None),
+        )
 
     # ---- decisions ----
 
@@ -365,8 +386,8 @@ class PromptRecord:
 
     def not_served_first(self) -> None:
         """The link did not serve this prompt first until now: no block of it was due."""
-        self.local.served_since_s = time.monotonic()
         if self.agreed.lookup_done:
+            self.local.served_since_s = time.monotonic()
             self.agreed.elapsed_s = 0.0
 
     # ---- what is reported ----

@@ -81,6 +81,9 @@ class EndMemory(Protocol):
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
 RECONSIDERED = 8
+# After an eviction, so many of the requests that wait are looked for in the tree, the first ones
+# first: each costs a comparison of its tokens.
+MATCHED = 8
 
 
 class Coordinator:
@@ -100,6 +103,7 @@ class Coordinator:
         suspended: the tree holds KV of before a change of weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
+        tree_evicts: the tree was asked for slots since the last poll.
         spare_slots: device memory that no admitted request needs to its end, with what can be
             evicted for it, as SGLang counts it.
         step_s: time that cake has taken of the step under way, see `timed`.
@@ -148,6 +152,7 @@ class Coordinator:
         self.off_here = False
         self.off_everywhere = False
         self.waiting = False
+        self.tree_evicts = False
         self.spare_slots = math.inf
         self.step_s = 0.0
 
@@ -189,25 +194,12 @@ class Coordinator:
             chain,
             tokens,
             limit=limit,
-            front=matched(tokens, limit),
+            matched=partial(matched, tokens, limit),
             may_overlap=overlap,
             most_slots=most_slots,
         )
-        ahead = sum((live.device_work for live in self._ahead_of_arrival()), StepWork())
-        self._keep(record)
-        self._loader.begin(
-            LoadRequest(
-                load_id=record.load_id,
-                chain=record.chain,
-                tokens=tokens,
-                blocks=record.meet.blocks,
-                first_block=record.meet.fence,
-                facts=record.facts,
-                should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
-                take=partial(self._device_slots.take_bytes, record),
-                end_blocks=self._end_blocks,
-            )
-        )
+        self._tenants.arrives(record.facts.tenant)
+        self._look_up(record)
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
 
     def prompt_digest(self, rid: str) -> bytes:
@@ -243,7 +235,9 @@ class Coordinator:
         elif not self.store_detached:
             self.end(req.rid)
             stored = (True,) * chain.blocks(len(tokens))
-            self._keep(self._record_of(req, chain, tokens, limit=0, stored=stored))
+            record = self._record_of(req, chain, tokens, limit=0, stored=stored)
+            self._tenants.arrives(record.facts.tenant)
+            self._keep(record)
 
     def end(self, rid: str) -> None:
         """The request is over, aborted or retracted: return all that it holds. Unknown ids are
@@ -309,7 +303,7 @@ class Coordinator:
 
     # ---- once a step ----
 
-    def poll(self, serving: Sequence[str]) -> None:
+    def poll(self, serving: Sequence[str], chunked: str | None = None) -> None:
         """Take the loader's events, agree on them, and give slots to landed blocks of the request
         that is served first.
 
@@ -319,12 +313,17 @@ class Coordinator:
         Args:
             serving: ids of the requests that are being prefilled or wait for it, in order; the same
                 ones on every rank.
+            chunked: the one of them that is being prefilled; the others wait.
         """
         self.waiting = False
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._take_events(step_s))
+        if self.tree_evicts:
+            self.tree_evicts = False
+            waiting = [rid for rid in serving if rid != chunked]
+            self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
         open_records = self._vote(serving)
         if open_records:  # the reduction comes first, and takes place whatever fails
             self._attempt(failures, lambda: self._reconsider(self._agree(open_records), serving))
@@ -545,6 +544,24 @@ class Coordinator:
                     self.end(record.rid)
         self.inbox.measure([record for record in self._records.values() if record.awaits_loader])
 
+    def _look_up_evicted(self, rids: Sequence[str]) -> None:
+        """Look up waiting requests again of which the tree has evicted more than has landed. As
+        often as it evicts so much of them."""
+        for record in [self._records[rid] for rid in rids if rid in self._records]:
+            prefilled = record.stats.prefill_s is not None
+            if self.store_detached or prefilled or not record.agreed.lookup_done:
+                continue
+            front = record.matched_tokens()
+            evicted = (record.meet.front - front) // self.block_tokens
+            if evicted > record.meet.landed_blocks and self._config.allows_loading(
+                [True] * evicted
+            ):
+                self.inbox.forget(record)
+                self._device_slots.discard_all(record, "ended")
+                anew = record.looked_up_anew(self._load_id(record.rid), front, self._loader.cost)
+                self._look_up(anew)
+                self._counters.add("repeated_lookups")
+
     def _vote(self, serving: Sequence[str]) -> list[PromptRecord]:
         """The requests that await the loader, in the same order on every rank. Requests that are
         not in the same state on every rank end on all."""
@@ -642,7 +659,7 @@ class Coordinator:
         tokens: "array[int]",
         *,
         limit: int,
-        front: int = 0,
+        matched: Callable[[], int] = lambda: 0,
         may_overlap: bool = False,
         most_slots: int = 0,
         stored: tuple[bool, ...] | None = None,
@@ -653,7 +670,7 @@ class Coordinator:
             limit: so many leading tokens may be loaded.
             stored: which full blocks are stored; None: a lookup will say.
         """
-        load_id = f"{req.rid}#{next(self._numbers)}"
+        load_id = self._load_id(req.rid)
         cost = self._loader.cost
         arrived_s = time.monotonic()
         return PromptRecord(
@@ -667,27 +684,51 @@ class Coordinator:
                 page_tokens=self._page_tokens,
                 limit_tokens=limit,
                 prompt_tokens=max(0, len(tokens) - self._next_tokens),
-                front=front,
+                front=matched(),
                 end_blocks=self._end_blocks,
             ),
             local=LocalLoads(cost, served_since_s=arrived_s),
             agreed=AgreedLoads(cost, lookup_done=stored is not None, stored=stored or ()),
+            matched_tokens=matched,
             arrived_s=arrived_s,
             may_overlap=may_overlap,
             lossy=self._config.lossy,
             most_slots=most_slots,
         )
 
-    def _keep(self, record: PromptRecord) -> None:
-        self._records[record.rid] = record
-        self.inbox.expect(record)
-        self._tenants.arrives(record.facts.tenant)
+    def _load_id(self, rid: str) -> str:
+        return f"{rid}#{next(self._numbers)}"
 
-    def _ahead_of_arrival(self) -> list[PromptRecord]:
-        """Prompts that are computed before a request that has just arrived. Where priorities adapt,
+    def _keep(self, record: PromptRecord) -> None:
+        self._records[record.rid] = record  # in the place of its former record, if it has one
+        self.inbox.expect(record)
+
+    def _look_up(self, record: PromptRecord) -> None:
+        """Keep a new record, have its blocks looked up, and loaded if that seems worth it."""
+        ahead = sum((live.device_work for live in self._ahead_of(record)), StepWork())
+        self._keep(record)
+        self._loader.begin(
+            LoadRequest(
+                load_id=record.load_id,
+                chain=record.chain,
+                tokens=record.tokens,
+                blocks=record.meet.blocks,
+                first_block=record.meet.fence,
+                facts=record.facts,
+                should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
+                take=partial(self._device_slots.take_bytes, record),
+                end_blocks=self._end_blocks,
+            )
+        )
+
+    def _ahead_of(self, record: PromptRecord) -> Iterator[PromptRecord]:
+        """Prompts that came before this one and are computed before it. Where priorities adapt,
         prompts that are being loaded let it go first."""
-        live = [record for record in self._records.values() if record.stats.prefill_s is None]
-        return [record for record in live if not (self.adaptive and record.loading)]
+        for live in self._records.values():
+            if live.rid == record.rid:
+                return
+            if live.stats.prefill_s is None and not (self.adaptive and live.loading):
+                yield live
 
     def _load_end(self, req: "Req", record: PromptRecord, memory: EndMemory, end: EndSlots) -> bool:
         """Whether the end state that has landed is copied, or will be."""

@@ -56,7 +56,7 @@ class RankConsensus:
         """
         if self._reduce_min is None or not records:
             return [record is not None for record in records]
-        own = [_GONE if record is None else int(record.awaits_loader) for record in records]
+        own = [_GONE if record is None else _state(record) for record in records]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
@@ -105,6 +105,11 @@ def _own(record: PromptRecord) -> LoadUpdate:
         now_s=time.monotonic(),
         cost=local.cost,
     )
+
+
+def _state(record: PromptRecord) -> int:
+    """What the numbers of a request in a reduction depend on."""
+    return record.awaits_loader + 2 * record.agreed.lookup_done
 
 
 def _full_blocks(record: PromptRecord) -> int:

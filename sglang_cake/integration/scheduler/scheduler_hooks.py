@@ -85,11 +85,11 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
             return
         _identify(tree)
         serving = _serving(scheduler, coordinator)
+        chunked = None if scheduler.chunked_req is None else scheduler.chunked_req.rid
         if serving is None:  # all ranks poll, with the same requests, whatever fails on one
-            chunked = scheduler.chunked_req
             waiting = [req.rid for req in scheduler.waiting_queue]
-            serving = waiting if chunked is None else [chunked.rid, *waiting]
-        coordinator.poll([*serving, *(req.rid for req in handshaking)])
+            serving = waiting if chunked is None else [chunked, *waiting]
+        coordinator.poll([*serving, *(req.rid for req in handshaking)], chunked)
         if tree.saving is not None:
             tree.saving.polled(lambda record: coordinator.record(record.rid) is record)
     if tree.runahead is not None:
