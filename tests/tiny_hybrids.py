@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_cake.demo.models import write_model
 
-VOCAB = 512
+VOCAB = 32000  # as SGLang's own test kits expect
 LAYERS = 4  # three with a window or a state, and one with full attention
 _SHAPE = {
     "hidden_size": 128,

@@ -1,6 +1,7 @@
 """Requests to running servers, access to the files of their stores, and waiting for conditions."""
 
 import contextlib
+import itertools
 import json
 import re
 import threading
@@ -31,6 +32,17 @@ DEADLINE_S = 120.0
 DRAFT_CHAIN = (  # three tokens are proposed in a step
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", "4"),
+)
+# Stages of a request: an event of its trace, and how often it has happened.
+STAGES = (
+    ("arrive", 1),
+    ("found", 1),
+    ("land", 1),
+    ("claim", 1),
+    ("land", 6),
+    ("claim", 2),
+    ("attach", 1),
+    ("done", 1),
 )
 MOST_END_BLOCKS = 16  # of the models here
 # With other chunk borders, results are rounded differently, by about 1e-5 in float32. The controls,
@@ -398,6 +410,20 @@ class PendingRequest:
             self._result = self._live.ask(ids, **extra)
         except Exception as error:
             self._result = error
+
+
+_ABORTED = itertools.count()
+
+
+def abort_at_every_stage(live: Live, ids: Sequence[int], **extra: Any) -> None:
+    """Ask for a stored prompt and abort it, with an empty tree each time."""
+    for event, count in STAGES:
+        live.flush()
+        rid = f"abort-{next(_ABORTED)}"
+        asking = PendingRequest(live, ids, new_tokens=32, rid=rid, **extra)
+        asking.until(event, count)
+        live.post("/abort_request", rid=rid)
+        assert asking.answer().meta["finish_reason"]["type"] in ("abort", "length")
 
 
 def accepted(answer: Answer) -> list[int]:

@@ -4,21 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import requests
-from live import BLOCK, Live, PendingRequest, assert_same, request, until
+from live import (
+    BLOCK,
+    STAGES,
+    Live,
+    PendingRequest,
+    abort_at_every_stage,
+    assert_same,
+    request,
+    until,
+)
 
 Make = Callable[[int], list[int]]
-
-# Stages of a request: an event of its trace, and how often it has happened.
-STAGES = (
-    ("arrive", 1),
-    ("found", 1),
-    ("land", 1),
-    ("claim", 1),
-    ("land", 6),
-    ("claim", 2),
-    ("attach", 1),
-    ("done", 1),
-)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +44,7 @@ def unharmed(both: Live, plain: Live, document: list[int]) -> Callable[[], None]
 def test_abort_at_every_stage_of_a_load_leaks_nothing(
     both: Live, document: list[int], unharmed: Callable[[], None]
 ) -> None:
-    for turn, (event, count) in enumerate(STAGES):
-        both.flush()
-        asking = PendingRequest(both, document, new_tokens=32, rid=f"abort-{turn}")
-        asking.until(event, count)
-        both.post("/abort_request", rid=asking.rid)
-        assert asking.answer().meta["finish_reason"]["type"] in ("abort", "length")
+    abort_at_every_stage(both, document)
     unharmed()
 
 
