@@ -200,12 +200,17 @@ class Expected:
 
 
 class Transformers:
-    """The model at `path`, run by transformers."""
+    """The model at `path`, run by transformers.
+
+    From then on this process has one thread for PyTorch: with servers and another worker of the
+    tests beside it, two threads wait for each other, and take ten times as long.
+    """
 
     def __init__(self, path: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def answer(self, ids: Sequence[int], new_tokens: int) -> Expected:

@@ -2,6 +2,7 @@
 image is taken for another one."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from live import (
     VOCAB,
     Answer,
     Live,
+    PendingRequest,
     Start,
+    abort_at_every_stage,
     assert_same,
     distance,
     falsify,
@@ -109,6 +112,33 @@ def seeing(start: Start, model: Path, folder: Path, images: dict[str, str]) -> I
         yield live
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A prompt with images, whose blocks `seeing` has stored."""
+
+    ids: list[int]
+    pictures: list[str]
+
+
+@pytest.fixture(scope="module")
+def seen(seeing: Live) -> Seen:
+    text = [(i * i * 31 + i * 17) % PAD for i in range(14 * BLOCK + 9)]
+    seen = Seen(with_images(text, 150, 600, tokens=80), ["16x20 21", "20x16 22"])
+    ask_and_store(seeing, seen.ids, seen.pictures)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def later(
+    start: Start, model: Path, folder: Path, images: dict[str, str], seen: Seen
+) -> Iterator[Live]:
+    """As `seeing` after a restart: another process, with its store. Its pool is small."""
+    flags = (*FLAGS, "--cake-mode", "load", "--max-total-tokens", "2048")
+    with start(model, flags, store=folder / "store-vl", env=images) as live:
+        live.races = False
+        yield live
+
+
 @pytest.fixture(scope="module")
 def eager(start: Start, model: Path, folder: Path, images: dict[str, str]) -> Iterator[Live]:
     """Mode `auto`, in which last steps begin before their last blocks have arrived."""
@@ -191,6 +221,57 @@ def test_multimodal_images_that_are_computed_and_loaded_at_once_give_the_plain_a
         return answer if answer.loaded and answer.computed > BLOCK else None
 
     until(raced, "a prompt that is partly computed and partly loaded")
+
+
+def test_multimodal_images_stored_before_a_restart_are_loaded(
+    later: Live, bare: Live, seen: Seen
+) -> None:
+    """The identity of an image has a key in it, which the processes of a user share."""
+    answer = later.ask_flushed(seen.ids, image_data=seen.pictures)
+    assert_same(answer, plain_answer(bare, seen.ids, *seen.pictures))
+    assert answer.loaded == len(seen.ids) // BLOCK * BLOCK
+    others = ["16x20 21", "20x16 23"]
+    answer = later.ask_flushed(seen.ids, image_data=others)
+    assert_same(answer, plain_answer(bare, seen.ids, *others))
+    assert answer.loaded == 600 // BLOCK * BLOCK
+
+
+def test_multimodal_prompts_with_images_that_outgrow_the_pool_give_the_plain_answers(
+    later: Live, bare: Live, prompt: Make
+) -> None:
+    prompts = [
+        (
+            with_images([token % PAD for token in prompt(16 * BLOCK + i)], 100, 700),
+            [f"16x16 {i}"] * 2,
+        )
+        for i in range(31, 35)
+    ]
+    for ids, pictures in prompts:
+        ask_and_store(later, ids, pictures)
+    later.flush()
+    asked = [
+        PendingRequest(later, ids, new_tokens=12, rid=f"full-{i}", image_data=pictures)
+        for i, (ids, pictures) in enumerate(prompts)
+    ]
+    for asking, (ids, pictures) in zip(asked, prompts, strict=True):
+        answer = asking.answer()
+        bare.flush()
+        assert_same(answer, bare.reference(ids, 12, image_data=pictures))
+        assert answer.loaded > 0
+
+
+@pytest.mark.parametrize("server", ["later", "eager"])
+def test_multimodal_abort_at_every_stage_of_a_load_leaks_nothing(
+    request: pytest.FixtureRequest, bare: Live, seen: Seen, server: str
+) -> None:
+    live: Live = request.getfixturevalue(server)
+    if server == "eager":  # it has a store of its own
+        ask_and_store(live, seen.ids, seen.pictures)
+    abort_at_every_stage(live, seen.ids, image_data=seen.pictures)
+    answer = live.ask_flushed(seen.ids, image_data=seen.pictures)
+    assert_same(answer, plain_answer(bare, seen.ids, *seen.pictures))
+    live.flush()  # waits until nothing runs; then SGLang checks every slot
+    live.check_log()
 
 
 def test_multimodal_holes_in_images_are_computed(seeing: Live, bare: Live, prompt: Make) -> None:
