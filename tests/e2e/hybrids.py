@@ -124,7 +124,7 @@ class Meeting:
 
         def met(answer: Answer) -> bool:
             hybrid.check(answer, ids)
-            return answer.computed >= CHUNK and answer.loaded >= 2 * BLOCK
+            return answer.computed > BLOCK and answer.loaded > BLOCK
 
         answer = hybrid.ask_until(ids, met)
         events = [event["event"] for event in hybrid.live.events(answer.meta["id"])]
