@@ -363,6 +363,7 @@ class Coordinator:
         """
         if (record := self._records.get(req.rid)) is None:
             return
+        response_stats.planned(req)
         stats = record.stats
         if not stats.computed_tokens + stats.loaded_tokens:
             stats.matched_tokens = req.prefix_len
