@@ -141,8 +141,8 @@ class BlockSaving:
         return min(run, (len(record.tokens) - 1) // self._block_tokens) * self._block_tokens
 
     def polled(self, is_live: Callable[[PromptRecord], bool]) -> None:
-        """A step is about to be scheduled: save what had no buffer before, as far as there are
-        buffers now, and give up what belongs to requests that have ended in any way.
+        """Call before a step is scheduled. Blocks that found no buffer before are saved, as far as
+        there are buffers now. Blocks of requests that have ended are given up.
 
         Args: is_live: whether the request still has its slots.
         """

@@ -50,9 +50,9 @@ class KvShard:
         return block % self.turns == self.turn
 
     def head_groups(self, groups: int | None) -> range | None:
-        """Of so many groups of the model's KV heads, in the order of heads, those that this rank
-        holds. None: its blocks are stored whole, for servers with as many ranks, or with MLA for
-        all.
+        """The groups of KV heads that this rank holds, if the model's heads are divided into
+        `groups` groups in order. None: blocks are stored whole. Servers with as many ranks read
+        such blocks; with MLA, all servers do.
 
         Raises: ConfigError if the groups cannot be divided among the ranks.
         """

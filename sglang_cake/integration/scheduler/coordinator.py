@@ -590,9 +590,9 @@ class Coordinator:
         ]
 
     def _reconsider(self, found: Sequence[PromptRecord], serving: Sequence[str]) -> None:
-        """Decide whether to load requests that wait in the queue, given what goes before them:
-        those whose lookup has just answered, and some of the others, in rotation. A request that
-        was planned in the last step was decided on there."""
+        """Decide again whether to load waiting requests, given the work before them. Requests whose
+        lookup has just answered are always decided on, the others in rotation. A request that was
+        planned in the last step was decided on there."""
         live = [record for record in map(self._records.get, serving) if record is not None]
         live = [record for record in live if record.stats.prefill_s is None]
         waiting = [
@@ -608,7 +608,7 @@ class Coordinator:
         for record in live:
             if record.rid in chosen and record.meet.pending:
                 loads = self.step_costs.should_load(record, self._config.mode, ahead)
-                # As long as no step is planned, for want of memory perhaps, all of it is loaded.
+                # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
                     overdue = self.step_costs.is_overdue(record)

@@ -1,4 +1,4 @@
-"""Between the live prompts and the loader: its events, and what it is asked to do."""
+"""Hands the loader's events to the live prompts, and their wishes to the loader."""
 
 from collections.abc import Sequence
 

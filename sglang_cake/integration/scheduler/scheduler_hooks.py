@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
-# Between two polls that only wait for other servers, whose messages wake nobody: members of a
-# KV-Runahead group, or decode servers.
+# The pause between two polls that only wait for other servers: members of a KV-Runahead group, or
+# decode servers. Their messages do not wake the scheduler.
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue"

@@ -19,8 +19,8 @@ from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 
 REFRESH_S: Final = 1.0
-# Blocks that are not written below yet and come first in the order of eviction: so many are passed
-# over for one that is. It bounds the time of an eviction.
+# An eviction passes over at most so many blocks that are not written below yet, in search of one
+# that is. The bound limits the time of an eviction.
 MOST_PASSED: Final = 64
 # Blocks that are lent at once, as a share of all: others can always be evicted.
 LENT_SHARE: Final = 0.5

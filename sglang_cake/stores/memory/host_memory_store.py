@@ -156,8 +156,8 @@ class HostMemoryStore:
 
 @dataclass(frozen=True, slots=True)
 class HostMemorySource:
-    """Implements `StoreSource`. Equal sources share one memory in a process, as long as a store of
-    it is open: new weights, or a store that is attached again, find what is there.
+    """Implements `StoreSource`. Equal sources of a process share one memory, as long as one of their
+    stores is open. So a store that is opened for new weights, or attached again, finds the blocks.
 
     Attributes:
         capacity_bytes: limit for the memory of this machine.
