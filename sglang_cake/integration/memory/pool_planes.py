@@ -14,8 +14,8 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import DTYPE_BYTES, Parts, PlaneGroup
 
 # Attributes of a pool that are pools with the same slots, and the prefix for names of their planes.
-# A hybrid has one for full attention. MiniMax's sparse attention has one for all layers, and one for
-# the index.
+# A hybrid has a pool for full attention. MiniMax's sparse attention has one for all layers, and one
+# for the index.
 _INNER = {"full_kv_pool": "", "main_pool": "", "index_kv_pool": "index_", "index_k_pool": "index_"}
 # Pools of DeepSeek V4, by compression ratio.
 _COMPRESSED = ("kv_pools", "index_pools")

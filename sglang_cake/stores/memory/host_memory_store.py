@@ -156,8 +156,9 @@ class HostMemoryStore:
 
 @dataclass(frozen=True, slots=True)
 class HostMemorySource:
-    """Implements `StoreSource`. Equal sources of a process share one memory, as long as one of their
-    stores is open. So a store that is opened for new weights, or attached again, finds the blocks.
+    """Implements `StoreSource`. Equal sources of a process share one memory, as long as one of
+    their stores is open. So a store that is opened for new weights, or attached again, finds the
+    blocks.
 
     Attributes:
         capacity_bytes: limit for the memory of this machine.
