@@ -151,8 +151,9 @@ def test_kv_facts_file_formats_are_known_to_sglang() -> None:
     assert kv_settings.FILE_FORMATS.keys() <= known
 
 
-def test_kv_facts_fields_of_the_support_rules_are_refused_or_replaced() -> None:
-    assert {kv_settings.argument_class(field) for field, _, _ in RULES} <= {"refused", "replaced"}
+def test_kv_facts_fields_of_the_support_rules_are_refused_replaced_or_counted() -> None:
+    classes = {"refused", "replaced", "counted"}
+    assert {kv_settings.argument_class(field) for field, _, _ in RULES} <= classes
 
 
 def test_kv_facts_unknown_environment_variable_counts(
