@@ -59,6 +59,11 @@ def test_kv_facts_unknown_argument_counts_without_showing_its_value() -> None:
         ("kt_method", "AMXINT8"),
         ("modelopt_quant", "fp8"),
         ("enable_w4a4_mxfp4_megamoe", True),
+        ("enable_decoder_swa_bounded_replay", True),
+        ("enable_encoder_swa_bounded_replay", True),
+        ("enable_deepseek_v4_fp4_indexer", True),
+        ("enable_int8_mamba_checkpoint", True),
+        ("enable_mamba_cache_stochastic_rounding", True),
         ("enable_precise_embedding_interpolation", True),
     ],
 )
