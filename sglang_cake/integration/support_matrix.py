@@ -141,7 +141,7 @@ class Supported:
         """How, and with which models."""
         in_server = all(proof.test.startswith("e2e/") for proof in self.proofs)
         models = ", ".join(proof.model for proof in self.proofs)
-        return f"{SERVER if in_server else COMPONENTS} ({models})"
+        return f"{SERVER if in_server else COMPONENTS}: {models}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ FAMILIES: tuple[Family, ...] = (
         stored="as text models; keys cover the media",
         proofs=(
             Proof(
-                "Qwen3-VL, images",
+                "Qwen3-VL with images",
                 "e2e/test_multimodal.py"
                 "::test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer",
             ),

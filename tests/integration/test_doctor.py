@@ -98,7 +98,7 @@ def test_doctor_of_a_server_that_will_work_has_nothing_to_mend(tmp_path: Path) -
         "gain": "note",
     }
     assert lines["model"] == [
-        ("ok", "LlamaForCausalLM: MHA, GQA (proven: server on a CPU)"),
+        ("ok", "LlamaForCausalLM: MHA, GQA (proven: server on a CPU: Llama)"),
     ]
     # 128 tokens, 2 layers, K and V, 2 heads, 16 values, 2 bytes
     assert "in blocks of 32 KiB" in lines["host memory"][0][1]
