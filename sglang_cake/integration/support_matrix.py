@@ -239,7 +239,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "is_compressed_index",
         "Qwen4-Exp",
-        refused="sparse attention with a compressed index (QSA keeps index keys by request)",
+        refused="sparse attention with a compressed index (QSA)",
     ),
     Family(
         "is_low_ratio",
@@ -428,6 +428,12 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "does not support windows that belong to requests: remove "
         "--enable-encoder-swa-bounded-replay",
+    ),
+    (
+        "enable_unified_memory",
+        bool,
+        "does not support slots that move in one memory of all pools: remove "
+        "--enable-unified-memory",
     ),
     ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
