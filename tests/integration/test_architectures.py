@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import sglang.srt.models
 from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs import FalconMambaConfig, Mamba2Config, MambaConfig, model_config
 from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
+from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.config import CakeConfig
@@ -68,6 +70,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "UnlimitedOCRForCausalLM": {"num_hidden_layers": 2},
+}
+# The device, and what SGLang would find out of it.
+MACHINES: dict[str, tuple[str, dict[str, bool]]] = {
+    "CPU": ("cpu", {}),
+    "Hopper": ("cuda", {"is_cuda": True, "is_sm90": True}),
+    "Blackwell": ("cuda", {"is_cuda": True, "is_sm100": True}),
 }
 # Of those that `is_deepseek_dsa` names, the ones whose checkpoints all have an index.
 DSA = {
@@ -123,10 +131,11 @@ def traits_of(name: str) -> ModelTraits:
     )
 
 
-def resolved(name: str) -> Any:
+def resolved(name: str, device: str = "cpu") -> Any:
     """The settings of a server by default, with those that SGLang forces on this architecture."""
-    config, args = Config(name), ServerArgs(model_path="none", device="cpu")
+    config, args = Config(name), ServerArgs(model_path="none", device=device)
     args._model_config = Config(name)
+    args._model_config.hf_config = args._model_config.hf_text_config = config
     args._quantization_explicitly_unset = False
     for source, forced in overrides.collect_model_override_declarations(name, args, config):
         declare_resolution(args, source, **forced)
@@ -165,8 +174,14 @@ def test_architectures_by_kind_are_those_that_were_reviewed() -> None:
     assert kinds.total() == 197
 
 
-def test_architectures_that_are_served_are_counted_and_others_have_a_reason() -> None:
-    reasons = {name: unsupported(resolved(name), traits_of(name), None) for name in generative()}
+@pytest.mark.parametrize("machine", MACHINES)
+def test_architectures_that_are_served_are_counted_and_others_have_a_reason(machine: str) -> None:
+    device, facts = MACHINES[machine]
+    with override_platform(**facts):
+        reasons = {
+            name: unsupported(resolved(name, device), traits_of(name), None)
+            for name in generative()
+        }
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     told = {family.refused: family.trait for family in FAMILIES if family.refused is not None}
     told |= {f"needs {needed}": field for field, (needed, _) in TURNED_OFF.items()}

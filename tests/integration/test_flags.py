@@ -368,11 +368,6 @@ RESOLVED: list[tuple[dict[str, Any], list[str], str | None]] = [
     (V4, [], None),
     (V4, ["--cake-block-tokens", "256"], None),
     (V4, ["--cake-block-tokens", "128"], "page size 256: set --cake-block-tokens 256"),
-    (
-        {**V4, "model_type": "deepseek_v41", "compress_ratios": [0, 2]},
-        [],
-        "whose layers share KV of one or two tokens",
-    ),
 ]
 
 
@@ -392,6 +387,30 @@ def test_launcher_models_with_forced_settings_are_served_or_refused_by_what_help
         assert result.get("exit") == (None if reason is None else 2), (config, flags, result)
         assert len(result["stderr"]) == (reason is not None)
         assert (reason or "") in "".join(result["stderr"]), (config, flags, result)
+
+
+FULL_PREFILL = "--no-enable-decoder-swa-bounded-replay"
+
+
+def test_launcher_deepseek_v4_on_a_gpu_is_served_or_refused_by_what_helps(
+    probe: Probe, tmp_path: Path
+) -> None:
+    """SGLang turns bounded replay on for DeepSeek V4.1 on a GPU."""
+    v4, v41 = {**SMALL, **V4}, {**SMALL, **V4, "model_type": "deepseek_v41"}
+    known = _model(tmp_path / "v41", v41)
+    low = _model(tmp_path / "low", {**v41, "compress_ratios": [0, 2]})
+    cases: list[tuple[str, list[str], str]] = [
+        (_model(tmp_path / "v4", v4), [], ""),
+        (known, [], f"set {FULL_PREFILL}"),
+        (known, [FULL_PREFILL], ""),
+        (low, [FULL_PREFILL], "whose layers share KV of one or two tokens"),
+    ]
+    base = ["--device", "cuda", "--enable-cake", "--skip-tokenizer-init"]
+    gpu = {"resolve": True, "machine": {"is_cuda": True, "is_sm100": True}}
+    results = probe(*({"argv": ["--model-path", m, *base, *f], **gpu} for m, f, _ in cases))
+    for (_, flags, reason), result in zip(cases, results, strict=True):
+        assert result.get("exit") == (2 if reason else None), (flags, result)
+        assert reason in "".join(result["stderr"]), result
 
 
 def test_flags_lossy_codec_with_fp8_cache_is_refused_when_resolved(
