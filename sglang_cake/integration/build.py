@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     """
     config = from_environment(os.environ)
     check_context(ctx, config, LOADED.drafts)
+    config = replace(config, block_tokens=config.block_tokens_in(ctx.params.page_size))
     tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)
     assert isinstance(tree, CakeRadixCache)
     service = CakeService(ctx, tree, config)
