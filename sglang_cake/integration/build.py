@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     """
     config = from_environment(os.environ)
     check_context(ctx, config, LOADED.drafts)
+    config = replace(config, block_tokens=config.block_tokens_in(ctx.params.page_size))
     tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)
     assert isinstance(tree, CakeRadixCache)
     service = CakeService(ctx, tree, config)
@@ -209,7 +211,7 @@ class CakeService:
         self._store: Store | None = None  # open while the namespace is known and one is attached
         self._trace: TraceFile | None = None
         if config.record_trace is not None and speaks:
-            self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
+            self._trace = TraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
@@ -478,12 +480,13 @@ def _device_kv(
     sliced: bool,
 ) -> DeviceKV:
     """Args: sliced: blocks come in slices, which a CPU decodes."""
+    block_tokens = config.block_tokens_in(ctx.params.page_size)
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
-        return DeviceKV(pool, block_tokens=config.block_tokens, apart=apart, drafts=drafts)
+        return DeviceKV(pool, block_tokens=block_tokens, apart=apart, drafts=drafts)
     return CudaKV(
         pool,
-        block_tokens=config.block_tokens,
+        block_tokens=block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
         encoded=not sliced and may_decode_on_device(config.codec, config.max_error),
         apart=apart,

@@ -27,10 +27,15 @@ class ModelTraits:
     is_hybrid_swa: bool = False
     is_hybrid_ssm: bool = False
     is_encoder_decoder: bool = False
+    is_attention_free: bool = False  # keeps states, and no KV
+    is_windows_only: bool = False  # sliding windows in all layers, in a pool of their own
+    is_prompt_aware: bool = False  # a token of an answer sees the prompt and a window of the answer
     is_generation: bool = True
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
+    is_low_ratio: bool = False  # the same, also of one and of two tokens, shared by layers
+    is_compressed_index: bool = False  # keeps index keys of several tokens as one
     is_ngram: bool = False  # keeps a table of earlier tokens per request
     is_mla: bool = False
     # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
@@ -53,14 +58,21 @@ class ModelTraits:
         )
 
         config = model.hf_config
+        recurrent = mambaish_config(model) or glm5_next_config(model)
+        ratios = getattr(config, "compress_ratios", None) or ()
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
-            is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
+            is_hybrid_ssm=recurrent is not None,
             is_encoder_decoder=bool(model.is_encoder_decoder),
+            is_attention_free=recurrent is not None and not recurrent.full_attention_layer_ids,
+            is_windows_only=getattr(model, "full_attention_layer_ids", None) == [],
+            is_prompt_aware=PROMPT_AWARE in (config.architectures or ()),
             is_generation=bool(model.is_generation),
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
-            is_compressed=bool(is_deepseek_v4(model.hf_config)),
+            is_compressed=bool(is_deepseek_v4(config)),
+            is_low_ratio=bool(is_deepseek_v4(config)) and not _RATIOS.issuperset(ratios),
+            is_compressed_index=bool(getattr(model.hf_text_config, "indexer_n_heads", None)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_mla=model.attention_arch == AttentionArch.MLA,
             longrope_tokens=longrope_tokens(model),
@@ -86,86 +98,202 @@ def longrope_tokens(model: "ModelConfig") -> int | None:
     return None
 
 
+# The architecture whose decoding sees the tokens of the prompt and a window of the answer.
+PROMPT_AWARE = "UnlimitedOCRForCausalLM"
+# Compression ratios of DeepSeek V4's pools that can be stored; 0: a layer of windows alone.
+_RATIOS = frozenset({0, 4, 128})
+
+MEDIA = "multimodal, requests with images, videos or audio"
 SERVER = "server on a CPU"
 COMPONENTS = "components on a CPU"
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Proof:
+    """A test of a kind of models.
+
+    Attributes:
+        model: a model of that kind.
+        test: a file of `tests/`, and in it a function or a key of a table. A file of `tests/e2e`
+            runs the model in a server.
+    """
+
+    model: str
+    test: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supported:
+    """What README's tables have beside the columns of a row's own.
+
+    Attributes:
+        stored: what a block has of a token, and what else is stored.
+        proofs: one for each model or pool that is tested.
+        gpu: models that ran on a GPU.
+    """
+
+    stored: str = ""
+    proofs: tuple[Proof, ...] = ()
+    gpu: tuple[str, ...] = ()
+
+    @property
+    def proven(self) -> str:
+        """How, and with which models."""
+        in_server = all(proof.test.startswith("e2e/") for proof in self.proofs)
+        models = ", ".join(proof.model for proof in self.proofs)
+        return f"{SERVER if in_server else COMPONENTS}: {models}"
+
+
+@dataclass(frozen=True, slots=True)
+class Family(Supported):
     """A kind of models, as README's table has it.
 
     Attributes:
         trait: the field of `ModelTraits` that tells these models; None: all others.
-        name: of the kind.
         examples: of models.
-        stored: what a block has of a token, and what else is stored; empty if refused.
-        proven: SERVER or COMPONENTS; empty if refused.
+        name: of the kind; empty if it is refused.
         refused: what is not supported, and what helps if something does; None: the kind is served.
     """
 
     trait: str | None
-    name: str
     examples: str
-    stored: str = ""
-    proven: str = ""
+    name: str = ""
     refused: str | None = None
 
 
+_HYBRIDS = "e2e/test_hybrids.py"
+_FAMILIES = "e2e/test_hybrid_families.py"
+_PLANES = "integration/test_pool_planes.py"
+
 # In the order in which rules are checked. A model of several kinds is served if all of them are.
 FAMILIES: tuple[Family, ...] = (
-    Family(None, "MHA, GQA", "Llama, Qwen3, Mistral, GLM-4.x", "K and V of all layers", SERVER),
-    Family("is_mla", "MLA", "DeepSeek V3, Kimi K2", "the latent row of all layers, once", SERVER),
     Family(
-        "is_multimodal",
-        "multimodal, requests of text",
-        "all that SGLang serves from one of the KV pools above",
-        "as text models",
-        SERVER,
+        None,
+        "Llama, Qwen3, Mistral, GLM-4.x",
+        "MHA, GQA",
+        stored="K and V of all layers",
+        proofs=(
+            Proof(
+                "Llama",
+                "e2e/test_exactness.py::test_stored_prompt_of_any_length_gives_the_plain_answer",
+            ),
+        ),
+    ),
+    Family(
+        "is_mla",
+        "DeepSeek V3, Kimi K2",
+        "MLA",
+        stored="the latent row of all layers, once",
+        proofs=(
+            Proof("DeepSeek V2", "e2e/test_matrix.py::test_mla_model_stored_answer_equals_cold"),
+        ),
     ),
     Family(
         "is_multimodal",
-        "multimodal, requests with images, videos or audio",
+        "all that SGLang serves from one of the KV pools of this table",
+        "multimodal, requests of text",
+        stored="as text models",
+        proofs=(
+            Proof(
+                "Qwen3-VL",
+                "e2e/test_multimodal.py"
+                "::test_multimodal_prompt_of_text_is_loaded_and_gives_the_plain_answer",
+            ),
+        ),
+    ),
+    Family(
+        "is_multimodal",
         "Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
-        "as text models; keys cover the media",
-        f"{SERVER} (Qwen3-VL, images)",
+        MEDIA,
+        stored="as text models; keys cover the media",
+        proofs=(
+            Proof(
+                "Qwen3-VL with images",
+                "e2e/test_multimodal.py"
+                "::test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer",
+            ),
+        ),
     ),
     Family(
         "is_encoder_decoder",
-        "encoder-decoder",
-        "Whisper, Llama 3.2 Vision",
+        "Whisper, Llama 3.2 Vision, Moss-VL",
         refused="encoder-decoder models (cross-attention KV)",
     ),
     Family(
+        "is_attention_free",
+        "Mamba, Mamba 2, Falcon-Mamba",
+        refused="models without attention (a prefix is one state, without KV)",
+    ),
+    Family(
+        "is_prompt_aware",
+        "Unlimited-OCR",
+        refused="models whose answers see all of the prompt and a window of themselves (their KV "
+        "depends on where a prompt ends)",
+    ),
+    Family(
+        "is_windows_only",
+        "checkpoints of Beam without full attention",
+        refused="sliding windows in all layers, in a pool of their own: set "
+        "--disable-hybrid-swa-memory",
+    ),
+    Family(
+        "is_compressed_index",
+        "Qwen4-Exp",
+        refused="sparse attention with a compressed index (QSA)",
+    ),
+    Family(
+        "is_low_ratio",
+        "DeepSeek V4.1",
+        refused="compressed attention whose layers share KV of one or two tokens",
+    ),
+    Family(
         "is_compressed",
-        "compressed attention",
         "DeepSeek V4",
-        "compressed KV and its index, and the last page of the window of some prefixes",
-        COMPONENTS,
+        "compressed attention",
+        stored="compressed KV and its index, and the last page of the window of some prefixes",
+        proofs=(
+            Proof(
+                "DeepSeek V4",
+                "radix/test_radix_compressed.py"
+                "::test_radix_compressed_end_attached_to_waiting_request_serves_the_rest",
+            ),
+        ),
     ),
     Family(
         "is_hybrid_swa",
-        "sliding windows in a pool of their own",
         "gpt-oss, Gemma 4, MiMo V2",
-        "K and V of the other layers, and the last window of some prefixes",
-        f"{SERVER} (gpt-oss, Mellum)",
+        "sliding windows in a pool of their own",
+        stored="K and V of the other layers, and the last window of some prefixes",
+        proofs=(
+            Proof("gpt-oss", f"{_FAMILIES}::gpt-oss"),
+            Proof("Mellum", f"{_HYBRIDS}::windows-both"),
+        ),
     ),
     Family(
         "is_hybrid_ssm",
-        "Mamba and linear attention",
         "Qwen3.5, Nemotron-H, Kimi Linear",
-        "K and V of the attention layers, and the states behind some prefixes",
-        f"{SERVER} (Qwen3-Next, Kimi Linear, Nemotron-H, LFM2)",
+        "Mamba and linear attention",
+        stored="K and V of the attention layers, and the states behind some prefixes",
+        proofs=(
+            Proof("Qwen3-Next", f"{_HYBRIDS}::states-both"),
+            Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear"),
+            Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h"),
+            Proof("LFM2", f"{_HYBRIDS}::convolutions-load"),
+        ),
     ),
     Family(
         "is_sparse",
-        "sparse attention with an index",
         "DeepSeek V3.2, GLM-5, MiniMax M3",
-        "as above, and the index",
-        COMPONENTS,
+        "sparse attention with an index",
+        stored="as above, and the index",
+        proofs=(
+            Proof("DSA", f"{_PLANES}::dsa"),
+            Proof("DSA with a pooled index", f"{_PLANES}::dsa, a pooled index"),
+            Proof("MiniMax M3", f"{_PLANES}::minimax"),
+        ),
     ),
     Family(
         "is_ngram",
-        "n-gram embeddings",
         "LongCat-Flash-Lite",
         refused="models with n-gram embeddings (a table of earlier tokens beside KV)",
     ),
@@ -173,18 +301,14 @@ FAMILIES: tuple[Family, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """An algorithm of speculative decoding that is served.
+class Speculation(Supported):
+    """An algorithm of speculative decoding that is served; `stored` is beside the KV of the model.
 
     Attributes:
         name: as for `--speculative-algorithm`.
-        stored: what a block has beside the KV of the model.
-        proven: SERVER or COMPONENTS.
     """
 
     name: str
-    stored: str
-    proven: str
 
     @property
     def has_draft_kv(self) -> bool:
@@ -192,13 +316,42 @@ class Speculation:
         return bool(self.stored)
 
 
+_SERVERS = "e2e/test_speculation.py"
+_DRAFTS = "integration/test_kv_pool.py"
+
 SPECULATION: tuple[Speculation, ...] = (
-    Speculation("NGRAM", "", SERVER),
-    Speculation("STANDALONE", "K and V of the draft model", SERVER),
-    Speculation("EAGLE", "K and V of the draft layers", f"{SERVER} (Llama)"),
-    Speculation("EAGLE3", "K and V of the draft layers", COMPONENTS),
-    Speculation("NEXTN", "K and V, or the latent row, of the MTP layer", f"{SERVER} (MiMo)"),
-    Speculation("DFLASH", "K and V of the draft model", COMPONENTS),
+    Speculation(
+        "NGRAM",
+        proofs=(
+            Proof("Llama", f"{_SERVERS}::ngram-both"),
+            Proof("Mellum", f"{_SERVERS}::ngram-windows-both"),
+        ),
+    ),
+    Speculation(
+        "STANDALONE",
+        stored="K and V of the draft model",
+        proofs=(Proof("Llama", f"{_SERVERS}::standalone-load"),),
+    ),
+    Speculation(
+        "EAGLE",
+        stored="K and V of the draft layers",
+        proofs=(Proof("Llama", f"{_SERVERS}::eagle-load"),),
+    ),
+    Speculation(
+        "EAGLE3",
+        stored="K and V of the draft layers",
+        proofs=(Proof("a draft layer", f"{_DRAFTS}::EAGLE3 of another dtype"),),
+    ),
+    Speculation(
+        "NEXTN",
+        stored="K and V, or the latent row, of the MTP layer",
+        proofs=(Proof("MiMo", f"{_SERVERS}::mtp-load"),),
+    ),
+    Speculation(
+        "DFLASH",
+        stored="K and V of the draft model",
+        proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
+    ),
 )
 _ALGORITHMS = {each.name: each for each in SPECULATION}
 
@@ -264,6 +417,25 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "does not support draft layers with inputs of their own: remove --enable-multi-layer-eagle",
     ),
+    (
+        "enable_decoder_swa_bounded_replay",
+        bool,
+        "does not support steps that compute KV of the last tokens only: set "
+        "--no-enable-decoder-swa-bounded-replay",
+    ),
+    (
+        "enable_encoder_swa_bounded_replay",
+        bool,
+        "does not support windows that belong to requests: remove "
+        "--enable-encoder-swa-bounded-replay",
+    ),
+    (
+        "enable_unified_memory",
+        bool,
+        "does not support slots that move in one memory of all pools: remove "
+        "--enable-unified-memory",
+    ),
+    ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
     (
@@ -297,16 +469,25 @@ RULES: tuple[_Rule, ...] = (
     ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
 )
 
+# What cake needs and SGLang turns off for some models while it resolves their settings: the rule's
+# field, what it is, and such models.
+TURNED_OFF: dict[str, tuple[str, str]] = {
+    "disable_radix_cache": ("the radix cache", "MiniCPM-SALA, HRM-Text"),
+    "chunked_prefill_size": ("chunked prefill", "LLaVA of Llama"),
+}
+
 # Attention backends of a group's members: those that pass the layer gate before they read KV.
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
 
 
-def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str | None:
+def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) -> str | None:
     """Why cake does not support these settings, in one line; None if it does.
 
     Args:
         args: SGLang's ServerArgs or a view of it, raw or resolved.
-        model: None while the model's configuration has not been read.
+        model: None while the model's configuration has not been read. If it is given, `args` are
+            resolved, and were supported as the user gave them.
+        block_tokens: None: none are set.
     """
     # The model is checked first: for some kinds SGLang turns off what the rules below require.
     kind = None if model is None else _unsupported_model(model)
@@ -324,7 +505,13 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
                 "remove --enable-cake; prefill servers may have it"
             )
     for field, is_unsupported, reason in RULES:
-        if is_unsupported(getattr(args, field)):
+        if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
+            if model is not None and field in TURNED_OFF:
+                why = "for this model"
+                if args.enable_deterministic_inference:
+                    why += ", or for --enable-deterministic-inference with its attention backend"
+                needed, _ = TURNED_OFF[field]
+                return f"cake needs {needed}, which SGLang turns off {why}: remove --enable-cake"
             return f"cake {reason}"
     return _unsupported_speculation(args, model) or _page_mismatch(args.page_size, block_tokens)
 
@@ -520,7 +707,6 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     params = ctx.params
     if (ctx.is_hybrid_swa or ctx.is_hybrid_ssm) and config.lossy:
@@ -532,18 +718,9 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         allocator = params.token_to_kv_pool_allocator
         if type(allocator) is not SWATokenToKVPoolAllocator:
             return f"cake does not support sliding windows in a {type(allocator).__name__}"
-        pool = allocator.get_kvcache()
-        is_known = type(pool) is SWAKVPool or _is_paged_compressed(pool, params)
-        if not is_known or (
-            allocator.swa_req_ring
-            or not getattr(params, "swa_gates_prefix_match", True)  # none of these in 0.5.22
-            or getattr(params, "decoder_swa_bounded_replay", False)
-            or getattr(params, "draft_swa_window", 0)
-        ):
-            return (
-                "cake does not support this pool for sliding windows, whose rows the tree does not "
-                "own: set --disable-hybrid-swa-memory"
-            )
+        reason = _unsupported_windows(allocator.get_kvcache(), params)
+        if reason is not None:
+            return f"cake does not support {reason}"
     if ctx.is_hybrid_ssm:
         pool = params.req_to_token_pool
         if type(pool) is not HybridReqToTokenPool:
@@ -557,20 +734,42 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
     return None
 
 
-def _is_paged_compressed(pool: Any, params: Any) -> bool:
-    """Whether this is DeepSeek V4's pool in the form whose windows are pages of the tree, one page
-    each, with all that a prefix needs at the end of a page. Other forms keep windows by request."""
+def _unsupported_windows(pool: Any, params: Any) -> str | None:
+    """What of this pool's windows is not supported, and what helps; None if they are pages of the
+    tree, with all that a prefix needs in them."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    return (
-        type(pool) is DeepSeekV4TokenToKVPool
-        and hasattr(pool, "pd_kv_layout")  # from 0.5.23 on
-        and pool.swa_kv_pool is not None
-        and params.sliding_window_size <= params.page_size
-        and params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size
-        and set(pool.compression_ratios) <= {0, 4, 128}
-        and not any(each is not None and each.online for each in pool.compress_state_pools)
-    )
+    # 0.5.22 has none of these three.
+    if getattr(params, "decoder_swa_bounded_replay", False):
+        return (
+            "steps that compute KV of the last tokens only: set "
+            "--no-enable-decoder-swa-bounded-replay"
+        )
+    if getattr(params, "draft_swa_window", 0):
+        return "draft models that read windows of the model's pool: remove --speculative-algorithm"
+    if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
+        params, "swa_gates_prefix_match", True
+    ):
+        return (
+            "windows that belong to requests: remove --enable-encoder-swa-bounded-replay and unset "
+            "SGLANG_HACK_FLASHMLA_BACKEND"
+        )
+    if type(pool) is SWAKVPool:
+        return None
+    if type(pool) is not DeepSeekV4TokenToKVPool:
+        return f"a {type(pool).__name__}: set --disable-hybrid-swa-memory"
+    if not hasattr(pool, "pd_kv_layout"):
+        return "DeepSeek V4 of SGLang 0.5.22: install 0.5.23"
+    if not _RATIOS.issuperset(pool.compression_ratios):
+        return "compressed attention whose layers share KV of one or two tokens"
+    if any(each is not None and each.online for each in pool.compress_state_pools):
+        return "sums in one row for each request: unset SGLANG_OPT_USE_ONLINE_COMPRESS"
+    if not params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size:
+        return "windows in smaller pages than KV: unset SGLANG_OPT_SM120_DIRECT_SWA_KV"
+    if params.sliding_window_size > params.page_size:
+        return f"windows of several pages: set --page-size {params.sliding_window_size}"
+    return None
 
 
 def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
@@ -611,8 +810,8 @@ def _unsupported_model(model: ModelTraits) -> str | None:
     return None
 
 
-def _page_mismatch(page_size: int | None, block_tokens: int) -> str | None:
-    if page_size is None or block_tokens % page_size == 0:
+def _page_mismatch(page_size: int | None, block_tokens: int | None) -> str | None:
+    if page_size is None or block_tokens is None or block_tokens % page_size == 0:
         return None
     near = max(1, round(block_tokens / page_size)) * page_size
     return (

@@ -104,6 +104,8 @@ def _digest(**changed: Any) -> bytes:
         {"content": {"weights": "w", "config": "c2"}},
         {"content": {"weights": "w", "config": "c", "beside": "scales"}},
         {"args": {"quantization": "fp8"}},
+        {"args": {"enable_decoder_swa_bounded_replay": True}},
+        {"args": {"enable_deepseek_v4_fp4_indexer": True}},
         {"args": {"weight_version": "step-2"}},
         {"args": {"load_format": "mistral"}},
         {"args": {"model_impl": "transformers"}},

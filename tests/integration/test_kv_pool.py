@@ -221,6 +221,7 @@ def test_kv_pool_layout_describes_the_bytes_of_a_block(kind: str) -> None:
 # A target, its draft models, the tokens of a page and of a block.
 DRAFTS: dict[str, tuple[Callable[[], Any], list[Callable[[], Any]], int, int]] = {
     "STANDALONE": (lambda: mha(SLOTS), [lambda: mha(SLOTS, heads=1, layers=1)], 1, BLOCK),
+    "DFLASH": (lambda: mha(SLOTS), [lambda: mha(SLOTS, heads=1, layers=3)], 1, BLOCK),
     "EAGLE3 of another dtype": (
         lambda: mha(SLOTS, dtype=torch.float8_e4m3fn),
         [lambda: mha(SLOTS, dtype=torch.bfloat16, layers=1)],

@@ -59,6 +59,11 @@ def test_kv_facts_unknown_argument_counts_without_showing_its_value() -> None:
         ("kt_method", "AMXINT8"),
         ("modelopt_quant", "fp8"),
         ("enable_w4a4_mxfp4_megamoe", True),
+        ("enable_decoder_swa_bounded_replay", True),
+        ("enable_encoder_swa_bounded_replay", True),
+        ("enable_deepseek_v4_fp4_indexer", True),
+        ("enable_int8_mamba_checkpoint", True),
+        ("enable_mamba_cache_stochastic_rounding", True),
         ("enable_precise_embedding_interpolation", True),
     ],
 )
@@ -151,8 +156,9 @@ def test_kv_facts_file_formats_are_known_to_sglang() -> None:
     assert kv_settings.FILE_FORMATS.keys() <= known
 
 
-def test_kv_facts_fields_of_the_support_rules_are_refused_or_replaced() -> None:
-    assert {kv_settings.argument_class(field) for field, _, _ in RULES} <= {"refused", "replaced"}
+def test_kv_facts_fields_of_the_support_rules_are_refused_replaced_or_counted() -> None:
+    classes = {"refused", "replaced", "counted"}
+    assert {kv_settings.argument_class(field) for field, _, _ in RULES} <= classes
 
 
 def test_kv_facts_unknown_environment_variable_counts(

@@ -1,16 +1,24 @@
 """What is refused, before a model is loaded and again in the scheduler."""
 
+import ast
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_pools import deepseek_v4
 
 from sglang_cake.core.codec_names import CHOICES, LOSSY
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.support_matrix import (
+    FAMILIES,
+    RULES,
     SPECULATION,
+    TURNED_OFF,
+    Family,
     ModelTraits,
     Speculation,
     check_context,
@@ -43,6 +51,11 @@ def _args(**changes: Any) -> SimpleNamespace:
         "use_ray": False,
         "speculative_algorithm": None,
         "enable_multi_layer_eagle": False,
+        "enable_decoder_swa_bounded_replay": None,
+        "enable_encoder_swa_bounded_replay": False,
+        "enable_unified_memory": False,
+        "enable_mis": False,
+        "enable_deterministic_inference": False,
         "enable_hisparse": False,
         "dllm_algorithm": None,
         "enable_hierarchical_cache": False,
@@ -57,6 +70,39 @@ def _args(**changes: Any) -> SimpleNamespace:
     }
     assert set(changes) <= set(fields)
     return SimpleNamespace(**fields | changes)
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def _named(source: str) -> set[str]:
+    """The functions of a file of tests, and the keys of its tables."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    return found
+
+
+@pytest.mark.parametrize("row", [*FAMILIES, *SPECULATION], ids=lambda row: row.name)
+def test_support_matrix_proofs_are_tests_that_exist(row: Family | Speculation) -> None:
+    assert bool(row.proofs) == (not isinstance(row, Family) or row.refused is None)
+    assert len({proof.test.startswith("e2e/") for proof in row.proofs}) <= 1
+    for proof in row.proofs:
+        file, _, name = proof.test.partition("::")
+        source = (TESTS / file).read_text()
+        assert name in _named(source), proof
+        if "hybrid" in file:
+            assert f"build_{re.sub('[^a-z0-9]', '_', proof.model.lower())}," in source, (
+                proof
+            )  # imported
+
+
+def test_support_matrix_names_of_tests_in_a_file_are_functions_and_keys() -> None:
+    source = 'KINDS = {"a": 1}\nMORE: dict[str, int] = {"b": 2}\ndef test_c(): pass\nnot_d = "d"\n'
+    assert _named(source) == {"a", "b", "test_c"}
 
 
 def test_support_matrix_defaults_are_supported() -> None:
@@ -131,6 +177,9 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("use_ray", True),
         ("speculative_algorithm", "UNO"),
         ("enable_multi_layer_eagle", True),
+        ("enable_encoder_swa_bounded_replay", True),
+        ("enable_unified_memory", True),
+        ("enable_mis", True),
         ("enable_hisparse", True),
         ("dllm_algorithm", "LowConfidence"),
         ("enable_hierarchical_cache", True),
@@ -146,11 +195,29 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
 def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
     field: str, value: object
 ) -> None:
-    reason = unsupported(_args(**{field: value}), PLAIN, 128)
+    reason = unsupported(_args(**{field: value}), None, 128)
     assert reason is not None
     assert reason.startswith("cake ")
     assert f"--{field.replace('_', '-')}" in reason
     assert "\n" not in reason
+
+
+def test_support_matrix_bounded_replay_by_default_is_refused_with_the_flag_that_helps() -> None:
+    """SGLang turns it on for DeepSeek V4.1 while it resolves the settings."""
+    args = _args(enable_decoder_swa_bounded_replay=True)
+    for model in (None, replace(PLAIN, is_hybrid_swa=True, is_compressed=True)):
+        assert "set --no-enable-decoder-swa-bounded-replay" in str(unsupported(args, model, 128))
+    args.enable_decoder_swa_bounded_replay = False
+    assert unsupported(args, PLAIN, 128) is None
+
+
+@pytest.mark.parametrize("field", TURNED_OFF)
+def test_support_matrix_setting_that_sglang_turned_off_is_no_flag_to_change(field: str) -> None:
+    args = _args(**{field: True if field == "disable_radix_cache" else -1})
+    reason = str(unsupported(args, PLAIN, 128))
+    assert "which SGLang turns off for this model: remove --enable-cake" in reason
+    args.enable_deterministic_inference = True
+    assert "--enable-deterministic-inference" in str(unsupported(args, PLAIN, 128))
 
 
 @pytest.mark.parametrize(
@@ -247,9 +314,9 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
     ("changes", "advice"),
     [
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
-        ({"swa_gates_prefix_match": False}, "--disable-hybrid-swa-memory"),
-        ({"decoder_swa_bounded_replay": True}, "--disable-hybrid-swa-memory"),
-        ({"draft_swa_window": 4}, "--disable-hybrid-swa-memory"),
+        ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
+        ({"decoder_swa_bounded_replay": True}, "--no-enable-decoder-swa-bounded-replay"),
+        ({"draft_swa_window": 4}, "remove --speculative-algorithm"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )
@@ -261,6 +328,34 @@ def test_support_matrix_other_pools_of_end_states_are_refused(
     assert reason.startswith("cake does not support ")
     assert advice in reason
     assert "\n" not in reason
+
+
+def _compressed(**changes: Any) -> Any:
+    """The context of a DeepSeek V4, with its pool as SGLang makes it on a CPU."""
+    pool = deepseek_v4(1024)
+    for name, value in changes.items():
+        setattr(pool, name, value)
+    ctx = _pools()
+    ctx.params.token_to_kv_pool_allocator._kvcache = pool
+    ctx.params.page_size, ctx.params.sliding_window_size = 256, 128
+    return ctx
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, None),
+        ({"compression_ratios": [0, 1, 2]}, "KV of one or two tokens"),
+        ({"compress_state_pools": [SimpleNamespace(online=True)]}, "SGLANG_OPT_USE_ONLINE_COMPRES"),
+        ({"swa_page_size": 64}, "SGLANG_OPT_SM120_DIRECT_SWA_KV"),
+    ],
+)
+def test_support_matrix_forms_of_compressed_pools_are_refused_by_what_helps(
+    changes: dict[str, Any], advice: str | None
+) -> None:
+    reason = unsupported_pools(_compressed(**changes), CakeConfig())
+    assert (reason is None) == (advice is None)
+    assert reason is None or (str(advice) in reason and "\n" not in reason)
 
 
 def test_support_matrix_states_of_other_forms_are_refused_by_flag_name() -> None:
@@ -467,5 +562,5 @@ def test_support_matrix_rules_use_existing_server_args() -> None:
     args = ServerArgs(model_path="none")
     assert unsupported(args, None, 128) is None
     assert unsupported_codec(args, None, CakeConfig(codec="int4")) is None
-    for field in MEMBER:
-        getattr(args, field)
+    for field in (*MEMBER, *(field for field, _, _ in RULES)):
+        assert hasattr(args, field) or field.endswith("_bounded_replay")  # 0.5.22 has none

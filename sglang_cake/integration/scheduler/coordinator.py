@@ -100,6 +100,7 @@ class Coordinator:
         next_tokens: as for `KeyChain`.
 
     Attributes:
+        block_tokens: tokens of a whole block.
         suspended: the tree holds KV of before a change of weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
@@ -133,6 +134,7 @@ class Coordinator:
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
+        self.block_tokens = config.block_tokens_in(page_tokens)
         self._page_tokens = page_tokens
         self._adapter = adapter
         self._consensus = consensus
@@ -473,11 +475,6 @@ class Coordinator:
     # ---- what the order of the queue depends on ----
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of a whole block."""
-        return self._config.block_tokens
-
-    @property
     def adaptive(self) -> bool:
         """Whether prompts that are being loaded let others go first."""
         return self._config.priority != "fcfs"
@@ -555,7 +552,7 @@ class Coordinator:
             front = record.matched_tokens()
             evicted = (record.meet.front - front) // self.block_tokens
             if evicted > record.meet.landed_blocks and self._config.allows_loading(
-                [True] * evicted
+                [True] * evicted, self.block_tokens
             ):
                 self.inbox.forget(record)
                 self._device_slots.discard_all(record, "ended")

@@ -61,7 +61,8 @@ class LoaderInbox:
         record.agreed.apply(update)
         if update.stored is not None:
             usable = record.meet.usable(update.stored, update.ends)
-            if self._config.allows_loading(usable[record.meet.view().first :]):
+            view = record.meet.view()
+            if self._config.allows_loading(usable[view.first :], view.block_tokens):
                 record.meet.found(update.stored, update.ends)
             else:  # too little is stored, on one rank at least
                 self.stop_loading(record, "peer")
