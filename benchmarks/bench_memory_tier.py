@@ -297,20 +297,32 @@ def documented(result: dict[str, Any]) -> dict[str, str]:
         ]
         for row in result["summary"]
     ]
-    ways = [
-        [
-            way,
-            *(
-                f"{statistics.median(r[name] for r in result['reads'] if r['way'] == way):.3f}"
-                for name in ("gb_per_s", "cpu_s_per_gb")
-            ),
-        ]
-        for way in dict.fromkeys(row["way"] for row in result["reads"])
-    ]
+    rates = ("gb_per_s", "cpu_s_per_gb")
+    heads_of_rates = ["GB/s", "CPU s/GB"]
+    ways = by_median(result["reads"], "way", rates)
+    puts = by_median(result["writes"], "direct", rates)
+    names = {"True": "past the page cache", "False": "through the page cache"}
     return {
         "memory-tier": documents.table(heads, cells),
-        "memory-reads": documents.table(["way", "GB/s", "CPU s/GB"], ways, right=True),
+        "memory-reads": documents.table(["way", *heads_of_rates], ways, right=True),
+        "memory-writes": documents.table(
+            ["a put", *heads_of_rates], [[names[way], *rest] for way, *rest in puts], right=True
+        ),
     }
+
+
+def by_median(rows: Sequence[dict[str, Any]], label: str, names: Sequence[str]) -> list[list[str]]:
+    """A line for each value of `label`: medians over the repeats."""
+    return [
+        [
+            str(value),
+            *(
+                f"{statistics.median(r[name] for r in rows if r[label] == value):.3f}"
+                for name in names
+            ),
+        ]
+        for value in dict.fromkeys(row[label] for row in rows)
+    ]
 
 
 def run(args: argparse.Namespace, model: Path, work: Path, progress: ProgressLog) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from benchmarks import (  # noqa: E402
     bench_end_states,
     bench_file_store,
     bench_fleet,
+    bench_head_slices,
     bench_http_store,
     bench_memory_tier,
     bench_overhead,
@@ -327,11 +328,26 @@ def test_bench_memory_tier_reads_blocks_three_ways_and_documents_them() -> None:
     assert all(each["gb_per_s"] > 0 for each in found)
     row = {"workload": "multi-turn", "rate": 2.0, "arm": "memory"}
     row |= {"ttft_mean_ms": 1234.0, "ttft_p99_ms": 5.0, "ttft_mean_to_hicache": 0.5}
-    texts = bench_memory_tier.documented({"summary": [row], "reads": found})
+    puts = [
+        {"direct": direct, "gb_per_s": rate, "cpu_s_per_gb": 0.25}
+        for direct, rate in ((False, 1.0), (True, 2.0), (False, 3.0), (True, 4.0), (True, 9.0))
+    ]
+    result = {"summary": [row], "reads": found, "writes": puts}
+    texts = bench_memory_tier.documented(result)
     assert "| multi-turn, 2 | memory | 1,234 | 5 | 0.50 | - | - |" in texts["memory-tier"]
     assert texts["memory-reads"].count("\n") == 4
-    for name in texts:
-        assert f"<!-- {name} -->" in bench_memory_tier.DOC.read_text()
+    assert "| through the page cache | 2.000 | 0.250 |" in texts["memory-writes"]
+    assert "| past the page cache | 4.000 | 0.250 |" in texts["memory-writes"]
+
+
+@pytest.mark.parametrize(
+    ("bench", "name"), [(bench_memory_tier, "memory-tier"), (bench_head_slices, "head-slices")]
+)
+def test_bench_tables_of_a_page_are_those_of_the_result(bench: Any, name: str) -> None:
+    result = json.loads((facts.RESULTS / f"{name}-cpu.json").read_text())
+    page = bench.DOC.read_text()
+    for marker, text in bench.documented(result).items():
+        assert f"<!-- {marker} -->\n{text}\n<!-- end -->" in page
 
 
 def test_bench_serving_command_calls_the_sglang_benchmark() -> None:
