@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import Reply
 
@@ -338,6 +339,23 @@ def test_bench_memory_tier_reads_blocks_three_ways_and_documents_them() -> None:
     assert texts["memory-reads"].count("\n") == 4
     assert "| through the page cache | 2.000 | 0.250 |" in texts["memory-writes"]
     assert "| past the page cache | 4.000 | 0.250 |" in texts["memory-writes"]
+
+
+def test_bench_memory_tier_hits_of_every_codec_are_measured_both_ways(tmp_path: Path) -> None:
+    found = bench_memory_tier.hits(tmp_path, layers=1, rounds=1)
+    codecs = [codec for codec in CODECS if codec not in ("raw", "cachegen1", "cachegen3")]
+    assert [(each["codec"], each["block"]) for each in found] == [
+        (codec, block) for codec in codecs for block in ("put", "moved up")
+    ]
+    rows = [
+        {"codec": "int8", "block": block, "repeat": repeat, "cpu_ms": ms}
+        for repeat, (block, ms) in enumerate((("put", 6.0), ("moved up", 2.0), ("put", 6.0)))
+    ]
+    text = bench_memory_tier.documented_hits({"hits": rows})["memory-hits"]
+    assert text.endswith("| int8 | 6.0 | 2.0 | 3 |")
+    written = json.loads((facts.RESULTS / "memory-hits-cpu.json").read_text())
+    (text,) = bench_memory_tier.documented_hits(written).values()
+    assert f"<!-- memory-hits -->\n{text}\n<!-- end -->" in bench_memory_tier.DOC.read_text()
 
 
 @pytest.mark.parametrize(
