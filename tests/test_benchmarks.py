@@ -16,6 +16,8 @@ import pytest
 from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.loading.cost_model import work_of
+from sglang_cake.testing import virtual_gpu
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
@@ -34,6 +36,7 @@ from benchmarks import (  # noqa: E402
     bench_runahead,
     bench_serving,
     bench_ttft,
+    bench_virtual_gpu,
     facts,
     file_arms,
     overhead_report,
@@ -366,6 +369,16 @@ def test_bench_tables_of_a_page_are_those_of_the_result(bench: Any, name: str) -
     page = bench.DOC.read_text()
     for marker, text in bench.documented(result).items():
         assert f"<!-- {marker} -->\n{text}\n<!-- end -->" in page
+
+
+def test_bench_virtual_gpu_hicache_takes_its_load_and_launches_of_the_host() -> None:
+    """The copies of the 8B take longer than its last step."""
+    model, bus = virtual_gpu.LLAMA_8B, 50e9
+    load_s = 256 * model.layout.block_bytes / bus
+    last_s = model.prefill.work_s(work_of(32767, 32768))
+    followed_s = bench_virtual_gpu.PLAN_S + load_s + last_s / model.layers
+    took_s = bench_virtual_gpu.hicache_s(model, bus, 32768)
+    assert followed_s < took_s < followed_s + 0.001
 
 
 def test_bench_serving_command_calls_the_sglang_benchmark() -> None:
