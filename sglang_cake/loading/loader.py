@@ -683,8 +683,8 @@ class Loader:
         self._arrived(queue, block, staged)
         now_s = self._last_fetched_s = time.monotonic()
         # The copies to the device are all that such blocks wait for, one after another.
-        took_s = max(now_s - started_s, self.cost.copy_s)
-        self._fits.fetched(tier, took_s, now_s, first=False)
+        if copy_s := self.cost.copy_s:  # 0: none was measured yet
+            self._fits.fetched(tier, max(now_s - started_s, copy_s), now_s, first=False)
         return True
 
     def _count_costs(self, now_s: float) -> None:

@@ -520,6 +520,20 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     assert harness.wasted() == {}, "nothing crossed a link"
 
 
+def test_loader_lent_blocks_say_nothing_of_the_cost_before_a_copy_is_measured(
+    harness: LoaderHarness,
+) -> None:
+    tokens = tokens_of(0, 12)
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, harness.fill(tokens)))
+    harness.begin("a", tokens)
+    assert harness.landed() == [("a", 11), ("a", 10)]
+    assert harness.loader.cost.block_s == 1.0, "as it was believed before"
+    harness.loader.copied(0.25)
+    harness.release()
+    assert len(harness.landed()) == 2
+    assert harness.loader.cost.block_s == 0.25
+
+
 @pytest.mark.parametrize("copy_s", [0.0, 0.1, 0.002])
 def test_loader_lends_a_prompt_as_many_blocks_as_are_copied_soon(
     harness: LoaderHarness, copy_s: float
