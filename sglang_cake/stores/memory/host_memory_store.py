@@ -72,7 +72,11 @@ class HostMemoryStore:
 
     def lend(self, key: BlockKey) -> LentBlock | None:
         """As in `Lending`. Raises: StoreUnavailable once it is closed."""
-        return self._opened().lend(self._frame.digest, key, counts=self._reads_count)
+        # A payload that is smaller than its block is still to be decoded.
+        least_bytes = self._frame.layout.block_bytes
+        return self._opened().lend(
+            self._frame.digest, key, counts=self._reads_count, least_bytes=least_bytes
+        )
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`. Cancellation: returns once the thread does not use `data` any more."""
