@@ -188,7 +188,14 @@ class HybridTree:
         self.tree.ends = self.ends
         self.tree.coordinator = Blocks(block)
         self.live: list[Any] = []
+        self.waiting: list[Any] = []  # those that may hold a state, by a match
+        self.arrived = 0
         self.store = Store()
+
+    @property
+    def full_allocator(self) -> Any:
+        """Of the slots of full attention."""
+        return getattr(self.allocator, "full_attn_allocator", self.allocator)
 
     # ---- the model ----
 
@@ -253,8 +260,9 @@ class HybridTree:
     # ---- the life of a request, as SGLang's scheduler has it ----
 
     def arrive(self, tokens: Sequence[int]) -> Any:
+        self.arrived += 1
         req = Req(
-            rid=f"r{len(self.live)}",
+            rid=f"r{self.arrived}",
             origin_input_text="",
             origin_input_ids=array("q", tokens),
             sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
@@ -416,7 +424,7 @@ class HybridTree:
         """
         tokens = tuple(req.full_untruncated_fill_ids)
         first = req.prefix_len // self.block * self.block
-        allocator = getattr(self.allocator, "full_attn_allocator", self.allocator)
+        allocator = self.full_allocator
         lock = self.tree.lock(req.last_node)
         try:
             short = stop - first - allocator.available_size()
@@ -470,7 +478,8 @@ class HybridTree:
         """Each slot of each pool is free, in the tree, or of one live request."""
         tree, page = self.tree, self.allocator.page_size
         tree.sanity_check()
-        held_full = held_swa = held_states = 0
+        held_full = held_swa = 0
+        held_states = sum(req.kv.holds_mamba for req in self.waiting) if self.cfg.has_mamba else 0
         for req in self.live:
             kv = req.kv
             allocated = -(-kv.kv_allocated_len // page) * page
@@ -481,7 +490,7 @@ class HybridTree:
                 held_states += 1
                 if self.cfg.enable_mamba_extra_buffer:
                     held_states += kv.mamba_ping_pong_empty.count(False)
-        full = getattr(self.allocator, "full_attn_allocator", self.allocator)
+        full = self.full_allocator
         own = tree.full_evictable_size() + tree.full_protected_size()
         assert full.available_size() + own + held_full == full.size
         if self.cfg.has_swa:
