@@ -140,7 +140,7 @@ def deepseek_v4(slots: int) -> DeepSeekV4TokenToKVPool:
             swa_size=slots,
             c4_size=slots // 4,
             c128_size=slots // 128,
-            c4_state_pool_size=32,
+            c4_state_pool_size=slots // 256 * 8,
             c128_state_pool_size=32,
             page_size=256,
             swa_page_size=256,

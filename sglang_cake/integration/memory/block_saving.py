@@ -180,15 +180,18 @@ class BlockSaving:
             unsaved.find_end = None
 
     def _save_end(self, record: PromptRecord, unsaved: _Unsaved) -> None:
-        """Save the end state, if there are buffers for all of it, and the tree still has it."""
+        """Save the end state, if it is this rank's turn, there are buffers for all of it, and the
+        tree still has it. The other ranks ask their trees as well, since that makes the end the
+        one that was used last."""
         assert self._ends is not None
         assert unsaved.find_end is not None
-        buffers = self._writer.take_all(self._ends.count)
+        is_own = self._shard.stores(unsaved.end // self._block_tokens - 1)
+        buffers = self._writer.take_all(self._ends.count if is_own else 0)
         if buffers is None:
             return
         slots = unsaved.find_end(unsaved.end)
         unsaved.find_end = None
-        if slots is None:
+        if slots is None or not is_own:
             self._writer.put_back(buffers)
             return
         slots = self._ends.prepare(slots)
