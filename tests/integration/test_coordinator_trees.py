@@ -24,7 +24,7 @@ KINDS: dict[str, Callable[[], HybridTree]] = {
     "window-state": partial(tree_of, "window-state"),
     "window-state-extra-buffer": partial(tree_of, "window-state-extra-buffer"),
     "window-unequal": partial(tree_of, "window-unequal"),
-    "deepseek v4": CompressedTree,
+    "deepseek v4": partial(CompressedTree, pages=12),
     "dsa": partial(SparseTree, SPARSE["dsa"]),
     "minimax": partial(SparseTree, SPARSE["minimax"]),
 }
