@@ -28,6 +28,7 @@ class ModelTraits:
     is_hybrid_ssm: bool = False
     is_encoder_decoder: bool = False
     is_generation: bool = True
+    pools_last_token: bool = False  # its vector is that of the last token, behind causal attention
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
@@ -58,6 +59,7 @@ class ModelTraits:
             is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
             is_encoder_decoder=bool(model.is_encoder_decoder),
             is_generation=bool(model.is_generation),
+            pools_last_token=not model.is_generation and has_reviewed_vectors(config.architectures),
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(model.hf_config)),
@@ -128,6 +130,13 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
         "as text models; keys cover the media",
         f"{SERVER} (Qwen3-VL, images)",
+    ),
+    Family(
+        "pools_last_token",
+        "embeddings (`--is-embedding`)",
+        "Qwen3-Embedding, gte-Qwen2, e5-mistral",
+        "K and V of all layers",
+        f"{SERVER} (Llama)",
     ),
     Family(
         "is_encoder_decoder",
@@ -228,6 +237,25 @@ MEDIA_ARCHITECTURES = frozenset(
     }
 )
 
+# Embedding models that were reviewed: attention is causal, so that KV depends on no later token,
+# and the vector is that of the last token, which is always computed. (Those that pool all tokens,
+# or the first one, need the whole prompt in one step.)
+EMBEDDING_ARCHITECTURES = frozenset(
+    {
+        "LlamaEmbeddingModel",
+        "LlamaForCausalLM",
+        "MistralModel",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+
+
+def has_reviewed_vectors(architectures: "Sequence[str] | None") -> bool:
+    """Whether all of a model's architectures are in `EMBEDDING_ARCHITECTURES`."""
+    return bool(architectures) and EMBEDDING_ARCHITECTURES.issuperset(architectures or ())
+
+
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
@@ -235,7 +263,8 @@ RULES: tuple[_Rule, ...] = (
     (
         "chunked_prefill_size",
         lambda size: size is not None and size <= 0,
-        "needs chunked prefill: give --chunked-prefill-size a positive value",
+        "needs chunked prefill, whose steps may end where loaded blocks begin: give "
+        "--chunked-prefill-size a positive value",
     ),
     (
         "disaggregation_decode_enable_offload_kvcache",
@@ -294,7 +323,6 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "does not support streaming sessions: remove --enable-streaming-session",
     ),
-    ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
 )
 
 # Attention backends of a group's members: those that pass the layer gate before they read KV.
@@ -606,8 +634,11 @@ def _unsupported_model(model: ModelTraits) -> str | None:
             "cake does not support longrope beyond the original context, where a prompt's KV "
             f"depends on its batch: set --context-length {model.longrope_tokens}"
         )
-    if not model.is_generation:
-        return "cake does not support models that generate no text (embedding, reward, pooling)"
+    if not (model.is_generation or model.pools_last_token):
+        return (
+            "cake does not support models that generate no text, except for embeddings of "
+            f"{', '.join(sorted(EMBEDDING_ARCHITECTURES))}"
+        )
     return None
 
 

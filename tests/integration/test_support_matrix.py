@@ -52,7 +52,6 @@ def _args(**changes: Any) -> SimpleNamespace:
         "enable_kv_cache_sharding": False,
         "prefill_only_disable_kv_cache": False,
         "enable_streaming_session": False,
-        "is_embedding": False,
         "page_size": None,
     }
     assert set(changes) <= set(fields)
@@ -140,7 +139,6 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("enable_kv_cache_sharding", True),
         ("prefill_only_disable_kv_cache", True),
         ("enable_streaming_session", True),
-        ("is_embedding", True),
     ],
 )
 def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
@@ -179,6 +177,11 @@ def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelT
     assert reason is not None
     assert reason.startswith("cake does not support ")
     assert "--disable-radix-cache" not in reason
+
+
+def test_support_matrix_embedding_model_of_the_last_token_is_served() -> None:
+    traits = replace(PLAIN, is_generation=False, pools_last_token=True)
+    assert unsupported(_args(), traits, 128) is None
 
 
 def _context(**changes: Any) -> Any:
