@@ -386,8 +386,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     reason = _unfit_device(args, model)
     if args.disaggregation_mode != "null":
         reason = "does not support prefill/decode disaggregation: remove --disaggregation-mode"
-    if model is not None and model.is_multimodal:
-        reason = "does not support multimodal models: serve another model"
+    if model is not None and (model.is_multimodal or not model.is_generation):
+        reason = "does not support multimodal and embedding models: serve another model"
     if model is not None and model.has_end_states:
         reason = "does not support models with pools for sliding windows or recurrent states"
     if args.speculative_algorithm is not None:
@@ -611,7 +611,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
     - No decode server waits for the KV: SGLang would send the prefix before the step has it.
-    - No tokens are proposed: no test has run both.
+    - No tokens are proposed, and the model generates text: no test has run anything else.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -622,7 +622,8 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     args = resolving_view(ctx.server_args)
     if args.disaggregation_mode != "null" or args.speculative_algorithm is not None:
         return False
-    return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
+    traits = ModelTraits.of(ctx.model_config)
+    return args.device == "cpu" and traits.is_generation and _unfit_device(args, traits) is None
 
 
 def _unsupported_model(model: ModelTraits) -> str | None:
@@ -636,8 +637,8 @@ def _unsupported_model(model: ModelTraits) -> str | None:
         )
     if not (model.is_generation or model.pools_last_token):
         return (
-            "cake does not support models that generate no text, except for embeddings of "
-            f"{', '.join(sorted(EMBEDDING_ARCHITECTURES))}"
+            "cake does not support models that generate no text, except for embeddings by some "
+            "decoders (docs/troubleshooting.md)"
         )
     return None
 

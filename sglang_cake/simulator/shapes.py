@@ -406,7 +406,8 @@ def _refused(whole: Config, config: Config) -> str | None:
     elif config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
         kind = "models with n-gram embeddings (a table of earlier tokens beside KV)"
     elif names and not any(_generates(name) or name in EMBEDDINGS for name in names):
-        kind = "models that generate no text, except for some embeddings"
+        kind = "models that generate no text, except for embeddings by some decoders "
+        kind += "(docs/troubleshooting.md)"
     else:
         return None
     return f"cake does not support {kind}"

@@ -379,13 +379,20 @@ def test_support_matrix_head_groups_that_ranks_divide_are_supported() -> None:
     assert unsupported_head_groups(TWO_RANKS, latent, CakeConfig(head_groups=3)) is None
 
 
-def test_support_matrix_runahead_member_of_a_multimodal_model_is_refused() -> None:
+@pytest.mark.parametrize(
+    "traits",
+    [
+        replace(PLAIN, is_multimodal=True),
+        replace(PLAIN, is_generation=False, pools_last_token=True),
+    ],
+)
+def test_support_matrix_runahead_member_of_a_multimodal_or_embedding_model_is_refused(
+    traits: ModelTraits,
+) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
-    reason = unsupported_group(
-        SimpleNamespace(**MEMBER), replace(PLAIN, is_multimodal=True), member
-    )
+    reason = unsupported_group(SimpleNamespace(**MEMBER), traits, member)
     assert reason is not None
-    assert "does not support multimodal models" in reason
+    assert "does not support multimodal and embedding models" in reason
     assert "\n" not in reason
 
 
