@@ -31,6 +31,7 @@ class ModelTraits:
     is_windows_only: bool = False  # sliding windows in all layers, in a pool of their own
     is_prompt_aware: bool = False  # a token of an answer sees the prompt and a window of the answer
     is_generation: bool = True
+    pools_last_token: bool = False  # its vector is that of the last token, behind causal attention
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
@@ -68,6 +69,7 @@ class ModelTraits:
             is_windows_only=getattr(model, "full_attention_layer_ids", None) == [],
             is_prompt_aware=PROMPT_AWARE in (config.architectures or ()),
             is_generation=bool(model.is_generation),
+            pools_last_token=not model.is_generation and has_reviewed_vectors(config.architectures),
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(config)),
@@ -211,6 +213,19 @@ FAMILIES: tuple[Family, ...] = (
                 "Qwen3-VL with images",
                 "e2e/test_multimodal.py"
                 "::test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer",
+            ),
+        ),
+    ),
+    Family(
+        "pools_last_token",
+        "Qwen3-Embedding, gte-Qwen2, e5-mistral",
+        "embeddings (`--is-embedding`)",
+        stored="K and V of all layers",
+        proofs=(
+            Proof(
+                "Llama",
+                "e2e/test_embeddings.py"
+                "::test_embedding_server_vectors_are_equal_before_and_after_a_load",
             ),
         ),
     ),
@@ -381,6 +396,25 @@ MEDIA_ARCHITECTURES = frozenset(
     }
 )
 
+# Embedding models that were reviewed: attention is causal, so that KV depends on no later token,
+# and the vector is that of the last token, which is always computed. (Those that pool all tokens,
+# or the first one, need the whole prompt in one step.)
+EMBEDDING_ARCHITECTURES = frozenset(
+    {
+        "LlamaEmbeddingModel",
+        "LlamaForCausalLM",
+        "MistralModel",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+
+
+def has_reviewed_vectors(architectures: "Sequence[str] | None") -> bool:
+    """Whether all of a model's architectures are in `EMBEDDING_ARCHITECTURES`."""
+    return bool(architectures) and EMBEDDING_ARCHITECTURES.issuperset(architectures or ())
+
+
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
@@ -388,7 +422,8 @@ RULES: tuple[_Rule, ...] = (
     (
         "chunked_prefill_size",
         lambda size: size is not None and size <= 0,
-        "needs chunked prefill: give --chunked-prefill-size a positive value",
+        "needs chunked prefill, whose steps may end where loaded blocks begin: give "
+        "--chunked-prefill-size a positive value",
     ),
     (
         "disaggregation_decode_enable_offload_kvcache",
@@ -466,7 +501,6 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "does not support streaming sessions: remove --enable-streaming-session",
     ),
-    ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
 )
 
 # What cake needs and SGLang turns off for some models while it resolves their settings: the rule's
@@ -545,8 +579,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     reason = _unfit_device(args, model)
     if args.disaggregation_mode != "null":
         reason = "does not support prefill/decode disaggregation: remove --disaggregation-mode"
-    if model is not None and model.is_multimodal:
-        reason = "does not support multimodal models: serve another model"
+    if model is not None and (model.is_multimodal or not model.is_generation):
+        reason = "does not support multimodal and embedding models: serve another model"
     if model is not None and model.has_end_states:
         reason = "does not support models with pools for sliding windows or recurrent states"
     if args.speculative_algorithm is not None:
@@ -782,7 +816,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
     - No decode server waits for the KV: SGLang would send the prefix before the step has it.
-    - No tokens are proposed: no test has run both.
+    - No tokens are proposed, and the model generates text: no test has run anything else.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -793,7 +827,8 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     args = resolving_view(ctx.server_args)
     if args.disaggregation_mode != "null" or args.speculative_algorithm is not None:
         return False
-    return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
+    traits = ModelTraits.of(ctx.model_config)
+    return args.device == "cpu" and traits.is_generation and _unfit_device(args, traits) is None
 
 
 def _unsupported_model(model: ModelTraits) -> str | None:
@@ -805,8 +840,11 @@ def _unsupported_model(model: ModelTraits) -> str | None:
             "cake does not support longrope beyond the original context, where a prompt's KV "
             f"depends on its batch: set --context-length {model.longrope_tokens}"
         )
-    if not model.is_generation:
-        return "cake does not support models that generate no text (embedding, reward, pooling)"
+    if not (model.is_generation or model.pools_last_token):
+        return (
+            "cake does not support models that generate no text, except for embeddings by some "
+            "decoders (docs/troubleshooting.md)"
+        )
     return None
 
 

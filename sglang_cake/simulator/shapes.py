@@ -26,6 +26,8 @@ _CONTEXT_FIELDS = (
 )
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+# Of those that generate no text, the ones that a server supports.
+EMBEDDINGS = frozenset({"LlamaEmbeddingModel", "MistralModel"})
 # The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
 WINDOW_POOLS = frozenset(
     {
@@ -403,8 +405,9 @@ def _refused(whole: Config, config: Config) -> str | None:
         kind = "encoder-decoder models (cross-attention KV)"
     elif config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
         kind = "models with n-gram embeddings (a table of earlier tokens beside KV)"
-    elif names and not any(_generates(name) for name in names):
-        kind = "models that generate no text (embedding, reward, pooling)"
+    elif names and not any(_generates(name) or name in EMBEDDINGS for name in names):
+        kind = "models that generate no text, except for embeddings by some decoders "
+        kind += "(docs/troubleshooting.md)"
     else:
         return None
     return f"cake does not support {kind}"

@@ -20,7 +20,9 @@ from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.config import CakeConfig
+from sglang_cake.integration import compat
 from sglang_cake.integration.support_matrix import (
+    EMBEDDING_ARCHITECTURES,
     FAMILIES,
     MEDIA_ARCHITECTURES,
     PROMPT_AWARE,
@@ -28,6 +30,7 @@ from sglang_cake.integration.support_matrix import (
     ModelTraits,
     unsupported,
 )
+from sglang_cake.simulator.shapes import EMBEDDINGS
 
 ROOT = Path(__file__).parents[2]
 MODELS = sorted(Path(sglang.srt.models.__path__[0]).glob("*.py"))
@@ -89,12 +92,22 @@ DSA = {
 
 def architectures() -> list[str]:
     """The classes that SGLang's model files register."""
+    return sorted(sources())
+
+
+def registered(text: str) -> list[str]:
+    """The classes that a model file registers."""
     found: list[str] = []
-    for path in MODELS:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass":
-                found += re.findall(r"\w+", ast.unparse(node.value))
-    return sorted(set(found))
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass":
+            found += re.findall(r"\w+", ast.unparse(node.value))
+    return found
+
+
+def sources() -> dict[str, str]:
+    """The model file of each class."""
+    files = sorted(Path(sglang.srt.models.__path__[0]).glob("*.py"))
+    return {name: text for text in map(Path.read_text, files) for name in registered(text)}
 
 
 def generative() -> list[str]:
@@ -152,6 +165,12 @@ def kinds_of(traits: ModelTraits) -> tuple[str, ...]:
     return tuple(name for name in found if name != "is_generation")
 
 
+counted_in_0_5_23 = pytest.mark.skipif(
+    compat.INSTALLED == "0.5.22", reason="SGLang 0.5.23 has more architectures"
+)
+
+
+@counted_in_0_5_23
 def test_architectures_by_kind_are_those_that_were_reviewed() -> None:
     kinds = Counter(kinds_of(traits_of(name)) for name in generative())
     assert kinds == {
@@ -174,6 +193,7 @@ def test_architectures_by_kind_are_those_that_were_reviewed() -> None:
     assert kinds.total() == 197
 
 
+@counted_in_0_5_23
 @pytest.mark.parametrize("machine", MACHINES)
 def test_architectures_that_are_served_are_counted_and_others_have_a_reason(machine: str) -> None:
     device, facts = MACHINES[machine]
@@ -228,3 +248,11 @@ def test_architectures_whose_answers_see_all_of_the_prompt_are_known() -> None:
 def test_architectures_with_reviewed_media_are_multimodal_ones_of_sglang() -> None:
     assert set(generative()) >= MEDIA_ARCHITECTURES
     assert set(model_config.multimodal_model_archs) >= MEDIA_ARCHITECTURES
+
+
+def test_architectures_with_reviewed_vectors_pool_the_last_token() -> None:
+    for name in EMBEDDING_ARCHITECTURES:
+        pooled = re.findall(r"PoolingType\.(\w+)", sources()[name])
+        assert set(pooled) == {"LAST"}, name
+    judged = {name for name in EMBEDDING_ARCHITECTURES if NO_GENERATION.search(name)}
+    assert judged == EMBEDDINGS  # `sglang-cake plan` does not refuse them

@@ -190,7 +190,6 @@ def test_flags_bad_command_line_exits_with_2_and_one_line(
         ("--enable-streaming-session",): "does not support streaming sessions",
         ("--chunked-prefill-size", "-1"): "needs chunked prefill",
         ("--page-size", "96", "--cake-block-tokens", "128"): "set --cake-block-tokens 96",
-        ("--is-embedding",): "does not support embedding models",
     }
     base = ["--model-path", llama, "--enable-cake"]
     results = probe(*({"argv": [*base, *flags]} for flags in bad))

@@ -65,7 +65,6 @@ def _args(**changes: Any) -> SimpleNamespace:
         "enable_kv_cache_sharding": False,
         "prefill_only_disable_kv_cache": False,
         "enable_streaming_session": False,
-        "is_embedding": False,
         "page_size": None,
     }
     assert set(changes) <= set(fields)
@@ -189,7 +188,6 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("enable_kv_cache_sharding", True),
         ("prefill_only_disable_kv_cache", True),
         ("enable_streaming_session", True),
-        ("is_embedding", True),
     ],
 )
 def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
@@ -246,6 +244,11 @@ def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelT
     assert reason is not None
     assert reason.startswith("cake does not support ")
     assert "--disable-radix-cache" not in reason
+
+
+def test_support_matrix_embedding_model_of_the_last_token_is_served() -> None:
+    traits = replace(PLAIN, is_generation=False, pools_last_token=True)
+    assert unsupported(_args(), traits, 128) is None
 
 
 def _context(**changes: Any) -> Any:
@@ -471,13 +474,20 @@ def test_support_matrix_head_groups_that_ranks_divide_are_supported() -> None:
     assert unsupported_head_groups(TWO_RANKS, latent, CakeConfig(head_groups=3)) is None
 
 
-def test_support_matrix_runahead_member_of_a_multimodal_model_is_refused() -> None:
+@pytest.mark.parametrize(
+    "traits",
+    [
+        replace(PLAIN, is_multimodal=True),
+        replace(PLAIN, is_generation=False, pools_last_token=True),
+    ],
+)
+def test_support_matrix_runahead_member_of_a_multimodal_or_embedding_model_is_refused(
+    traits: ModelTraits,
+) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
-    reason = unsupported_group(
-        SimpleNamespace(**MEMBER), replace(PLAIN, is_multimodal=True), member
-    )
+    reason = unsupported_group(SimpleNamespace(**MEMBER), traits, member)
     assert reason is not None
-    assert "does not support multimodal models" in reason
+    assert "does not support multimodal and embedding models" in reason
     assert "\n" not in reason
 
 

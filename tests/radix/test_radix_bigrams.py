@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
 from hybrid_trees import BLOCK, HybridTree, config_of, digests_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
