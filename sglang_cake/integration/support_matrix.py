@@ -31,7 +31,8 @@ class ModelTraits:
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
-    is_ngram: bool = False  # keeps a table of earlier tokens per request
+    is_ngram: bool = False  # embeds the tokens before a token with it
+    is_ngram_table: bool = False  # and finds them in a table that only some steps fill
     is_mla: bool = False
     # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
     longrope_tokens: int | None = None
@@ -62,6 +63,7 @@ class ModelTraits:
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(model.hf_config)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
+            is_ngram_table=bool(model.use_ngram_embedding),
             is_mla=model.attention_arch == AttentionArch.MLA,
             longrope_tokens=longrope_tokens(model),
         )
@@ -167,7 +169,8 @@ FAMILIES: tuple[Family, ...] = (
         "is_ngram",
         "n-gram embeddings",
         "LongCat-Flash-Lite",
-        refused="models with n-gram embeddings (a table of earlier tokens beside KV)",
+        "as above: SGLang reads the tokens before a step from the request",
+        COMPONENTS,
     ),
 )
 
@@ -326,7 +329,28 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field)):
             return f"cake {reason}"
-    return _unsupported_speculation(args, model) or _page_mismatch(args.page_size, block_tokens)
+    return (
+        _unsupported_ngrams(args, model)
+        or _unsupported_speculation(args, model)
+        or _page_mismatch(args.page_size, block_tokens)
+    )
+
+
+def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
+    """SGLang fills its table of earlier tokens before steps that only prefill, and when it samples
+    (NgramEmbeddingManager). After all other steps KV is that of other tokens."""
+    if model is None or not model.is_ngram_table:
+        return None
+    remedy = None
+    if args.disaggregation_mode == "decode":
+        remedy = "remove --enable-cake on decode servers; prefill servers may have it"
+    elif args.enable_mixed_chunk:
+        remedy = "remove --enable-mixed-chunk"
+    elif args.speculative_algorithm is not None:
+        remedy = "remove --speculative-algorithm"
+    if remedy is None:
+        return None
+    return f"cake cannot store n-gram embeddings that SGLang takes from a stale table: {remedy}"
 
 
 def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None:
@@ -378,8 +402,8 @@ def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
     backend = _GROUP_BACKENDS.get(args.device)
     if backend is None:
         return "runs with --device cpu or cuda: set one of them"
-    if model is not None and model.is_sparse:
-        return "does not support sparse attention with an index: use another model"
+    if model is not None and (model.is_sparse or model.is_ngram):
+        return "does not support models with an index or of n-grams: use another model"
     if (args.prefill_attention_backend or args.attention_backend) != backend:
         return f"needs --attention-backend {backend} with --device {args.device}: set it"
     if args.device == "cpu":

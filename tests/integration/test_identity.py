@@ -65,10 +65,17 @@ def _digest(**changed: Any) -> bytes:
         "head_groups": None,
         "end_states": None,
         "drafts": [],
+        "ngram_tokens": None,
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
-    runner = SimpleNamespace(model=facts["served"](), device="cpu")
+    tokens = facts["ngram_tokens"]
+    hasher = None if tokens is None else SimpleNamespace(token_map=torch.tensor(tokens))
+    runner = SimpleNamespace(
+        model=facts["served"](),
+        device="cpu",
+        ngram_embedding_manager=SimpleNamespace(engram_hasher=hasher),
+    )
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path=facts["path"], **facts["args"]),
         model_config=SimpleNamespace(
@@ -123,6 +130,12 @@ def test_identity_changed_fact_changes_the_namespace(
 ) -> None:
     assert _digest() == _digest()
     assert _digest(**changed) != _digest()
+
+
+def test_identity_other_tokenizer_of_an_engram_model_changes_the_namespace() -> None:
+    digests = {_digest(ngram_tokens=tokens) for tokens in (None, [0, 1, 1], [0, 1, 2])}
+    assert len(digests) == 3
+    assert _digest(ngram_tokens=[0, 1, 2]) in digests
 
 
 def test_identity_head_groups_any_rank_of_any_number_has_the_same_keys() -> None:

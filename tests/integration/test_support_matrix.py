@@ -42,6 +42,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
+        "enable_mixed_chunk": False,
         "enable_multi_layer_eagle": False,
         "enable_hisparse": False,
         "dllm_algorithm": None,
@@ -82,6 +83,30 @@ def test_support_matrix_draft_model_on_disaggregated_servers_is_served(mode: str
     for algorithm in ("NGRAM", "EAGLE"):
         args.speculative_algorithm = algorithm
         assert unsupported(args, PLAIN, 128) is None
+
+
+NGRAM_TABLE = replace(PLAIN, is_ngram=True, is_ngram_table=True)
+DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"enable_mixed_chunk": True}, "remove --enable-mixed-chunk"),
+        ({"speculative_algorithm": "NGRAM"}, "remove --speculative-algorithm"),
+        (DECODE, "prefill servers may have it"),
+    ],
+)
+def test_support_matrix_ngram_table_is_refused_where_sglang_does_not_fill_it(
+    changes: dict[str, Any], advice: str
+) -> None:
+    reason = unsupported(_args(**changes), NGRAM_TABLE, 128)
+    assert reason is not None
+    assert advice in reason
+    assert "\n" not in reason
+    assert unsupported(_args(**changes), replace(PLAIN, is_ngram=True), 128) is None  # hashes
+    assert unsupported(_args(), NGRAM_TABLE, 128) is None
+    assert unsupported(_args(disaggregation_mode="prefill"), NGRAM_TABLE, 128) is None
 
 
 def _rope(context_tokens: int, **config: Any) -> int | None:
@@ -171,7 +196,6 @@ def test_support_matrix_block_of_partial_pages_is_refused_with_advice(
     [
         replace(PLAIN, is_encoder_decoder=True),
         replace(PLAIN, is_generation=False),
-        replace(PLAIN, is_ngram=True),
     ],
 )
 def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelTraits) -> None:
@@ -412,9 +436,10 @@ def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_grou
         assert (reason is not None) == (codec in LOSSY)
         assert reason is None or ("an index" in reason and "\n" not in reason)
     group = CakeConfig(runahead_peers="a:1,b:1")
-    reason = unsupported_group(SimpleNamespace(**MEMBER), sparse, group)
-    assert reason is not None
-    assert "index" in reason
+    for model in (sparse, NGRAM_TABLE):
+        reason = unsupported_group(SimpleNamespace(**MEMBER), model, group)
+        assert reason is not None
+        assert "an index or of n-grams" in reason
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)

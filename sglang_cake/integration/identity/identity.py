@@ -102,6 +102,9 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
+    hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
+    if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
+        fields["ngram_tokens"] = hashlib.sha256(hasher.token_map.cpu().numpy()).hexdigest()
     if drafts:
         models = [each.runner.model_config for each in drafts]
         fields["draft_algorithm"] = values.speculative_algorithm
