@@ -197,19 +197,22 @@ class Speculation:
 
 SPECULATION: tuple[Speculation, ...] = (
     Speculation("NGRAM", "", SERVER),
-    Speculation("STANDALONE", "K and V of the draft model", SERVER),
+    Speculation("STANDALONE", "K and V of the draft model", f"{SERVER} (Mellum)"),
     Speculation("EAGLE", "K and V of the draft layers", f"{SERVER} (Llama)"),
-    Speculation("EAGLE3", "K and V of the draft layers", COMPONENTS),
-    Speculation("NEXTN", "K and V, or the latent row, of the MTP layer", f"{SERVER} (MiMo)"),
+    Speculation("EAGLE3", "K and V of the draft layers", f"{SERVER} (Llama)"),
+    Speculation("NEXTN", "K and V, or the latent row, of the MTP layers", f"{SERVER} (MiMo)"),
+    Speculation("FROZEN_KV_MTP", "", COMPONENTS),  # SGLang's, for NEXTN with Gemma 4
     Speculation("DFLASH", "K and V of the draft model", COMPONENTS),
+    Speculation("DSPARK", "K and V of the draft model", COMPONENTS),
 )
 _ALGORITHMS = {each.name: each for each in SPECULATION}
 
 
 def has_draft_kv(args: Any) -> bool:
-    """Whether these settings make a draft model with KV of its own."""
-    name = args.speculative_algorithm
-    return name is not None and _ALGORITHMS[name.upper()].has_draft_kv
+    """Whether these settings make a draft model with KV of its own. False for an algorithm that is
+    not served."""
+    found = _ALGORITHMS.get((args.speculative_algorithm or "").upper())
+    return found is not None and found.has_draft_kv
 
 
 # Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
@@ -258,14 +261,15 @@ RULES: tuple[_Rule, ...] = (
     ("use_ray", bool, "does not support Ray: remove --use-ray"),
     (
         "speculative_algorithm",
+        lambda name: name is not None and name.upper() == "UNO",
+        "does not support UNO, which computes drafts with an adapter into the model's own KV: "
+        "remove --speculative-algorithm",
+    ),
+    (
+        "speculative_algorithm",
         lambda name: name is not None and name.upper() not in _ALGORITHMS,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
         f"of {', '.join(_ALGORITHMS)}",
-    ),
-    (
-        "enable_multi_layer_eagle",
-        bool,
-        "does not support draft layers with inputs of their own: remove --enable-multi-layer-eagle",
     ),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
@@ -322,9 +326,10 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
                 "--disaggregation-decode-enable-radix-cache, or remove --enable-cake"
             )
         if model is not None and model.has_end_states:
+            kind = "recurrent states" if model.is_hybrid_ssm else "sliding windows"
             return (
-                "cake does not support sliding windows and recurrent states on a decode server: "
-                "remove --enable-cake; prefill servers may have it"
+                f"cake does not support {kind} on a decode server: remove --enable-cake; prefill "
+                "servers may have it"
             )
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field)):
@@ -360,11 +365,6 @@ def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None
         return (
             "cake does not support speculative decoding with recurrent states: remove "
             "--speculative-algorithm"
-        )
-    if model.is_hybrid_swa and has_draft_kv(args):
-        return (
-            "cake does not support draft models with sliding windows in a pool of their own: set "
-            "--speculative-algorithm NGRAM, or --disable-hybrid-swa-memory"
         )
     return None
 

@@ -152,6 +152,9 @@ class HybridTree:
         self.tree.coordinator = Blocks(block)
         self.live: list[Any] = []
         self.store = Store()
+        # Tokens behind an end that the tree must have too, with bigrams.
+        self.behind = cfg.page_size if cfg.is_eagle else 0
+        self.tree.coordinator.next_tokens = int(cfg.is_eagle)
 
     # ---- the model ----
 
@@ -325,6 +328,8 @@ class HybridTree:
             self.live.remove(req)
             return
         req.finished_reason = FINISH_LENGTH(length=0)
+        if self.behind and req.prefix_len == req.kv.cache_protected_len:
+            checkpoint = False  # SGLang has none of these either, and asserts it with bigrams
         release_kv_cache(req, self.tree, checkpoint=checkpoint)
         self.live.remove(req)
 
@@ -355,7 +360,7 @@ class HybridTree:
     def stored_end(self, tokens: Sequence[int], front: int) -> int | None:
         """The last stored end of a prompt that is right of the front."""
         block = self.block
-        last = (len(tokens) - 1) // block * block
+        last = (len(tokens) - 1 - bool(self.behind)) // block * block
         ends = [
             end for end in range(block, last + 1, block) if tuple(tokens[:end]) in self.store.ends
         ]
@@ -432,6 +437,7 @@ class Blocks:
 
     block_tokens: int
     placed_tokens: int = 0
+    next_tokens: int = 0
     tree_evicts: bool = False
 
     def record(self, rid: str) -> None:

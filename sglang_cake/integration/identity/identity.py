@@ -233,7 +233,7 @@ class LoadedFiles:
     Attributes:
         model_recorded: whether the load of the model was observed.
         weights: the weight files before the load; None if the load had to download them.
-        drafts: models that propose tokens, in the order in which they were loaded.
+        drafts: models that propose tokens with KV of their own, in the order of their loads.
         adapters: files by LoRA id; None if they are unknown.
         on_adapter: called with each LoRA id that is loaded.
     """
