@@ -35,7 +35,7 @@ class DraftPools:
                 continue
             states = (*getattr(pool, "compress_state_pools", ()),)
             mapping = getattr(target, "full_to_swa_index_mapping", None)
-            if getattr(pool, "swa_uses_full_indices", False):  # maybe not in 0.5.22
+            if pool.swa_uses_full_indices:
                 rows.append(window)
             elif mapping is pool.full_to_swa_index_mapping and not any(states):
                 windows.append(window)
