@@ -10,7 +10,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +82,8 @@ KINDS = {
     "window-unequal": config_of(SWA),
     "state": config_of(MAMBA),
     "state-extra-buffer": config_of(MAMBA, page=4, extra_buffer=True),
+    "window-bigrams": replace(config_of(SWA), is_eagle=True),
+    "window-bigrams-pages": replace(config_of(SWA, page=4), is_eagle=True),
     "window-state": config_of(SWA, MAMBA),
     "window-state-extra-buffer": config_of(SWA, MAMBA, page=4, extra_buffer=True),
 }
@@ -191,6 +193,9 @@ class HybridTree:
         self.waiting: list[Any] = []  # those that may hold a state, by a match
         self.arrived = 0
         self.store = Store()
+        # Tokens behind an end that the tree must have too, with bigrams.
+        self.behind = cfg.page_size if cfg.is_eagle else 0
+        self.tree.coordinator.next_tokens = int(cfg.is_eagle)
 
     @property
     def full_allocator(self) -> Any:
@@ -380,6 +385,8 @@ class HybridTree:
             self.live.remove(req)
             return
         req.finished_reason = FINISH_LENGTH(length=0)
+        if self.behind and req.prefix_len == req.kv.cache_protected_len:
+            checkpoint = False  # SGLang has none of these either, and asserts it with bigrams
         release_kv_cache(req, self.tree, checkpoint=checkpoint)
         self.live.remove(req)
 
@@ -412,7 +419,7 @@ class HybridTree:
     def stored_end(self, tokens: Sequence[int], front: int) -> int | None:
         """The last stored end of a prompt that is right of the front."""
         block = self.block
-        last = (len(tokens) - 1) // block * block
+        last = (len(tokens) - 1 - bool(self.behind)) // block * block
         stored = self.store.blocks if self.ends is None else self.store.ends
         ends = [end for end in range(block, last + 1, block) if tuple(tokens[:end]) in stored]
         return ends[-1] if ends and ends[-1] > front else None
@@ -603,6 +610,7 @@ class Blocks:
 
     block_tokens: int
     placed_tokens: int = 0
+    next_tokens: int = 0
     tree_evicts: bool = False
 
     def record(self, rid: str) -> None:

@@ -37,7 +37,8 @@ class ModelTraits:
     is_compressed: bool = False  # keeps KV of several tokens as one
     is_low_ratio: bool = False  # the same, also of one and of two tokens, shared by layers
     is_compressed_index: bool = False  # keeps index keys of several tokens as one
-    is_ngram: bool = False  # keeps a table of earlier tokens per request
+    is_ngram: bool = False  # embeds the tokens before a token with it
+    is_ngram_table: bool = False  # and finds them in a table that only some steps fill
     is_mla: bool = False
     # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
     longrope_tokens: int | None = None
@@ -76,6 +77,7 @@ class ModelTraits:
             is_low_ratio=bool(is_deepseek_v4(config)) and not _RATIOS.issuperset(ratios),
             is_compressed_index=bool(getattr(model.hf_text_config, "indexer_n_heads", None)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
+            is_ngram_table=bool(model.use_ngram_embedding),
             is_mla=model.attention_arch == AttentionArch.MLA,
             longrope_tokens=longrope_tokens(model),
         )
@@ -310,7 +312,15 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "is_ngram",
         "LongCat-Flash-Lite",
-        refused="models with n-gram embeddings (a table of earlier tokens beside KV)",
+        "n-gram embeddings",
+        stored="as above: SGLang reads the tokens before a step from the request",
+        proofs=(
+            Proof(
+                "LongCat-Flash-Lite's table",
+                "radix/test_radix_ngrams.py"
+                "::test_radix_ngrams_loaded_part_between_two_chunks_gives_the_ngrams_of_computing",
+            ),
+        ),
     ),
 )
 
@@ -345,25 +355,40 @@ SPECULATION: tuple[Speculation, ...] = (
     Speculation(
         "STANDALONE",
         stored="K and V of the draft model",
-        proofs=(Proof("Llama", f"{_SERVERS}::standalone-load"),),
+        proofs=(Proof("Mellum", f"{_SERVERS}::standalone-windows-load"),),
     ),
     Speculation(
         "EAGLE",
         stored="K and V of the draft layers",
-        proofs=(Proof("Llama", f"{_SERVERS}::eagle-load"),),
+        proofs=(Proof("Llama", f"{_SERVERS}::eagle-both"),),
     ),
     Speculation(
         "EAGLE3",
         stored="K and V of the draft layers",
-        proofs=(Proof("a draft layer", f"{_DRAFTS}::EAGLE3 of another dtype"),),
+        proofs=(Proof("Llama", f"{_SERVERS}::eagle3-load"),),
     ),
     Speculation(
         "NEXTN",
-        stored="K and V, or the latent row, of the MTP layer",
+        stored="K and V, or the latent row, of the MTP layers",
         proofs=(Proof("MiMo", f"{_SERVERS}::mtp-load"),),
+    ),
+    Speculation(  # SGLang's, for NEXTN with Gemma 4
+        "FROZEN_KV_MTP",
+        proofs=(
+            Proof(
+                "a draft model without KV",
+                "integration/test_identity.py"
+                "::test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded",
+            ),
+        ),
     ),
     Speculation(
         "DFLASH",
+        stored="K and V of the draft model",
+        proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
+    ),
+    Speculation(
+        "DSPARK",
         stored="K and V of the draft model",
         proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
     ),
@@ -372,9 +397,10 @@ _ALGORITHMS = {each.name: each for each in SPECULATION}
 
 
 def has_draft_kv(args: Any) -> bool:
-    """Whether these settings make a draft model with KV of its own."""
-    name = args.speculative_algorithm
-    return name is not None and _ALGORITHMS[name.upper()].has_draft_kv
+    """Whether these settings make a draft model with KV of its own. False for an algorithm that is
+    not served."""
+    found = _ALGORITHMS.get((args.speculative_algorithm or "").upper())
+    return found is not None and found.has_draft_kv
 
 
 # Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
@@ -443,14 +469,15 @@ RULES: tuple[_Rule, ...] = (
     ("use_ray", bool, "does not support Ray: remove --use-ray"),
     (
         "speculative_algorithm",
+        lambda name: name is not None and name.upper() == "UNO",
+        "does not support UNO, which computes drafts with an adapter into the model's own KV: "
+        "remove --speculative-algorithm",
+    ),
+    (
+        "speculative_algorithm",
         lambda name: name is not None and name.upper() not in _ALGORITHMS,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
         f"of {', '.join(_ALGORITHMS)}",
-    ),
-    (
-        "enable_multi_layer_eagle",
-        bool,
-        "does not support draft layers with inputs of their own: remove --enable-multi-layer-eagle",
     ),
     (
         "enable_decoder_swa_bounded_replay",
@@ -534,9 +561,10 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                 "--disaggregation-decode-enable-radix-cache, or remove --enable-cake"
             )
         if model is not None and model.has_end_states:
+            kind = "recurrent states" if model.is_hybrid_ssm else "sliding windows"
             return (
-                "cake does not support sliding windows and recurrent states on a decode server: "
-                "remove --enable-cake; prefill servers may have it"
+                f"cake does not support {kind} on a decode server: remove --enable-cake; prefill "
+                "servers may have it"
             )
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
@@ -547,7 +575,28 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                 needed, _ = TURNED_OFF[field]
                 return f"cake needs {needed}, which SGLang turns off {why}: remove --enable-cake"
             return f"cake {reason}"
-    return _unsupported_speculation(args, model) or _page_mismatch(args.page_size, block_tokens)
+    return (
+        _unsupported_ngrams(args, model)
+        or _unsupported_speculation(args, model)
+        or _page_mismatch(args.page_size, block_tokens)
+    )
+
+
+def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
+    """SGLang fills its table of earlier tokens before steps that only prefill, and when it samples
+    (NgramEmbeddingManager). After all other steps KV is that of other tokens."""
+    if model is None or not model.is_ngram_table:
+        return None
+    remedy = None
+    if args.disaggregation_mode == "decode":
+        remedy = "remove --enable-cake on decode servers; prefill servers may have it"
+    elif args.enable_mixed_chunk:
+        remedy = "remove --enable-mixed-chunk"
+    elif args.speculative_algorithm is not None:
+        remedy = "remove --speculative-algorithm"
+    if remedy is None:
+        return None
+    return f"cake cannot store n-gram embeddings that SGLang takes from a stale table: {remedy}"
 
 
 def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None:
@@ -557,11 +606,6 @@ def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None
         return (
             "cake does not support speculative decoding with recurrent states: remove "
             "--speculative-algorithm"
-        )
-    if model.is_hybrid_swa and has_draft_kv(args):
-        return (
-            "cake does not support draft models with sliding windows in a pool of their own: set "
-            "--speculative-algorithm NGRAM, or --disable-hybrid-swa-memory"
         )
     return None
 
@@ -599,8 +643,8 @@ def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
     backend = _GROUP_BACKENDS.get(args.device)
     if backend is None:
         return "runs with --device cpu or cuda: set one of them"
-    if model is not None and model.is_sparse:
-        return "does not support sparse attention with an index: use another model"
+    if model is not None and (model.is_sparse or model.is_ngram):
+        return "does not support models with an index or of n-grams: use another model"
     if (args.prefill_attention_backend or args.attention_backend) != backend:
         return f"needs --attention-backend {backend} with --device {args.device}: set it"
     if args.device == "cpu":

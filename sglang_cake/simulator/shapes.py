@@ -394,6 +394,10 @@ def _context_tokens(config: Config) -> int:
     return int(float(scaling.get("factor") or 1) * length) if scales else int(length)
 
 
+# LongCat-Flash-Lite has the second, or in earlier files the third.
+_NGRAM_FIELDS = ("use_ngram_embedding", "ngram_vocab_size_ratio", "oe_vocab_size_ratio")
+
+
 def _refused(whole: Config, config: Config) -> str | None:
     """Why the model is not planned for, as far as a `config.json` shows it."""
     names = [str(name) for name in whole.get("architectures") or ()]
@@ -401,10 +405,10 @@ def _refused(whole: Config, config: Config) -> str | None:
         return "the compressed KV of DeepSeek V4 is not modelled"
     if int(config.get("index_kpool") or 1) > 1:
         return "an index whose keys stand for several tokens is not modelled"
+    if any(config.get(name) for name in _NGRAM_FIELDS):
+        return "the weights of n-gram embeddings are not modelled"
     if whole.get("is_encoder_decoder"):
         kind = "encoder-decoder models (cross-attention KV)"
-    elif config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
-        kind = "models with n-gram embeddings (a table of earlier tokens beside KV)"
     elif names and not any(_generates(name) or name in EMBEDDINGS for name in names):
         kind = "models that generate no text, except for embeddings by some decoders "
         kind += "(docs/troubleshooting.md)"

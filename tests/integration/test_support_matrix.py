@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from kv_pools import deepseek_v4
 from sglang_cake.core.codec_names import CHOICES, LOSSY
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import support_matrix
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
     RULES,
@@ -50,12 +52,12 @@ def _args(**changes: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
-        "enable_multi_layer_eagle": False,
         "enable_decoder_swa_bounded_replay": None,
         "enable_encoder_swa_bounded_replay": False,
         "enable_unified_memory": False,
         "enable_mis": False,
         "enable_deterministic_inference": False,
+        "enable_mixed_chunk": False,
         "enable_hisparse": False,
         "dllm_algorithm": None,
         "enable_hierarchical_cache": False,
@@ -129,6 +131,30 @@ def test_support_matrix_draft_model_on_disaggregated_servers_is_served(mode: str
         assert unsupported(args, PLAIN, 128) is None
 
 
+NGRAM_TABLE = replace(PLAIN, is_ngram=True, is_ngram_table=True)
+DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"enable_mixed_chunk": True}, "remove --enable-mixed-chunk"),
+        ({"speculative_algorithm": "NGRAM"}, "remove --speculative-algorithm"),
+        (DECODE, "prefill servers may have it"),
+    ],
+)
+def test_support_matrix_ngram_table_is_refused_where_sglang_does_not_fill_it(
+    changes: dict[str, Any], advice: str
+) -> None:
+    reason = unsupported(_args(**changes), NGRAM_TABLE, 128)
+    assert reason is not None
+    assert advice in reason
+    assert "\n" not in reason
+    assert unsupported(_args(**changes), replace(PLAIN, is_ngram=True), 128) is None  # hashes
+    assert unsupported(_args(), NGRAM_TABLE, 128) is None
+    assert unsupported(_args(disaggregation_mode="prefill"), NGRAM_TABLE, 128) is None
+
+
 def _rope(context_tokens: int, **config: Any) -> int | None:
     text = SimpleNamespace(max_position_embeddings=131072, **config)
     model: Any = SimpleNamespace(hf_text_config=text, context_len=context_tokens)
@@ -175,10 +201,10 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("dcp_size", 2),
         ("use_ray", True),
         ("speculative_algorithm", "UNO"),
-        ("enable_multi_layer_eagle", True),
         ("enable_encoder_swa_bounded_replay", True),
         ("enable_unified_memory", True),
         ("enable_mis", True),
+        ("speculative_algorithm", "MY_PLUGIN"),
         ("enable_hisparse", True),
         ("dllm_algorithm", "LowConfidence"),
         ("enable_hierarchical_cache", True),
@@ -236,7 +262,6 @@ def test_support_matrix_block_of_partial_pages_is_refused_with_advice(
     [
         replace(PLAIN, is_encoder_decoder=True),
         replace(PLAIN, is_generation=False),
-        replace(PLAIN, is_ngram=True),
     ],
 )
 def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelTraits) -> None:
@@ -517,20 +542,21 @@ def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_grou
         assert (reason is not None) == (codec in LOSSY)
         assert reason is None or ("an index" in reason and "\n" not in reason)
     group = CakeConfig(runahead_peers="a:1,b:1")
-    reason = unsupported_group(SimpleNamespace(**MEMBER), sparse, group)
-    assert reason is not None
-    assert "index" in reason
+    for model in (sparse, NGRAM_TABLE):
+        reason = unsupported_group(SimpleNamespace(**MEMBER), model, group)
+        assert reason is not None
+        assert "an index or of n-grams" in reason
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)
-def test_support_matrix_draft_kv_is_served_without_end_states_and_lossy_codecs(
+def test_support_matrix_draft_kv_is_served_without_states_and_lossy_codecs(
     speculation: Speculation,
 ) -> None:
     for name in (speculation.name, speculation.name.lower()):
         args = _args(speculative_algorithm=name)
         assert unsupported(args, PLAIN, 128) is None
         for kind, is_served in (
-            ("is_hybrid_swa", not speculation.has_draft_kv),
+            ("is_hybrid_swa", True),
             ("is_hybrid_ssm", False),
         ):
             reason = unsupported(args, replace(PLAIN, **{kind: True}), 128)
@@ -547,6 +573,7 @@ def test_support_matrix_draft_kv_is_served_without_end_states_and_lossy_codecs(
     [
         (None, 0, False, None),
         ("NGRAM", 0, False, None),
+        ("FROZEN_KV_MTP", 0, False, None),
         ("EAGLE", 1, False, None),
         ("EAGLE", 0, False, "did not see the draft model of EAGLE"),
         ("EAGLE", 1, True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
@@ -574,3 +601,73 @@ def test_support_matrix_rules_use_existing_server_args() -> None:
     assert unsupported_codec(args, None, CakeConfig(codec="int4")) is None
     for field in (*MEMBER, *(field for field, _, _ in RULES)):
         assert hasattr(args, field) or field.endswith("_bounded_replay")  # 0.5.22 has none
+
+
+# ---- docs/troubleshooting.md ----
+
+_REASONS = (
+    "build.py",
+    "support_matrix.py",
+    "memory/draft_pools.py",
+    "memory/end_states.py",
+    "memory/kv_pool.py",
+    "memory/kv_shard.py",
+    "memory/pool_planes.py",
+)
+
+
+def _reasons(source: str) -> Iterator[str]:
+    """The texts of all refusals in a module, with `…` for what they fill in. KV-Runahead has a page
+    of its own."""
+    tree = ast.parse(source)
+    group = ("unsupported_group", "_unfit_device")
+    tree.body = [each for each in tree.body if getattr(each, "name", None) not in group]
+    for node in ast.walk(tree):
+        found: list[ast.expr | None] = []
+        match node:
+            case ast.Return(value=value):
+                found = [value]
+            case ast.Call(func=ast.Name(id="ConfigError"), args=args):
+                found = [*args]
+            case ast.Assign(targets=[ast.Name(id="reason")], value=value):
+                found = [value]
+            case ast.keyword(arg="refused", value=value):
+                found = [value]
+            case ast.AnnAssign(target=ast.Name(id="RULES"), value=ast.Tuple(elts=rules)):
+                found = [rule.elts[2] for rule in rules if isinstance(rule, ast.Tuple)]
+        for each in found:
+            match each:
+                case ast.Constant(value=str(text)):
+                    yield text
+                case ast.JoinedStr(values=parts):
+                    yield "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
+                    )
+
+
+def test_support_matrix_every_refusal_has_a_row_in_troubleshooting() -> None:
+    root = Path(support_matrix.__file__).parent
+    reasons = [text for name in _REASONS for text in _reasons((root / name).read_text())]
+    reasons += ["exclude each other: another radix cache backend"]  # of flags.py
+    whole = ("cake …", "cake does not support …", "…: …")
+    reasons = [text for text in reasons if text not in whole and not text.startswith("KV-Runahead")]
+    assert len(reasons) > 60
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    tables = page.read_text().split("Why a server is refused")[1].split("## The store")[0]
+    words: list[str] = []
+    for line in tables.splitlines():
+        if line.startswith("| `"):
+            words += re.findall(r"`([^`]+)`", line.split("|")[1])
+    assert [text for text in reasons if not any(each in text for each in words)] == []
+    assert [each for each in words if not any(each in text for text in reasons)] == []
+    flags = [f"--{field.replace('_', '-')}" for field, _, _ in RULES]
+    beside = {  # one row for all caches
+        "--enable-hierarchical-cache",
+        "--enable-lmcache",
+        "--enable-flexkv",
+        "--enable-unified-cache-external-linker",
+    }
+    assert [flag for flag in flags if flag not in beside and f"`{flag}" not in tables] == []
+    for family in FAMILIES:
+        if family.refused is not None:
+            assert all(example in tables for example in family.examples.split(", "))

@@ -32,7 +32,7 @@ class HybridMachine(RuleBasedStateMachine):
             req = side.arrive(self.tokens_of(document, 57))
             assert side.admit(req)
             for stop in (16, 32, 56):
-                assert side.compute(req, stop * self.unit)
+                assert side.compute(req, min(stop * self.unit + side.behind, 57 * self.unit))
                 assert side.save(req, stop * self.unit)
             side.release(req, checkpoint=False)
         side.empty()

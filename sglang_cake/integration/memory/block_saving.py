@@ -250,11 +250,10 @@ class BlockSaving:
             return False
         if block < record.meet.blocks and record.meet.state(block) is BlockState.ATTACHED:
             return False
-        if record.chain.next_tokens and (block + 1) * self._block_tokens == (
-            record.stats.matched_tokens
-        ):
-            # The last token's KV in a draft model is that of the prompt which the tree got the
-            # block from. The next token of that prompt may have been another one.
+        behind = record.stats.matched_tokens - (block + 1) * self._block_tokens
+        if 0 <= behind < record.chain.next_tokens:
+            # The last tokens' KV in draft models is that of the prompt which the tree got the
+            # block from. The next tokens of that prompt may have been others.
             return False
         stored = record.agreed.stored
         return not (block < len(stored) and stored[block])

@@ -97,10 +97,10 @@ class Coordinator:
         keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
-        next_tokens: as for `KeyChain`.
 
     Attributes:
         block_tokens: tokens of a whole block.
+        next_tokens: as for `KeyChain`.
         suspended: the tree holds KV of before a change of weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
@@ -129,7 +129,7 @@ class Coordinator:
         next_tokens: int = 0,
     ) -> None:
         self._end_blocks = end_blocks
-        self._next_tokens = next_tokens
+        self.next_tokens = next_tokens
         self.keys_media = keys_media
         self._loader = loader
         self._device_slots = device_slots
@@ -189,7 +189,7 @@ class Coordinator:
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         # A block's key may cover tokens behind it, and so may those of SGLang's tree.
-        limit = max(0, longest_prefix_tokens(req, len(tokens)) - self._next_tokens)
+        limit = max(0, longest_prefix_tokens(req, len(tokens)) - self.next_tokens)
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
             req,
@@ -648,7 +648,7 @@ class Coordinator:
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
             return None
         seed = seed_of(req, self._namespace, adapter)
-        return KeyChain(seed, self.block_tokens, media, self._next_tokens)
+        return KeyChain(seed, self.block_tokens, media, self.next_tokens)
 
     def _record_of(
         self,
@@ -681,7 +681,7 @@ class Coordinator:
                 block_tokens=self.block_tokens,
                 page_tokens=self._page_tokens,
                 limit_tokens=limit,
-                prompt_tokens=max(0, len(tokens) - self._next_tokens),
+                prompt_tokens=max(0, len(tokens) - self.next_tokens),
                 front=matched(),
                 end_blocks=self._end_blocks,
             ),
