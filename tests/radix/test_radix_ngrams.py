@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from hybrid_trees import BLOCK, HybridTree, config_of
+from hybrid_trees import BLOCK, HybridTree, config_of, digests_of
 from sglang.srt.layers.engram import EngramHasher, EngramLayout, build_compressed_token_map
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.model_runner_components import ngram_embedding_manager
@@ -119,8 +119,7 @@ def grams(tree: HybridTree, monkeypatch: pytest.MonkeyPatch) -> Ngrams:
 def landed(tree: HybridTree, tokens: Sequence[int], start: int, stop: int) -> Any:
     """Slots with the KV of this span, as blocks bring it."""
     slots = tree.allocator.alloc(stop - start)
-    for at, slot in enumerate(slots.tolist(), start):
-        tree.write_rows(tree.full_pool, "full", tokens, at, slot)
+    tree.write("full", digests_of(tokens[:stop])[start:], slots)
     return slots
 
 
