@@ -66,7 +66,7 @@ class ModelTraits:
             is_hybrid_swa=bool(model.is_hybrid_swa),
             is_hybrid_ssm=recurrent is not None,
             is_encoder_decoder=bool(model.is_encoder_decoder),
-            is_attention_free=recurrent is not None and not recurrent.full_attention_layer_ids,
+            is_attention_free=getattr(recurrent, "full_attention_layer_ids", None) == [],
             is_windows_only=getattr(model, "full_attention_layer_ids", None) == [],
             is_prompt_aware=PROMPT_AWARE in (config.architectures or ()),
             is_generation=bool(model.is_generation),
