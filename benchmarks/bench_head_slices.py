@@ -1,6 +1,6 @@
 """What `--cake-head-groups` costs: blocks in 1, 2, 4 and 8 slices on every kind of store.
 
-    python -m benchmarks.bench_head_slices [--small] [--stores file,http,...] [--out FILE]
+    python -m benchmarks.bench_head_slices [--small] [--stores file,http,...] [--out FILE] [--docs]
 
 A server with as many ranks as head groups has one slice a block, as without the setting; one with
 fewer ranks has several. Each arm writes and reads the same bytes in blocks of one size, `depth` at
@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import facts
+from benchmarks import documents, facts
 from benchmarks.bench_stores import KEYS, STORES
 from benchmarks.stats import spread
 from sglang_cake.cli.text_tables import table
@@ -36,6 +36,7 @@ LAYERS, HEADS, TOKENS = 32, 8, 128
 FULL = {"dims": [16, 64], "depth": 4, "mib": 256, "repeats": 3, "name": "cpu"}
 SMALL = {"dims": [4], "depth": 4, "mib": 4, "repeats": 1, "name": "small"}
 CALLS = ("read", "write")
+DOC = facts.ROOT / "docs" / "format.md"
 
 
 async def rates(url: str, layout: BlockLayout, slices: int, blocks: int, depth: int) -> list[float]:
@@ -116,10 +117,12 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def text(result: dict[str, Any]) -> str:
-    """The table."""
-    heads = ["store", "block", "slices", "read GB/s", "to one", "write GB/s", "to one"]
-    lines = [
+HEADS_OF_TABLE = ["store", "block", "groups", "reads, GB/s", "to one", "writes, GB/s", "to one"]
+
+
+def lines(result: dict[str, Any]) -> list[list[str]]:
+    """The rows of the table."""
+    return [
         [
             row["store"],
             f"{row['block_bytes'] / 2**20:g} MiB",
@@ -132,7 +135,11 @@ def text(result: dict[str, Any]) -> str:
         ]
         for row in result["summary"]
     ]
-    return table(heads, lines, right=range(1, len(heads)))
+
+
+def documented(result: dict[str, Any]) -> dict[str, str]:
+    """The table of docs/format.md, by its name."""
+    return {"head-slices": documents.table(HEADS_OF_TABLE, lines(result), right=True)}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -144,6 +151,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="little and few: shows that it works")
     names = [name for name in STORES if name != "tiers"]
     parser.add_argument("--stores", default=",".join(names), help="which (default: all)")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/format.md")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
     for name, value in (SMALL if args.small else FULL).items():
@@ -166,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounded = [{**run, **{call: round(run[call]) for call in CALLS}} for run in runs]
     result |= {"summary": summary(runs), "runs": rounded}
     facts.write(args.out, result)
-    print(text(result))
+    print(table(HEADS_OF_TABLE, lines(result), right=range(1, len(HEADS_OF_TABLE))))
+    if args.docs:
+        documents.update(documented(result), DOC)
     return 0
 
 

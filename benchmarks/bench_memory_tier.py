@@ -1,6 +1,6 @@
 """Serving from host memory and a disk: Cake's tiers beside HiCache's, and beside a device for all.
 
-    python -m benchmarks.bench_memory_tier [--small] [--out FILE] [--docs]
+    python -m benchmarks.bench_memory_tier [--small] [--hits] [--out FILE] [--docs]
 
 The workloads are those of `bench_serving` (shared prefixes, and three turns). The device holds two
 prompts of nominal length, and host memory twice as much; both are far smaller than what is shared.
@@ -23,6 +23,10 @@ memory: seconds of processor time per GB, and GB/s until the disk has all.
 `reads` has blocks in memory on their way to the place where the device has them: `memcpy` is the
 copy alone, `lent` the loader with blocks that memory lends it, `copied` the loader with blocks that
 are copied into staging before. All three make the last copy in the main thread.
+
+`--hits` measures something else, without servers: the processor time of a block in memory behind a
+codec, up to the place where the device has it. `put` is the payload as the codec made it, decoded
+at each hit; `moved up` was decoded when it moved up, and is lent.
 """
 
 import argparse
@@ -32,6 +36,7 @@ import functools
 import itertools
 import os
 import statistics
+import tempfile
 import time
 from array import array
 from collections.abc import Sequence
@@ -63,10 +68,12 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import Store, lend
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
+from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.codec_contract import kv_like
 
 HICACHE = tuple(f"hicache-{policy}" for policy in POLICIES)
 ARMS = ("off", "file", "memory", *HICACHE, "everything")
@@ -80,6 +87,9 @@ READ = {"block_bytes": 16 << 20, "blocks": 32}
 READ_SMALL = {"block_bytes": 1 << 20, "blocks": 16}
 READ_ROUNDS = 5
 READ_DEPTH = 8
+HITS = 4  # of a block in a round
+HIT_LAYERS = 32
+HIT_CODECS = ("zstd", "int8", "int4", "kvquant3", "cachegen2")
 WRITTEN = {"block_bytes": 16 << 20, "blocks": 128}
 WRITTEN_SMALL = {"block_bytes": 1 << 20, "blocks": 64}
 
@@ -96,6 +106,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, metavar="N", help="that share a prefix (default 16)")
     parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 3")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each run (default 2)")
+    parser.add_argument("--hits", action="store_true", help="hits behind codecs, and nothing else")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/tiers.md")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
@@ -108,7 +119,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"needs a repeat, and arms of {', '.join(ARMS)}, with {ARMS[0]}, which sets the link"
         )
-    args.out = args.out or facts.RESULTS / f"memory-tier-{args.name}.json"
+    what = "memory-hits" if args.hits else "memory-tier"
+    args.out = args.out or facts.RESULTS / f"{what}-{args.name}.json"
     return args
 
 
@@ -284,6 +296,70 @@ def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]
     return found
 
 
+def hits(folder: Path, *, layers: int, rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of processor time for a hit of a block of `layers` * 512 KiB."""
+    layout = BlockLayout.plain(layers, (("k", (8, 128)), ("v", (8, 128))), "bfloat16", 128)
+    block, place = memoryview(kv_like(layout)), on_page(layout.block_bytes)
+    key = BlockKey(bytes(32))
+    found = []
+
+    def opened(url: str, codec: str) -> Store:
+        namespace = Namespace((("codec", codec), ("layout", layout.describe())))
+        return open_blocks(parse_sources(url), namespace, layout, codec=codec, depth=1)
+
+    async def of(codec: str) -> None:
+        files = f"{(folder / codec).as_uri()}?min_free=0"
+        below, put, moved_up = (
+            opened(url, codec)
+            for url in (files, f"memory://{2 * layout.block_bytes}", f"memory://1GB,{files}")
+        )
+        await below.put(key, block)
+        await put.put(key, block)
+        staging = on_page(layout.block_bytes)
+        await moved_up.contains([key])
+        await moved_up.get_into(key, staging)
+
+        async def decoded() -> None:
+            await put.get_into(key, staging)
+            copy_in_pieces(place, staging, lambda: None)
+
+        async def as_it_is() -> None:
+            lent = lend(moved_up, key)
+            assert lent is not None
+            copy_in_pieces(place, lent.buffer.view, lambda: None)
+            lent.release()
+
+        for repeat, (name, hit) in itertools.product(
+            range(rounds), (("put", decoded), ("moved up", as_it_is))
+        ):
+            began_s = time.process_time()
+            for _ in range(HITS):
+                await hit()
+            cpu_ms = (time.process_time() - began_s) / HITS * 1e3
+            found.append({"codec": codec, "block": name, "repeat": repeat, "cpu_ms": cpu_ms})
+        for store in (below, put, moved_up):
+            await store.close()
+
+    for codec in HIT_CODECS:
+        asyncio.run(of(codec))
+    return found
+
+
+def documented_hits(result: dict[str, Any]) -> dict[str, str]:
+    """The table of docs/tiers.md, by its name."""
+    rows = result["hits"]
+    puts, moved = (
+        by_median([row for row in rows if row["block"] == block], "codec", ["cpu_ms"])
+        for block in ("put", "moved up")
+    )
+    cells = [
+        [codec, f"{float(one):.1f}", f"{float(other):.1f}", f"{float(one) / float(other):.0f}"]
+        for (codec, one), (_, other) in zip(puts, moved, strict=True)
+    ]
+    heads = ["codec", "decoded at each hit, CPU ms", "lent, CPU ms", "times"]
+    return {"memory-hits": documents.table(heads, cells, right=True)}
+
+
 def documented(result: dict[str, Any]) -> dict[str, str]:
     """The tables of docs/tiers.md, by name."""
     heads = ["workload, requests/s", "arm", "TTFT ms", "p99", "to HiCache", "p99", "to everything"]
@@ -297,20 +373,32 @@ def documented(result: dict[str, Any]) -> dict[str, str]:
         ]
         for row in result["summary"]
     ]
-    ways = [
-        [
-            way,
-            *(
-                f"{statistics.median(r[name] for r in result['reads'] if r['way'] == way):.3f}"
-                for name in ("gb_per_s", "cpu_s_per_gb")
-            ),
-        ]
-        for way in dict.fromkeys(row["way"] for row in result["reads"])
-    ]
+    rates = ("gb_per_s", "cpu_s_per_gb")
+    heads_of_rates = ["GB/s", "CPU s/GB"]
+    ways = by_median(result["reads"], "way", rates)
+    puts = by_median(result["writes"], "direct", rates)
+    names = {"True": "past the page cache", "False": "through the page cache"}
     return {
         "memory-tier": documents.table(heads, cells),
-        "memory-reads": documents.table(["way", "GB/s", "CPU s/GB"], ways, right=True),
+        "memory-reads": documents.table(["way", *heads_of_rates], ways, right=True),
+        "memory-writes": documents.table(
+            ["a put", *heads_of_rates], [[names[way], *rest] for way, *rest in puts], right=True
+        ),
     }
+
+
+def by_median(rows: Sequence[dict[str, Any]], label: str, names: Sequence[str]) -> list[list[str]]:
+    """A line for each value of `label`: medians over the repeats."""
+    return [
+        [
+            str(value),
+            *(
+                f"{statistics.median(r[name] for r in rows if r[label] == value):.3f}"
+                for name in names
+            ),
+        ]
+        for value in dict.fromkeys(row[label] for row in rows)
+    ]
 
 
 def run(args: argparse.Namespace, model: Path, work: Path, progress: ProgressLog) -> dict[str, Any]:
@@ -358,6 +446,17 @@ def run(args: argparse.Namespace, model: Path, work: Path, progress: ProgressLog
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
     args = parse_args(argv)
+    if args.hits:
+        layers = 4 if args.small else HIT_LAYERS
+        with tempfile.TemporaryDirectory() as work:
+            found = hits(Path(work), layers=layers, rounds=READ_ROUNDS)
+        result = {**facts.header("memory-hits", layers=layers), "hits": found}
+        facts.write(args.out, result)
+        texts = documented_hits(result)
+        print(*texts.values())
+        if args.docs:
+            documents.update(texts, DOC)
+        return 0
     servers.unwind_when_told_to_end()
     with servers.fresh_folder("memory-tier") as work:
         result = run(args, servers.model(True), work, ProgressLog())

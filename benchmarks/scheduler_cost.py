@@ -179,5 +179,6 @@ def _request(tokens: int) -> Any:
         sampling_params=SimpleNamespace(custom_params=None),
         customized_info=None,
         retracted_stain=True,  # SGLang counts no cached tokens of it
+        already_computed=0,
         _compute_max_prefix_len=lambda length: length - 1,
     )

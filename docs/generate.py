@@ -16,7 +16,12 @@ from prometheus_client import REGISTRY
 from sglang_cake.core.config import NAMES, as_flag, help_of
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
-from sglang_cake.integration.support_matrix import FAMILIES, SPECULATION
+from sglang_cake.integration.support_matrix import (
+    FAMILIES,
+    SPECULATION,
+    TURNED_OFF,
+    Supported,
+)
 
 DOCS = Path(__file__).parent
 
@@ -52,24 +57,32 @@ def metrics() -> str:
 
 def models() -> str:
     """A table of the kinds of models that are served, and a list of those that are refused."""
-    rows = ["| models | for example | stored | proven |", "|---|---|---|---|"]
+    rows = ["| models | for example | stored | proven | on a GPU |", "|---|---|---|---|---|"]
     for family in FAMILIES:
         if family.refused is None:
-            cells = (family.name, family.examples, family.stored, family.proven)
+            cells = (family.name, family.examples, family.stored, *proof(family))
             rows.append(f"| {' | '.join(cells)} |")
     rows += ["", "Refused at the start, with one line:", ""]
     for family in FAMILIES:
         if family.refused is not None:
-            rows.append(f"- {family.name} ({family.examples})")
+            rows.append(f"- {family.examples}: {family.refused}")
+    for needed, examples in TURNED_OFF.values():
+        rows.append(f"- {examples}: models for which SGLang turns off {needed}, which cake needs")
     return "\n".join(rows)
+
+
+def proof(row: Supported) -> tuple[str, str]:
+    """What a table says of how a row was proven: on a CPU, and on a GPU."""
+    return row.proven, ", ".join(row.gpu) or "not yet"
 
 
 def speculation() -> str:
     """A table of the algorithms of speculative decoding that are served."""
-    rows = ["| `--speculative-algorithm` | stored beside the KV of the model | proven |"]
-    rows.append("|---|---|---|")
+    rows = ["| `--speculative-algorithm` | stored beside the KV of the model | proven | on a GPU |"]
+    rows.append("|---|---|---|---|")
     for each in SPECULATION:
-        rows.append(f"| {each.name} | {each.stored or 'nothing'} | {each.proven} |")
+        cells = (each.name, each.stored or "nothing", *proof(each))
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -132,15 +132,16 @@ def nvfp4(slots: int) -> Any:
     )
 
 
-def deepseek_v4(slots: int) -> DeepSeekV4TokenToKVPool:
+def deepseek_v4(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
     """Pages of 256 tokens, compressed 4 and 128 times, and an index of the former."""
+    layers = {"layer_num": 4, "compression_ratios": [0, 4, 128, 4]} | options
     with get_context().override_server_args(device="cpu"):
         return DeepSeekV4TokenToKVPool(
             max_num_reqs=4,
             swa_size=slots,
             c4_size=slots // 4,
             c128_size=slots // 128,
-            c4_state_pool_size=32,
+            c4_state_pool_size=slots // 256 * 8,
             c128_state_pool_size=32,
             page_size=256,
             swa_page_size=256,
@@ -150,12 +151,11 @@ def deepseek_v4(slots: int) -> DeepSeekV4TokenToKVPool:
             qk_nope_head_dim=448,
             qk_rope_head_dim=64,
             indexer_head_dim=128,
-            layer_num=4,
             device="cpu",
             enable_memory_saver=False,
-            compression_ratios=[0, 4, 128, 4],
             start_layer=0,
-            end_layer=4,
+            end_layer=layers["layer_num"],
+            **layers,
         )
 
 
@@ -167,16 +167,14 @@ def states_of(pool: DeepSeekV4TokenToKVPool) -> tuple[object, ...]:
 def windows(slots: int, **options: Any) -> SWAKVPool:
     """Two layers of full attention, and two of sliding windows with other heads."""
     sizes = {"head_num": 2, "head_dim": 8, "v_head_dim": 4}
-    sizes |= {"swa_head_num": 4, "swa_head_dim": 6, "swa_v_head_dim": 5}
+    sizes |= {"swa_head_num": 4, "swa_head_dim": 6, "swa_v_head_dim": 5, "size_swa": slots // 2}
+    layers = {"swa_attention_layer_ids": [0, 2], "full_attention_layer_ids": [1, 3]}
     return SWAKVPool(
         size=slots,
-        size_swa=slots // 2,
         page_size=1,
         dtype=torch.bfloat16,
-        swa_attention_layer_ids=[0, 2],
-        full_attention_layer_ids=[1, 3],
         device="cpu",
-        **sizes | options,
+        **layers | sizes | options,
     )
 
 

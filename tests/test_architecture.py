@@ -64,6 +64,53 @@ def test_architecture_modules_import_only_allowed_parts(path: Path) -> None:
             assert allowed, f"{relative} imports {module}"
 
 
+def _imports_at_once(path: Path) -> set[str]:
+    """Modules and names that importing the file imports: none of functions and type checks."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def _loaded_with(module: str) -> set[str]:
+    """The modules of the package that importing this one imports."""
+    loaded: set[str] = set()
+    todo = {module}
+    while todo:
+        name = todo.pop()
+        path = ROOT.parent.joinpath(*name.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name.split(".")[0] == "sglang_cake" and name not in loaded and file.exists():
+            loaded.add(name)
+            parents = name.split(".")[:-1]
+            todo |= {".".join(parents[: n + 1]) for n in range(len(parents))}
+            todo |= _imports_at_once(file)
+    return loaded
+
+
+def test_architecture_a_server_imports_only_what_it_uses() -> None:
+    hooks = [file for file in FILES if file.name.endswith(("_hook.py", "_hooks.py"))]
+    assert len(hooks) > 2
+    modules = [".".join(("sglang_cake", *f.relative_to(ROOT).with_suffix("").parts)) for f in hooks]
+    loaded: set[str] = set()
+    for module in (*modules, "sglang_cake.integration.plugin", "sglang_cake.integration.build"):
+        loaded |= _loaded_with(module)
+    assert "sglang_cake.loading.loader" in loaded  # the test sees what is imported
+    optional = ("runahead", "simulator", "cli", "demo", "testing", "codecs.entropy", "stores.s3")
+    for part in (*optional, "integration.runahead"):
+        assert not {m for m in loaded if f"{m}.".startswith(f"sglang_cake.{part}.")}, part
+
+
 # Of the decisions, these carry out what others decide, or measure it.
 EFFECTS = {"loading/loader.py", "loading/cost_file.py", "simulator/eviction_replay.py"}
 CLOCKS_AND_THREADS = {"asyncio", "concurrent", "datetime", "sched", "threading", "time"}

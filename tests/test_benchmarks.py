@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.loading.cost_model import work_of
+from sglang_cake.testing import virtual_gpu
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
@@ -25,6 +28,7 @@ from benchmarks import (  # noqa: E402
     bench_end_states,
     bench_file_store,
     bench_fleet,
+    bench_head_slices,
     bench_http_store,
     bench_memory_tier,
     bench_overhead,
@@ -32,6 +36,7 @@ from benchmarks import (  # noqa: E402
     bench_runahead,
     bench_serving,
     bench_ttft,
+    bench_virtual_gpu,
     facts,
     file_arms,
     overhead_report,
@@ -327,11 +332,53 @@ def test_bench_memory_tier_reads_blocks_three_ways_and_documents_them() -> None:
     assert all(each["gb_per_s"] > 0 for each in found)
     row = {"workload": "multi-turn", "rate": 2.0, "arm": "memory"}
     row |= {"ttft_mean_ms": 1234.0, "ttft_p99_ms": 5.0, "ttft_mean_to_hicache": 0.5}
-    texts = bench_memory_tier.documented({"summary": [row], "reads": found})
+    puts = [
+        {"direct": direct, "gb_per_s": rate, "cpu_s_per_gb": 0.25}
+        for direct, rate in ((False, 1.0), (True, 2.0), (False, 3.0), (True, 4.0), (True, 9.0))
+    ]
+    result = {"summary": [row], "reads": found, "writes": puts}
+    texts = bench_memory_tier.documented(result)
     assert "| multi-turn, 2 | memory | 1,234 | 5 | 0.50 | - | - |" in texts["memory-tier"]
     assert texts["memory-reads"].count("\n") == 4
-    for name in texts:
-        assert f"<!-- {name} -->" in bench_memory_tier.DOC.read_text()
+    assert "| through the page cache | 2.000 | 0.250 |" in texts["memory-writes"]
+    assert "| past the page cache | 4.000 | 0.250 |" in texts["memory-writes"]
+
+
+def test_bench_memory_tier_hits_of_every_codec_are_measured_both_ways(tmp_path: Path) -> None:
+    found = bench_memory_tier.hits(tmp_path, layers=1, rounds=1)
+    codecs = [codec for codec in CODECS if codec not in ("raw", "cachegen1", "cachegen3")]
+    assert [(each["codec"], each["block"]) for each in found] == [
+        (codec, block) for codec in codecs for block in ("put", "moved up")
+    ]
+    rows = [
+        {"codec": "int8", "block": block, "repeat": repeat, "cpu_ms": ms}
+        for repeat, (block, ms) in enumerate((("put", 6.0), ("moved up", 2.0), ("put", 6.0)))
+    ]
+    text = bench_memory_tier.documented_hits({"hits": rows})["memory-hits"]
+    assert text.endswith("| int8 | 6.0 | 2.0 | 3 |")
+    written = json.loads((facts.RESULTS / "memory-hits-cpu.json").read_text())
+    (text,) = bench_memory_tier.documented_hits(written).values()
+    assert f"<!-- memory-hits -->\n{text}\n<!-- end -->" in bench_memory_tier.DOC.read_text()
+
+
+@pytest.mark.parametrize(
+    ("bench", "name"), [(bench_memory_tier, "memory-tier"), (bench_head_slices, "head-slices")]
+)
+def test_bench_tables_of_a_page_are_those_of_the_result(bench: Any, name: str) -> None:
+    result = json.loads((facts.RESULTS / f"{name}-cpu.json").read_text())
+    page = bench.DOC.read_text()
+    for marker, text in bench.documented(result).items():
+        assert f"<!-- {marker} -->\n{text}\n<!-- end -->" in page
+
+
+def test_bench_virtual_gpu_hicache_takes_its_load_and_launches_of_the_host() -> None:
+    """The copies of the 8B take longer than its last step."""
+    model, bus = virtual_gpu.LLAMA_8B, 50e9
+    load_s = 256 * model.layout.block_bytes / bus
+    last_s = model.prefill.work_s(work_of(32767, 32768))
+    followed_s = bench_virtual_gpu.PLAN_S + load_s + last_s / model.layers
+    took_s = bench_virtual_gpu.hicache_s(model, bus, 32768)
+    assert followed_s < took_s < followed_s + 0.001
 
 
 def test_bench_serving_command_calls_the_sglang_benchmark() -> None:

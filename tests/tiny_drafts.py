@@ -19,24 +19,8 @@ def build_eagle(target: Path, draft: Path) -> tuple[Path, Path]:
     """
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, layers = 128, 2
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=8192,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-    write_model(target, LlamaForCausalLM, config, change=_sharpen)
+    hidden = _write_llama(target)
     tensors = load_file(target / "model.safetensors")
     copied = {
         name.removeprefix("model."): tensor
@@ -52,6 +36,75 @@ def build_eagle(target: Path, draft: Path) -> tuple[Path, Path]:
     facts["architectures"] = ["LlamaForCausalLMEagle"]
     (draft / "config.json").write_text(json.dumps(facts))
     return target, draft
+
+
+def build_eagle3(target: Path, draft: Path) -> tuple[Path, Path]:
+    """Write a random Llama to `target`, and its EAGLE3 draft model to `draft`.
+
+    The draft has the target's layers, takes nothing of the target's hidden states, and sees all
+    tokens but the first one. What it adds up begins without the token's embedding, which is of
+    little size in this target.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    hidden = _write_llama(target, embedding_size=0.01)
+    tensors = load_file(target / "model.safetensors")
+    copied = {
+        "norm.weight": tensors["model.norm.weight"],
+        "lm_head.weight": tensors["lm_head.weight"],
+    }
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.")
+        if not short.startswith("layers."):
+            continue
+        if short.startswith("layers.0.") and any(f".{each}_proj" in short for each in "qkv"):
+            tensor = torch.cat([tensor, torch.zeros_like(tensor)], dim=1)
+        if not short.startswith("layers.0."):
+            short = short.replace("input_layernorm", "hidden_norm")
+        copied[short] = tensor
+    copied |= {
+        "layers.0.hidden_norm.weight": torch.ones(hidden),
+        "fc.weight": torch.zeros(hidden, 2 * hidden),
+    }
+    draft.mkdir(parents=True)
+    save_file(copied, draft / "model.safetensors")
+    facts = json.loads((target / "config.json").read_text())
+    facts |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": VOCAB,
+        # What two layers get is taken, so that it has another size than an embedding.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0]},
+    }
+    (draft / "config.json").write_text(json.dumps(facts))
+    return target, draft
+
+
+def _write_llama(path: Path, *, embedding_size: float = 1.0) -> int:
+    """Write a random Llama of two layers. Returns its width."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden = 128
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=8192,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+    def change(model: Any) -> None:
+        _sharpen(model)
+        model.model.embed_tokens.weight.data *= embedding_size
+
+    write_model(path, LlamaForCausalLM, config, change=change)
+    return hidden
 
 
 def build_mimo(path: Path) -> Path:

@@ -32,6 +32,7 @@ STEPS = {
     "environment": "environment:environment",
     "copies": "exact:copies",
     "reused slots": "exact:reused_slots",
+    "end states": "end_states:end_states",
     "encoded blocks": "encoded:encoded",
     "memcpy": "speed:memcpy",
     "row kernel": "speed:row_kernel",

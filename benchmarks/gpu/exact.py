@@ -31,6 +31,7 @@ FORMS = {
     "MLA bf16": PoolForm(layers=4, heads=1, dim=576, v_dim=0),
     "MLA fp8": PoolForm(layers=4, heads=1, dim=576, v_dim=0, dtype=torch.float8_e4m3fn),
     "DSA bf16": PoolForm(layers=4, heads=1, dim=576, v_dim=0, index_page_bytes=64 * 132),
+    "MiniMax bf16": PoolForm(layers=4, heads=2, dim=128, v_dim=128, index_dim=128),
 }
 # With pages of which sizes a form is tried. An index has pages of 64 tokens.
 CASES = tuple(

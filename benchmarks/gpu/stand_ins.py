@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -36,7 +36,9 @@ def install() -> None:
 @dataclass(frozen=True, slots=True)
 class PoolForm:
     """A KV pool. `v_dim` 0: MLA, one row of `heads * dim` values for each token and layer, and with
-    `index_page_bytes` an index of it (DSA), with that many bytes for each page."""
+    `index_page_bytes` an index of it (DSA), with that many bytes for each page. `index_dim`: an
+    index (MiniMax) of so many values of each token, with K and V in the second layer, and with K
+    alone in the layers behind it."""
 
     layers: int
     heads: int
@@ -44,6 +46,7 @@ class PoolForm:
     v_dim: int
     dtype: torch.dtype = torch.bfloat16
     index_page_bytes: int = 0
+    index_dim: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -87,11 +90,26 @@ class MlaPool:
             ]
 
 
+class MiniMaxPool:
+    """As `MiniMaxSparseKVPool`."""
+
+    def __init__(self, form: PoolForm, slots: int, page_tokens: int, device: torch.device) -> None:
+        self.size = slots
+        self.page_size = page_tokens
+        self.dtype = form.dtype
+        index = PoolForm(1, 1, form.index_dim, form.index_dim, form.dtype)
+        self.main_pool = MhaPool(form, slots, page_tokens, device)
+        self.index_kv_pool = MhaPool(index, slots, page_tokens, device)
+        keys = replace(index, layers=form.layers - 2)
+        self.index_k_pool = MhaPool(keys, slots, page_tokens, device)
+        self.index_k_pool.v_buffer.clear()
+
+
 def make_pool(
     form: PoolForm, slots: int, *, page_tokens: int = 1, device: torch.device
-) -> MhaPool | MlaPool:
+) -> MhaPool | MlaPool | MiniMaxPool:
     """A pool of `slots` slots, the first of which is `page_tokens`."""
-    kind = MhaPool if form.v_dim else MlaPool
+    kind = MiniMaxPool if form.index_dim else MhaPool if form.v_dim else MlaPool
     return kind(form, slots, page_tokens, device)
 
 

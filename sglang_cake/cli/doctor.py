@@ -140,7 +140,7 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
             found.append(_repairs())
     kv = None
     if server is not None and shape is not None:
-        kv = KvSizes.of(server, shape, config.block_tokens)
+        kv = KvSizes.of(server, shape, config.block_tokens_in(server.page_tokens))
         can_pin = server_check.can_pin if server.device == "cuda" else None
         found.append(memory_finding(server, kv, config, can_pin))
     speeds = []
@@ -150,7 +150,8 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
         speeds += [] if bytes_per_s is None else [bytes_per_s]
     if server is not None and shape is not None and speeds:
         gpu = gpus[0] if server.device == "cuda" and gpus else None
-        found.append(gain_finding(str(file), server, config.block_tokens, gpu, min(speeds)))
+        block_tokens = config.block_tokens_in(server.page_tokens)
+        found.append(gain_finding(str(file), server, block_tokens, gpu, min(speeds)))
     return found
 
 
@@ -243,13 +244,14 @@ def memory_finding(
     Args: can_pin: size in bytes -> whether a GPU takes that much as pinned; None: need not.
     """
     free_bytes = available_bytes()
+    block_tokens = config.block_tokens_in(server.page_tokens)
     try:
         counts = buffer_counts(
             load_bytes=kv.block_bytes,
             write_bytes=kv.block_bytes,
             queue_depth=config.queue_depth,
-            chunk_blocks=-(-server.chunk_tokens // config.block_tokens),
-            pool_blocks=(server.pool_tokens or NO_LIMIT) // config.block_tokens,
+            chunk_blocks=-(-server.chunk_tokens // block_tokens),
+            pool_blocks=(server.pool_tokens or NO_LIMIT) // block_tokens,
             end_blocks=kv.end_blocks,
             staging_bytes=config.staging_bytes,
             write_queue_bytes=config.write_queue_bytes,

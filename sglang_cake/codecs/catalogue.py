@@ -119,6 +119,11 @@ def decode(layout: BlockLayout, payload: memoryview, out: memoryview) -> Chain:
     return chain
 
 
+def chain_in(payload: memoryview) -> Chain:
+    """The chain of a payload. Raises: Malformed."""
+    return parse(split(np.frombuffer(payload, np.uint8))[0])
+
+
 def decodes_on_device(chain: Chain) -> bool:
     """Whether `integration/memory/device_decode.py` decodes it on a device."""
     rope_only = all(isinstance(step, InverseRope) for step in chain.arrays)
@@ -141,7 +146,19 @@ def prepare(layout: BlockLayout, payload: memoryview, out: memoryview) -> None:
             # Here, since an index out of bounds on the device would end the server.
             chain.pack.check(layout, body[chain.leading_bytes(layout) :])
         return
+    unpack(layout, payload, out)
+
+
+def unpack(layout: BlockLayout, payload: memoryview, out: memoryview) -> int:
+    """Make `out` begin with a payload of the chain `raw`; returns its size.
+
+    Args: payload: the start of `out`, as it was stored.
+    Raises: Malformed; `out` is undefined then.
+    """
+    text, body = split(np.frombuffer(payload, np.uint8))
     kept = _scratch.bytes("payload", len(body))  # the block will overwrite the payload
     np.copyto(kept, body)
     start = begin(RAW_CHAIN.describe(), np.frombuffer(out, np.uint8))
-    chain.decode(kept, Block.over(layout, out[start : start + layout.block_bytes]))
+    stop = start + layout.block_bytes
+    parse(text).decode(kept, Block.over(layout, out[start:stop]))
+    return stop

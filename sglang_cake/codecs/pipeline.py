@@ -222,6 +222,8 @@ class Chain:
 
 RAW_CHAIN = Chain()
 _RAW_TEXT = RAW_CHAIN.describe().encode()
+# What stands in front of a block that is stored as it is.
+RAW_HEAD_BYTES = -(-(_LENGTH.size + len(_RAW_TEXT)) // _ALIGN) * _ALIGN
 
 
 def split(payload: Bytes) -> tuple[bytes, Bytes]:

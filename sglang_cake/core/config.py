@@ -24,6 +24,7 @@ ENVIRONMENT_PREFIX: Final = "SGLANG_CAKE_"
 CONFIG_ENV: Final = "SGLANG_CAKE_CONFIG"  # path of a settings file
 ENABLED_ENV: Final = "SGLANG_CAKE_ENABLED"  # not a setting: tells child processes that cake is on
 
+_BLOCK_TOKENS: Final = 128
 _MAX_BLOCK_TOKENS: Final = 65_536
 _MAX_QUEUE_DEPTH: Final = 1_024
 _MAX_BYTES: Final = 2**50  # 1 PiB
@@ -66,6 +67,10 @@ def _integer(low: int, high: int) -> Callable[[str, object], int]:
 
 def _rank(spelled: str, value: object) -> int | None:
     return None if value is None else _integer(0, _MAX_RANK)(spelled, value)
+
+
+def _block_tokens(spelled: str, value: object) -> int | None:
+    return None if value is None else _integer(1, _MAX_BLOCK_TOKENS)(spelled, value)
 
 
 def _groups(spelled: str, value: object) -> int | None:
@@ -180,11 +185,12 @@ class CakeConfig:
         "Largest relative error of K and of V, in any layer, that the codec auto may cause. "
         "0 keeps every bit.",
     )
-    block_tokens: int = _setting(
-        128,
-        _integer(1, _MAX_BLOCK_TOKENS),
+    block_tokens: int | None = _setting(
+        None,
+        _block_tokens,
         "N",
-        "Tokens of a stored block, the unit of storing and loading; a multiple of the page size.",
+        "Tokens of a stored block, the unit of storing and loading; a multiple of the page size. "
+        f"Default: {_BLOCK_TOKENS}, or as many more as whole pages need.",
     )
     head_groups: int | None = _setting(
         None,
@@ -290,9 +296,13 @@ class CakeConfig:
             if field.name.startswith("runahead_")
         )
 
-    def allows_loading(self, stored: Sequence[bool]) -> bool:
+    def block_tokens_in(self, page_tokens: int) -> int:
+        """Tokens of a block: those that are set, or else whole pages of `page_tokens`."""
+        return self.block_tokens or -(-_BLOCK_TOKENS // page_tokens) * page_tokens
+
+    def allows_loading(self, stored: Sequence[bool], block_tokens: int) -> bool:
         """Whether enough of a prompt's next blocks are stored to load any of them."""
-        least = max(1, self.min_load_tokens // self.block_tokens)
+        least = max(1, self.min_load_tokens // block_tokens)
         return self.mode != "compute" and sum(stored) >= least
 
 

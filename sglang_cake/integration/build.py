@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import PATIENCE_S, CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import (
     END_POOLS,
     CompressedWindow,
@@ -101,6 +103,7 @@ def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     """
     config = from_environment(os.environ)
     check_context(ctx, config, LOADED.drafts)
+    config = replace(config, block_tokens=config.block_tokens_in(ctx.params.page_size))
     tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)
     assert isinstance(tree, CakeRadixCache)
     service = CakeService(ctx, tree, config)
@@ -174,8 +177,9 @@ class CakeService:
         pool = allocator.get_kvcache()
         # Blocks have the KV of the layers that see all tokens. The rest is in end states.
         apart = [getattr(pool, name, None) for name in END_POOLS]
-        drafts = [draft.pool for draft in LOADED.drafts]
-        shard = shard_of(ctx, drafts)
+        pools = [draft.pool for draft in LOADED.drafts]
+        drafts = DraftPools.of(pools, pool)
+        shard = shard_of(ctx, pools)
         self._groups = shard.head_groups(config.head_groups)
         slices = 1 if self._groups is None else len(self._groups)
         self.kv = _device_kv(
@@ -183,10 +187,10 @@ class CakeService:
             pool,
             config,
             [each for each in apart if each is not None],
-            drafts,
+            drafts.rows,
             sliced=slices > 1,
         )
-        ends = _end_states(ctx, tree, self.kv)
+        ends = _end_states(ctx, tree, self.kv, drafts.windows)
         tree.ends = ends
         stored = _sliced(self.kv.layout, slices, ends)
         check_codec(stored, config.codec, config.max_error, self._rope_theta)
@@ -209,7 +213,7 @@ class CakeService:
         self._store: Store | None = None  # open while the namespace is known and one is attached
         self._trace: TraceFile | None = None
         if config.record_trace is not None and speaks:
-            self._trace = TraceFile(Path(config.record_trace), config.block_tokens)
+            self._trace = TraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
@@ -268,7 +272,9 @@ class CakeService:
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
             keys_media=keys_media(ctx),
-            next_tokens=1 if drafts else 0,
+            # A row of the first draft layer depends on the next token, one of the second layer on
+            # the next two, and so on.
+            next_tokens=max(len(pools), tree.next_tokens),
         )
         self._io.post(self._watch_later, self._store_metrics(labels))
         atexit.register(self.close)
@@ -478,12 +484,13 @@ def _device_kv(
     sliced: bool,
 ) -> DeviceKV:
     """Args: sliced: blocks come in slices, which a CPU decodes."""
+    block_tokens = config.block_tokens_in(ctx.params.page_size)
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
-        return DeviceKV(pool, block_tokens=config.block_tokens, apart=apart, drafts=drafts)
+        return DeviceKV(pool, block_tokens=block_tokens, apart=apart, drafts=drafts)
     return CudaKV(
         pool,
-        block_tokens=config.block_tokens,
+        block_tokens=block_tokens,
         forward_stream=stream if _pipelined(ctx) else None,
         encoded=not sliced and may_decode_on_device(config.codec, config.max_error),
         apart=apart,
@@ -503,9 +510,12 @@ def _sliced(layout: BlockLayout, slices: int, ends: EndStates | None) -> BlockLa
 
 
 def _end_states(
-    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, kv: DeviceKV
+    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, kv: DeviceKV, drafts: Sequence[Any]
 ) -> EndStates | None:
-    """The end states of the model; None: a prefix needs none. Raises: ConfigError."""
+    """The end states of the model; None: a prefix needs none.
+
+    Args: drafts: pools of draft models with the slots of its windows. Raises: ConfigError.
+    """
     parts: list[EndPart] = []
     window_tokens = 0
     block_bytes = kv.layout.block_bytes
@@ -514,12 +524,16 @@ def _end_states(
         page = tree.page_size
         window_tokens = -(-max(tree.sliding_window_size, page) // page) * page
         if is_compressed(pool):
-            parts.append(CompressedWindow(pool, block_bytes=block_bytes, streams=kv.streams))
+            parts.append(
+                CompressedWindow(pool, block_bytes=block_bytes, streams=kv.streams, drafts=drafts)
+            )
         else:
             parts.append(
                 WindowRows(
-                    partial(kv.beside, pool.swa_kv_pool),
-                    token_bytes=DeviceKV(pool.swa_kv_pool, block_tokens=1).layout.block_bytes,
+                    partial(kv.beside, pool.swa_kv_pool, drafts=drafts),
+                    token_bytes=DeviceKV(
+                        pool.swa_kv_pool, block_tokens=1, drafts=drafts
+                    ).layout.block_bytes,
                     window_tokens=window_tokens,
                     block_bytes=block_bytes,
                 )

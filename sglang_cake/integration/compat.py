@@ -73,8 +73,9 @@ def require(version: str = INSTALLED, names: Names | None = None) -> None:
 
 
 def differences(names: Names | None = None, version: str = INSTALLED) -> list[str]:
-    """What of `names` (default: compat.toml) the installed SGLang lacks or has otherwise. Only a
-    checked version may lack a name: in another one, what it stood for may have a new name."""
+    """The names (default: of compat.toml) that the installed SGLang lacks, or has with another
+    signature. Only a checked version may lack an optional name: in another version, the same thing
+    may have a new name."""
     found = []
     for owner, expected in (read_names() if names is None else names).items():
         for name, parameters in expected.items():

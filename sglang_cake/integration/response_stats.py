@@ -37,6 +37,12 @@ def install_cached_tokens() -> None:
     register(f"{_STREAMER}.get_cached_tokens_details", _details, HookType.AFTER)
 
 
+def planned(req: "Req") -> None:
+    """A step is planned behind `req.prefix_len`. SGLang would subtract from the cached tokens those
+    that a request computed behind that, and lost when it went back to the queue."""
+    req.already_computed = min(req.already_computed, req.prefix_len)
+
+
 def loaded(req: "Req", span: Span) -> None:
     """The tokens of `span`, which SGLang counts as cached, came from the store."""
     if req.retracted_stain:  # SGLang does not count a request again after a retraction

@@ -24,7 +24,12 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration import flags
 from sglang_cake.integration.memory.host_pools import pin
-from sglang_cake.integration.support_matrix import FAMILIES, MEDIA_ARCHITECTURES, ModelTraits
+from sglang_cake.integration.support_matrix import (
+    FAMILIES,
+    MEDIA,
+    MEDIA_ARCHITECTURES,
+    ModelTraits,
+)
 
 _PLUGINS = "sglang.srt.plugins"
 
@@ -38,6 +43,7 @@ class ResolvedServer:
         ranks: processes with a KV pool on this machine.
         tp_size: ranks that share the heads of the model.
         chunk_tokens: the most that a step computes.
+        page_tokens: of the KV pool.
         pool_tokens: size of a KV pool, if it is set.
         kv_value_bytes: of a value in the KV pool.
         kinds: what the support table says of the model.
@@ -47,6 +53,7 @@ class ResolvedServer:
     ranks: int
     tp_size: int
     chunk_tokens: int
+    page_tokens: int
     pool_tokens: int | None
     kv_value_bytes: int
     kinds: str
@@ -137,6 +144,7 @@ def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:
         ranks=max(1, view.tp_size * copies // view.nnodes),
         tp_size=view.tp_size,
         chunk_tokens=view.chunked_prefill_size or view.max_prefill_tokens,
+        page_tokens=view.page_size,
         pool_tokens=view.max_total_tokens,
         kv_value_bytes=stored.itemsize,
         kinds=_kinds(ModelTraits.of(model), (model.hf_config.architectures or ["?"])[0]),
@@ -150,7 +158,7 @@ def _kinds(traits: ModelTraits, architecture: str) -> str:
         if family.trait and getattr(traits, family.trait) and family.refused is None
     ]
     if architecture not in MEDIA_ARCHITECTURES:
-        found = [family for family in found if "images" not in family.name]
+        found = [family for family in found if family.name != MEDIA]
     found = found or [FAMILIES[0]]
     return f"{architecture}: " + "; ".join(f"{each.name} (proven: {each.proven})" for each in found)
 

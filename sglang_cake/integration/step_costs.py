@@ -207,7 +207,7 @@ class StepCosts:
         chunk_tokens = self._waiting_chunk_tokens
 
         def decide(usable: Sequence[bool], cost: LoadCost) -> bool:
-            return config.allows_loading(usable[view.first :]) and should_load(
+            return config.allows_loading(usable[view.first :], view.block_tokens) and should_load(
                 view.found(usable),
                 mode=config.mode,
                 chunk_tokens=chunk_tokens,

@@ -27,11 +27,18 @@ class ModelTraits:
     is_hybrid_swa: bool = False
     is_hybrid_ssm: bool = False
     is_encoder_decoder: bool = False
+    is_attention_free: bool = False  # keeps states, and no KV
+    is_windows_only: bool = False  # sliding windows in all layers, in a pool of their own
+    is_prompt_aware: bool = False  # a token of an answer sees the prompt and a window of the answer
     is_generation: bool = True
+    pools_last_token: bool = False  # its vector is that of the last token, behind causal attention
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
-    is_ngram: bool = False  # keeps a table of earlier tokens per request
+    is_low_ratio: bool = False  # the same, also of one and of two tokens, shared by layers
+    is_compressed_index: bool = False  # keeps index keys of several tokens as one
+    is_ngram: bool = False  # embeds the tokens before a token with it
+    is_ngram_table: bool = False  # and finds them in a table that only some steps fill
     is_mla: bool = False
     # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
     longrope_tokens: int | None = None
@@ -53,15 +60,24 @@ class ModelTraits:
         )
 
         config = model.hf_config
+        recurrent = mambaish_config(model) or glm5_next_config(model)
+        ratios = getattr(config, "compress_ratios", None) or ()
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
-            is_hybrid_ssm=mambaish_config(model) is not None or glm5_next_config(model) is not None,
+            is_hybrid_ssm=recurrent is not None,
             is_encoder_decoder=bool(model.is_encoder_decoder),
+            is_attention_free=getattr(recurrent, "full_attention_layer_ids", None) == [],
+            is_windows_only=getattr(model, "full_attention_layer_ids", None) == [],
+            is_prompt_aware=PROMPT_AWARE in (config.architectures or ()),
             is_generation=bool(model.is_generation),
+            pools_last_token=not model.is_generation and has_reviewed_vectors(config.architectures),
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
-            is_compressed=bool(is_deepseek_v4(model.hf_config)),
+            is_compressed=bool(is_deepseek_v4(config)),
+            is_low_ratio=bool(is_deepseek_v4(config)) and not _RATIOS.issuperset(ratios),
+            is_compressed_index=bool(getattr(model.hf_text_config, "indexer_n_heads", None)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
+            is_ngram_table=bool(model.use_ngram_embedding),
             is_mla=model.attention_arch == AttentionArch.MLA,
             longrope_tokens=longrope_tokens(model),
         )
@@ -86,105 +102,238 @@ def longrope_tokens(model: "ModelConfig") -> int | None:
     return None
 
 
+# The architecture whose decoding sees the tokens of the prompt and a window of the answer.
+PROMPT_AWARE = "UnlimitedOCRForCausalLM"
+# Compression ratios of DeepSeek V4's pools that can be stored; 0: a layer of windows alone.
+_RATIOS = frozenset({0, 4, 128})
+
+MEDIA = "multimodal, requests with images, videos or audio"
 SERVER = "server on a CPU"
 COMPONENTS = "components on a CPU"
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Proof:
+    """A test of a kind of models.
+
+    Attributes:
+        model: a model of that kind.
+        test: a file of `tests/`, and in it a function or a key of a table. A file of `tests/e2e`
+            runs the model in a server.
+    """
+
+    model: str
+    test: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supported:
+    """What README's tables have beside the columns of a row's own.
+
+    Attributes:
+        stored: what a block has of a token, and what else is stored.
+        proofs: one for each model or pool that is tested.
+        gpu: models that ran on a GPU.
+    """
+
+    stored: str = ""
+    proofs: tuple[Proof, ...] = ()
+    gpu: tuple[str, ...] = ()
+
+    @property
+    def proven(self) -> str:
+        """How, and with which models."""
+        in_server = all(proof.test.startswith("e2e/") for proof in self.proofs)
+        models = ", ".join(proof.model for proof in self.proofs)
+        return f"{SERVER if in_server else COMPONENTS}: {models}"
+
+
+@dataclass(frozen=True, slots=True)
+class Family(Supported):
     """A kind of models, as README's table has it.
 
     Attributes:
         trait: the field of `ModelTraits` that tells these models; None: all others.
-        name: of the kind.
         examples: of models.
-        stored: what a block has of a token, and what else is stored; empty if refused.
-        proven: SERVER or COMPONENTS; empty if refused.
+        name: of the kind; empty if it is refused.
         refused: what is not supported, and what helps if something does; None: the kind is served.
     """
 
     trait: str | None
-    name: str
     examples: str
-    stored: str = ""
-    proven: str = ""
+    name: str = ""
     refused: str | None = None
 
 
+_HYBRIDS = "e2e/test_hybrids.py"
+_FAMILIES = "e2e/test_hybrid_families.py"
+_PLANES = "integration/test_pool_planes.py"
+
 # In the order in which rules are checked. A model of several kinds is served if all of them are.
 FAMILIES: tuple[Family, ...] = (
-    Family(None, "MHA, GQA", "Llama, Qwen3, Mistral, GLM-4.x", "K and V of all layers", SERVER),
-    Family("is_mla", "MLA", "DeepSeek V3, Kimi K2", "the latent row of all layers, once", SERVER),
     Family(
-        "is_multimodal",
-        "multimodal, requests of text",
-        "all that SGLang serves from one of the KV pools above",
-        "as text models",
-        SERVER,
+        None,
+        "Llama, Qwen3, Mistral, GLM-4.x",
+        "MHA, GQA",
+        stored="K and V of all layers",
+        proofs=(
+            Proof(
+                "Llama",
+                "e2e/test_exactness.py::test_stored_prompt_of_any_length_gives_the_plain_answer",
+            ),
+        ),
+    ),
+    Family(
+        "is_mla",
+        "DeepSeek V3, Kimi K2",
+        "MLA",
+        stored="the latent row of all layers, once",
+        proofs=(
+            Proof("DeepSeek V2", "e2e/test_matrix.py::test_mla_model_stored_answer_equals_cold"),
+        ),
     ),
     Family(
         "is_multimodal",
-        "multimodal, requests with images, videos or audio",
+        "all that SGLang serves from one of the KV pools of this table",
+        "multimodal, requests of text",
+        stored="as text models",
+        proofs=(
+            Proof(
+                "Qwen3-VL",
+                "e2e/test_multimodal.py"
+                "::test_multimodal_prompt_of_text_is_loaded_and_gives_the_plain_answer",
+            ),
+        ),
+    ),
+    Family(
+        "is_multimodal",
         "Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
-        "as text models; keys cover the media",
-        f"{SERVER} (Qwen3-VL, images)",
+        MEDIA,
+        stored="as text models; keys cover the media",
+        proofs=(
+            Proof(
+                "Qwen3-VL with images",
+                "e2e/test_multimodal.py"
+                "::test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer",
+            ),
+        ),
+    ),
+    Family(
+        "pools_last_token",
+        "Qwen3-Embedding, gte-Qwen2, e5-mistral",
+        "embeddings (`--is-embedding`)",
+        stored="K and V of all layers",
+        proofs=(
+            Proof(
+                "Llama",
+                "e2e/test_embeddings.py"
+                "::test_embedding_server_vectors_are_equal_before_and_after_a_load",
+            ),
+        ),
     ),
     Family(
         "is_encoder_decoder",
-        "encoder-decoder",
-        "Whisper, Llama 3.2 Vision",
+        "Whisper, Llama 3.2 Vision, Moss-VL",
         refused="encoder-decoder models (cross-attention KV)",
     ),
     Family(
+        "is_attention_free",
+        "Mamba, Mamba 2, Falcon-Mamba",
+        refused="models without attention (a prefix is one state, without KV)",
+    ),
+    Family(
+        "is_prompt_aware",
+        "Unlimited-OCR",
+        refused="models whose answers see all of the prompt and a window of themselves (their KV "
+        "depends on where a prompt ends)",
+    ),
+    Family(
+        "is_windows_only",
+        "checkpoints of Beam without full attention",
+        refused="sliding windows in all layers, in a pool of their own: set "
+        "--disable-hybrid-swa-memory",
+    ),
+    Family(
+        "is_compressed_index",
+        "Qwen4-Exp",
+        refused="sparse attention with a compressed index (QSA)",
+    ),
+    Family(
+        "is_low_ratio",
+        "DeepSeek V4.1",
+        refused="compressed attention whose layers share KV of one or two tokens",
+    ),
+    Family(
         "is_compressed",
-        "compressed attention",
         "DeepSeek V4",
-        "compressed KV and its index, and the last page of the window of some prefixes",
-        COMPONENTS,
+        "compressed attention",
+        stored="compressed KV and its index, and the last page of the window of some prefixes",
+        proofs=(
+            Proof(
+                "DeepSeek V4",
+                "radix/test_radix_compressed.py"
+                "::test_radix_compressed_end_attached_to_waiting_request_serves_the_rest",
+            ),
+        ),
     ),
     Family(
         "is_hybrid_swa",
-        "sliding windows in a pool of their own",
         "gpt-oss, Gemma 4, MiMo V2",
-        "K and V of the other layers, and the last window of some prefixes",
-        f"{SERVER} (gpt-oss, Mellum)",
+        "sliding windows in a pool of their own",
+        stored="K and V of the other layers, and the last window of some prefixes",
+        proofs=(
+            Proof("gpt-oss", f"{_FAMILIES}::gpt-oss"),
+            Proof("Mellum", f"{_HYBRIDS}::windows-both"),
+        ),
     ),
     Family(
         "is_hybrid_ssm",
-        "Mamba and linear attention",
         "Qwen3.5, Nemotron-H, Kimi Linear",
-        "K and V of the attention layers, and the states behind some prefixes",
-        f"{SERVER} (Qwen3-Next, Kimi Linear, Nemotron-H, LFM2)",
+        "Mamba and linear attention",
+        stored="K and V of the attention layers, and the states behind some prefixes",
+        proofs=(
+            Proof("Qwen3-Next", f"{_HYBRIDS}::states-both"),
+            Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear"),
+            Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h"),
+            Proof("LFM2", f"{_HYBRIDS}::convolutions-load"),
+        ),
     ),
     Family(
         "is_sparse",
-        "sparse attention with an index",
         "DeepSeek V3.2, GLM-5, MiniMax M3",
-        "as above, and the index",
-        COMPONENTS,
+        "sparse attention with an index",
+        stored="as above, and the index",
+        proofs=(
+            Proof("DSA", f"{_PLANES}::dsa"),
+            Proof("DSA with a pooled index", f"{_PLANES}::dsa, a pooled index"),
+            Proof("MiniMax M3", f"{_PLANES}::minimax"),
+        ),
     ),
     Family(
         "is_ngram",
-        "n-gram embeddings",
         "LongCat-Flash-Lite",
-        refused="models with n-gram embeddings (a table of earlier tokens beside KV)",
+        "n-gram embeddings",
+        stored="as above: SGLang reads the tokens before a step from the request",
+        proofs=(
+            Proof(
+                "LongCat-Flash-Lite's table",
+                "radix/test_radix_ngrams.py"
+                "::test_radix_ngrams_loaded_part_between_two_chunks_gives_the_ngrams_of_computing",
+            ),
+        ),
     ),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """An algorithm of speculative decoding that is served.
+class Speculation(Supported):
+    """An algorithm of speculative decoding that is served; `stored` is beside the KV of the model.
 
     Attributes:
         name: as for `--speculative-algorithm`.
-        stored: what a block has beside the KV of the model.
-        proven: SERVER or COMPONENTS.
     """
 
     name: str
-    stored: str
-    proven: str
 
     @property
     def has_draft_kv(self) -> bool:
@@ -192,21 +341,66 @@ class Speculation:
         return bool(self.stored)
 
 
+_SERVERS = "e2e/test_speculation.py"
+_DRAFTS = "integration/test_kv_pool.py"
+
 SPECULATION: tuple[Speculation, ...] = (
-    Speculation("NGRAM", "", SERVER),
-    Speculation("STANDALONE", "K and V of the draft model", SERVER),
-    Speculation("EAGLE", "K and V of the draft layers", f"{SERVER} (Llama)"),
-    Speculation("EAGLE3", "K and V of the draft layers", COMPONENTS),
-    Speculation("NEXTN", "K and V, or the latent row, of the MTP layer", f"{SERVER} (MiMo)"),
-    Speculation("DFLASH", "K and V of the draft model", COMPONENTS),
+    Speculation(
+        "NGRAM",
+        proofs=(
+            Proof("Llama", f"{_SERVERS}::ngram-both"),
+            Proof("Mellum", f"{_SERVERS}::ngram-windows-both"),
+        ),
+    ),
+    Speculation(
+        "STANDALONE",
+        stored="K and V of the draft model",
+        proofs=(Proof("Mellum", f"{_SERVERS}::standalone-windows-load"),),
+    ),
+    Speculation(
+        "EAGLE",
+        stored="K and V of the draft layers",
+        proofs=(Proof("Llama", f"{_SERVERS}::eagle-both"),),
+    ),
+    Speculation(
+        "EAGLE3",
+        stored="K and V of the draft layers",
+        proofs=(Proof("Llama", f"{_SERVERS}::eagle3-load"),),
+    ),
+    Speculation(
+        "NEXTN",
+        stored="K and V, or the latent row, of the MTP layers",
+        proofs=(Proof("MiMo", f"{_SERVERS}::mtp-load"),),
+    ),
+    Speculation(  # SGLang's, for NEXTN with Gemma 4
+        "FROZEN_KV_MTP",
+        proofs=(
+            Proof(
+                "a draft model without KV",
+                "integration/test_identity.py"
+                "::test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded",
+            ),
+        ),
+    ),
+    Speculation(
+        "DFLASH",
+        stored="K and V of the draft model",
+        proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
+    ),
+    Speculation(
+        "DSPARK",
+        stored="K and V of the draft model",
+        proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
+    ),
 )
 _ALGORITHMS = {each.name: each for each in SPECULATION}
 
 
 def has_draft_kv(args: Any) -> bool:
-    """Whether these settings make a draft model with KV of its own."""
-    name = args.speculative_algorithm
-    return name is not None and _ALGORITHMS[name.upper()].has_draft_kv
+    """Whether these settings make a draft model with KV of its own. False for an algorithm that is
+    not served."""
+    found = _ALGORITHMS.get((args.speculative_algorithm or "").upper())
+    return found is not None and found.has_draft_kv
 
 
 # Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
@@ -228,6 +422,25 @@ MEDIA_ARCHITECTURES = frozenset(
     }
 )
 
+# Embedding models that were reviewed: attention is causal, so that KV depends on no later token,
+# and the vector is that of the last token, which is always computed. (Those that pool all tokens,
+# or the first one, need the whole prompt in one step.)
+EMBEDDING_ARCHITECTURES = frozenset(
+    {
+        "LlamaEmbeddingModel",
+        "LlamaForCausalLM",
+        "MistralModel",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+
+
+def has_reviewed_vectors(architectures: "Sequence[str] | None") -> bool:
+    """Whether all of a model's architectures are in `EMBEDDING_ARCHITECTURES`."""
+    return bool(architectures) and EMBEDDING_ARCHITECTURES.issuperset(architectures or ())
+
+
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
@@ -235,7 +448,8 @@ RULES: tuple[_Rule, ...] = (
     (
         "chunked_prefill_size",
         lambda size: size is not None and size <= 0,
-        "needs chunked prefill: give --chunked-prefill-size a positive value",
+        "needs chunked prefill, whose steps may end where loaded blocks begin: give "
+        "--chunked-prefill-size a positive value",
     ),
     (
         "disaggregation_decode_enable_offload_kvcache",
@@ -255,15 +469,35 @@ RULES: tuple[_Rule, ...] = (
     ("use_ray", bool, "does not support Ray: remove --use-ray"),
     (
         "speculative_algorithm",
+        lambda name: name is not None and name.upper() == "UNO",
+        "does not support UNO, which computes drafts with an adapter into the model's own KV: "
+        "remove --speculative-algorithm",
+    ),
+    (
+        "speculative_algorithm",
         lambda name: name is not None and name.upper() not in _ALGORITHMS,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
         f"of {', '.join(_ALGORITHMS)}",
     ),
     (
-        "enable_multi_layer_eagle",
+        "enable_decoder_swa_bounded_replay",
         bool,
-        "does not support draft layers with inputs of their own: remove --enable-multi-layer-eagle",
+        "does not support steps that compute KV of the last tokens only: set "
+        "--no-enable-decoder-swa-bounded-replay",
     ),
+    (
+        "enable_encoder_swa_bounded_replay",
+        bool,
+        "does not support windows that belong to requests: remove "
+        "--enable-encoder-swa-bounded-replay",
+    ),
+    (
+        "enable_unified_memory",
+        bool,
+        "does not support slots that move in one memory of all pools: remove "
+        "--enable-unified-memory",
+    ),
+    ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
     (
@@ -294,19 +528,27 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "does not support streaming sessions: remove --enable-streaming-session",
     ),
-    ("is_embedding", bool, "does not support embedding models: remove --is-embedding"),
 )
+
+# What cake needs and SGLang turns off for some models while it resolves their settings: the rule's
+# field, what it is, and such models.
+TURNED_OFF: dict[str, tuple[str, str]] = {
+    "disable_radix_cache": ("the radix cache", "MiniCPM-SALA, HRM-Text"),
+    "chunked_prefill_size": ("chunked prefill", "LLaVA of Llama"),
+}
 
 # Attention backends of a group's members: those that pass the layer gate before they read KV.
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
 
 
-def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str | None:
+def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) -> str | None:
     """Why cake does not support these settings, in one line; None if it does.
 
     Args:
         args: SGLang's ServerArgs or a view of it, raw or resolved.
-        model: None while the model's configuration has not been read.
+        model: None while the model's configuration has not been read. If it is given, `args` are
+            resolved, and were supported as the user gave them.
+        block_tokens: None: none are set.
     """
     # The model is checked first: for some kinds SGLang turns off what the rules below require.
     kind = None if model is None else _unsupported_model(model)
@@ -319,14 +561,42 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int) -> str 
                 "--disaggregation-decode-enable-radix-cache, or remove --enable-cake"
             )
         if model is not None and model.has_end_states:
+            kind = "recurrent states" if model.is_hybrid_ssm else "sliding windows"
             return (
-                "cake does not support sliding windows and recurrent states on a decode server: "
-                "remove --enable-cake; prefill servers may have it"
+                f"cake does not support {kind} on a decode server: remove --enable-cake; prefill "
+                "servers may have it"
             )
     for field, is_unsupported, reason in RULES:
-        if is_unsupported(getattr(args, field)):
+        if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
+            if model is not None and field in TURNED_OFF:
+                why = "for this model"
+                if args.enable_deterministic_inference:
+                    why += ", or for --enable-deterministic-inference with its attention backend"
+                needed, _ = TURNED_OFF[field]
+                return f"cake needs {needed}, which SGLang turns off {why}: remove --enable-cake"
             return f"cake {reason}"
-    return _unsupported_speculation(args, model) or _page_mismatch(args.page_size, block_tokens)
+    return (
+        _unsupported_ngrams(args, model)
+        or _unsupported_speculation(args, model)
+        or _page_mismatch(args.page_size, block_tokens)
+    )
+
+
+def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
+    """SGLang fills its table of earlier tokens before steps that only prefill, and when it samples
+    (NgramEmbeddingManager). After all other steps KV is that of other tokens."""
+    if model is None or not model.is_ngram_table:
+        return None
+    remedy = None
+    if args.disaggregation_mode == "decode":
+        remedy = "remove --enable-cake on decode servers; prefill servers may have it"
+    elif args.enable_mixed_chunk:
+        remedy = "remove --enable-mixed-chunk"
+    elif args.speculative_algorithm is not None:
+        remedy = "remove --speculative-algorithm"
+    if remedy is None:
+        return None
+    return f"cake cannot store n-gram embeddings that SGLang takes from a stale table: {remedy}"
 
 
 def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None:
@@ -336,11 +606,6 @@ def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None
         return (
             "cake does not support speculative decoding with recurrent states: remove "
             "--speculative-algorithm"
-        )
-    if model.is_hybrid_swa and has_draft_kv(args):
-        return (
-            "cake does not support draft models with sliding windows in a pool of their own: set "
-            "--speculative-algorithm NGRAM, or --disable-hybrid-swa-memory"
         )
     return None
 
@@ -358,8 +623,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     reason = _unfit_device(args, model)
     if args.disaggregation_mode != "null":
         reason = "does not support prefill/decode disaggregation: remove --disaggregation-mode"
-    if model is not None and model.is_multimodal:
-        reason = "does not support multimodal models: serve another model"
+    if model is not None and (model.is_multimodal or not model.is_generation):
+        reason = "does not support multimodal and embedding models: serve another model"
     if model is not None and model.has_end_states:
         reason = "does not support models with pools for sliding windows or recurrent states"
     if args.speculative_algorithm is not None:
@@ -378,8 +643,8 @@ def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
     backend = _GROUP_BACKENDS.get(args.device)
     if backend is None:
         return "runs with --device cpu or cuda: set one of them"
-    if model is not None and model.is_sparse:
-        return "does not support sparse attention with an index: use another model"
+    if model is not None and (model.is_sparse or model.is_ngram):
+        return "does not support models with an index or of n-grams: use another model"
     if (args.prefill_attention_backend or args.attention_backend) != backend:
         return f"needs --attention-backend {backend} with --device {args.device}: set it"
     if args.device == "cpu":
@@ -520,7 +785,6 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     params = ctx.params
     if (ctx.is_hybrid_swa or ctx.is_hybrid_ssm) and config.lossy:
@@ -532,18 +796,9 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         allocator = params.token_to_kv_pool_allocator
         if type(allocator) is not SWATokenToKVPoolAllocator:
             return f"cake does not support sliding windows in a {type(allocator).__name__}"
-        pool = allocator.get_kvcache()
-        is_known = type(pool) is SWAKVPool or _is_paged_compressed(pool, params)
-        if not is_known or (
-            allocator.swa_req_ring
-            or not getattr(params, "swa_gates_prefix_match", True)  # none of these in 0.5.22
-            or getattr(params, "decoder_swa_bounded_replay", False)
-            or getattr(params, "draft_swa_window", 0)
-        ):
-            return (
-                "cake does not support this pool for sliding windows, whose rows the tree does not "
-                "own: set --disable-hybrid-swa-memory"
-            )
+        reason = _unsupported_windows(allocator.get_kvcache(), params)
+        if reason is not None:
+            return f"cake does not support {reason}"
     if ctx.is_hybrid_ssm:
         pool = params.req_to_token_pool
         if type(pool) is not HybridReqToTokenPool:
@@ -557,20 +812,42 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
     return None
 
 
-def _is_paged_compressed(pool: Any, params: Any) -> bool:
-    """Whether this is DeepSeek V4's pool in the form whose windows are pages of the tree, one page
-    each, with all that a prefix needs at the end of a page. Other forms keep windows by request."""
+def _unsupported_windows(pool: Any, params: Any) -> str | None:
+    """What of this pool's windows is not supported, and what helps; None if they are pages of the
+    tree, with all that a prefix needs in them."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    return (
-        type(pool) is DeepSeekV4TokenToKVPool
-        and hasattr(pool, "pd_kv_layout")  # from 0.5.23 on
-        and pool.swa_kv_pool is not None
-        and params.sliding_window_size <= params.page_size
-        and params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size
-        and set(pool.compression_ratios) <= {0, 4, 128}
-        and not any(each is not None and each.online for each in pool.compress_state_pools)
-    )
+    # 0.5.22 has none of these three.
+    if getattr(params, "decoder_swa_bounded_replay", False):
+        return (
+            "steps that compute KV of the last tokens only: set "
+            "--no-enable-decoder-swa-bounded-replay"
+        )
+    if getattr(params, "draft_swa_window", 0):
+        return "draft models that read windows of the model's pool: remove --speculative-algorithm"
+    if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
+        params, "swa_gates_prefix_match", True
+    ):
+        return (
+            "windows that belong to requests: remove --enable-encoder-swa-bounded-replay and unset "
+            "SGLANG_HACK_FLASHMLA_BACKEND"
+        )
+    if type(pool) is SWAKVPool:
+        return None
+    if type(pool) is not DeepSeekV4TokenToKVPool:
+        return f"a {type(pool).__name__}: set --disable-hybrid-swa-memory"
+    if not hasattr(pool, "pd_kv_layout"):
+        return "DeepSeek V4 of SGLang 0.5.22: install 0.5.23"
+    if not _RATIOS.issuperset(pool.compression_ratios):
+        return "compressed attention whose layers share KV of one or two tokens"
+    if any(each is not None and each.online for each in pool.compress_state_pools):
+        return "sums in one row for each request: unset SGLANG_OPT_USE_ONLINE_COMPRESS"
+    if not params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size:
+        return "windows in smaller pages than KV: unset SGLANG_OPT_SM120_DIRECT_SWA_KV"
+    if params.sliding_window_size > params.page_size:
+        return f"windows of several pages: set --page-size {params.sliding_window_size}"
+    return None
 
 
 def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
@@ -583,7 +860,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     - The mode is `auto`. The other modes, which benchmarks compare with, stay as in the paper.
     - The model needs no end states, which the first layers of a last step would read at once.
     - No decode server waits for the KV: SGLang would send the prefix before the step has it.
-    - No tokens are proposed: no test has run both.
+    - No tokens are proposed, and the model generates text: no test has run anything else.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -594,7 +871,8 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     args = resolving_view(ctx.server_args)
     if args.disaggregation_mode != "null" or args.speculative_algorithm is not None:
         return False
-    return args.device == "cpu" and _unfit_device(args, ModelTraits.of(ctx.model_config)) is None
+    traits = ModelTraits.of(ctx.model_config)
+    return args.device == "cpu" and traits.is_generation and _unfit_device(args, traits) is None
 
 
 def _unsupported_model(model: ModelTraits) -> str | None:
@@ -606,13 +884,16 @@ def _unsupported_model(model: ModelTraits) -> str | None:
             "cake does not support longrope beyond the original context, where a prompt's KV "
             f"depends on its batch: set --context-length {model.longrope_tokens}"
         )
-    if not model.is_generation:
-        return "cake does not support models that generate no text (embedding, reward, pooling)"
+    if not (model.is_generation or model.pools_last_token):
+        return (
+            "cake does not support models that generate no text, except for embeddings by some "
+            "decoders (docs/troubleshooting.md)"
+        )
     return None
 
 
-def _page_mismatch(page_size: int | None, block_tokens: int) -> str | None:
-    if page_size is None or block_tokens % page_size == 0:
+def _page_mismatch(page_size: int | None, block_tokens: int | None) -> str | None:
+    if page_size is None or block_tokens is None or block_tokens % page_size == 0:
         return None
     near = max(1, round(block_tokens / page_size)) * page_size
     return (

@@ -6,13 +6,17 @@ They are a hint: if the file is absent, foreign or damaged, the first requests m
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Annotated
 
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.json import Decoder
+
+from sglang_cake.core import untrusted
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.local_files import atomic_write
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
@@ -20,7 +24,16 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 VERSION = 4
 MAX_FILES = 64  # the newest stay
 _MAX_BYTES = 4096
-_LONGEST_S = 1e4  # no cost is larger; no share is either
+_Number = Annotated[float, Meta(ge=0, lt=1e4)]  # a cost in seconds, or a share
+
+
+class _Content(Struct):
+    version: int
+    prefill: dict[str, _Number]
+    loads: list[dict[str, _Number] | None]
+
+
+_CONTENT = Decoder(_Content)
 
 
 class CostFile:
@@ -41,14 +54,15 @@ class CostFile:
         """The costs that were written last; None: there are none, or they are not usable."""
         try:
             with open(self._path, "rb") as file:
-                content = json.loads(file.read(_MAX_BYTES))
-            if content["version"] != VERSION:
+                content = untrusted.decode(_CONTENT, file.read(_MAX_BYTES))
+            if content.version != VERSION:
                 return None
-            prefill = PrefillCost(0, 0, 0).with_numbers(
-                _numbers(content["prefill"], PrefillCost, 6)
-            )
-            loads = [None if named is None else _load(named) for named in content["loads"]]
-        except (OSError, ValueError, KeyError, TypeError):
+            prefill = convert(content.prefill, PrefillCost)
+            loads = [
+                None if load is None else convert(load | {"depth": 1}, LoadCost)
+                for load in content.loads
+            ]
+        except (OSError, ValueError, ValidationError):
             return None
         return prefill, loads
 
@@ -80,17 +94,3 @@ class CostFile:
             for file in files[MAX_FILES:]:
                 with contextlib.suppress(OSError):
                     file.unlink()
-
-
-def _load(named: dict[str, object]) -> LoadCost:
-    latency_s, block_s, copy_s, error, coming_s = _numbers(named, LoadCost, 5)
-    return LoadCost(latency_s, block_s, copy_s, error, coming_s)
-
-
-def _numbers(named: dict[str, object], kind: type, count: int) -> list[float]:
-    """The first `count` fields of a `kind`."""
-    numbers = [named[field.name] for field in fields(kind)[:count]]
-    found = [float(n) for n in numbers if isinstance(n, (int, float)) and not isinstance(n, bool)]
-    if len(found) < count or not all(math.isfinite(n) and 0 <= n < _LONGEST_S for n in found):
-        raise ValueError("not a cost")
-    return found

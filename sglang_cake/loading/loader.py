@@ -282,6 +282,7 @@ class _PromptQueue:
             before them.
         asked: with end states, all indices that were ever in `todo`.
         lent: blocks that the store lends and that are not copied to the device yet.
+        lender: the tier that they are in.
     """
 
     request: LoadRequest
@@ -298,6 +299,7 @@ class _PromptQueue:
     end_keys: list[BlockKey] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     lent: int = 0
+    lender: int = 0
 
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
@@ -576,36 +578,53 @@ class Loader:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
         left to read."""
         while len(self._reads) < self._depth and not self._closed:
-            queue = self._next_queue()
-            if queue is None:
+            found = self._next_block()
+            if found is None:
                 return
+            queue, place = found
             with self._gate:
-                if queue.todo[-1] < queue.fence:
-                    queue.todo.clear()
+                if queue.todo[place] < queue.fence:
+                    del queue.todo[: place + 1]
                     continue
-                if not self._start(queue, queue.todo[-1]):
+                if not self._start(queue, queue.todo[place]):
                     return  # no buffer: `_forget` calls again when one comes back
-                queue.todo.pop()
+                del queue.todo[place]
 
-    def _next_queue(self) -> _PromptQueue | None:
+    def _next_block(self) -> tuple[_PromptQueue, int] | None:
+        """The prompt that is served next, and the place in its `todo` of the block to start."""
         # Waiting prompts leave the last buffers to the one that is served first.
         for queue in self._queues:
-            if queue.asks and not self._is_ahead(queue):
+            if queue.asks:
                 first = self._ranks.get(queue.request.load_id) == 0
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
                 left = self._staging.free - ends
-                if first or left > self._staging.capacity // 4:
-                    return queue
+                has_buffers = first or left > self._staging.capacity // 4
+                if has_buffers and (place := self._next_place(queue)) is not None:
+                    return queue, place
         return None
 
-    def _is_ahead(self, queue: _PromptQueue) -> bool:
-        """Whether enough lent blocks of a prompt wait for their copies. Without this bound all of
-        them would be there at once, and the device would wait for the copies instead of computing.
+    def _next_place(self, queue: _PromptQueue) -> int | None:
+        """The place in `todo` of the block of a prompt to start next: the last one. While enough
+        lent blocks wait for their copies, the last one that is not in memory; None if there is
+        none. Without this bound all blocks in memory would be there at once, and the device would
+        wait for their copies instead of computing.
         """
+        todo = queue.todo
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
         # End blocks are not copied before the last of them is there.
-        return queue.lent >= max(self._depth, ahead) and queue.todo[-1] < queue.request.blocks
+        if queue.lent < max(self._depth, ahead) or todo[-1] >= queue.request.blocks:
+            return len(todo) - 1
+        if queue.ahead.keys() <= {queue.lender}:
+            return None
+        for place in range(len(todo) - 1, bisect_left(todo, queue.load_from) - 1, -1):
+            block = todo[place]
+            if queue.tiers[block] != queue.lender:
+                with contextlib.suppress(Exception):  # the read fails as well, and says why
+                    (queue.tiers[block],) = tiers_of(queue.store, [queue.keys[block]])
+                if queue.tiers[block] != queue.lender:  # it has not moved up since
+                    return place
+        return None
 
     def _reorder(self, queues: Sequence[_PromptQueue]) -> None:
         self._ranks = {queue.request.load_id: rank for rank, queue in enumerate(queues)}
@@ -650,6 +669,7 @@ class Loader:
 
         counted = block < queue.request.blocks
         queue.lent += counted
+        queue.lender = tier
 
         def back(staged: StagedBlock) -> None:
             queue.lent -= counted
@@ -663,8 +683,8 @@ class Loader:
         self._arrived(queue, block, staged)
         now_s = self._last_fetched_s = time.monotonic()
         # The copies to the device are all that such blocks wait for, one after another.
-        took_s = max(now_s - started_s, self.cost.copy_s)
-        self._fits.fetched(tier, took_s, now_s, first=False)
+        if copy_s := self.cost.copy_s:  # 0: none was measured yet
+            self._fits.fetched(tier, max(now_s - started_s, copy_s), now_s, first=False)
         return True
 
     def _count_costs(self, now_s: float) -> None:

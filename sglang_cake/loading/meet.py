@@ -453,8 +453,8 @@ class Meet:
         self._end_states = bytearray([BlockState.WANTED] * self.end_blocks if target else [])
 
     def _keep_run(self) -> list[int]:
-        """Choose the target again if a block of the run or its end is lost, and give up what is of
-        no use then: all but one unbroken run up to a stored end.
+        """Choose the target again if a block of the run, or its end, is lost. Only one unbroken run
+        up to a stored end is of use; the other blocks are given up.
 
         The target stays unless a lower end has a run that is longer by more than an end state.
         """

@@ -10,12 +10,17 @@ The search is deterministic. With a `Journal` of its measurements it can be stop
 resumed.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec.json import Decoder
+
+from sglang_cake.core import untrusted
 from sglang_cake.runahead.partition import Partition
 
 # `(partitions) -> seconds of each`: measured, or taken from the model of the chain.
@@ -123,12 +128,18 @@ class Journal:
         return self._known[partition.bounds]
 
 
+class _Line(Struct):
+    bounds: tuple[int, ...]
+    ttft_s: float
+
+
+_LINE = Decoder(_Line)
+
+
 def _lines(path: Path) -> Iterator[tuple[tuple[int, ...], float]]:
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            found = json.loads(line)
-            yield tuple(int(bound) for bound in found["bounds"]), float(found["ttft_s"])
-        except (ValueError, TypeError, KeyError):
-            continue
+        with contextlib.suppress(ValueError):  # a line that a crash left
+            found = untrusted.decode(_LINE, line)
+            yield found.bounds, found.ttft_s

@@ -378,8 +378,8 @@ class KvPassing:
         self.sender = sender
         self.patience_s = patience_s
         self._broken: tuple[str, int | None] | None = None
-        # Called by the forward's thread at each layer, and repeatedly while it waits there: raises
-        # a RunaheadError if the job is of no use any more.
+        # The forward's thread calls it at each layer, and repeatedly while it waits there. It
+        # raises a RunaheadError if nobody needs the job any more.
         self.watch: Callable[[], None] | None = None
 
     @property

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from sglang_cake.core import untrusted
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.partition import Partition
 
@@ -195,9 +196,9 @@ def decode_head(head: bytes) -> PartHead:
 
 def _decoded(decoder: "msgspec.msgpack.Decoder[_T]", body: bytes) -> _T:
     try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(f"not a message: {str(error)[:200]}") from None
+        return untrusted.decode(decoder, body)
+    except ValueError as error:
+        raise BadMessage(f"not a message: {error}") from None
 
 
 def _to_bytes(tokens: Any) -> bytes:

@@ -8,7 +8,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
+from msgspec import Meta, Struct
+from msgspec.json import Decoder
+
+from sglang_cake.core import untrusted
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.local_files import atomic_write
 from sglang_cake.core.token_span import Span
@@ -16,8 +21,18 @@ from sglang_cake.runahead.partition import Partition, scaled
 
 _VERSION = 1
 _MAX_FILE_BYTES = 2**20
-_MAX_WORKERS = 1024
 _LOOK_S = 0.5  # how often the file of a table is checked for changes
+
+_Workers = Annotated[int, Meta(ge=1, le=1024)]
+_Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class _Content(Struct):
+    version: Literal[1]
+    shares: dict[_Workers, dict[int, tuple[_Share, ...]]]
+
+
+_CONTENT = Decoder(_Content)
 
 
 @dataclass(slots=True)
@@ -94,17 +109,14 @@ def load_table(path: Path) -> PartitionTable:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return PartitionTable()
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["version"] != _VERSION:
-            return PartitionTable()
-        table = PartitionTable()
-        for workers, lengths in found["shares"].items():
-            table.entries[_workers(workers)] = {
-                int(tokens): _shares(shares, int(workers)) for tokens, shares in lengths.items()
-            }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = untrusted.decode(_CONTENT, path.read_bytes())
+    except (OSError, ValueError):
         return PartitionTable()
-    return table
+    for workers, lengths in found.shares.items():
+        for shares in lengths.values():
+            if len(shares) != workers or abs(sum(shares) - 1) > 1e-6:
+                return PartitionTable()
+    return PartitionTable(found.shares)
 
 
 def save_table(path: Path, table: PartitionTable) -> None:
@@ -116,19 +128,3 @@ def save_table(path: Path, table: PartitionTable) -> None:
     }
     content = json.dumps({"version": _VERSION, "shares": shares}, indent=1)
     atomic_write(path, content.encode(), durable=True)
-
-
-def _workers(text: str) -> int:
-    workers = int(text)
-    if not 1 <= workers <= _MAX_WORKERS:
-        raise ValueError(f"{workers} workers")
-    return workers
-
-
-def _shares(found: object, workers: int) -> tuple[float, ...]:
-    if not isinstance(found, list) or len(found) != workers:
-        raise ValueError(f"{found!r} are no shares of {workers} workers")
-    shares = tuple(float(share) for share in found)
-    if any(not 0 < share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"{shares} do not add up to 1")
-    return shares

@@ -1,1 +1,1 @@
-"""The decisions of the package on a virtual clock, and what the ideal would have been."""
+"""A server of the package on a virtual clock, and the lowest possible time to first token."""

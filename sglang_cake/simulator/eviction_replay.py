@@ -202,7 +202,8 @@ class Replay:
         leaf: evict only blocks without a resident child (the next block of any prompt).
         told_turns: use the conversation turns that the trace states, where it does, instead of
             those that the server detects.
-        admission, benefit: which blocks are written at all, and what they save.
+        admission: decides which blocks are written.
+        benefit: costs from which the saved time of a block follows.
         head_last: the head is the most recent of a request's blocks; otherwise its tail is.
     """
 

@@ -26,6 +26,8 @@ _CONTEXT_FIELDS = (
 )
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+# Of those that generate no text, the ones that a server supports.
+EMBEDDINGS = frozenset({"LlamaEmbeddingModel", "MistralModel"})
 # The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
 WINDOW_POOLS = frozenset(
     {
@@ -392,6 +394,10 @@ def _context_tokens(config: Config) -> int:
     return int(float(scaling.get("factor") or 1) * length) if scales else int(length)
 
 
+# LongCat-Flash-Lite has the second, or in earlier files the third.
+_NGRAM_FIELDS = ("use_ngram_embedding", "ngram_vocab_size_ratio", "oe_vocab_size_ratio")
+
+
 def _refused(whole: Config, config: Config) -> str | None:
     """Why the model is not planned for, as far as a `config.json` shows it."""
     names = [str(name) for name in whole.get("architectures") or ()]
@@ -399,12 +405,13 @@ def _refused(whole: Config, config: Config) -> str | None:
         return "the compressed KV of DeepSeek V4 is not modelled"
     if int(config.get("index_kpool") or 1) > 1:
         return "an index whose keys stand for several tokens is not modelled"
+    if any(config.get(name) for name in _NGRAM_FIELDS):
+        return "the weights of n-gram embeddings are not modelled"
     if whole.get("is_encoder_decoder"):
         kind = "encoder-decoder models (cross-attention KV)"
-    elif config.get("use_ngram_embedding") or config.get("engram_layer_ids"):
-        kind = "models with n-gram embeddings (a table of earlier tokens beside KV)"
-    elif names and not any(_generates(name) for name in names):
-        kind = "models that generate no text (embedding, reward, pooling)"
+    elif names and not any(_generates(name) or name in EMBEDDINGS for name in names):
+        kind = "models that generate no text, except for embeddings by some decoders "
+        kind += "(docs/troubleshooting.md)"
     else:
         return None
     return f"cake does not support {kind}"

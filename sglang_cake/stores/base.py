@@ -204,7 +204,8 @@ class LentBlock:
     """A block where the store keeps it, in memory of this process. It stays until `release`.
 
     Attributes:
-        buffer: `frame.payload_bytes` checked bytes. Nobody writes into it.
+        buffer: begins with the checked payload, which is at least as large as a block. Nobody
+            writes into it.
         release: to be called once, from any thread, when nobody uses the bytes any more.
     """
 
@@ -257,6 +258,9 @@ def tiers_of(store: object, keys: Sequence[BlockKey]) -> list[int]:
 
 # Index of a tier -> payload for this tier. The payload stays valid until the put has ended.
 FormOf = Callable[[int], Awaitable[memoryview]]
+# (memory of `frame.payload_bytes`, size of the payload at its start) -> size of the payload that is
+# there now.
+Unpack = Callable[[memoryview, int], Awaitable[int]]
 
 
 @runtime_checkable
@@ -265,6 +269,17 @@ class PerTierEncoding(Protocol):
 
     def links(self) -> Sequence[LinkSpeed]:
         """Measured speed of each tier; always the same objects."""
+        ...
+
+    async def get_unpacked(self, key: BlockKey, out: memoryview, unpack: Unpack) -> int:
+        """As `Store.get_into`.
+
+        Args:
+            unpack: changes a payload that was read from a tier below before it moves up to one in
+                memory. `out` begins with the changed payload then, and its size is returned.
+
+        Raises: as `Store.get_into`, and what `unpack` raises.
+        """
         ...
 
     async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:

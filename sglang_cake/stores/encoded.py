@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 
 from sglang_cake.codecs.block_arrays import takes_lossy
 from sglang_cake.codecs.codec_steps import Malformed
-from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
-from sglang_cake.core.buffers import TellBytes, on_page
+from sglang_cake.codecs.pipeline import RAW_HEAD_BYTES, Chain, Forms, is_raw
+from sglang_cake.core.buffers import Buffer, TellBytes, on_page
 from sglang_cake.core.codec_names import AUTO, CODECS, LOSSLESS, RAW
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, StoreError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import FormOf, PerTierEncoding, Store
+from sglang_cake.stores.base import FormOf, LentBlock, PerTierEncoding, Store, lend
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import WrapperStore, count_read, count_written
@@ -61,14 +61,15 @@ class EncodedStore(WrapperStore):
         link: the speed of `inner` is recorded there.
         payload_bytes: limit for an encoded block.
         depth: concurrent reads, and concurrent writes; further ones wait.
-        by_tier: call `encode` for each tier of `inner`, if it has tiers; else once.
+        by_tier: call `encode` for each tier of `inner`, if it has tiers; else once for a block.
         on_device: `get_into` fills memory of `payload_bytes` with a payload to be decoded by a
             device (`catalogue.prepare`), instead of a block.
         """
         super().__init__(inner)
         self._layout = layout
         self._encode = encode
-        self._tiers = inner if by_tier and isinstance(inner, PerTierEncoding) else None
+        self._tiers = inner if isinstance(inner, PerTierEncoding) else None
+        self._by_tier = by_tier
         self._link = link
         self._counters = counters
         self._payload_bytes = payload_bytes
@@ -94,10 +95,13 @@ class EncodedStore(WrapperStore):
         async with self._reading, self._lent() as take:
             payload = out if self._on_device else take()
             begun_s = time.monotonic()
-            size_bytes = await self.inner.get_into(key, payload)
-            self._link.read.landed(size_bytes, begun_s, time.monotonic())
-            count_read(self._counters, size_bytes)
+
+            def read(size_bytes: int) -> None:
+                self._link.read.landed(size_bytes, begun_s, time.monotonic())
+                count_read(self._counters, size_bytes)
+
             try:
+                size_bytes = await self._get(key, payload, read)
                 work = functools.partial(self._decode, payload[:size_bytes], out)
                 await run_stoppable(self._decoders, work)
             except Malformed as error:
@@ -105,6 +109,39 @@ class EncodedStore(WrapperStore):
                     await self.inner.delete(key)
                 raise BlockCorrupt(f"{key.hex()}: {error}") from None
             return out.nbytes
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        """As in `Lending`: a block that lies in memory of the inner store as it is."""
+        lent = lend(self.inner, key)
+        if lent is None:
+            return None
+        if not is_raw(lent.buffer.view):
+            lent.release()
+            return None
+        count_read(self._counters, RAW_HEAD_BYTES + self._layout.block_bytes)
+        if self._on_device:
+            return lent
+        block = lent.buffer.view[RAW_HEAD_BYTES : RAW_HEAD_BYTES + self._layout.block_bytes]
+        return LentBlock(Buffer(block), lent.release)
+
+    async def _get(self, key: BlockKey, payload: memoryview, read: Callable[[int], object]) -> int:
+        """Read a payload, and call `read` with its size. What a processor has to decode is decoded
+        before it moves up to memory, and not at each read from there. Raises: also Malformed."""
+        sizes: list[int] = []
+
+        async def unpack(payload: memoryview, size_bytes: int) -> int:
+            sizes.append(size_bytes)
+            read(size_bytes)
+            work = functools.partial(self._unpack, payload, size_bytes)
+            return await run_stoppable(self._decoders, work)
+
+        if self._tiers is None:
+            size_bytes = await self.inner.get_into(key, payload)
+        else:
+            size_bytes = await self._tiers.get_unpacked(key, payload, unpack)
+        if not sizes:
+            read(size_bytes)
+        return size_bytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         return await self._put_block(key, data, first=False)
@@ -123,7 +160,7 @@ class EncodedStore(WrapperStore):
             return fresh
 
     async def _put(self, key: BlockKey, form_of: FormOf) -> bool:
-        if self._tiers is not None:
+        if self._tiers is not None and self._by_tier:
             return await self._tiers.put_forms(key, form_of)
         payload = await form_of(0)
         begun_s = time.monotonic()
@@ -163,6 +200,17 @@ class EncodedStore(WrapperStore):
             yield take
         finally:
             self._idle += lent
+
+    def _unpack(self, out: memoryview, size_bytes: int, stop: threading.Event) -> int:
+        from sglang_cake.codecs.catalogue import chain_in, decodes_on_device, unpack
+
+        check_stop(stop)
+        payload = out[:size_bytes]
+        if size_bytes == RAW_HEAD_BYTES + self._layout.block_bytes and is_raw(payload):
+            return size_bytes
+        if self._on_device and decodes_on_device(chain_in(payload)):
+            return size_bytes
+        return unpack(self._layout, payload, out)
 
     def _decode(self, payload: memoryview, out: memoryview, stop: threading.Event) -> None:
         from sglang_cake.codecs.catalogue import decode, prepare

@@ -57,6 +57,7 @@ class LoopRequest:
     )
     customized_info: dict[str, Any] | None = None
     retracted_stain: bool = False
+    already_computed: int = 0
     cached_tokens: int = 0
     cached_tokens_storage: int = 0
     storage_hit_length: int = 0

@@ -48,6 +48,7 @@ HBM_BYTES_PER_S = 2.6e12
 KERNEL_S = 3e-6  # the least time of a kernel
 LAUNCH_S = 15e-6  # host time of one launch from Python, with its views
 EVENT_S = 3e-6
+LAYER_BLOCKS = 64  # blocks of which one kernel copies a layer
 # SGLang's default sizes of prefill graphs (`generate_prefill_cuda_graph_batch_sizes`).
 GRAPH_TOKENS = (
     *range(4, 33, 4),
@@ -158,11 +159,15 @@ class VirtualGpu:
     Attributes:
         forwards: (begin, end) of each.
         held_back_s: how long forwards waited for copies, in all.
+        layers: forwards follow the copies that they need layer by layer, so many; 0: they begin
+            when these are complete, as the server has it.
         scratch_bytes, peak_scratch_bytes: device memory that copies hold.
     """
 
-    def __init__(self, io: VirtualIo) -> None:
+    def __init__(self, io: VirtualIo, layers: int = 0) -> None:
         self.io = io
+        self.layers = layers
+        self._followed_s = 0.0  # when the copies end that the next forward follows
         self.schedule = VirtualStream()
         self.forward_stream = VirtualStream()
         self.to_device = Engine()
@@ -187,6 +192,13 @@ class VirtualGpu:
         self.scheduler.sync_s += max(0.0, until_s - self.io.now_s)
         self.io.until(max(until_s, self.io.now_s))
 
+    def follow(self, until_s: float) -> None:
+        """Forwards that are launched from now on need copies that end then."""
+        if self.layers:
+            self._followed_s = max(self._followed_s, until_s)
+        else:
+            self.forward_stream.wait(until_s)
+
     def hold(self, owner: object, size_bytes: int) -> None:
         """`owner` holds device memory as long as it lives."""
         self.scratch_bytes += size_bytes
@@ -200,8 +212,12 @@ class VirtualGpu:
         """Launch a forward. Returns when it ends."""
         free_s = max(self.io.now_s, self.forwards[-1][1] if self.forwards else 0.0)
         begin_s = max(free_s, self.forward_stream.tail_s, self.schedule.tail_s)
-        self.held_back_s += begin_s - free_s
-        end_s = begin_s + work_s + self.kernels_s
+        copies_s = max(0.0, self._followed_s - begin_s)
+        followed_s = max(copies_s, work_s) - work_s
+        if copies_s:  # the first layer waits for its copy, or the last one is computed behind it
+            followed_s += min(copies_s, work_s) / self.layers
+        self.held_back_s += begin_s - free_s + followed_s
+        end_s = begin_s + work_s + followed_s + self.kernels_s
         self.kernels_s = 0.0
         self.forward_stream.tail_s = end_s
         self.forwards.append((begin_s, end_s))
@@ -265,7 +281,10 @@ class VirtualKV:
     def load(self, block: Any, slots: torch.Tensor, after: tuple[float, ...]) -> VirtualCopy:
         gpu = self.gpu
         count = 2 * self._pieces
-        self._launch(count, count * LAUNCH_S + (2 + len(after)) * EVENT_S)
+        took_s = count * LAUNCH_S + (2 + len(after)) * EVENT_S
+        if gpu.layers:
+            took_s = gpu.layers * (LAUNCH_S + EVENT_S) / LAYER_BLOCKS
+        self._launch(count, took_s)
         self._in.wait(max(self.launched_s, *after))
         end_s = gpu.to_device.run(self._in.tail_s, self._dma_s) + self._kernel_s
         self._in.tail_s = end_s
@@ -293,7 +312,7 @@ class VirtualKV:
     def order_forwards_after(self, copies: Sequence[VirtualCopy]) -> None:
         if copies:
             self.gpu.launch(1, EVENT_S)
-            self.gpu.forward_stream.wait(max(copy.pool_s for copy in copies))
+            self.gpu.follow(max(copy.pool_s for copy in copies))
 
     def _launch(self, count: int, took_s: float) -> None:
         self.gpu.copier.launches += count
@@ -496,6 +515,8 @@ class VirtualScheduler(SchedulerLoop):
         link_bytes_per_s: of the store, in each direction.
         dma_bytes_per_s: of the bus between host and device, in each direction.
         lends: as for `VirtualStore`.
+        by_layer: blocks are copied layer by layer, and a forward waits for each layer of its own
+            copies. The server does not do so.
         overlap, decodes: as `SchedulerLoop`.
 
     Attributes:
@@ -517,6 +538,7 @@ class VirtualScheduler(SchedulerLoop):
         config: CakeConfig | None = None,
         pool_tokens: int = 400_000,
         decodes: int = 0,
+        by_layer: bool = False,
     ) -> None:
         config = replace(config or CakeConfig(), mode=mode)
         layout = model.layout
@@ -532,7 +554,7 @@ class VirtualScheduler(SchedulerLoop):
         )
         self.model = model
         self.poll_launches: list[int] = []
-        self.gpu = VirtualGpu(io)
+        self.gpu = VirtualGpu(io, model.layers if by_layer else 0)
         kv = VirtualKV(self.gpu, layout, dma_bytes_per_s)
         super().__init__(
             io,

@@ -162,7 +162,6 @@ BAD: list[tuple[str, object, str]] = [
     ("block_tokens", "1_000", "'1_000'"),
     ("block_tokens", "²", "'²'"),
     ("block_tokens", 128.0, "128.0"),
-    ("block_tokens", None, "None"),
     ("min_load_tokens", "many", "'many'"),
     ("queue_depth", "9" * 5000, "a whole number from 1 to 1024"),
     ("queue_depth", 2_000, "2000"),
@@ -225,6 +224,14 @@ def _message(action: Any) -> str:
     assert message
     assert len(message.splitlines()) == 1
     return message
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "block_tokens"), [(1, 128), (64, 128), (128, 128), (48, 144), (256, 256)]
+)
+def test_config_block_that_is_not_set_has_whole_pages(page_tokens: int, block_tokens: int) -> None:
+    assert CakeConfig().block_tokens_in(page_tokens) == block_tokens
+    assert CakeConfig(block_tokens=96).block_tokens_in(page_tokens) == 96
 
 
 @pytest.mark.parametrize(

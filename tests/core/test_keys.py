@@ -148,6 +148,24 @@ def test_end_keys_differ_from_each_other_and_from_those_of_other_blocks():
     assert len({*blocks, *ends}) == len(blocks) * 4
 
 
+@given(TOKENS, TOKENS, BLOCK)
+def test_end_keys_of_other_prompts_positions_and_indices_are_all_different(
+    tokens, others, block_tokens
+):
+    def ends(prompt):
+        """Prefix and index of an end block -> its key."""
+        return {
+            (tuple(prompt[: (number + 1) * block_tokens]), index): key
+            for number, block in enumerate(block_keys(SEED, prompt, block_tokens))
+            for index, key in enumerate(end_keys(block, 3))
+        }
+
+    one, other = ends(tokens), ends(others)
+    assert all(one[end] == other[end] for end in one.keys() & other.keys())
+    both = one | other
+    assert len(set(both.values())) == len(both)
+
+
 def test_end_keys_fewer_are_the_first_of_more():
     block = block_keys(SEED, range(4), 4)[0]
     assert end_keys(block, 5)[:2] == end_keys(block, 2)

@@ -3,11 +3,26 @@ decode server, and one with a real decode server, over Mooncake's TCP transport.
 
 import hashlib
 import itertools
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, Live, PendingRequest, Start, assert_same, falsify, until
+import requests
+from live import (
+    BLOCK,
+    Answer,
+    Live,
+    PendingRequest,
+    Start,
+    assert_same,
+    falsify,
+    request,
+    until,
+)
 from server_pair import COMMON, NO_DECODE_SERVER, ROOMS, Pair
 
 from sglang_cake.demo.sglang_server import free_port
@@ -41,8 +56,24 @@ def port() -> int:
 
 
 @pytest.fixture(scope="module")
-def env(standins: dict[str, str]) -> dict[str, str]:
-    return standins | {"CAKE_TEST_DISAGGREGATION": "1"}
+def failing_transfer(folder: Path) -> Path:
+    """If a test makes this file, the next transfer removes it and fails."""
+    return folder / "failing-transfer"
+
+
+@pytest.fixture(scope="module")
+def env(standins: dict[str, str], failing_transfer: Path) -> dict[str, str]:
+    """A decode server finds within about 6 s that its prefill server is gone, and gives the memory
+    of a failed transfer back after 1 s. A prefill server soon asks whether a decode server is there
+    that a transfer has failed to."""
+    return standins | {
+        "CAKE_TEST_DISAGGREGATION": "1",
+        "CAKE_TEST_TRANSFERS": str(failing_transfer),
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "1",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "3",
+        "SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": "0.5",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +224,55 @@ def test_pair_prompts_that_are_computed_and_loaded_at_once_are_sent_whole(
     assert computed >= 10 * BLOCK
 
 
+@pytest.fixture
+def router(pair: Pair) -> Iterator[str]:
+    """The address of SGLang's router for the pair, which the tests stand for elsewhere."""
+    pytest.importorskip("sglang_router")
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
+        *("--prefill", pair.prefill.url, str(pair.port), "--decode", pair.decode.url),
+        *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"),
+    ]
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        try:
+            return requests.get(f"{url}/readiness", timeout=5).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+    process = subprocess.Popen(command)
+    try:
+        until(lambda: process.poll() is not None or is_ready(), "the router is ready")
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_pair_behind_sglangs_router_answers_as_an_ordinary_server_before_and_after_a_load(
+    ordinary: Live, pair: Pair, router: str, prompt: Make
+) -> None:
+    document = prompt(10 * BLOCK + 7)
+    reference = ordinary.ask(document, cache_salt="computed there")
+
+    def ask() -> Answer:
+        reply = requests.post(f"{router}/generate", json=request(document), timeout=60)
+        assert reply.status_code == 200, reply.text
+        return Answer.of(reply.json())
+
+    cold = ask()
+    assert cold.cached == 0
+    assert_same(cold, reference)
+    pair.prefill.store.until_stored(document[: 10 * BLOCK])
+    pair.flush()
+    warm = ask()
+    assert warm.cached == 10 * BLOCK
+    assert_same(warm, reference)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_pair_abort_at_each_stage_leaves_no_trace(
     ordinary: Live, pair: Pair, prompt: Make, side: str
@@ -246,6 +326,67 @@ def test_pair_prompt_that_starts_over_is_looked_up_again(
     events = [event["event"] for event in pair.prefill.events(rid)]
     assert events.count("arrive") == 2
     assert "attach" in events
+
+
+@pytest.mark.parametrize("stage", ["of a loaded prompt", "while others load"])
+def test_pair_transfer_that_fails_leaves_no_trace(
+    ordinary: Live,
+    pair: Pair,
+    racing_pair: Pair,
+    failing_transfer: Path,
+    prompt: Make,
+    stage: str,
+) -> None:
+    """The first transfer of a prompt, which on the slow link is that of its first chunk."""
+    sending = pair if stage == "of a loaded prompt" else racing_pair
+    document = prompt(20 * BLOCK + 7)
+    reference = ordinary.ask(document)
+    ordinary.store.until_stored(document[: 20 * BLOCK])
+    sending.flush()
+
+    def recoveries() -> int:
+        return sending.prefill.server.logs().count("recovered via probe")
+
+    before = recoveries()
+    failing_transfer.touch()
+    for pending in sending.begin(document, rid=f"failing transfer {stage}"):
+        with pytest.raises(AssertionError, match=r"(?i)transfer"):
+            pending.answer()
+    assert not failing_transfer.exists()
+    until(lambda: recoveries() > before, "the prefill server sends to the decode server again")
+    sending.flush()
+    answer, prefilled = sending.ask(document)
+    assert_same(answer, reference)
+    assert prefilled.loaded == 20 * BLOCK or sending is racing_pair
+    sending.flush()
+    for live in (sending.prefill, sending.decode):
+        live.check_log()
+
+
+def test_decode_server_whose_prefill_server_dies_while_it_loads_takes_kv_of_another(
+    ordinary: Live, pair: Pair, racing_pair: Pair, prompt: Make
+) -> None:
+    """The last test of the racing pair, since its prefill server is killed."""
+    dying, decode = racing_pair.prefill, racing_pair.decode
+    document = prompt(20 * BLOCK + 7)
+    reference = ordinary.ask(document)
+    ordinary.store.until_stored(document[: 20 * BLOCK])
+    racing_pair.flush()
+    before = pair.stored()
+    waiting, asked = racing_pair.begin(document, rid="waits for the dead", new_tokens=2 * BLOCK)
+    asked.until("land")
+    assert asked.is_running
+    dying.killed = True
+    os.killpg(dying.server.process.pid, signal.SIGKILL)
+    asked.join()
+    with pytest.raises(AssertionError, match="Lost connection with prefill instance"):
+        waiting.answer()
+    pair.flush()
+    decode.check_log()
+    answer, prefilled = pair.ask(document)
+    assert prefilled.loaded == 20 * BLOCK
+    assert_same(answer, reference)
+    assert pair.stored() == before  # nothing of the request that failed
 
 
 def starts_over(rid: str) -> bool:

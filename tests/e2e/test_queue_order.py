@@ -10,10 +10,11 @@ from live import BLOCK, CHUNK, Live, PendingRequest, Start
 Make = Callable[[int], list[int]]
 
 
+PAGE = 16
 KINDS = {
     "overlap": ("--schedule-policy", "lpm"),
     "mixed": (
-        *("--enable-mixed-chunk", "--disable-overlap-schedule", "--page-size", "16"),
+        *("--enable-mixed-chunk", "--disable-overlap-schedule", "--page-size", str(PAGE)),
         "--enable-priority-scheduling",
     ),
 }
@@ -59,7 +60,9 @@ def test_chunked_request_that_loads_yields_and_answers_stay_exact(
         if "yield" in events:
             break
     assert "yield" in events
-    assert answer.computed + answer.loaded == len(stored)
+    # A page that was not whole when it yielded is computed again.
+    again = answer.computed + answer.loaded - len(stored)
+    assert 0 <= again < PAGE * events.count("yield")
     # Tokens that it computed before it yielded do not count as cached.
     assert answer.cached == answer.loaded
     live.flush()  # SGLang checks for leaks

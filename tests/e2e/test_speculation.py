@@ -22,12 +22,13 @@ from live import (
     accepted,
     falsify_draft,
 )
-from tiny_drafts import VOCAB, build_eagle, build_mimo
+from tiny_drafts import VOCAB, build_eagle, build_eagle3, build_mimo
 from tiny_hybrids import Transformers, build_mellum
 
 Make = Callable[[int], list[int]]
 NEW_TOKENS = 40
 POOL_TOKENS = 4096
+WINDOWS = ("--swa-full-tokens-ratio", "0.25")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,13 @@ class Kind:
 
 KINDS = {
     "ngram-both": Kind("NGRAM", "both", next_tokens=0),
-    "ngram-windows-both": Kind(
-        "NGRAM", "both", ("--swa-full-tokens-ratio", "0.25"), target="mellum", next_tokens=0
+    "ngram-windows-both": Kind("NGRAM", "both", WINDOWS, target="mellum", next_tokens=0),
+    "standalone-windows-load": Kind(
+        "STANDALONE", "load", (*DRAFT_CHAIN, *WINDOWS), target="mellum", draft="mellum"
     ),
-    "standalone-load": Kind("STANDALONE", "load", DRAFT_CHAIN, draft="llama"),
-    "eagle-load": Kind("EAGLE", "load", (*DRAFT_CHAIN, "--page-size", "16"), draft="eagle"),
+    "eagle3-load": Kind(
+        "EAGLE3", "load", (*DRAFT_CHAIN, "--page-size", "16"), target="llama3", draft="eagle3"
+    ),
     "eagle-both": Kind("EAGLE", "both", DRAFT_CHAIN, draft="eagle"),
     "mtp-load": Kind("NEXTN", "load", DRAFT_CHAIN, target="mimo"),
 }
@@ -95,9 +98,12 @@ class Speculating:
 @pytest.fixture(scope="module")
 def tiny_models(folder: Path) -> dict[str, Path]:
     llama, eagle = build_eagle(folder / "eagle" / "model", folder / "eagle-draft" / "model")
+    llama3, eagle3 = build_eagle3(folder / "eagle3" / "model", folder / "eagle3-draft" / "model")
     return {
         "llama": llama,
         "eagle": eagle,
+        "llama3": llama3,
+        "eagle3": eagle3,
         "mimo": build_mimo(folder / "mimo" / "model"),
         "mellum": build_mellum(folder / "mellum-drafts" / "model", window_tokens=BLOCK),
     }
@@ -162,8 +168,8 @@ def until_loaded(speculating: Speculating, ids: list[int], **more: Any) -> Answe
 def test_loaded_prompt_has_the_tokens_and_the_acceptance_of_a_computed_one(
     speculating: Speculating, tiny: Make, tokens: int
 ) -> None:
-    if speculating.kind.target == "mellum" and tokens % BLOCK == 0:
-        pytest.skip("the only end state of such a prompt is behind its last token")
+    if speculating.kind.target == "mellum" and tokens % BLOCK <= speculating.kind.next_tokens:
+        pytest.skip("the only end state of such a prompt is behind what may be loaded for it")
     ids = tiny(tokens)
     computed = speculating.computed(ids)
     speculating.live.ask_and_store(ids)
@@ -202,7 +208,9 @@ def test_wrong_draft_kv_gives_the_same_tokens_and_less_acceptance(
     lie = until_loaded(speculating, ids)
     speculating.live.store.remove(*files)
     assert lie.loaded == 16 * BLOCK
-    assert sum(accepted(lie)) > 1.5 * sum(accepted(computed))  # steps for the same tokens
+    # Steps for the same tokens. Windows of a draft model are not in blocks, and stay right.
+    more = 1.25 if speculating.kind.target == "mellum" else 1.5
+    assert sum(accepted(lie)) > more * sum(accepted(computed))
 
 
 def test_prompts_that_differ_behind_a_block_have_their_own_drafts(
@@ -242,19 +250,20 @@ def test_many_requests_in_a_small_pool_with_aborts_give_the_answers_of_transform
     speculating: Speculating, tiny: Make
 ) -> None:
     live = speculating.live
+    new_tokens = (2 if speculating.kind.target == "mellum" else 4) * BLOCK
     prompts = [tiny(10 * BLOCK + i) for i in range(6)]
     for ids in prompts:
         live.ask_and_store(ids)
     live.flush()
     asked = [
-        PendingRequest(live, ids, new_tokens=4 * BLOCK, rid=f"many {i} {ids[0]}")
+        PendingRequest(live, ids, new_tokens=new_tokens, rid=f"many {i} {ids[0]}")
         for i, ids in enumerate(prompts)
     ]
     for asking in asked[::2]:
         asking.until("arrive")
         assert live.post("/abort_request", DEADLINE_S, rid=asking.rid).status_code == 200
     for asking, ids in list(zip(asked, prompts, strict=True))[1::2]:
-        assert asking.answer().tokens == speculating.expected(ids, 4 * BLOCK)
+        assert asking.answer().tokens == speculating.expected(ids, new_tokens)
     for asking, ids in list(zip(asked, prompts, strict=True))[::2]:
         tokens = asking.answer().tokens
-        assert tokens == speculating.expected(ids, 4 * BLOCK)[: len(tokens)]
+        assert tokens == speculating.expected(ids, new_tokens)[: len(tokens)]

@@ -62,17 +62,26 @@ class CoordinatorHarness(HeldReads):
         chunk: int = 64,
         end_blocks: int = 0,
         next_tokens: int = 0,
+        tree: Any = None,
     ) -> None:
-        """Args: store: is put in front of what is stored; ranks: there are others (`peer`)."""
+        """Args:
+        store: is put in front of what is stored.
+        ranks: there are others (`peer`).
+        tree: a `HybridTree`, whose pools are used; `slots` and `end_blocks` are its own.
+        """
         super().__init__(io)
         self.end_blocks = end_blocks
         self.next_tokens = next_tokens
         self.no_end_memory = False
-        self.pool = mha(slots, page=PAGE)
-        scramble(self.pool, 1)
-        self.allocator = allocator_of(self.pool, PAGE)
-        self.size = slots
-        self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
+        if tree is None:
+            self.pool = mha(slots, page=PAGE)
+            scramble(self.pool, 1)
+            self.allocator = allocator_of(self.pool, PAGE)
+            self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
+        else:
+            self.allocator, self.kv = tree.full_allocator, tree.kv
+        self.size = self.allocator.size
+        block = self.kv.layout.block_tokens
         self.front: Any = self.faulty if store is None else store(self.memory)
         self.peer: Callable[[torch.Tensor], None] | None = None
         self.adapter_error: Exception | None = None  # raised where an adapter's files are read
@@ -91,17 +100,17 @@ class CoordinatorHarness(HeldReads):
             self.kv,
             Copier(self.kv, loader.copied),
             self.allocator,
-            lambda tokens: None,
+            (lambda tokens: None) if tree is None else tree.tree.evict_own,
             self.counters,
-            cast(Any, self),
+            cast(Any, self) if tree is None else tree.ends,
         )
         self.coordinator = Coordinator(
             loader,
             self.device_slots,
             config=CakeConfig(
-                mode=mode, block_tokens=BLOCK, min_load_tokens=BLOCK, priority=priority
+                mode=mode, block_tokens=block, min_load_tokens=block, priority=priority
             ),
-            page_tokens=PAGE,
+            page_tokens=PAGE if tree is None else tree.cfg.page_size,
             step_costs=self.step_costs,
             adapter=self.digest,
             consensus=RankConsensus(self.reduce if ranks else None),

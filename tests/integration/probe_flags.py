@@ -7,7 +7,8 @@ list of results. A case is one of these:
 - {"engine": {...}}, keywords of `sglang.Engine`;
 - {"raw": {...}}, keywords of ServerArgs.
 
-With "env", these variables are set; with "resolve", the settings are resolved as by the launcher.
+With "env", these variables are set; with "resolve", the settings are resolved as by the launcher;
+with "machine", SGLang takes these as facts of this machine.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     stderr = io.StringIO()
     result: dict[str, Any] = {}
     try:
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stderr(stderr), machine(case):
             args = build(case)
             if case.get("resolve"):
                 args.resolve_once()
@@ -53,6 +54,14 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     result["usage"] = any(line.startswith("usage") for line in lines)
     result["env_after"] = cake_environment()
     return result
+
+
+def machine(case: dict[str, Any]) -> contextlib.AbstractContextManager[object]:
+    if "machine" not in case:
+        return contextlib.nullcontext()
+    from sglang.srt.runtime_context import override_platform
+
+    return override_platform(**case["machine"])
 
 
 def build(case: dict[str, Any]) -> Any:

@@ -102,10 +102,17 @@ def test_block_saving_block_waits_for_the_token_that_its_key_covers(
 def test_block_saving_block_that_another_prompt_went_on_from_is_not_stored(
     harness: SavingHarness,
 ) -> None:
-    for next_tokens, put in ((0, [0, 1, 2]), (1, [0, 2])):
+    """The tree has one token behind what it matches, and several draft layers need more."""
+    for next_tokens, behind, put in (
+        (0, 0, [0, 1, 2]),
+        (1, 0, [0, 2]),
+        (1, 1, [0, 1, 2]),
+        (3, 2, [0, 2]),
+        (3, 3, [0, 1, 2]),
+    ):
         record = known(4, next_tokens=next_tokens)
-        record.stats.matched_tokens = 2 * BLOCK
-        assert harness.checkpoint(record, 3 * BLOCK + 1) == put
+        record.stats.matched_tokens = 2 * BLOCK + behind
+        assert harness.checkpoint(record, 3 * BLOCK + 3) == put
 
 
 def test_block_saving_stored_blocks_are_skipped(harness: SavingHarness) -> None:

@@ -102,15 +102,16 @@ def test_coordinator_blocks_without_device_memory_are_computed(
 
 
 @pytest.mark.parametrize("ranks", [False, True])
+@pytest.mark.parametrize("next_tokens", [1, 3])
 @pytest.mark.parametrize("blocks", [1, 1.25, 4, 4 + 1 / BLOCK, 4.5])
-def test_coordinator_blocks_whose_keys_cover_the_next_token_are_loaded_up_to_the_one_before(
-    blocks: float, ranks: bool
+def test_coordinator_blocks_whose_keys_cover_next_tokens_are_loaded_up_to_those_before(
+    blocks: float, next_tokens: int, ranks: bool
 ) -> None:
-    harness = CoordinatorHarness(ranks=ranks, next_tokens=1)
+    harness = CoordinatorHarness(ranks=ranks, next_tokens=next_tokens)
     try:
         req = req_of(blocks)
         tokens = len(req.origin_input_ids)
-        stored = (tokens - 1) // BLOCK
+        stored = (tokens - next_tokens) // BLOCK
         harness.open(*harness.fill(req.origin_input_ids, set(range(stored))))
         harness.arrive(req)
         for _ in range(3):
@@ -118,7 +119,8 @@ def test_coordinator_blocks_whose_keys_cover_the_next_token_are_loaded_up_to_the
             harness.settle()
         assert harness.step(req)
         [report] = req.customized_info["cake"]
-        assert report["loaded_tokens"] == min(stored * BLOCK, (tokens - 2) // PAGE * PAGE)
+        limit = (tokens - 1 - next_tokens) // PAGE * PAGE
+        assert report["loaded_tokens"] == min(stored * BLOCK, limit)
         harness.leave(req)
         harness.all_back()
     finally:

@@ -146,6 +146,18 @@ def test_prefill_server_prefix_goes_out_behind_the_step_while_blocks_are_copied(
     assert sent == [allowed and not copying, allowed]
 
 
+@pytest.mark.parametrize("copying", [False, True])
+def test_prefill_server_of_sglang_0_5_22_sends_no_prefix_while_blocks_are_copied(
+    hooks: Hooks, server: PrefillServer, copying: bool
+) -> None:
+    """Its method has no `allow_send`."""
+    server.tree_cache.coordinator = SimpleNamespace(copying=copying)
+    sent: list[Any] = []
+    send = lambda scheduler, req: sent.append(req)  # noqa: E731
+    hooks["maybe_send_cached_prefix_chunk"](send, server, req := req_of(2.5))
+    assert sent == ([] if copying else [req])
+
+
 def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_device() -> None:
     ended: set[int] = set()
 

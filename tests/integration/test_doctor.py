@@ -49,7 +49,7 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
-SERVER = ResolvedServer("cuda", 1, 1, 8192, None, 2, "LlamaForCausalLM: MHA, GQA")
+SERVER = ResolvedServer("cuda", 1, 1, 8192, 1, None, 2, "LlamaForCausalLM: MHA, GQA")
 KV_8B = KvSizes(block_bytes=2**24, end_blocks=0, stored_token_bytes=2**17)
 MIB, GIB = 2**20, 2**30
 
@@ -98,7 +98,7 @@ def test_doctor_of_a_server_that_will_work_has_nothing_to_mend(tmp_path: Path) -
         "gain": "note",
     }
     assert lines["model"] == [
-        ("ok", "LlamaForCausalLM: MHA, GQA (proven: server on a CPU)"),
+        ("ok", "LlamaForCausalLM: MHA, GQA (proven: server on a CPU: Llama)"),
     ]
     # 128 tokens, 2 layers, K and V, 2 heads, 16 values, 2 bytes
     assert "in blocks of 32 KiB" in lines["host memory"][0][1]
@@ -298,7 +298,7 @@ def test_doctor_memory_is_what_all_ranks_together_need(monkeypatch: pytest.Monke
     assert "half of the 200 MiB" in line.text
     assert "--cake-staging-bytes" in line.text
     limit["bytes"] = 8 * GIB
-    eight = ResolvedServer("cuda", 8, 8, 8192, None, 2, "")
+    eight = ResolvedServer("cuda", 8, 8, 8192, 1, None, 2, "")
     assert memory_finding(SERVER, KV_8B, CakeConfig()).state == "ok"
     assert memory_finding(eight, KV_8B, CakeConfig()).state == "note"
 

@@ -13,6 +13,7 @@ from sglang_cake.integration.memory.block_saving import END_SPACING, BlockSaving
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.end_states import EndSlots
 from sglang_cake.integration.memory.kv_pool import Copy, Fence
+from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 
 COUNT = 2
@@ -58,11 +59,11 @@ class HeldCopier(Copier):
 
 
 class EndHarness(SavingHarness):
-    def __init__(self) -> None:
+    def __init__(self, shard: KvShard = SOLE) -> None:
         super().__init__(buffers=4)
-        self.ends = FakeEnds()
+        self.ends: Any = FakeEnds()
         self.copier = HeldCopier(self.kv, lambda took_s: None)
-        self.saving = BlockSaving(self.kv, self.copier, self.writer, ends=self.ends)  # type: ignore[arg-type]
+        self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, self.ends)
         self.gone = False
         self.asked: list[int] = []
 
@@ -244,3 +245,24 @@ def test_end_saving_where_prompts_part_is_done_once(harness: EndHarness) -> None
     harness.tell(record, 4 * BLOCK)
     assert harness.stored_ends(record) == [4 * BLOCK]
     assert not harness.saving.wants_end(record, 4 * BLOCK)
+
+
+def test_end_saving_ranks_with_the_same_kv_store_each_end_once() -> None:
+    """They all ask their trees, so that these evict the same ends; later ends keep their
+    distance."""
+    blocks = 3 * END_SPACING * COUNT
+    stored, asked = [], []
+    for turn in range(2):
+        harness = EndHarness(KvShard(turn=turn, turns=2, has_all_heads=True))
+        try:
+            record = known(blocks)
+            for block in range(1, blocks):
+                harness.tell(record, block * BLOCK)
+            stored.append(harness.stored_ends(record))
+            asked.append(harness.asked)
+            assert harness.buffers.free == harness.buffers.capacity
+        finally:
+            harness.io.close()
+    spacing, last = END_SPACING * COUNT * BLOCK, (blocks - 1) * BLOCK
+    assert asked == [[spacing, 2 * spacing, last]] * 2
+    assert stored == [[last], [spacing, 2 * spacing]]  # behind an even block, and odd ones

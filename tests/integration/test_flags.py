@@ -93,7 +93,11 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
 
 
 REFUSED: list[tuple[tuple[str, ...], list[str], str]] = [
-    (LAUNCH, ["--enable-cake", "--page-size", "48"], "no multiple of the page size 48"),
+    (
+        LAUNCH,
+        ["--enable-cake", "--page-size", "48", "--cake-block-tokens", "128"],
+        "no multiple of the page size 48",
+    ),
     (SERVE, ["--enable-cake", "--cake-store", "/kv"], "--cake-store: store URL '/kv': write"),
     (
         FORKED_LAUNCH,
@@ -137,7 +141,7 @@ def test_launcher_help_lists_the_cake_flags(tmp_path: Path) -> None:
     assert "sglang_cake:" in text
     for flag in ("--enable-cake", "--cake-store URL", "--cake-mode MODE", "--cake-config FILE"):
         assert flag in text
-    assert "Default: 128." in text
+    assert "Default: 128, or" in text
 
 
 def _launch(
@@ -178,15 +182,14 @@ def test_flags_bad_command_line_exits_with_2_and_one_line(
         ("--cake-foo", "1"): "unrecognized arguments: --cake-foo 1",
         ("--radix-cache-backend", "flexkv"): "another radix cache backend, 'flexkv'",
         ("--disable-radix-cache",): "remove --disable-radix-cache",
-        ("--speculative-algorithm", "UNO"): "set --speculative-algorithm to one of NGRAM,",
+        ("--speculative-algorithm", "UNO"): "does not support UNO, which",
         ("--disaggregation-mode", "decode"): "set --disaggregation-decode-enable-radix-cache",
         ("--pp-size", "2"): "set --pp-size 1",
         ("--enable-hierarchical-cache",): "takes the place of HiCache",
         ("--enable-lmcache",): "takes the place of LMCache",
         ("--enable-streaming-session",): "does not support streaming sessions",
         ("--chunked-prefill-size", "-1"): "needs chunked prefill",
-        ("--page-size", "96"): "set --cake-block-tokens 96",
-        ("--is-embedding",): "does not support embedding models",
+        ("--page-size", "96", "--cake-block-tokens", "128"): "set --cake-block-tokens 96",
     }
     base = ["--model-path", llama, "--enable-cake"]
     results = probe(*({"argv": [*base, *flags]} for flags in bad))
@@ -252,7 +255,10 @@ def test_engine_keywords_set_settings_and_bad_ones_raise(
         {"engine": {**base, "enable_cake": True, "cake_mode": "fast"}},
         {"engine": {**base, "enable_cake": True, "cake_stores": store}},
         {"engine": {**base, "cake_store": store}},
-        {"engine": {**base, "enable_cake": True, "page_size": 48}, "resolve": True},
+        {
+            "engine": {**base, "enable_cake": True, "cake_block_tokens": 128, "page_size": 48},
+            "resolve": True,
+        },
         {"raw": {**base, "radix_cache_backend": "cake"}, "resolve": True},
     )
     assert on["backend"] == "cake"
@@ -297,6 +303,113 @@ def test_flags_unsupported_model_kind_is_refused_when_resolved(
         assert len(result["stderr"]) == 1
         assert part in result["stderr"][0]
     assert results[-1]["backend"] == "cake"
+
+
+SMALL = {**LLAMA, "head_dim": 16, "torch_dtype": "bfloat16"}
+SALA = {"architectures": ["MiniCPMSALAForCausalLM"], "model_type": "minicpm_sala"}
+HRM = {"architectures": ["HrmTextForCausalLM"], "model_type": "hrm_text"}
+OCR = {"architectures": ["UnlimitedOCRForCausalLM"], "model_type": "unlimited-ocr"}
+BEAM = {"architectures": ["BeamForCausalLM"], "model_type": "beam", "sliding_window": 64}
+V4 = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "q_lora_rank": 32}
+V4 |= {"sliding_window": 128, "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 32}
+V4 |= {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 64, "compress_ratios": [0, 4]}
+QSA = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128}
+QSA |= {"indexer_budget": 2048, "indexer_compress_ratio": 4}
+QSA |= {"layer_types": ["linear_attention", "qwen_sparse_attention"]}
+WINDOWS_ALONE = {**BEAM, "layer_types": ["sliding_attention"] * 2}
+# What a model's configuration says, further flags, and why it is refused; None: it is served.
+RESOLVED: list[tuple[dict[str, Any], list[str], str | None]] = [
+    ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, [], "without attention"),
+    (
+        {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"},
+        [],
+        "without attention",
+    ),
+    (
+        {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 8},
+        [],
+        "without attention",
+    ),
+    (OCR, [], "a window of themselves"),
+    (OCR, ["--disable-hybrid-swa-memory"], "a window of themselves"),
+    (WINDOWS_ALONE, [], "set --disable-hybrid-swa-memory"),
+    (WINDOWS_ALONE, ["--disable-hybrid-swa-memory"], None),
+    ({**BEAM, "layer_types": ["sliding_attention", "full_attention"]}, [], None),
+    (
+        {
+            "architectures": ["LlavaLlamaForCausalLM"],
+            "model_type": "llava",
+            "text_config": SMALL,
+            "vision_config": {"model_type": "clip_vision_model"},
+        },
+        [],
+        "chunked prefill, which SGLang turns off for this model: remove --enable-cake",
+    ),
+    (
+        {**SALA, "num_key_value_heads": 4, "mixer_types": ["minicpm4", "lightning"]},
+        [],
+        "the radix cache, which SGLang turns off for this model: remove --enable-cake",
+    ),
+    ({**SALA, "mixer_types": ["minicpm4"], "sparse_config": {"topk": 64}}, [], "the radix cache,"),
+    ({**SALA, "mixer_types": ["minicpm4"]}, [], None),
+    (HRM, [], "the radix cache, which SGLang turns off for this model"),
+    ({**HRM, "prefix_lm": False}, [], None),
+    (
+        {
+            "architectures": ["Qwen4ExpForConditionalGeneration"],
+            "model_type": "qwen4_exp",
+            "vision_config": {},
+            "text_config": {**SMALL, **QSA, "model_type": "qwen4_exp_text"},
+        },
+        [],
+        "sparse attention with a compressed index",
+    ),
+    (V4, [], None),
+    (V4, ["--cake-block-tokens", "256"], None),
+    (V4, ["--cake-block-tokens", "128"], "page size 256: set --cake-block-tokens 256"),
+]
+
+
+def test_launcher_models_with_forced_settings_are_served_or_refused_by_what_helps(
+    probe: Probe, tmp_path: Path
+) -> None:
+    folders = [
+        _model(tmp_path / f"m{i}", {**SMALL, **found}) for i, (found, _, _) in enumerate(RESOLVED)
+    ]
+    results = probe(
+        *(
+            {"argv": ["--model-path", folder, *CPU, "--enable-cake", *flags], "resolve": True}
+            for folder, (_, flags, _) in zip(folders, RESOLVED, strict=True)
+        )
+    )
+    for (config, flags, reason), result in zip(RESOLVED, results, strict=True):
+        assert result.get("exit") == (None if reason is None else 2), (config, flags, result)
+        assert len(result["stderr"]) == (reason is not None)
+        assert (reason or "") in "".join(result["stderr"]), (config, flags, result)
+
+
+FULL_PREFILL = "--no-enable-decoder-swa-bounded-replay"
+
+
+def test_launcher_deepseek_v4_on_a_gpu_is_served_or_refused_by_what_helps(
+    probe: Probe, tmp_path: Path
+) -> None:
+    """SGLang turns bounded replay on for DeepSeek V4.1 on a GPU."""
+    v4, v41 = {**SMALL, **V4}, {**SMALL, **V4, "model_type": "deepseek_v41"}
+    known = _model(tmp_path / "v41", v41)
+    low = _model(tmp_path / "low", {**v41, "compress_ratios": [0, 2]})
+    cases: list[tuple[str, list[str], str]] = [
+        (_model(tmp_path / "v4", v4), [], ""),
+        (known, [], f"set {FULL_PREFILL}"),
+        (known, [FULL_PREFILL], ""),
+        (low, [FULL_PREFILL], "whose layers share KV of one or two tokens"),
+    ]
+    base = ["--device", "cuda", "--enable-cake", "--skip-tokenizer-init"]
+    gpu = {"resolve": True, "machine": {"is_cuda": True, "is_sm100": True}}
+    results = probe(*({"argv": ["--model-path", m, *base, *f], **gpu} for m, f, _ in cases))
+    for (_, flags, reason), result in zip(cases, results, strict=True):
+        assert result.get("exit") == (2 if reason else None), (flags, result)
+        assert reason in "".join(result["stderr"]), result
 
 
 def test_flags_lossy_codec_with_fp8_cache_is_refused_when_resolved(

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed pa
 from benchmarks.gpu import (  # noqa: E402
     check,
     encoded,
+    end_states,
     environment,
     exact,
     overlap,
@@ -40,6 +41,7 @@ FORMS = {
     "K and V of other widths, fp8": PoolForm(2, 1, 12, 8, torch.float8_e4m3fn),
     "MLA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, dtype=torch.float32),
     "DSA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, index_page_bytes=64 * 132),
+    "MiniMax": PoolForm(layers=3, heads=2, dim=8, v_dim=8, index_dim=12),
 }
 PIECE_BYTES = {"MHA": 4096, "MLA": 12288, "DSA": 12288}  # that hold half of a block at most
 CASES = [(form, page) for form in FORMS for page in (1, 64) if (form, page) != ("DSA", 1)]
@@ -95,6 +97,27 @@ def test_gpu_check_reused_slots_show_copies_that_are_not_ordered(
     assert found(ordered=False)[0] > 0
 
 
+@pytest.mark.parametrize("kind", end_states.KINDS)
+def test_gpu_check_end_states_show_copies_that_are_not_ordered(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Streams go on in any order that events allow."""
+    seeds = range(6)
+
+    def found(**waits: bool) -> list[str]:
+        results = []
+        for seed in seeds:
+            install(monkeypatch, seed)
+            results.append(
+                end_states.moved(kind, Load(SMALL, torch.cuda.Stream(), CPU), CPU, **waits)
+            )
+        return results
+
+    assert found() == [""] * len(seeds)
+    assert any(found(fenced=False))
+    assert any(found(ordered=False))
+
+
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_gpu_check_decoded_blocks_are_compared(eager: None, codec: str) -> None:
     layout = BlockLayout.plain(2, encoded.LAYOUTS["MHA"], "bfloat16", 64)
@@ -111,7 +134,10 @@ def test_gpu_check_overlap_loop_serves_prompts_and_finds_a_wrong_byte(eager: Non
 
 @pytest.mark.parametrize(
     "step",
-    [speed.memcpy, speed.row_kernel, speed.cake_copies, speed.launches, sanitizer.sanitized],
+    [
+        *(speed.memcpy, speed.row_kernel, speed.cake_copies, speed.launches),
+        *(sanitizer.sanitized, end_states.end_states),
+    ],
     ids=lambda step: step.__name__,
 )
 def test_gpu_check_other_steps_run(eager: None, step: Callable[..., Iterator[Finding]]) -> None:
@@ -203,7 +229,7 @@ def test_gpu_check_arguments_name_steps() -> None:
 
 def test_gpu_check_steps_exist() -> None:
     modules = {"environment": environment, "exact": exact, "speed": speed, "encoded": encoded}
-    modules |= {"overlap": overlap, "sanitizer": sanitizer}
+    modules |= {"overlap": overlap, "sanitizer": sanitizer, "end_states": end_states}
     for place in (check.STEPS | check.INNER).values():
         module, _, function = place.partition(":")
         assert callable(getattr(modules[module], function))

@@ -17,6 +17,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.integration.identity import weight_hooks
 from sglang_cake.integration.identity.content import file_states
 from sglang_cake.integration.identity.identity import (
     Identity,
@@ -65,10 +66,17 @@ def _digest(**changed: Any) -> bytes:
         "head_groups": None,
         "end_states": None,
         "drafts": [],
+        "ngram_tokens": None,
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
-    runner = SimpleNamespace(model=facts["served"](), device="cpu")
+    tokens = facts["ngram_tokens"]
+    hasher = None if tokens is None else SimpleNamespace(token_map=torch.tensor(tokens))
+    runner = SimpleNamespace(
+        model=facts["served"](),
+        device="cpu",
+        ngram_embedding_manager=SimpleNamespace(engram_hasher=hasher),
+    )
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path=facts["path"], **facts["args"]),
         model_config=SimpleNamespace(
@@ -104,6 +112,8 @@ def _digest(**changed: Any) -> bytes:
         {"content": {"weights": "w", "config": "c2"}},
         {"content": {"weights": "w", "config": "c", "beside": "scales"}},
         {"args": {"quantization": "fp8"}},
+        {"args": {"enable_decoder_swa_bounded_replay": True}},
+        {"args": {"enable_deepseek_v4_fp4_indexer": True}},
         {"args": {"weight_version": "step-2"}},
         {"args": {"load_format": "mistral"}},
         {"args": {"model_impl": "transformers"}},
@@ -123,6 +133,12 @@ def test_identity_changed_fact_changes_the_namespace(
 ) -> None:
     assert _digest() == _digest()
     assert _digest(**changed) != _digest()
+
+
+def test_identity_other_tokenizer_of_an_engram_model_changes_the_namespace() -> None:
+    digests = {_digest(ngram_tokens=tokens) for tokens in (None, [0, 1, 1], [0, 1, 2])}
+    assert len(digests) == 3
+    assert _digest(ngram_tokens=[0, 1, 2]) in digests
 
 
 def test_identity_head_groups_any_rank_of_any_number_has_the_same_keys() -> None:
@@ -390,3 +406,27 @@ def test_identity_pushed_adapters_are_all_different(tmp_path: Path) -> None:
     one.identity.start()
     assert None not in (one.identity.adapter("x"), one.identity.adapter("y"))
     assert one.identity.adapter("x") != one.identity.adapter("y")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "drafts"), [("EAGLE", 3), ("FROZEN_KV_MTP", 0), ("dspark", 3), ("UNO", 0)]
+)
+def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, drafts: int
+) -> None:
+    """That of Gemma 4 reads the target's KV, and has a pool for show."""
+    hooks: dict[str, Any] = {}
+    monkeypatch.setattr(
+        weight_hooks, "register", lambda target, hook, *_, **__: hooks.update({target: hook})
+    )
+    loaded = LoadedFiles()
+    monkeypatch.setattr(weight_hooks, "LOADED", loaded)
+    weight_hooks.install()
+    load = hooks["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
+    args = ServerArgs(model_path="/models/m", speculative_algorithm=algorithm)
+    model = SimpleNamespace(model_path="/models/none", revision=None)
+    for is_draft in (False, True, True, True):
+        runner = SimpleNamespace(model_config=model, server_args=args, is_draft_worker=is_draft)
+        assert load(lambda runner: runner, runner) is runner
+    assert loaded.model_recorded
+    assert len(loaded.drafts) == drafts

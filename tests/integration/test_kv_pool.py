@@ -1,5 +1,6 @@
 """Blocks in and out of SGLang's own pools, bit for bit."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,13 @@ from kv_pools import (
     windows,
 )
 
+from sglang_cake.core.codec_names import namespace_value
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.stores.base import lend
+from sglang_cake.stores.open_store import open_blocks, parse_sources
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 SLOTS, BLOCK = 96, 16
@@ -72,6 +78,34 @@ def test_kv_pool_slots_in_any_order_are_copied_bit_exact(
     for a, b, old in zip(buffers_of(source), buffers_of(target), before, strict=True):
         assert torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
         assert torch.equal(as_bytes(b)[others], old[others])
+
+
+def test_kv_pool_block_that_memory_lends_behind_a_codec_is_copied_bit_exact() -> None:
+    """It does not begin on a page: the head of its payload stands before it."""
+    source, target = PLAIN["mha"](dtype=torch.bfloat16), PLAIN["mha"](dtype=torch.bfloat16)
+    scramble(source, 1)
+    scramble(target, 2)
+    kv_out, kv_in = DeviceKV(source, block_tokens=BLOCK), DeviceKV(target, block_tokens=BLOCK)
+    taken, given = torch.tensor(ORDERS["scattered"])[: 2 * BLOCK].split(BLOCK)
+    (block,) = buffers_for(kv_out, 1)
+    kv_out.save(taken, [block], kv_out.fence()).wait()
+    key = BlockKey(bytes(32))
+
+    async def test() -> None:
+        namespace = Namespace((("codec", namespace_value("auto", 0.0)),))
+        store = open_blocks(
+            parse_sources("memory://1MB"), namespace, kv_out.layout, codec="auto", depth=1
+        )
+        await store.put(key, block.view)
+        lent = lend(store, key)
+        assert lent is not None
+        assert kv_in.load(lent.buffer, given, kv_in.fence()).done()
+        lent.release()
+        await store.close()
+
+    asyncio.run(test())
+    for a, b in zip(buffers_of(source), buffers_of(target), strict=True):
+        assert torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
 
 
 def unequal() -> Any:
@@ -221,6 +255,7 @@ def test_kv_pool_layout_describes_the_bytes_of_a_block(kind: str) -> None:
 # A target, its draft models, the tokens of a page and of a block.
 DRAFTS: dict[str, tuple[Callable[[], Any], list[Callable[[], Any]], int, int]] = {
     "STANDALONE": (lambda: mha(SLOTS), [lambda: mha(SLOTS, heads=1, layers=1)], 1, BLOCK),
+    "DFLASH": (lambda: mha(SLOTS), [lambda: mha(SLOTS, heads=1, layers=3)], 1, BLOCK),
     "EAGLE3 of another dtype": (
         lambda: mha(SLOTS, dtype=torch.float8_e4m3fn),
         [lambda: mha(SLOTS, dtype=torch.bfloat16, layers=1)],

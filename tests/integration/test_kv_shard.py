@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_pools import hybrid, mha, mla
+from kv_pools import deepseek_v4, hybrid, mha, mla
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
@@ -71,6 +71,10 @@ def test_kv_shard_of_all_heads_has_no_head_groups() -> None:
 latent_hybrid = partial(hybrid, use_mla=True, kv_lora_rank=16, qk_rope_head_dim=8)
 
 
+def compressed(slots: int) -> Any:
+    return deepseek_v4(256 * slots)
+
+
 @pytest.mark.parametrize(
     ("pool", "drafts", "nnodes", "expected"),
     [
@@ -78,6 +82,7 @@ latent_hybrid = partial(hybrid, use_mla=True, kv_lora_rank=16, qk_rope_head_dim=
         (latent_hybrid, [], 1, KvShard(3, 4)),  # ranks divide its states
         (mla, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
         (mla, [mla], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
+        (compressed, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
         (mla, [mha], 1, KvShard(3, 4)),  # each rank has heads of the draft model
         (
             mla,

@@ -143,6 +143,10 @@ def test_pool_planes_have_the_bytes_that_sglang_counts(kind: str) -> None:
     assert sum(b.nbytes for each in found for b in each.buffers) == total
 
 
+@pytest.mark.skipif(
+    not hasattr(MHATokenToKVPoolFP4, "get_device_pool_infos"),
+    reason="SGLang has an inventory of its pools from 0.5.23 on",
+)
 @pytest.mark.parametrize("kind", ["mha", "mla", "dsa", "windows"])
 def test_pool_planes_begin_with_those_of_sglangs_own_inventory(kind: str) -> None:
     pool = STORED[kind][0]()

@@ -475,3 +475,18 @@ def test_coordinator_admitted_prompt_takes_slots_of_one_that_waits(admissions: M
     coordinator.settle(admitted, admission.base.attach, admission.base)
     assert admitted.prefix_len == 4 * BLOCK
     assert coordinator.placed_tokens == 0
+
+
+def test_requeued_request_that_lost_a_part_of_a_page_counts_all_its_loads_as_cached(
+    admissions: Make,
+) -> None:
+    admission = admissions()
+    req = admission.req("first", stored=True)
+    req.prefix_len = req.already_computed = BLOCK + 3
+    other = admission.req("other")
+    admission.queue.append(other)
+    admission.wait(req)
+    assert admission.chunk(req) is None  # it went back to the queue
+    req.prefix_len = BLOCK  # whole pages are in the tree
+    admission.base.coordinator.settle(req, lambda *args: None)
+    assert req.already_computed == BLOCK

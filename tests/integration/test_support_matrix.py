@@ -1,16 +1,26 @@
 """What is refused, before a model is loaded and again in the scheduler."""
 
+import ast
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kv_pools import deepseek_v4
 
 from sglang_cake.core.codec_names import CHOICES, LOSSY
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import support_matrix
 from sglang_cake.integration.support_matrix import (
+    FAMILIES,
+    RULES,
     SPECULATION,
+    TURNED_OFF,
+    Family,
     ModelTraits,
     Speculation,
     check_context,
@@ -42,7 +52,12 @@ def _args(**changes: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
-        "enable_multi_layer_eagle": False,
+        "enable_decoder_swa_bounded_replay": None,
+        "enable_encoder_swa_bounded_replay": False,
+        "enable_unified_memory": False,
+        "enable_mis": False,
+        "enable_deterministic_inference": False,
+        "enable_mixed_chunk": False,
         "enable_hisparse": False,
         "dllm_algorithm": None,
         "enable_hierarchical_cache": False,
@@ -52,11 +67,43 @@ def _args(**changes: Any) -> SimpleNamespace:
         "enable_kv_cache_sharding": False,
         "prefill_only_disable_kv_cache": False,
         "enable_streaming_session": False,
-        "is_embedding": False,
         "page_size": None,
     }
     assert set(changes) <= set(fields)
     return SimpleNamespace(**fields | changes)
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def _named(source: str) -> set[str]:
+    """The functions of a file of tests, and the keys of its tables."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    return found
+
+
+@pytest.mark.parametrize("row", [*FAMILIES, *SPECULATION], ids=lambda row: row.name)
+def test_support_matrix_proofs_are_tests_that_exist(row: Family | Speculation) -> None:
+    assert bool(row.proofs) == (not isinstance(row, Family) or row.refused is None)
+    assert len({proof.test.startswith("e2e/") for proof in row.proofs}) <= 1
+    for proof in row.proofs:
+        file, _, name = proof.test.partition("::")
+        source = (TESTS / file).read_text()
+        assert name in _named(source), proof
+        if "hybrid" in file:
+            assert f"build_{re.sub('[^a-z0-9]', '_', proof.model.lower())}," in source, (
+                proof
+            )  # imported
+
+
+def test_support_matrix_names_of_tests_in_a_file_are_functions_and_keys() -> None:
+    source = 'KINDS = {"a": 1}\nMORE: dict[str, int] = {"b": 2}\ndef test_c(): pass\nnot_d = "d"\n'
+    assert _named(source) == {"a", "b", "test_c"}
 
 
 def test_support_matrix_defaults_are_supported() -> None:
@@ -82,6 +129,30 @@ def test_support_matrix_draft_model_on_disaggregated_servers_is_served(mode: str
     for algorithm in ("NGRAM", "EAGLE"):
         args.speculative_algorithm = algorithm
         assert unsupported(args, PLAIN, 128) is None
+
+
+NGRAM_TABLE = replace(PLAIN, is_ngram=True, is_ngram_table=True)
+DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"enable_mixed_chunk": True}, "remove --enable-mixed-chunk"),
+        ({"speculative_algorithm": "NGRAM"}, "remove --speculative-algorithm"),
+        (DECODE, "prefill servers may have it"),
+    ],
+)
+def test_support_matrix_ngram_table_is_refused_where_sglang_does_not_fill_it(
+    changes: dict[str, Any], advice: str
+) -> None:
+    reason = unsupported(_args(**changes), NGRAM_TABLE, 128)
+    assert reason is not None
+    assert advice in reason
+    assert "\n" not in reason
+    assert unsupported(_args(**changes), replace(PLAIN, is_ngram=True), 128) is None  # hashes
+    assert unsupported(_args(), NGRAM_TABLE, 128) is None
+    assert unsupported(_args(disaggregation_mode="prefill"), NGRAM_TABLE, 128) is None
 
 
 def _rope(context_tokens: int, **config: Any) -> int | None:
@@ -130,7 +201,10 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("dcp_size", 2),
         ("use_ray", True),
         ("speculative_algorithm", "UNO"),
-        ("enable_multi_layer_eagle", True),
+        ("enable_encoder_swa_bounded_replay", True),
+        ("enable_unified_memory", True),
+        ("enable_mis", True),
+        ("speculative_algorithm", "MY_PLUGIN"),
         ("enable_hisparse", True),
         ("dllm_algorithm", "LowConfidence"),
         ("enable_hierarchical_cache", True),
@@ -140,17 +214,34 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("enable_kv_cache_sharding", True),
         ("prefill_only_disable_kv_cache", True),
         ("enable_streaming_session", True),
-        ("is_embedding", True),
     ],
 )
 def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
     field: str, value: object
 ) -> None:
-    reason = unsupported(_args(**{field: value}), PLAIN, 128)
+    reason = unsupported(_args(**{field: value}), None, 128)
     assert reason is not None
     assert reason.startswith("cake ")
     assert f"--{field.replace('_', '-')}" in reason
     assert "\n" not in reason
+
+
+def test_support_matrix_bounded_replay_by_default_is_refused_with_the_flag_that_helps() -> None:
+    """SGLang turns it on for DeepSeek V4.1 while it resolves the settings."""
+    args = _args(enable_decoder_swa_bounded_replay=True)
+    for model in (None, replace(PLAIN, is_hybrid_swa=True, is_compressed=True)):
+        assert "set --no-enable-decoder-swa-bounded-replay" in str(unsupported(args, model, 128))
+    args.enable_decoder_swa_bounded_replay = False
+    assert unsupported(args, PLAIN, 128) is None
+
+
+@pytest.mark.parametrize("field", TURNED_OFF)
+def test_support_matrix_setting_that_sglang_turned_off_is_no_flag_to_change(field: str) -> None:
+    args = _args(**{field: True if field == "disable_radix_cache" else -1})
+    reason = str(unsupported(args, PLAIN, 128))
+    assert "which SGLang turns off for this model: remove --enable-cake" in reason
+    args.enable_deterministic_inference = True
+    assert "--enable-deterministic-inference" in str(unsupported(args, PLAIN, 128))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +262,6 @@ def test_support_matrix_block_of_partial_pages_is_refused_with_advice(
     [
         replace(PLAIN, is_encoder_decoder=True),
         replace(PLAIN, is_generation=False),
-        replace(PLAIN, is_ngram=True),
     ],
 )
 def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelTraits) -> None:
@@ -179,6 +269,11 @@ def test_support_matrix_model_kind_is_named_before_forced_settings(facts: ModelT
     assert reason is not None
     assert reason.startswith("cake does not support ")
     assert "--disable-radix-cache" not in reason
+
+
+def test_support_matrix_embedding_model_of_the_last_token_is_served() -> None:
+    traits = replace(PLAIN, is_generation=False, pools_last_token=True)
+    assert unsupported(_args(), traits, 128) is None
 
 
 def _context(**changes: Any) -> Any:
@@ -247,9 +342,9 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
     ("changes", "advice"),
     [
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
-        ({"swa_gates_prefix_match": False}, "--disable-hybrid-swa-memory"),
-        ({"decoder_swa_bounded_replay": True}, "--disable-hybrid-swa-memory"),
-        ({"draft_swa_window": 4}, "--disable-hybrid-swa-memory"),
+        ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
+        ({"decoder_swa_bounded_replay": True}, "--no-enable-decoder-swa-bounded-replay"),
+        ({"draft_swa_window": 4}, "remove --speculative-algorithm"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )
@@ -261,6 +356,34 @@ def test_support_matrix_other_pools_of_end_states_are_refused(
     assert reason.startswith("cake does not support ")
     assert advice in reason
     assert "\n" not in reason
+
+
+def _compressed(**changes: Any) -> Any:
+    """The context of a DeepSeek V4, with its pool as SGLang makes it on a CPU."""
+    pool = deepseek_v4(1024)
+    for name, value in changes.items():
+        setattr(pool, name, value)
+    ctx = _pools()
+    ctx.params.token_to_kv_pool_allocator._kvcache = pool
+    ctx.params.page_size, ctx.params.sliding_window_size = 256, 128
+    return ctx
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, None),
+        ({"compression_ratios": [0, 1, 2]}, "KV of one or two tokens"),
+        ({"compress_state_pools": [SimpleNamespace(online=True)]}, "SGLANG_OPT_USE_ONLINE_COMPRES"),
+        ({"swa_page_size": 64}, "SGLANG_OPT_SM120_DIRECT_SWA_KV"),
+    ],
+)
+def test_support_matrix_forms_of_compressed_pools_are_refused_by_what_helps(
+    changes: dict[str, Any], advice: str | None
+) -> None:
+    reason = unsupported_pools(_compressed(**changes), CakeConfig())
+    assert (reason is None) == (advice is None)
+    assert reason is None or (str(advice) in reason and "\n" not in reason)
 
 
 def test_support_matrix_states_of_other_forms_are_refused_by_flag_name() -> None:
@@ -376,13 +499,20 @@ def test_support_matrix_head_groups_that_ranks_divide_are_supported() -> None:
     assert unsupported_head_groups(TWO_RANKS, latent, CakeConfig(head_groups=3)) is None
 
 
-def test_support_matrix_runahead_member_of_a_multimodal_model_is_refused() -> None:
+@pytest.mark.parametrize(
+    "traits",
+    [
+        replace(PLAIN, is_multimodal=True),
+        replace(PLAIN, is_generation=False, pools_last_token=True),
+    ],
+)
+def test_support_matrix_runahead_member_of_a_multimodal_or_embedding_model_is_refused(
+    traits: ModelTraits,
+) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
-    reason = unsupported_group(
-        SimpleNamespace(**MEMBER), replace(PLAIN, is_multimodal=True), member
-    )
+    reason = unsupported_group(SimpleNamespace(**MEMBER), traits, member)
     assert reason is not None
-    assert "does not support multimodal models" in reason
+    assert "does not support multimodal and embedding models" in reason
     assert "\n" not in reason
 
 
@@ -412,20 +542,21 @@ def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_grou
         assert (reason is not None) == (codec in LOSSY)
         assert reason is None or ("an index" in reason and "\n" not in reason)
     group = CakeConfig(runahead_peers="a:1,b:1")
-    reason = unsupported_group(SimpleNamespace(**MEMBER), sparse, group)
-    assert reason is not None
-    assert "index" in reason
+    for model in (sparse, NGRAM_TABLE):
+        reason = unsupported_group(SimpleNamespace(**MEMBER), model, group)
+        assert reason is not None
+        assert "an index or of n-grams" in reason
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)
-def test_support_matrix_draft_kv_is_served_without_end_states_and_lossy_codecs(
+def test_support_matrix_draft_kv_is_served_without_states_and_lossy_codecs(
     speculation: Speculation,
 ) -> None:
     for name in (speculation.name, speculation.name.lower()):
         args = _args(speculative_algorithm=name)
         assert unsupported(args, PLAIN, 128) is None
         for kind, is_served in (
-            ("is_hybrid_swa", not speculation.has_draft_kv),
+            ("is_hybrid_swa", True),
             ("is_hybrid_ssm", False),
         ):
             reason = unsupported(args, replace(PLAIN, **{kind: True}), 128)
@@ -442,6 +573,7 @@ def test_support_matrix_draft_kv_is_served_without_end_states_and_lossy_codecs(
     [
         (None, 0, False, None),
         ("NGRAM", 0, False, None),
+        ("FROZEN_KV_MTP", 0, False, None),
         ("EAGLE", 1, False, None),
         ("EAGLE", 0, False, "did not see the draft model of EAGLE"),
         ("EAGLE", 1, True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
@@ -467,5 +599,75 @@ def test_support_matrix_rules_use_existing_server_args() -> None:
     args = ServerArgs(model_path="none")
     assert unsupported(args, None, 128) is None
     assert unsupported_codec(args, None, CakeConfig(codec="int4")) is None
-    for field in MEMBER:
-        getattr(args, field)
+    for field in (*MEMBER, *(field for field, _, _ in RULES)):
+        assert hasattr(args, field) or field.endswith("_bounded_replay")  # 0.5.22 has none
+
+
+# ---- docs/troubleshooting.md ----
+
+_REASONS = (
+    "build.py",
+    "support_matrix.py",
+    "memory/draft_pools.py",
+    "memory/end_states.py",
+    "memory/kv_pool.py",
+    "memory/kv_shard.py",
+    "memory/pool_planes.py",
+)
+
+
+def _reasons(source: str) -> Iterator[str]:
+    """The texts of all refusals in a module, with `…` for what they fill in. KV-Runahead has a page
+    of its own."""
+    tree = ast.parse(source)
+    group = ("unsupported_group", "_unfit_device")
+    tree.body = [each for each in tree.body if getattr(each, "name", None) not in group]
+    for node in ast.walk(tree):
+        found: list[ast.expr | None] = []
+        match node:
+            case ast.Return(value=value):
+                found = [value]
+            case ast.Call(func=ast.Name(id="ConfigError"), args=args):
+                found = [*args]
+            case ast.Assign(targets=[ast.Name(id="reason")], value=value):
+                found = [value]
+            case ast.keyword(arg="refused", value=value):
+                found = [value]
+            case ast.AnnAssign(target=ast.Name(id="RULES"), value=ast.Tuple(elts=rules)):
+                found = [rule.elts[2] for rule in rules if isinstance(rule, ast.Tuple)]
+        for each in found:
+            match each:
+                case ast.Constant(value=str(text)):
+                    yield text
+                case ast.JoinedStr(values=parts):
+                    yield "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
+                    )
+
+
+def test_support_matrix_every_refusal_has_a_row_in_troubleshooting() -> None:
+    root = Path(support_matrix.__file__).parent
+    reasons = [text for name in _REASONS for text in _reasons((root / name).read_text())]
+    reasons += ["exclude each other: another radix cache backend"]  # of flags.py
+    whole = ("cake …", "cake does not support …", "…: …")
+    reasons = [text for text in reasons if text not in whole and not text.startswith("KV-Runahead")]
+    assert len(reasons) > 60
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    tables = page.read_text().split("Why a server is refused")[1].split("## The store")[0]
+    words: list[str] = []
+    for line in tables.splitlines():
+        if line.startswith("| `"):
+            words += re.findall(r"`([^`]+)`", line.split("|")[1])
+    assert [text for text in reasons if not any(each in text for each in words)] == []
+    assert [each for each in words if not any(each in text for text in reasons)] == []
+    flags = [f"--{field.replace('_', '-')}" for field, _, _ in RULES]
+    beside = {  # one row for all caches
+        "--enable-hierarchical-cache",
+        "--enable-lmcache",
+        "--enable-flexkv",
+        "--enable-unified-cache-external-linker",
+    }
+    assert [flag for flag in flags if flag not in beside and f"`{flag}" not in tables] == []
+    for family in FAMILIES:
+        if family.refused is not None:
+            assert all(example in tables for example in family.examples.split(", "))

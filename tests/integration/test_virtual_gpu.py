@@ -20,8 +20,10 @@ from sglang_cake.testing.virtual_gpu import (
     LLAMA_8B,
     MODELS,
     GpuModel,
+    VirtualGpu,
     virtual_scheduler,
 )
+from sglang_cake.testing.virtual_time import virtual_time
 
 GB = 1e9
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -142,6 +144,33 @@ def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone() 
         blocks = math.ceil(max(steps) * 25 * GB / LLAMA_8B.layout.block_bytes) + 1
         assert max(steps) <= plain_s + blocks * kernel_s
         assert gpu.held_back_s <= LLAMA_8B.layout.block_bytes / DMA_BYTES_PER_S + kernel_s
+
+
+@pytest.mark.parametrize(
+    ("copies_s", "ends_s"), [(0.0, 3.0), (2.0, 3.5), (3.0, 3.75), (11.0, 11.75)]
+)
+def test_virtual_gpu_forward_follows_its_copies_layer_by_layer(
+    copies_s: float, ends_s: float
+) -> None:
+    """The first of four layers waits for its copy, or the last one is computed behind its own."""
+    with virtual_time() as io:
+        gpu = VirtualGpu(io, 4)
+        gpu.follow(io.now_s + copies_s)
+        assert gpu.forward(3.0) - io.now_s == pytest.approx(ends_s)
+        assert gpu.held_back_s == pytest.approx(ends_s - 3.0)
+        plain = VirtualGpu(io)
+        plain.follow(io.now_s + copies_s)
+        assert plain.forward(3.0) - io.now_s == pytest.approx(copies_s + 3.0)
+
+
+def test_virtual_gpu_last_step_that_follows_its_copies_is_sooner() -> None:
+    took_s = {}
+    for by_layer in (False, True):
+        with virtual_scheduler(
+            LLAMA_8B, link_bytes_per_s=20 * GB, lends=True, by_layer=by_layer
+        ) as scheduler:
+            took_s[by_layer] = scheduler.restore(16384).ttft_s
+    assert took_s[True] < 0.95 * took_s[False]
 
 
 def test_virtual_gpu_ends_with_all_its_memory_back() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ from held_reads import PATIENCE_S, HeldReads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, on_page
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.buffers import PAGE_BYTES, Buffer, BufferPool, TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost
 from sglang_cake.loading.loader import (
     BlockRead,
@@ -29,6 +33,8 @@ from sglang_cake.loading.loader import (
     StagedBlock,
 )
 from sglang_cake.stores.base import LentBlock, Store
+from sglang_cake.stores.memory.host_memory_store import HostMemorySource
+from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import PassingStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 
@@ -475,6 +481,7 @@ class LendingStore(PassingStore):
         self.error = error
         self.lent: list[BlockKey] = []
         self.given_back: list[BlockKey] = []
+        self.most = 0  # lent at once
 
     def lend(self, key: BlockKey) -> LentBlock | None:
         if self.error is not None:
@@ -482,6 +489,7 @@ class LendingStore(PassingStore):
         if key not in self.keys:
             return None
         self.lent.append(key)
+        self.most = max(self.most, len(self.lent) - len(self.given_back))
         buffer = Buffer(memoryview(bytearray(bytes_of(key))))
         return LentBlock(buffer, lambda: self.given_back.append(key))
 
@@ -512,6 +520,20 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     assert harness.wasted() == {}, "nothing crossed a link"
 
 
+def test_loader_lent_blocks_say_nothing_of_the_cost_before_a_copy_is_measured(
+    harness: LoaderHarness,
+) -> None:
+    tokens = tokens_of(0, 12)
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, harness.fill(tokens)))
+    harness.begin("a", tokens)
+    assert harness.landed() == [("a", 11), ("a", 10)]
+    assert harness.loader.cost.block_s == 1.0, "as it was believed before"
+    harness.loader.copied(0.25)
+    harness.release()
+    assert len(harness.landed()) == 2
+    assert harness.loader.cost.block_s == 0.25
+
+
 @pytest.mark.parametrize("copy_s", [0.0, 0.1, 0.002])
 def test_loader_lends_a_prompt_as_many_blocks_as_are_copied_soon(
     harness: LoaderHarness, copy_s: float
@@ -529,6 +551,121 @@ def test_loader_lends_a_prompt_as_many_blocks_as_are_copied_soon(
     harness.release()
     assert len(harness.landed()) == 2 * ahead
     assert harness.read_keys() == []
+
+
+class LendingTier(LendingStore):
+    """The blocks that it lends are in the first of two tiers."""
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return [int(key not in self.keys) for key in keys]
+
+
+def test_loader_reads_blocks_below_while_lent_blocks_wait_for_their_copies(
+    harness: LoaderHarness,
+) -> None:
+    """As when the device has no slots: the link to the tier below does not rest."""
+    tokens = tokens_of(0, 12)
+    keys = harness.fill(tokens)
+    store = LendingTier(harness.recorded, keys[1::2])
+    harness.loader = harness.new_loader(store)
+    harness.begin("a", tokens)
+    assert harness.landed() == [("a", 11), ("a", 9)]
+    assert harness.waiting() == [keys[10], keys[8]]
+    harness.open(*keys)
+    assert sorted(harness.landed()) == [("a", block) for block in range(0, 12, 2)]
+    assert store.lent == [keys[11], keys[9]], "nothing was copied yet"
+    harness.release()
+    assert harness.landed() == [("a", 7), ("a", 5)]
+    harness.release()
+    assert harness.landed() == [("a", 3), ("a", 1)]
+    harness.release()
+    assert harness.read_keys() == keys[10::-2]
+    assert harness.pool.free == harness.pool.capacity
+    assert harness.loader.stats == LoaderStats(1, 0, 0)
+    assert harness.wakes == 2, "the lookup, and the last block"
+
+
+@pytest.mark.parametrize("how", ["fence", "keep"])
+def test_loader_ahead_of_its_copies_reads_nothing_that_is_not_worth_it(
+    harness: LoaderHarness, how: str
+) -> None:
+    tokens = tokens_of(0, 12)
+    keys = harness.fill(tokens)
+    harness.open(*keys)
+    store = LendingTier(harness.recorded, keys[6:])
+    harness.loader = harness.new_loader(store)
+    harness.begin("a", tokens, load=False)
+    harness.settle()
+    if how == "fence":
+        harness.loader.fence("a", 4)
+    harness.loader.set_load_from("a", 0 if how == "fence" else 4)
+    assert sorted(harness.landed()) == [("a", 4), ("a", 5), ("a", 10), ("a", 11)]
+    assert harness.read_keys() == [keys[5], keys[4]]
+    harness.release()
+    harness.landed()
+    harness.release()
+    harness.landed()
+    assert store.lent == keys[:5:-1]
+    assert harness.read_keys() == [keys[5], keys[4]]
+
+
+def test_loader_ahead_of_its_copies_leaves_a_block_that_moved_up_in_memory(
+    harness: LoaderHarness,
+) -> None:
+    tokens = tokens_of(0, 8)
+    keys = harness.fill(tokens)
+    store = LendingTier(harness.recorded, keys[6:])
+    harness.loader = harness.new_loader(store, depth=2)
+    harness.begin("a", tokens)
+    assert harness.waiting() == [keys[5], keys[4]]
+    store.keys |= set(keys[2:4])  # another prompt has read them
+    harness.open(*keys)
+    assert harness.read_keys() == [keys[5], keys[4], keys[1], keys[0]]
+    assert store.lent == [keys[7], keys[6]]
+    assert harness.news()
+    harness.release()
+    assert harness.landed() == [("a", 3), ("a", 2)]
+
+
+def test_loader_ahead_of_its_copies_serves_the_prompts_behind(harness: LoaderHarness) -> None:
+    one, other = tokens_of(0, 6), tokens_of(1, 4)
+    keys, other_keys = harness.fill(one), harness.fill(other)
+    harness.loader = harness.new_loader(LendingTier(harness.recorded, [*keys, other_keys[3]]))
+    harness.begin("a", one)
+    harness.begin("b", other)
+    harness.loader.order(["a", "b"])
+    assert harness.landed() == [("a", 5), ("a", 4), ("b", 3)]
+    assert harness.waiting() == [other_keys[2], other_keys[1]]
+
+
+def test_loader_over_memory_and_a_tier_below_reads_each_block_below_once(
+    harness: LoaderHarness,
+) -> None:
+    """The real stores. No copy to the device ends before all of the tier below is read."""
+    tokens = tokens_of(0, 24)
+    keys = harness.fill(tokens)
+    layout = BlockLayout.plain(1, (("kv", (BYTES // BLOCK,)),), "uint8", BLOCK)
+    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+    memory = HostMemorySource(64 * PAGE_BYTES).open(frame, depth=2)
+    held = [key for block, key in enumerate(keys) if block // 3 % 2]
+    for key in held:
+        harness.io.run(memory.put(key, memoryview(bytes_of(key))), PATIENCE_S)
+    harness.pool = buffer_pool(16)
+    tiers = TieredStore([memory, harness.recorded], block_bytes=BYTES)
+    harness.loader = harness.new_loader(tiers)
+    harness.open(*keys)
+    harness.begin("a", tokens)
+    while len(harness.held) < 2 + len(keys) - len(held):
+        harness.news()
+    assert harness.read_keys() == [key for key in keys[::-1] if key not in held]
+    assert [event.block for event in harness.held if keys[event.block] in held] == [23, 22]
+    while len({event.block for event in harness.events[1:]}) < len(keys):
+        harness.release()
+        harness.news()
+    harness.release()
+    assert len(harness.read_keys()) == len(keys) - len(held)
+    assert harness.pool.free == harness.pool.capacity
+    harness.io.run(tiers.close(), PATIENCE_S)
 
 
 def test_loader_blocks_that_are_not_lent_are_read(harness: LoaderHarness) -> None:
@@ -1104,14 +1241,39 @@ def test_loader_random_actions_return_every_buffer(
 ) -> None:
     harness = LoaderHarness(buffers=buffers, depth=depth)
     try:
-        drive_loader(harness, actions)
+        drive_loader(harness, [harness.fill(tokens) for tokens in PROMPTS], actions)
     finally:
         harness.io.close()
 
 
-def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) -> None:
-    prompts = [tokens_of(n, 6, shared=3) for n in range(3)]
-    keys = [harness.fill(tokens) for tokens in prompts]
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    actions=ACTIONS,
+    buffers=st.integers(1, 5),
+    depth=st.integers(1, 3),
+    lent=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 5))),
+)
+def test_loader_random_actions_with_lent_blocks_return_all_of_them(
+    actions: list[tuple[str, int, int]], buffers: int, depth: int, lent: set[tuple[int, int]]
+) -> None:
+    harness = LoaderHarness(buffers=buffers, depth=depth)
+    try:
+        keys = [harness.fill(tokens) for tokens in PROMPTS]
+        store = LendingTier(harness.recorded, [keys[who][block] for who, block in lent])
+        harness.loader = harness.new_loader(store, depth)
+        drive_loader(harness, keys, actions)
+        assert Counter(store.lent) == Counter(store.given_back)
+        assert store.most <= depth * len(PROMPTS)
+    finally:
+        harness.io.close()
+
+
+PROMPTS = [tokens_of(n, 6, shared=3) for n in range(3)]
+
+
+def drive_loader(
+    harness: LoaderHarness, keys: list[list[BlockKey]], actions: list[tuple[str, int, int]]
+) -> None:
     live: set[int] = set()
     fence = [0, 0, 0]
     readings: set[BlockRead] = set()
@@ -1120,7 +1282,7 @@ def drive_loader(harness: LoaderHarness, actions: list[tuple[str, int, int]]) ->
         if action == "begin" and who not in live:
             live.add(who)
             fence[who] = number // 2
-            harness.begin(rid, prompts[who], first=fence[who])
+            harness.begin(rid, PROMPTS[who], first=fence[who])
         elif action == "fence":
             fence[who] = max(fence[who], number)
             harness.loader.fence(rid, number)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
-from hybrid_trees import BLOCK, HybridTree, config_of
+from hybrid_trees import BLOCK, HybridTree, config_of, digests_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from trees import CORES
 
@@ -19,16 +19,13 @@ STOP = 3 * BLOCK
 @pytest.fixture(params=[(core, page) for core in CORES for page in (1, 4)], ids=str)
 def tree(request: pytest.FixtureRequest) -> HybridTree:
     core, page = request.param
-    made = HybridTree(replace(config_of(page=page), is_eagle=True), core)
-    made.tree.ends = None
-    return made
+    return HybridTree(replace(config_of(page=page), is_eagle=True), core)
 
 
 def landed(tree: HybridTree, tokens: Sequence[int], start: int, stop: int) -> Any:
     """Slots with the KV of this span, as blocks bring it."""
     slots = tree.allocator.alloc(stop - start)
-    for at, slot in enumerate(slots.tolist(), start):
-        tree.write_rows(tree.full_pool, "full", tokens, at, slot)
+    tree.write("full", digests_of(tokens)[start:stop], slots)
     return slots
 
 

@@ -1,75 +1,15 @@
-"""End states of DeepSeek V4: its own pool, behind SGLang's tree and allocator.
-
-The model writes a page of 256 tokens when it has its last token: all compressed KV of the page, and
-the page of the window. Sums of the last tokens are where SGLang's own addressing says.
-"""
-
-from collections.abc import Sequence
-from typing import Any
+"""End states of DeepSeek V4: its own pool, behind SGLang's tree and allocator."""
 
 import pytest
 
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
-import torch
-from hybrid_trees import SWA, HybridTree, config_of, stamp
-from kv_pools import deepseek_v4, rows_of
+from hybrid_machine import run_machine
+from hybrid_trees import CompressedTree
 from trees import CORES
 
-PAGE = 256
-SUMMED = 8  # tokens whose sums a page keeps
+PAGE = CompressedTree.PAGE
 PROMPT = [*range(1000, 1600)]  # two pages, and a part of one
-
-
-class CompressedTree(HybridTree):
-    """What belongs to a page is written and checked at the last token of it."""
-
-    def __init__(self, core: str = "python") -> None:
-        cfg = config_of(SWA, page=PAGE, slots=8 * PAGE, window=PAGE // 2)
-        super().__init__(cfg, core, block=PAGE, make_pool=lambda **_: deepseek_v4(8 * PAGE))
-
-    def _rows(self, pool: Any, kind: str, slot: int) -> list[torch.Tensor]:
-        """The memory that belongs to a page, of which `slot` is the last one."""
-        page = slot // PAGE
-        if kind == "full":
-            return [rows[page] for rows, _ in rows_of(pool)]
-        whole = self.allocator.get_kvcache()
-        slots = torch.arange(slot - SUMMED + 1, slot + 1)
-        found = [rows[page] for rows in whole.swa_kv_pool.kv_buffer]
-        for each in (*whole.compress_state_pools, *whole.indexer_compress_state_pools):
-            if each is not None and each.ratio == 4:
-                at = each.translate_from_swa_loc_to_state_loc(slots)
-                found += [each.kv_score_buffer.kv_score[i] for i in at.tolist()]
-        return found
-
-    def _stamps(
-        self, pool: Any, kind: str, tokens: Sequence[int], at: int, slot: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        if (at + 1) % PAGE:
-            return []
-        assert slot % PAGE == PAGE - 1
-        rows = [row.view(torch.uint8).view(-1) for row in self._rows(pool, kind, slot)]
-        page = tokens[: at + 1]
-        return [(row, stamp(page, f"{kind} {i}", len(row))) for i, row in enumerate(rows)]
-
-    def write_rows(self, pool: Any, kind: str, tokens: Sequence[int], at: int, slot: int) -> None:
-        for row, data in self._stamps(pool, kind, tokens, at, slot):
-            row[:] = data
-
-    def has_rows(self, pool: Any, kind: str, tokens: Sequence[int], at: int, slot: int) -> bool:
-        stamps = self._stamps(pool, kind, tokens, at, slot)
-        return slot > 0 and all(torch.equal(row, data) for row, data in stamps)
-
-    def scramble(self) -> None:
-        """Other bytes everywhere, as another server has them."""
-        whole = self.allocator.get_kvcache()
-        states = (*whole.compress_state_pools, *whole.indexer_compress_state_pools)
-        for rows in (
-            *(rows for rows, _ in rows_of(whole)),
-            *whole.swa_kv_pool.kv_buffer,
-            *(each.kv_score_buffer.kv_score for each in states if each is not None),
-        ):
-            rows.view(torch.uint8).fill_(0x5A)
 
 
 def stored(core: str = "python") -> CompressedTree:
@@ -82,9 +22,7 @@ def stored(core: str = "python") -> CompressedTree:
     assert side.compute(req, len(PROMPT))
     side.release(req)
     side.check_books()
-    side.tree.reset()
-    side.allocator.clear()
-    side.requests.clear()
+    side.empty()
     side.scramble()
     return side
 
@@ -128,11 +66,7 @@ def test_radix_compressed_end_has_the_bytes_of_one_page() -> None:
     side = stored()
     whole = side.allocator.get_kvcache()
     window = sum(rows[0].nbytes for rows in whole.swa_kv_pool.kv_buffer)
-    sums = sum(
-        each.kv_score_buffer.kv_score[: each.ring_size].nbytes
-        for each in (*whole.compress_state_pools, *whole.indexer_compress_state_pools)
-        if each is not None and each.ratio == 4
-    )
+    sums = sum(each.kv_score_buffer.kv_score[: each.ring_size].nbytes for each in side.sums)
     blocks = side.store.ends[tuple(PROMPT[: 2 * PAGE])]
     raw = b"".join(blocks)
     assert len(blocks) == side.ends.count == -(-(window + sums) // len(blocks[0])) > 1
@@ -149,5 +83,10 @@ def test_radix_compressed_wrong_end_is_noticed(index: int) -> None:
     req = side.arrive(PROMPT)
     assert side.load(req, 2 * PAGE, running=False)
     assert side.admit(req)
-    with pytest.raises(AssertionError, match="window"):
+    with pytest.raises(AssertionError, match="swa"):
         side.compute(req, len(PROMPT))
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_radix_compressed_random_calls_keep_kv_and_books_right(core: str) -> None:
+    run_machine(lambda: CompressedTree(core))

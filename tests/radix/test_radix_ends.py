@@ -10,17 +10,8 @@ import pytest
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
 import torch
-from hybrid_trees import BLOCK, MAMBA, SWA, WINDOW, HybridTree, config_of
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hybrid_machine import run_machine
+from hybrid_trees import BLOCK, KINDS, MAMBA, SWA, WINDOW, HybridTree, tree_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.kits.unified_radix_cache import fixtures
@@ -32,15 +23,6 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.end_states import EndSlots
 
-KINDS = {
-    "window": config_of(SWA),
-    "window-pages": config_of(SWA, page=4),
-    "state": config_of(MAMBA),
-    "state-extra-buffer": config_of(MAMBA, page=4, extra_buffer=True),
-    "window-state": config_of(SWA, MAMBA),
-    "window-state-extra-buffer": config_of(SWA, MAMBA, page=4, extra_buffer=True),
-}
-SETTINGS = settings(max_examples=25, stateful_step_count=30, deadline=None)
 PROMPT = [*range(100, 150)]  # six blocks and two tokens
 
 
@@ -54,23 +36,17 @@ def cores() -> Any:
 
 def stored(kind: str, core: str = "python", *ends: int) -> HybridTree:
     """An empty tree, and a store with the ends of the prompt at these tokens (default: 48)."""
-    side = HybridTree(KINDS[kind], core)
+    side = tree_of(kind, core)
     req = side.arrive(PROMPT)
     assert side.admit(req)
     for end in ends or (48,):
-        assert side.compute(req, end)
+        assert side.compute(req, min(end + side.behind, len(PROMPT)))
         assert side.save(req, end)
-    assert side.compute(req, len(PROMPT))
+    assert req.prefix_len == len(PROMPT) or side.compute(req, len(PROMPT))
     side.release(req)
     side.check_books()
-    empty(side)
+    side.empty()
     return side
-
-
-def empty(side: HybridTree) -> None:
-    side.tree.reset()
-    side.allocator.clear()
-    side.requests.clear()
 
 
 # ---- attach ----
@@ -91,7 +67,9 @@ def test_radix_ends_attached_to_waiting_request_serve_the_rest(kind: str, core: 
     side.check_books()
     again = side.arrive(PROMPT)  # the tree has the end
     assert again.prefix_len == (
-        48 if KINDS[kind].has_mamba else 49 // side.cfg.page_size * side.cfg.page_size
+        48
+        if KINDS[kind].has_mamba or side.behind
+        else 49 // side.cfg.page_size * side.cfg.page_size
     )
 
 
@@ -192,7 +170,7 @@ def test_radix_ends_given_back_are_free(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not KINDS[kind].has_mamba])
 def test_radix_ends_inside_the_last_chunk_keep_their_window(kind: str, core: str) -> None:
     """SGLang frees the rows that leave the window; those of the last block boundary are kept."""
-    side = HybridTree(KINDS[kind], core)
+    side = tree_of(kind, core)
     req = side.arrive(PROMPT)
     assert side.admit(req)
     assert side.compute(req, len(PROMPT))
@@ -200,7 +178,7 @@ def test_radix_ends_inside_the_last_chunk_keep_their_window(kind: str, core: str
     assert not side.save(req, 32)
     side.release(req)
     side.check_books()
-    empty(side)
+    side.empty()
     req = side.arrive(PROMPT)
     assert side.load(req, 48, running=False)
     assert side.admit(req)
@@ -209,10 +187,10 @@ def test_radix_ends_inside_the_last_chunk_keep_their_window(kind: str, core: str
 
 @kinds()
 def test_radix_ends_that_the_tree_cannot_go_on_from_are_not_saved(kind: str) -> None:
-    side = HybridTree(KINDS[kind])
+    side = tree_of(kind)
     req = side.arrive(PROMPT)
     assert side.admit(req)
-    assert side.compute(req, 32)
+    assert side.compute(req, 32 + side.behind)
     assert side.save(req, 32)
     assert not side.save(req, 8)
     assert not side.save(req, 40)
@@ -223,8 +201,7 @@ def test_radix_ends_that_the_tree_cannot_go_on_from_are_not_saved(kind: str) -> 
 
 
 def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block() -> None:
-    side = HybridTree(KINDS["state-extra-buffer"])
-    side.cfg  # noqa: B018
+    side = tree_of("state-extra-buffer")
     req = side.arrive(PROMPT)
     assert side.admit(req)
     req.extend_end = 44
@@ -237,7 +214,7 @@ def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block() -> None:
 # ---- negative controls ----
 
 
-@pytest.mark.parametrize("kind", ["window", "window-pages", "window-state"])
+@pytest.mark.parametrize("kind", ["window", "window-pages", "window-unequal", "window-state"])
 def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     side = stored(kind)
     page = side.cfg.page_size
@@ -255,11 +232,11 @@ def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     save.save(save.prepare(wrong), buffers, ())
     side.store.ends[tuple(PROMPT[:48])][: save.count] = [bytes(b.view) for b in buffers]
     side.release(req, checkpoint=False)
-    empty(side)
+    side.empty()
     req = side.arrive(PROMPT)
     assert side.load(req, 48, running=False)
     assert side.admit(req)
-    with pytest.raises(AssertionError, match="window"):
+    with pytest.raises(AssertionError, match="swa"):
         side.compute(req, len(PROMPT))
 
 
@@ -293,129 +270,30 @@ def test_end_blocks_have_zeros_behind_their_bytes(kind: str) -> None:
     if side.cfg.has_mamba:
         states = side.ends.parts[-1].count
         assert pieces[-1][needed - (states - 1) * size :].strip(b"\0") == b""
-    again = HybridTree(KINDS[kind])
+    again = tree_of(kind)
     req = again.arrive(PROMPT)
     assert again.admit(req)
-    assert again.compute(req, 48)
+    assert again.compute(req, min(48 + again.behind, len(PROMPT)))
     assert again.save(req, 48)
     assert again.store.ends == side.store.ends
 
 
 def test_end_states_of_other_forms_have_other_descriptions() -> None:
-    texts = [HybridTree(cfg).ends.describe() for cfg in KINDS.values()]
-    assert len(set(texts)) == 3  # windows, states, both: pages and buffers make no difference
+    texts = [tree_of(kind).ends.describe() for kind in KINDS]
+    assert len(set(texts)) == 4  # windows, of two shapes, states, both: not pages and buffers
     wider = replace(KINDS["window"], sliding_window_size=WINDOW + 1)
     larger = replace(KINDS["state"], mamba_state_size=8)
     layers = replace(KINDS["window"], full_attention_layer_ids=(1, 2, 4))
-    assert len({*texts, *(HybridTree(cfg).ends.describe() for cfg in (wider, larger, layers))}) == 6
+    assert len({*texts, *(HybridTree(cfg).ends.describe() for cfg in (wider, larger, layers))}) == 7
 
 
 # ---- random calls ----
 
 
-def tokens_of(document: int, count: int) -> list[int]:
-    return [1000 * document + at for at in range(count)]
-
-
-class HybridMachine(RuleBasedStateMachine):
-    """Requests come, are loaded for, are computed, and go, in a pool that is too small for all."""
-
-    kind = "window"
-    core = "python"
-
-    @initialize()
-    def begin(self) -> None:
-        self.side = HybridTree(KINDS[self.kind], self.core)
-        for document in range(2):
-            req = self.side.arrive(tokens_of(document, 57))
-            assert self.side.admit(req)
-            for stop in (16, 32, 56):
-                assert self.side.compute(req, stop)
-                assert self.side.save(req, stop)
-            self.side.release(req, checkpoint=False)
-        empty(self.side)
-
-    @precondition(lambda self: len(self.side.live) < 4)  # SGLang has states for those that run
-    @rule(
-        document=st.integers(0, 1),
-        shared=st.sampled_from([0, 7, 16, 30, 33, 56, 60]),
-        more=st.integers(1, 30),
-        own=st.integers(0, 2),
-        loads=st.booleans(),
-    )
-    def arrive(self, document: int, shared: int, more: int, own: int, loads: bool) -> None:
-        """A prompt of a part of a document and a question, with a load if it is stored."""
-        side = self.side
-        tokens = tokens_of(document, shared)
-        tokens += [5000 + 100 * own + at for at in range(more)]
-        req = side.arrive(tokens)
-        end = side.stored_end(tokens, req.prefix_len)
-        if loads and end is not None and side.load(req, end, running=False):
-            assert req.prefix_len >= end
-        side.admit(req)
-
-    @precondition(lambda self: self.side.live)
-    @rule(data=st.data(), blocks=st.integers(1, 4), aligned=st.booleans())
-    def compute(self, data: st.DataObject, blocks: int, aligned: bool) -> None:
-        side = self.side
-        req = data.draw(st.sampled_from(side.live), "req")
-        total = len(req.full_untruncated_fill_ids)
-        if req.prefix_len >= total:
-            return
-        stop = (req.prefix_len // BLOCK + blocks) * BLOCK
-        if stop >= total or not aligned:
-            page = side.cfg.page_size
-            stop = total if stop >= total else max(req.prefix_len + page, (stop - 3) // page * page)
-        stop = min(stop, total)
-        req.extend_end = stop
-        side.tree.track_end(req)
-        if side.compute(req, stop):
-            end = req.kv.cache_protected_len // BLOCK * BLOCK
-            if end and side.save(req, end):
-                assert end <= stop
-
-    @precondition(lambda self: self.side.live)
-    @rule(data=st.data())
-    def load(self, data: st.DataObject) -> None:
-        side = self.side
-        req = data.draw(st.sampled_from(side.live), "req")
-        if req.prefix_len % side.cfg.page_size:
-            return
-        end = side.stored_end(req.full_untruncated_fill_ids, req.prefix_len)
-        if end is not None and side.load(req, end, running=True):
-            assert req.prefix_len == end
-
-    @precondition(lambda self: self.side.live)
-    @rule(data=st.data(), checkpoint=st.booleans())
-    def release(self, data: st.DataObject, checkpoint: bool) -> None:
-        self.side.release(data.draw(st.sampled_from(self.side.live), "req"), checkpoint=checkpoint)
-
-    @rule(full=st.integers(0, 60), window=st.integers(0, 60), states=st.integers(0, 4))
-    def evict(self, full: int, window: int, states: int) -> None:
-        self.side.tree.evict(EvictParams(num_tokens=full, swa_num_tokens=window, mamba_num=states))
-
-    @precondition(lambda self: not self.side.live)
-    @rule()
-    def reset(self) -> None:
-        empty(self.side)
-
-    @invariant()
-    def the_books_balance(self) -> None:
-        if getattr(self, "side", None):
-            self.side.check_books()
-
-    def teardown(self) -> None:
-        if getattr(self, "side", None):
-            for req in list(self.side.live):
-                self.side.release(req, checkpoint=False)
-            self.side.check_books()
-
-
 @cores()
 @kinds()
 def test_radix_ends_random_calls_keep_kv_and_books_right(kind: str, core: str) -> None:
-    machine = type("Machine", (HybridMachine,), {"kind": kind, "core": core})
-    run_state_machine_as_test(machine, settings=SETTINGS)
+    run_machine(lambda: tree_of(kind, core))
 
 
 # ---- beside SGLang's own tree ----
@@ -440,7 +318,7 @@ def accounting(side: HybridTree) -> list[int]:
 def test_radix_cache_random_requests_leave_the_books_of_sglangs_tree(kind: str, seed: int) -> None:
     """With windows, cake's tree keeps more of them if it saves ends, so it saves none here."""
     cfg, draw = KINDS[kind], random.Random(f"{kind} {seed}")
-    sides = [HybridTree(cfg, kind=tree) for tree in (CakeRadixCache, UnifiedRadixCache)]
+    sides = [tree_of(kind, tree=tree) for tree in (CakeRadixCache, UnifiedRadixCache)]
     if cfg.has_swa:
         sides[0].tree.ends = None
     for _ in range(60):
@@ -485,7 +363,7 @@ def test_radix_cache_with_ends_passes_the_lock_fuzz_of_sglang(
 ) -> None:
     """The kit's own, for trees with windows; it needs the Python core. Without ends it runs in
     `test_radix_model.py`."""
-    tree = type("Tree", (CakeRadixCache,), {"ends": HybridTree(KINDS[kind]).ends})
+    tree = type("Tree", (CakeRadixCache,), {"ends": tree_of(kind).ends})
     monkeypatch.setattr(fixtures, "UnifiedRadixCache", tree)
     monkeypatch.setattr(fixtures, "get_device", lambda: "cpu")
     fuzz = SegmentLockFuzzFixtures()

@@ -111,7 +111,8 @@ def test_plan_machine_that_cannot_serve_answers_no_with_a_reason(
     ("facts", "because"),
     [
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "of DeepSeek V4 is not modelled"),
-        ({"use_ngram_embedding": True}, "cake does not support models with n-gram embeddings"),
+        ({"ngram_vocab_size_ratio": 78}, "weights of n-gram embeddings are not modelled"),
+        ({"is_encoder_decoder": True}, "cake does not support encoder-decoder models"),
     ],
 )
 def test_plan_unsupported_model_answers_no_with_a_reason(

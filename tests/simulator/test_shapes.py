@@ -251,6 +251,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
     },
     "embedding": {**QWEN, "architectures": ["Qwen3Model"]},
+    "embedding of the last token": {
+        **LLAMA,
+        "architectures": ["MistralModel"],
+        "model_type": "mistral",
+    },
     "reward": {**QWEN, "architectures": ["Qwen3ForRewardModel"]},
 }
 

@@ -275,15 +275,17 @@ def test_memory_lent_block_counts_as_an_access():
     assert names_in(memory, "abc") == ["a", "c"]
 
 
-def test_memory_block_shorter_than_its_buffer_is_not_lent():
+def test_memory_payload_smaller_than_a_block_is_not_lent():
     memory = memory_of(2)
     block = memory.add(DIGEST, key_of("a"), BLOCK - 1, must_earn_place=False)
-    assert memory.lend(DIGEST, key_of("a"), counts=True) is None, "it is being filled"
+    assert memory.lend(DIGEST, key_of("a"), counts=True, least_bytes=BLOCK) is None, (
+        "it is being filled"
+    )
     memory.commit(block)
     for _ in range(3):
-        assert memory.lend(DIGEST, key_of("a"), counts=True) is None
+        assert memory.lend(DIGEST, key_of("a"), counts=True, least_bytes=BLOCK) is None
     stored(memory, "b")
-    assert memory.lend(DIGEST, key_of("b"), counts=True) is not None
+    assert memory.lend(DIGEST, key_of("b"), counts=True, least_bytes=BLOCK) is not None
     stored(memory, "c")
     assert names_in(memory, "abc") == ["b", "c"], "a is not in use"
 

@@ -102,6 +102,9 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
+    hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
+    if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
+        fields["ngram_tokens"] = hashlib.sha256(hasher.token_map.cpu().numpy()).hexdigest()
     if drafts:
         models = [each.runner.model_config for each in drafts]
         fields["draft_algorithm"] = values.speculative_algorithm
@@ -230,7 +233,7 @@ class LoadedFiles:
     Attributes:
         model_recorded: whether the load of the model was observed.
         weights: the weight files before the load; None if the load had to download them.
-        drafts: models that propose tokens, in the order in which they were loaded.
+        drafts: models that propose tokens with KV of their own, in the order of their loads.
         adapters: files by LoRA id; None if they are unknown.
         on_adapter: called with each LoRA id that is loaded.
     """

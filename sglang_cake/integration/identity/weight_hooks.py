@@ -18,6 +18,7 @@ from sglang_cake.integration.identity.identity import (
     ModelSource,
 )
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Service
+from sglang_cake.integration.support_matrix import has_draft_kv
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -46,13 +47,13 @@ def _load_model(original: Any, runner: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     model = runner.model_config
-    folder = resolving_view(runner.server_args).download_dir
-    source = ModelSource(model.model_path, model.revision, folder)
-    if runner.is_draft_worker:
-        LOADED.drafts.append(LoadedDraft(runner, source, source.weights_or_none()))
-    else:
+    view = resolving_view(runner.server_args)
+    source = ModelSource(model.model_path, model.revision, view.download_dir)
+    if not runner.is_draft_worker:
         LOADED.weights = source.weights_or_none()
         LOADED.model_recorded = True
+    elif has_draft_kv(view):
+        LOADED.drafts.append(LoadedDraft(runner, source, source.weights_or_none()))
     return original(runner)
 
 

@@ -141,8 +141,8 @@ class BlockSaving:
         return min(run, (len(record.tokens) - 1) // self._block_tokens) * self._block_tokens
 
     def polled(self, is_live: Callable[[PromptRecord], bool]) -> None:
-        """A step is about to be scheduled: save what had no buffer before, as far as there are
-        buffers now, and give up what belongs to requests that have ended in any way.
+        """Call before a step is scheduled. Blocks that found no buffer before are saved, as far as
+        there are buffers now. Blocks of requests that have ended are given up.
 
         Args: is_live: whether the request still has its slots.
         """
@@ -180,15 +180,18 @@ class BlockSaving:
             unsaved.find_end = None
 
     def _save_end(self, record: PromptRecord, unsaved: _Unsaved) -> None:
-        """Save the end state, if there are buffers for all of it, and the tree still has it."""
+        """Save the end state, if it is this rank's turn, there are buffers for all of it, and the
+        tree still has it. The other ranks ask their trees as well, since that makes the end the
+        one that was used last."""
         assert self._ends is not None
         assert unsaved.find_end is not None
-        buffers = self._writer.take_all(self._ends.count)
+        is_own = self._shard.stores(unsaved.end // self._block_tokens - 1)
+        buffers = self._writer.take_all(self._ends.count if is_own else 0)
         if buffers is None:
             return
         slots = unsaved.find_end(unsaved.end)
         unsaved.find_end = None
-        if slots is None:
+        if slots is None or not is_own:
             self._writer.put_back(buffers)
             return
         slots = self._ends.prepare(slots)
@@ -247,11 +250,10 @@ class BlockSaving:
             return False
         if block < record.meet.blocks and record.meet.state(block) is BlockState.ATTACHED:
             return False
-        if record.chain.next_tokens and (block + 1) * self._block_tokens == (
-            record.stats.matched_tokens
-        ):
-            # The last token's KV in a draft model is that of the prompt which the tree got the
-            # block from. The next token of that prompt may have been another one.
+        behind = record.stats.matched_tokens - (block + 1) * self._block_tokens
+        if 0 <= behind < record.chain.next_tokens:
+            # The last tokens' KV in draft models is that of the prompt which the tree got the
+            # block from. The next tokens of that prompt may have been others.
             return False
         stored = record.agreed.stored
         return not (block < len(stored) and stored[block])

@@ -215,7 +215,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
         """How many leading tokens the tree holds, up to `limit`."""
-        limit += self._next_tokens
+        limit += self.next_tokens
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         return int(self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
 
@@ -227,7 +227,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """
         assert self.ends is not None
         tokens = req.full_untruncated_fill_ids
-        limit = stop + self._next_tokens
+        limit = stop + self.next_tokens
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         match = self.match_prefix(MatchPrefixParams(key=key))
         if match.device_prefix_len != stop:
@@ -317,7 +317,7 @@ class CakeRadixCache(UnifiedRadixCache):
         prefix = self.prefix_device_indices(req)
         params = InsertParams(
             key=RadixKey(
-                req.full_untruncated_fill_ids[: stop + self._next_tokens],
+                req.full_untruncated_fill_ids[: stop + self.next_tokens],
                 req.extra_key,
                 cache_salt=req.cache_salt,
             ),
@@ -337,8 +337,8 @@ class CakeRadixCache(UnifiedRadixCache):
         req.init_next_round_input(self)
 
     @property
-    def _next_tokens(self) -> int:
-        """With some draft models, the tree's key of a token is the token and the next one. So this
+    def next_tokens(self) -> int:
+        """With EAGLE and its like, the tree's key of a token is the token and the next one. So this
         many tokens behind those whose KV is meant belong to a key."""
         return int(self.tree_core.is_eagle)
 
@@ -379,6 +379,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """Where the window begins that belongs to the last block before `up_to`."""
         if self.ends is None or not self.ends.window_tokens or self.coordinator is None:
             return None
+        up_to -= self.coordinator.next_tokens
         return up_to - up_to % self.coordinator.block_tokens - self.ends.window_tokens
 
     def _map_window(self, slots: torch.Tensor, window: torch.Tensor) -> None:

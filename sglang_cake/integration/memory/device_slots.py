@@ -148,9 +148,9 @@ class DeviceSlots:
         return any(copy.failed for copy in copies)
 
     def uncopied(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
-        """Which of these landed blocks are not in device memory, now or on their way: those without
-        slots, and those whose copy found no device memory or is late. The scheduler thread may wait
-        for the copier's. Raises: the error of a copy."""
+        """The landed blocks among `blocks` that device memory lacks. Such a block has no slots, or
+        its copy found no device memory, or its copy is late. A copy under way counts as made. The
+        caller may wait for the copier. Raises: the error of a copy."""
         blocks = self._with_slots(record, blocks)
         slots = record.memory.slots
         copies = {b: slots[b] for b in blocks if b in slots}

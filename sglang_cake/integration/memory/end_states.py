@@ -352,16 +352,29 @@ class CompressedWindow(StateRows):
     yet: SGLang keeps them in rings that belong to the page. Sums over 128 tokens are a request's
     own, and empty at the end of a page.
 
-    Args: pool: SGLang's `DeepSeekV4TokenToKVPool`. Others as for `StateRows`.
+    Args:
+        pool: SGLang's `DeepSeekV4TokenToKVPool`.
+        drafts: pools of draft models with pages for the same windows.
+        Others as for `StateRows`.
     """
 
-    def __init__(self, pool: Any, *, block_bytes: int, streams: CopyStreams | None = None) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        block_bytes: int,
+        streams: CopyStreams | None = None,
+        drafts: Sequence[Any] = (),
+    ) -> None:
+        windows = [buffer for each in (pool.swa_kv_pool, *drafts) for buffer in each.kv_buffer]
+        if min(map(len, windows)) < len(windows[0]):
+            raise ConfigError("cake cannot store a draft model without pages for all windows")
         rings = [
             each
             for each in (*pool.compress_state_pools, *pool.indexer_compress_state_pools)
             if each is not None and not each.request_scoped
         ]
-        planes = [*pool.swa_kv_pool.kv_buffer, *map(_pages_of_sums, rings)]
+        planes = [*windows, *map(_pages_of_sums, rings)]
         super().__init__(planes, block_bytes=block_bytes, streams=streams)
         self._page_tokens = pool.swa_page_size
         self._kv_form = pool.pd_kv_layout()

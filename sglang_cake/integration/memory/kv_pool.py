@@ -196,9 +196,9 @@ class DeviceKV:
         """Size of a buffer that `load` takes; those of `save` have the size of a block."""
         return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
 
-    def beside(self, pool: Any, block_tokens: int) -> "DeviceKV":
+    def beside(self, pool: Any, block_tokens: int, *, drafts: Sequence[Any] = ()) -> "DeviceKV":
         """The same for blocks of another pool, which are not larger, and not encoded."""
-        return DeviceKV(pool, block_tokens=block_tokens)
+        return DeviceKV(pool, block_tokens=block_tokens, drafts=drafts)
 
     def here(self) -> contextlib.AbstractContextManager[object]:
         """The context of a thread that calls `load` and `save`."""
@@ -375,10 +375,11 @@ class CudaKV(DeviceKV):
         self._index = torch.arange(count, device=self.device)
         self._kernel = RowKernel(self._rows, self.layout)
 
-    def beside(self, pool: Any, block_tokens: int) -> DeviceKV:
+    def beside(self, pool: Any, block_tokens: int, *, drafts: Sequence[Any] = ()) -> DeviceKV:
         return CudaKV(
             pool,
             block_tokens=block_tokens,
+            drafts=drafts,
             forward_stream=self.streams.forward,
             streams=self.streams,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.end_states import is_compressed
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -46,13 +47,13 @@ class KvShard:
         return cls(turn=rank % turns, turns=turns, has_all_heads=True)
 
     def stores(self, block: int) -> bool:
-        """Whether it is this rank's turn to store a new block."""
+        """Whether it is this rank's turn to store a new block, or the end state behind it."""
         return block % self.turns == self.turn
 
     def head_groups(self, groups: int | None) -> range | None:
-        """Of so many groups of the model's KV heads, in the order of heads, those that this rank
-        holds. None: its blocks are stored whole, for servers with as many ranks, or with MLA for
-        all.
+        """The groups of KV heads that this rank holds, if the model's heads are divided into
+        `groups` groups in order. None: blocks are stored whole. Servers with as many ranks read
+        such blocks; with MLA, all servers do.
 
         Raises: ConfigError if the groups cannot be divided among the ranks.
         """
@@ -79,8 +80,9 @@ def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvS
     """The shard of this process, with the pools of draft models that it has.
 
     MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
-    are the same on all of them. SGLang's HiCache stores them once for the same reason. A pool of a
-    hybrid holds recurrent states as well, which the ranks divide.
+    are the same on all of them. So are the compressed KV, the index, the windows and the sums of
+    DeepSeek V4. SGLang's HiCache stores both once for the same reason. A pool of a hybrid holds
+    recurrent states as well, which the ranks divide.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -92,7 +94,9 @@ def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvS
     return KvShard.of_rank(
         parallel.attn_tp_rank,
         parallel.attn_tp_size,
-        replicated=all(isinstance(each, MLATokenToKVPool) for each in (pool, *drafts)),
+        replicated=all(
+            isinstance(each, MLATokenToKVPool) or is_compressed(each) for each in (pool, *drafts)
+        ),
         machine_ranks=max(1, ctx.tp_size // machines),
     )
 

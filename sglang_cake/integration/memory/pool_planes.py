@@ -1,7 +1,7 @@
 """What SGLang's device pools keep for a slot, as groups of planes.
 
-A pool is known by the buffers that it has, not by its class. It is also searched for memory that is
-none of these planes: KV without a part of what belongs to it would be wrong KV.
+The buffers of a pool decide what is stored, not its class. A pool with further memory for a slot is
+refused: blocks without that memory would be wrong KV.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,13 +13,14 @@ import torch
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import DTYPE_BYTES, Parts, PlaneGroup
 
-# Pools inside of a pool that have the same slots, and what their parts are called: full attention
-# of a hybrid; all layers, and the index, of MiniMax's sparse attention.
+# Attributes of a pool that are pools with the same slots, and the prefix for names of their planes.
+# A hybrid has a pool for full attention. MiniMax's sparse attention has one for all layers, and one
+# for the index.
 _INNER = {"full_kv_pool": "", "main_pool": "", "index_kv_pool": "index_", "index_k_pool": "index_"}
 # Pools of DeepSeek V4, by compression ratio.
 _COMPRESSED = ("kv_pools", "index_pools")
-# What a pool has if its slots are not the rows of its buffers: they are translated, or a rank has
-# some of the rows only.
+# Attributes of pools whose slots are not the rows of their buffers. The pool translates slots, or a
+# rank has only some of the rows.
 _NO_ROWS = (
     "host_transfer_translate",
     "requires_physical_write_loc",

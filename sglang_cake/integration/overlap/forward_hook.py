@@ -10,7 +10,6 @@ from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.layer_gate_cuda import CudaGate, CudaRows
 from sglang_cake.integration.step_costs import CudaTimer
 
 _HOOK = "TpModelWorker.forward_batch_generation"
@@ -35,6 +34,8 @@ def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerG
     """
     if kv.device.type == "cpu":
         return PoolRows(kv), LayerGate(pool)
+    from sglang_cake.integration.runahead.layer_gate_cuda import CudaGate, CudaRows
+
     rows = CudaRows(kv, on_device=on_device)
     return rows, CudaGate(pool, rows)
 

@@ -6,7 +6,7 @@
 | `PromptRecord.meet` | the state of each block | the coordinator, the inbox, the device slots |
 | `LocalLoads` | what this rank's loader delivered | `LoaderInbox` |
 | `AgreedLoads` | what all ranks know | `LoaderInbox` |
-| `BlockMemory` | the memory of landed blocks | `DeviceSlots` |
+| `LandedMemory` | the memory of landed blocks | `DeviceSlots` |
 | `QueueState` | how the request is scheduled | `Coordinator` |
 | `PromptStats` | numbers that are only reported | `Coordinator` |
 | `PromptRecord.helped` | what KV-Runahead reports | `Runahead` |
@@ -15,12 +15,12 @@ A block on its way from the store to the tree is in these places, one after anot
 an overlapped last step uses go from the first to the last. Terms: docs/glossary.md.
 
 1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
-2. `BlockMemory.staged`: every rank has its part of the block. The block is `LANDED`.
-3. `BlockMemory.slots`: the block has device slots, and is copied there.
+2. `LandedMemory.staged`: every rank has its part of the block. The block is `LANDED`.
+3. `LandedMemory.slots`: the block has device slots, and is copied there.
 4. SGLang's tree.
 
 Blocks of the prompt that is served first have slots reserved before they come
-(`BlockMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
+(`LandedMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
 """
 
 import time
@@ -147,7 +147,7 @@ class AgreedLoads:
 
 
 @dataclass(slots=True, eq=False)
-class BlockMemory:
+class LandedMemory:
     """The memory of landed blocks that have not joined the tree. Writer: `DeviceSlots`.
 
     Attributes:
@@ -236,7 +236,7 @@ class PromptRecord:
     may_overlap: bool = True
     lossy: bool = False
     most_slots: int = 0
-    memory: BlockMemory = field(default_factory=BlockMemory)
+    memory: LandedMemory = field(default_factory=LandedMemory)
     queue: QueueState = field(default_factory=QueueState)
     stats: PromptStats = field(default_factory=PromptStats)
     helped: dict[str, Any] = field(default_factory=dict)
@@ -315,7 +315,7 @@ class PromptRecord:
             agreed=AgreedLoads(
                 cost, first_poll_s=self.agreed.first_poll_s, now_s=self.agreed.now_s
             ),
-            memory=BlockMemory(wasted_bytes=self.memory.wasted_bytes),
+            memory=LandedMemory(wasted_bytes=self.memory.wasted_bytes),
             queue=replace(self.queue, relied_from=None),
         )
 
@@ -394,8 +394,8 @@ class PromptRecord:
 
     @property
     def fallback(self) -> Literal["compute", "load"] | None:
-        """The side that alone got what was stored and not in the tree; None: both sides got a
-        part, or there was nothing to get."""
+        """The side that got all stored tokens which the tree lacked. None: both sides got a part,
+        or the tree lacked none."""
         size = self.meet.block_tokens
         first = -(-self.stats.matched_tokens // size)
         usable = self.meet.usable(self.agreed.stored, self.agreed.ends)

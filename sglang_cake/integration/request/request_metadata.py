@@ -27,8 +27,8 @@ _PROCESS = secrets.token_hex(8)  # servers that share a store must not use the s
 
 
 def unkeyed_because(req: "Req") -> str | None:
-    """What keys do not cover of this request, as a label of the metric; None: they cover all that
-    its KV depends on, if they cover its images (`media.media_of`)."""
+    """The reason why keys do not cover this request, as a label of the metric. None: there is no
+    such reason; `media.media_of` decides about its images."""
     if req.session is not None:
         return "session"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:

@@ -97,9 +97,10 @@ class Coordinator:
         keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
-        next_tokens: as for `KeyChain`.
 
     Attributes:
+        block_tokens: tokens of a whole block.
+        next_tokens: as for `KeyChain`.
         suspended: the tree holds KV of before a change of weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
@@ -128,11 +129,12 @@ class Coordinator:
         next_tokens: int = 0,
     ) -> None:
         self._end_blocks = end_blocks
-        self._next_tokens = next_tokens
+        self.next_tokens = next_tokens
         self.keys_media = keys_media
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
+        self.block_tokens = config.block_tokens_in(page_tokens)
         self._page_tokens = page_tokens
         self._adapter = adapter
         self._consensus = consensus
@@ -187,7 +189,7 @@ class Coordinator:
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         # A block's key may cover tokens behind it, and so may those of SGLang's tree.
-        limit = max(0, longest_prefix_tokens(req, len(tokens)) - self._next_tokens)
+        limit = max(0, longest_prefix_tokens(req, len(tokens)) - self.next_tokens)
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
             req,
@@ -363,6 +365,7 @@ class Coordinator:
         """
         if (record := self._records.get(req.rid)) is None:
             return
+        response_stats.planned(req)
         stats = record.stats
         if not stats.computed_tokens + stats.loaded_tokens:
             stats.matched_tokens = req.prefix_len
@@ -472,11 +475,6 @@ class Coordinator:
     # ---- what the order of the queue depends on ----
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of a whole block."""
-        return self._config.block_tokens
-
-    @property
     def adaptive(self) -> bool:
         """Whether prompts that are being loaded let others go first."""
         return self._config.priority != "fcfs"
@@ -554,7 +552,7 @@ class Coordinator:
             front = record.matched_tokens()
             evicted = (record.meet.front - front) // self.block_tokens
             if evicted > record.meet.landed_blocks and self._config.allows_loading(
-                [True] * evicted
+                [True] * evicted, self.block_tokens
             ):
                 self.inbox.forget(record)
                 self._device_slots.discard_all(record, "ended")
@@ -589,9 +587,9 @@ class Coordinator:
         ]
 
     def _reconsider(self, found: Sequence[PromptRecord], serving: Sequence[str]) -> None:
-        """Decide whether to load requests that wait in the queue, given what goes before them:
-        those whose lookup has just answered, and some of the others, in rotation. A request that
-        was planned in the last step was decided on there."""
+        """Decide again whether to load waiting requests, given the work before them. Requests whose
+        lookup has just answered are always decided on, the others in rotation. A request that was
+        planned in the last step was decided on there."""
         live = [record for record in map(self._records.get, serving) if record is not None]
         live = [record for record in live if record.stats.prefill_s is None]
         waiting = [
@@ -607,7 +605,7 @@ class Coordinator:
         for record in live:
             if record.rid in chosen and record.meet.pending:
                 loads = self.step_costs.should_load(record, self._config.mode, ahead)
-                # As long as no step is planned, for want of memory perhaps, all of it is loaded.
+                # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
                     overdue = self.step_costs.is_overdue(record)
@@ -650,7 +648,7 @@ class Coordinator:
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
             return None
         seed = seed_of(req, self._namespace, adapter)
-        return KeyChain(seed, self.block_tokens, media, self._next_tokens)
+        return KeyChain(seed, self.block_tokens, media, self.next_tokens)
 
     def _record_of(
         self,
@@ -683,7 +681,7 @@ class Coordinator:
                 block_tokens=self.block_tokens,
                 page_tokens=self._page_tokens,
                 limit_tokens=limit,
-                prompt_tokens=max(0, len(tokens) - self._next_tokens),
+                prompt_tokens=max(0, len(tokens) - self.next_tokens),
                 front=matched(),
                 end_blocks=self._end_blocks,
             ),

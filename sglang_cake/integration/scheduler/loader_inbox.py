@@ -1,4 +1,4 @@
-"""Between the live prompts and the loader: its events, and what it is asked to do."""
+"""Hands the loader's events to the live prompts, and their wishes to the loader."""
 
 from collections.abc import Sequence
 
@@ -61,7 +61,8 @@ class LoaderInbox:
         record.agreed.apply(update)
         if update.stored is not None:
             usable = record.meet.usable(update.stored, update.ends)
-            if self._config.allows_loading(usable[record.meet.view().first :]):
+            view = record.meet.view()
+            if self._config.allows_loading(usable[view.first :], view.block_tokens):
                 record.meet.found(update.stored, update.ends)
             else:  # too little is stored, on one rank at least
                 self.stop_loading(record, "peer")

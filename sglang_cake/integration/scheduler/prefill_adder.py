@@ -258,8 +258,8 @@ class CakePrefillAdder(PrefillAdder):
     def _budget_for_others(
         self, req: "Req", coordinator: "Coordinator"
     ) -> queue_order.StepBudget | None:
-        """What this step could give to waiting requests, so that the chunked request could go on
-        after it; None: the chunked request keeps its place."""
+        """The tokens and slots that waiting requests could have of this step, if the chunked
+        request goes on after it. None: the chunked request keeps its place."""
         scheduler = self._scheduler
         if not scheduler.waiting_queue or not queue_order.may_requeue(req, coordinator):
             return None

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # How often a prompt that is not being loaded any more is put back before it keeps its place.
 MOST_INTERRUPTIONS = 4
-# How many waiting prompts that are being loaded are tried, the first ones first, in the search for
-# one that could compute now: each costs a prediction.
+# The search for a waiting prompt that could compute now looks at so many prompts that are being
+# loaded, in the order of the queue. Each costs a prediction.
 _TRIED = 8
 
 

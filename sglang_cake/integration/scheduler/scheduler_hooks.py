@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
-# Between two polls that only wait for other servers, whose messages wake nobody: members of a
-# KV-Runahead group, or decode servers.
+# The pause between two polls that only wait for other servers: members of a KV-Runahead group, or
+# decode servers. Their messages do not wake the scheduler.
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
@@ -142,14 +142,14 @@ def _arrive(scheduler: "Scheduler", req: "Req") -> None:
         )
 
 
-def _send_prefix(
-    original: Any, scheduler: "Scheduler", req: "Req", allow_send: bool = True
-) -> None:
+def _send_prefix(original: Any, scheduler: "Scheduler", req: "Req", **options: bool) -> None:
     """Before a step, SGLang sends what a prompt has in the tree. It sends it after the step while
     loaded blocks are being copied: the step waits for them, and not every sender would."""
     coordinator = _coordinator(scheduler)
-    copying = coordinator is not None and coordinator.copying
-    original(scheduler, req, allow_send=allow_send and not copying)
+    if coordinator is None or not coordinator.copying:
+        original(scheduler, req, **options)
+    elif "allow_send" in options:  # in 0.5.22 it only sends
+        original(scheduler, req, allow_send=False)
 
 
 def _hand_over(

@@ -9,16 +9,14 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
+from msgspec import Struct, structs
+from msgspec.json import Decoder
+
+from sglang_cake.core import untrusted
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import (
-    EVICTION_COUNTS,
-    BlockInfo,
-    EvictionCounts,
-    StoredNamespace,
-    StoreStats,
-)
+from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 
 KEY_BYTES = 32
 MAX_CONTAINS_KEYS = 16384  # in one request
@@ -97,6 +95,32 @@ _IN_NAMESPACE = {
     "touched": Kind.TOUCHED,
     "namespace.json": Kind.DESCRIPTION,
 }
+
+
+class _BlockLine(Struct):
+    key: str
+    bytes: int
+    used_s: float | None
+
+
+class _Stats(Struct):
+    blocks: int | None = None
+    block_bytes: int | None = None
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+    policy: str = ""
+
+
+class _StoredNamespace(Struct):
+    digest: str
+    fields: dict[str, str]
+
+
+_FIELDS = Decoder(dict[str, str])
+_BLOCK_LINE = Decoder(_BlockLine)
+_STATS = Decoder(_Stats)
+_EVICTIONS = Decoder(EvictionCounts)  # in the same object as the other statistics
+_STORED_NAMESPACES = Decoder(list[_StoredNamespace])
 _NAMESPACE = re.compile(r"/([0-9a-f]{64})/([a-z.]*)", re.ASCII)
 _BLOCK = re.compile(r"/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})", re.ASCII)
 
@@ -130,12 +154,9 @@ def read_answers(body: bytes, count: int) -> list[bool]:
 def read_fields(body: bytes) -> dict[str, str] | None:
     """The fields of a namespace.json; None if it is malformed."""
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        return untrusted.decode(_FIELDS, body)
+    except ValueError:
         return None
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        return None
-    return found
 
 
 def describes(fields: dict[str, str], digest: Digest) -> bool:
@@ -155,15 +176,12 @@ def write_block_line(block: BlockInfo) -> bytes:
 def read_block_line(line: bytes) -> BlockInfo:
     """Raises: StoreUnavailable."""
     try:
-        found = json.loads(line)
-        key = bytes.fromhex(found["key"])
-        used_s = found["used_s"]
+        found = untrusted.decode(_BLOCK_LINE, line)
+        key = bytes.fromhex(found.key)
         if len(key) != KEY_BYTES:
             raise ValueError("not a key")
-        return BlockInfo(
-            BlockKey(key), int(found["bytes"]), None if used_s is None else float(used_s)
-        )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        return BlockInfo(BlockKey(key), found.bytes, found.used_s)
+    except ValueError as error:
         raise StoreUnavailable(f"the list has a malformed line: {error}") from None
 
 
@@ -180,22 +198,11 @@ def write_stats(stats: StoreStats) -> dict[str, object]:
 
 def read_stats(body: bytes) -> StoreStats:
     """Raises: StoreUnavailable."""
-
-    def number(name: str) -> int | None:
-        value = found.get(name)
-        return None if value is None else int(value)
-
     try:
-        found = json.loads(body)
-        return StoreStats(
-            blocks=number("blocks"),
-            block_bytes=number("block_bytes"),
-            used_bytes=number("used_bytes"),
-            capacity_bytes=number("capacity_bytes"),
-            evictions=EvictionCounts(*(number(name) or 0 for name in EVICTION_COUNTS)),
-            policy=str(found.get("policy", "")),
-        )
-    except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        found = untrusted.decode(_STATS, body)
+        evictions = untrusted.decode(_EVICTIONS, body)
+        return StoreStats(**structs.asdict(found), evictions=evictions)
+    except ValueError as error:
         raise StoreUnavailable(f"the answer of stats is malformed: {error}") from None
 
 
@@ -207,8 +214,8 @@ def read_namespaces(body: bytes) -> list[StoredNamespace]:
     """Raises: StoreUnavailable."""
     try:
         return [
-            StoredNamespace(Digest(bytes.fromhex(one["digest"])), dict(one["fields"]))
-            for one in json.loads(body)
+            StoredNamespace(Digest(bytes.fromhex(one.digest)), one.fields)
+            for one in untrusted.decode(_STORED_NAMESPACES, body)
         ]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise StoreUnavailable(f"the answer of namespaces is malformed: {error}") from None

@@ -19,8 +19,8 @@ from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 
 REFRESH_S: Final = 1.0
-# Blocks that are not written below yet and come first in the order of eviction: so many are passed
-# over for one that is. It bounds the time of an eviction.
+# An eviction passes over at most so many blocks that are not written below yet, in search of one
+# that is. The bound limits the time of an eviction.
 MOST_PASSED: Final = 64
 # Blocks that are lent at once, as a share of all: others can always be evicted.
 LENT_SHARE: Final = 0.5
@@ -134,34 +134,37 @@ class BlockMemory:
 
     # ---- blocks; each is used between a call that returns it and `release` ----
 
-    def use(self, digest: Digest, key: BlockKey, *, counts: bool) -> HeldBlock | None:
+    def use(
+        self, digest: Digest, key: BlockKey, *, counts: bool, least_bytes: int = 0
+    ) -> HeldBlock | None:
         """A stored block, to be read; None if there is none.
 
         Args:
             counts: the read is an access, for eviction.
+            least_bytes: None as well if the payload has fewer.
         """
         now_s = time.time()
         with self._lock:
             block = self._blocks.get((digest, key))
-            if block is None or not block.whole:
+            if block is None or not block.whole or block.size_bytes < least_bytes:
                 return None
             block.users += 1
             if counts and not self._accesses.is_announced(key, now_s):
                 self._policy.touch(block.ident, now_s, 0 if self._accesses.has_reports else 1)
             return block
 
-    def lend(self, digest: Digest, key: BlockKey, *, counts: bool) -> LentBlock | None:
-        """As `use`, for a caller that needs all of the buffer. None also if it is not full, if
-        LENT_SHARE of the blocks are lent, or if the memory cannot be pinned for the device."""
+    def lend(
+        self, digest: Digest, key: BlockKey, *, counts: bool, least_bytes: int = 0
+    ) -> LentBlock | None:
+        """As `use`. None also if the payload has fewer bytes than `least_bytes`, if LENT_SHARE of
+        the blocks are lent, or if the memory cannot be pinned for the device."""
         with self._lock:
             if self._lent >= self._most_lent:
                 return None
             self._lent += 1
-        block = self.use(digest, key, counts=counts)
-        if block is not None and block.size_bytes == block.buffer.view.nbytes:
-            return LentBlock(block.buffer, functools.partial(self._take_back, block))
+        block = self.use(digest, key, counts=counts, least_bytes=least_bytes)
         if block is not None:
-            self.release(block)
+            return LentBlock(block.buffer, functools.partial(self._take_back, block))
         with self._lock:
             self._lent -= 1
         return None

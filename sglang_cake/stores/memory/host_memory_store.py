@@ -72,7 +72,11 @@ class HostMemoryStore:
 
     def lend(self, key: BlockKey) -> LentBlock | None:
         """As in `Lending`. Raises: StoreUnavailable once it is closed."""
-        return self._opened().lend(self._frame.digest, key, counts=self._reads_count)
+        # A payload that is smaller than its block is still to be decoded.
+        least_bytes = self._frame.layout.block_bytes
+        return self._opened().lend(
+            self._frame.digest, key, counts=self._reads_count, least_bytes=least_bytes
+        )
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`. Cancellation: returns once the thread does not use `data` any more."""
@@ -156,8 +160,9 @@ class HostMemoryStore:
 
 @dataclass(frozen=True, slots=True)
 class HostMemorySource:
-    """Implements `StoreSource`. Equal sources share one memory in a process, as long as a store of
-    it is open: new weights, or a store that is attached again, find what is there.
+    """Implements `StoreSource`. Equal sources of a process share one memory, as long as one of
+    their stores is open. So a store that is opened for new weights, or attached again, finds the
+    blocks.
 
     Attributes:
         capacity_bytes: limit for the memory of this machine.

@@ -40,6 +40,7 @@ from sglang_cake.stores.base import (
     Store,
     StoreStats,
     TierStats,
+    Unpack,
     events_of,
     report_access,
 )
@@ -242,6 +243,15 @@ class TieredStore:
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
+        return await self._get(key, out, progress, None)
+
+    async def get_unpacked(self, key: BlockKey, out: memoryview, unpack: Unpack) -> int:
+        """As in `PerTierEncoding`."""
+        return await self._get(key, out, None, unpack)
+
+    async def _get(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None, unpack: Unpack | None
+    ) -> int:
         self._check_open()
         known = self._locations.of(key)
         deletes = self._deletes
@@ -265,7 +275,7 @@ class TieredStore:
                 continue
             self._locations.learn(key, asked=tier.bit, having=tier.bit)
             if deletes == self._deletes:  # a deleted block must not be promoted
-                await self._move_up(key, out[:size_bytes], tier)
+                size_bytes = await self._move_up(key, out, size_bytes, tier, unpack)
             return size_bytes
         raise _first_by_precedence(errors)
 
@@ -401,17 +411,25 @@ class TieredStore:
         due = [tier for tier in left if tier.reading.may_try(now_s)]
         return next(iter(well or due), None)
 
-    async def _move_up(self, key: BlockKey, data: memoryview, tier: Tier) -> None:
+    async def _move_up(
+        self, key: BlockKey, out: memoryview, size_bytes: int, tier: Tier, unpack: Unpack | None
+    ) -> int:
+        """Move up the payload at the start of `out`, which `unpack` may change. Returns the size of
+        the one that is there now."""
         above = [t for t in self.tiers[: tier.index] if not t.bit & self._locations.of(key).having]
         slow = [target for target in above if target.memory is None]
-        for target in above:
-            if target.memory is not None and target.writing.may_try(self._clock()):
-                with contextlib.suppress(StoreError):  # counted; the read has its bytes
-                    if await target.promote(target.memory, key, data):
-                        target.counts.moved_up_blocks += 1
         if slow and self._rereads.read(key, self._clock()):
-            for target in await self._copy(key, _same_for_all(data), slow):
+            for target in await self._copy(key, _same_for_all(out[:size_bytes]), slow):
                 target.counts.moved_up_blocks += 1
+        fast = [(target, memory) for target in above if (memory := target.memory) is not None]
+        fast = [each for each in fast if each[0].writing.may_try(self._clock())]
+        if fast and unpack is not None:
+            size_bytes = await unpack(out, size_bytes)
+        for target, memory in fast:
+            with contextlib.suppress(StoreError):  # counted; the read has its bytes
+                if await target.promote(memory, key, out[:size_bytes]):
+                    target.counts.moved_up_blocks += 1
+        return size_bytes
 
     async def _copy(
         self, key: BlockKey, form_of: FormOf, targets: list[Tier], stored: _Stored | None = None

@@ -228,20 +228,22 @@ class Steps:
 
         self.attn_backends = [TorchNativeAttnBackend(runner) for _ in range(steps)]
         for step, backend in enumerate(self.attn_backends):
-            backend.forward_decode = _behind(backend.forward_decode, step + 1)
+            backend.forward_decode = _behind(backend, step + 1)
 
     def init_forward_metadata(self, batch: Any) -> None:
-        """Nothing: the stand-ins keep no metadata."""
+        """Nothing: each step makes its own."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.attn_backends[0], name)
 
 
-def _behind(forward: Any, drafts: int) -> Any:
-    """A decode forward for requests that have so many drafts behind their tokens."""
+def _behind(backend: Any, drafts: int) -> Any:
+    """Its decode forward, for requests that have so many drafts behind their tokens."""
+    forward = backend.forward_decode
 
     def forward_decode(q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, **kw: Any) -> Any:
         with _longer(batch, drafts):
+            backend.init_forward_metadata(batch)  # slots of windows
             return forward(q, k, v, layer, batch, **kw)
 
     return forward_decode

@@ -1,23 +1,28 @@
-"""A CakeRadixCache on SGLang's pools for sliding windows and recurrent states, and a model for it.
+"""A CakeRadixCache on SGLang's pools of each family of models, and a model for it.
 
 The model's KV at a token, and its state behind it, are functions of all tokens up to there. Before
 each step it reads what a real model would: all KV of full attention, the last window, and the
 state. So it notices any wrong byte that a request would be computed on.
 """
 
-import hashlib
+import itertools
 import sys
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from kv_pools import allocator_of, as_bytes, deepseek_v4, dsa, minimax, rows_of
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -71,17 +76,46 @@ def config_of(
     )
 
 
-def stamp(tokens: Sequence[int], what: str, size: int) -> torch.Tensor:
-    """The bytes of `what` behind `tokens`, uint8 `[size]`."""
-    digest = hashlib.sha256(f"{what} {list(tokens)}".encode()).digest()
-    return torch.frombuffer(bytearray((digest * -(-size // 32))[:size]), dtype=torch.uint8)
+KINDS = {
+    "window": config_of(SWA),
+    "window-pages": config_of(SWA, page=4),
+    "window-unequal": config_of(SWA),
+    "state": config_of(MAMBA),
+    "state-extra-buffer": config_of(MAMBA, page=4, extra_buffer=True),
+    "window-bigrams": replace(config_of(SWA), is_eagle=True),
+    "window-bigrams-pages": replace(config_of(SWA, page=4), is_eagle=True),
+    "window-state": config_of(SWA, MAMBA),
+    "window-state-extra-buffer": config_of(SWA, MAMBA, page=4, extra_buffer=True),
+}
+# Gemma 4 and MiMo: windows have other heads than full attention, and V another width than K.
+UNEQUAL = partial(
+    fixtures.SWAKVPool, v_head_dim=3, swa_head_num=2, swa_head_dim=3, swa_v_head_dim=5
+)
+POOLS = {"window-unequal": UNEQUAL}
 
 
-def rows_of(pool: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The memory of a KV pool, as bytes `[slots, row]`."""
-    for kind, buffers in (("k", pool.k_buffer), ("v", pool.v_buffer)):
-        for layer, buffer in enumerate(buffers):
-            yield f"{kind}{layer}", buffer.view(torch.uint8).view(len(buffer), -1)
+def tree_of(kind: str, core: str = "python", **options: Any) -> "HybridTree":
+    """One of `KINDS`, empty."""
+    return HybridTree(KINDS[kind], core, make_pool=POOLS.get(kind), **options)
+
+
+def digests_of(tokens: Sequence[int]) -> torch.Tensor:
+    """A number for each token, int64 `[len(tokens)]`, which all tokens up to there decide."""
+    chain = itertools.accumulate(tokens, lambda digest, token: hash((digest, token)), initial=0)
+    return torch.tensor([*chain][1:], dtype=torch.int64)
+
+
+def stamp(digests: torch.Tensor, what: str, size: int) -> torch.Tensor:
+    """The bytes of `what` behind each of some tokens, uint8 `[tokens, size]`."""
+    words = np.arange(-(-size // 8), dtype=np.uint64) + np.uint64(zlib.crc32(what.encode()) << 32)
+    mixed = digests.numpy().view(np.uint64)[:, None] ^ words * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ mixed >> np.uint64(31)) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(29)
+    return torch.from_numpy(mixed.view(np.uint8)[:, :size])
+
+
+# Bytes `[.., *row]` of one plane, and where in it the memory of some slots is.
+Place = tuple[str, torch.Tensor, tuple[torch.Tensor, ...]]
 
 
 @dataclass
@@ -101,15 +135,20 @@ class HybridTree:
         core: str = "python",
         *,
         block: int = BLOCK,
-        make_pool: Callable[..., Any] = fixtures.SWAKVPool,
-        kind: type = CakeRadixCache,
+        make_pool: Callable[..., Any] | None = None,
+        tree: type = CakeRadixCache,
     ) -> None:
-        """Args: make_pool: the pool of a model with windows. kind: of the tree."""
+        """Args: make_pool: in place of SGLang's usual pool. tree: its class."""
         self.cfg = cfg
         self.block = block
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fixtures, "SWAKVPool", make_pool)
-            patch.setattr(fixtures, "UnifiedRadixCache", kind)
+            if make_pool is not None:
+                patch.setattr(
+                    fixtures, "SWAKVPool" if cfg.has_swa else "MHATokenToKVPool", make_pool
+                )
+            if cfg.components == (FULL,):  # a server's allocator, which the fixture does not have
+                patch.setattr(fixtures, "TokenToKVPoolAllocator", partial(allocator, cfg.page_size))
+            patch.setattr(fixtures, "UnifiedRadixCache", tree)
             patch.setattr(fixtures, "get_device", lambda: "cpu")
             # The wheel has no Rust core that tells of its nodes, so a server's own is taken.
             inspector = SimpleNamespace(RustUnifiedTreeCoreInspector=RustUnifiedTreeCore)
@@ -147,11 +186,21 @@ class HybridTree:
                 self.requests.mamba_pool, block_bytes=self.kv.layout.block_bytes
             )
             parts.append(states)
-        self.ends = EndStates(parts, window_tokens=self.window_tokens)
+        self.ends = EndStates(parts, window_tokens=self.window_tokens) if parts else None
         self.tree.ends = self.ends
         self.tree.coordinator = Blocks(block)
         self.live: list[Any] = []
+        self.waiting: list[Any] = []  # those that may hold a state, by a match
+        self.arrived = 0
         self.store = Store()
+        # Tokens behind an end that the tree must have too, with bigrams.
+        self.behind = cfg.page_size if cfg.is_eagle else 0
+        self.tree.coordinator.next_tokens = int(cfg.is_eagle)
+
+    @property
+    def full_allocator(self) -> Any:
+        """Of the slots of full attention."""
+        return getattr(self.allocator, "full_attn_allocator", self.allocator)
 
     # ---- the model ----
 
@@ -165,47 +214,60 @@ class HybridTree:
             for layer, plane in enumerate(tensor):
                 yield f"{name}/{layer}", plane.view(len(plane), -1).view(torch.uint8)
 
-    def write_state(self, tokens: Sequence[int], slot: int) -> None:
+    def write_state(self, digest: torch.Tensor, slot: int) -> None:
         for name, rows in self._states():
-            rows[slot] = stamp(tokens, f"state {name}", rows.shape[1])
+            rows[slot] = stamp(digest, f"state {name}", rows.shape[1])[0]
 
-    def has_state(self, tokens: Sequence[int], slot: int) -> bool:
+    def has_state(self, digest: torch.Tensor, slot: int) -> bool:
         return all(
-            torch.equal(rows[slot], stamp(tokens, f"state {name}", rows.shape[1]))
+            torch.equal(rows[slot], stamp(digest, f"state {name}", rows.shape[1])[0])
             for name, rows in self._states()
         )
 
-    def has_rows(self, pool: Any, kind: str, tokens: Sequence[int], at: int, slot: int) -> bool:
-        return slot > 0 and all(
-            torch.equal(rows[slot], stamp(tokens[: at + 1], f"{kind} {name}", rows.shape[1]))
-            for name, rows in rows_of(pool)
-        )
+    def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
+        """Where the KV of these slots is, of full attention or of windows ("full", "swa")."""
+        pool = self.full_pool if kind == "full" else self.allocator.get_kvcache().swa_kv_pool
+        for number, (buffer, _) in enumerate(rows_of(pool)):
+            yield f"{kind}, plane {number}", as_bytes(buffer), (slots,)
 
-    def write_rows(self, pool: Any, kind: str, tokens: Sequence[int], at: int, slot: int) -> None:
-        for name, rows in rows_of(pool):
-            rows[slot] = stamp(tokens[: at + 1], f"{kind} {name}", rows.shape[1])
+    def write(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> None:
+        """Have these slots hold the KV of these tokens."""
+        for name, rows, index in self.places(kind, slots):
+            size = rows.shape[-1]
+            if len(index) > 1:
+                rows[index] = stamp(digests, name, size)
+            else:  # as above, but by rows and not by bytes
+                [at] = index
+                data = stamp(digests, name, size * at[:1].numel())
+                rows.index_copy_(0, at.flatten(), data.reshape(-1, size))
+
+    def wrong(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> list[str]:
+        """The planes in which these slots do not hold the KV of these tokens."""
+        found = [] if bool((slots > 0).all()) else ["no slot"]
+        for name, rows, index in self.places(kind, slots):
+            have = rows[index].flatten(1)
+            if not torch.equal(have, stamp(digests, name, have.shape[1])):
+                found.append(name)
+        return found
 
     def check_context(self, req: Any) -> None:
         """All that a step of this request reads is right."""
-        tokens = list(req.full_untruncated_fill_ids)
+        digests = digests_of(req.full_untruncated_fill_ids[: req.prefix_len])
         row = self.requests.req_to_token[req.kv.req_pool_idx, : req.prefix_len].to(torch.int64)
-        for at, slot in enumerate(row.tolist()):
-            assert self.has_rows(self.full_pool, "full", tokens, at, slot), (at, "full")
+        assert not (wrong := self.wrong("full", digests, row)), wrong
         if self.cfg.has_swa:
-            start = max(0, req.prefix_len - WINDOW)
+            start = max(0, req.prefix_len - self.cfg.sliding_window_size)
             window = self.allocator.translate_loc_from_full_to_swa(row[start:])
-            pool = self.allocator.get_kvcache().swa_kv_pool
-            for at, slot in enumerate(window.tolist(), start):
-                assert self.has_rows(pool, "swa", tokens, at, slot), (at, "window")
+            assert not (wrong := self.wrong("swa", digests[start:], window)), wrong
         if self.cfg.has_mamba and req.prefix_len:
-            slot = int(req.kv.mamba_pool_idx)
-            assert self.has_state(tokens[: req.prefix_len], slot), "state"
+            assert self.has_state(digests[-1:], int(req.kv.mamba_pool_idx)), "state"
 
     # ---- the life of a request, as SGLang's scheduler has it ----
 
     def arrive(self, tokens: Sequence[int]) -> Any:
+        self.arrived += 1
         req = Req(
-            rid=f"r{len(self.live)}",
+            rid=f"r{self.arrived}",
             origin_input_text="",
             origin_input_ids=array("q", tokens),
             sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
@@ -286,21 +348,19 @@ class HybridTree:
                 )
         self.check_context(req)
         assert start % page == 0, "steps compute whole pages, but for the last"
-        slots = self.slots(count)[: stop - start]
+        slots = self.slots(count)[: stop - start].to(torch.int64)
         self.requests.write((req.kv.req_pool_idx, slice(start, stop)), slots)
-        for at, slot in enumerate(slots.tolist(), start):
-            self.write_rows(self.full_pool, "full", tokens, at, slot)
+        digests = digests_of(tokens)
+        self.write("full", digests[start:stop], slots)
         if self.cfg.has_swa:
-            pool = self.allocator.get_kvcache().swa_kv_pool
-            window = self.allocator.translate_loc_from_full_to_swa(slots.to(torch.int64))
-            for at, slot in enumerate(window.tolist(), start):
-                self.write_rows(pool, "swa", tokens, at, slot)
+            window = self.allocator.translate_loc_from_full_to_swa(slots)
+            self.write("swa", digests[start:stop], window)
         if self.cfg.has_mamba:
-            self.write_state(tokens[:stop], int(req.kv.mamba_pool_idx))
+            self.write_state(digests[stop - 1 : stop], int(req.kv.mamba_pool_idx))
             if entry is not None and entry.track_mask:
                 tracked = req.kv.mamba_last_track_seqlen
                 slot = int(req.kv.mamba_ping_pong_track_buffer[entry.track_position])
-                self.write_state(tokens[:tracked], slot)
+                self.write_state(digests[tracked - 1 : tracked], slot)
         req.kv.kv_allocated_len = req.kv.kv_committed_len = stop
         self.tree.checkpoint(req, up_to=stop)
         req.prefix_len = stop
@@ -325,6 +385,8 @@ class HybridTree:
             self.live.remove(req)
             return
         req.finished_reason = FINISH_LENGTH(length=0)
+        if self.behind and req.prefix_len == req.kv.cache_protected_len:
+            checkpoint = False  # SGLang has none of these either, and asserts it with bigrams
         release_kv_cache(req, self.tree, checkpoint=checkpoint)
         self.live.remove(req)
 
@@ -338,8 +400,8 @@ class HybridTree:
 
     def save(self, req: Any, stop: int) -> bool:
         """Store the blocks and the end at `stop`; False: the tree has no end there."""
-        slots = self.tree.end_slots(req, stop)
-        if slots is None:
+        slots = None if self.ends is None else self.tree.end_slots(req, stop)
+        if self.ends is not None and slots is None:
             return False
         tokens = tuple(req.full_untruncated_fill_ids)
         row = self.requests.req_to_token[req.kv.req_pool_idx, :stop].to(torch.int64)
@@ -347,6 +409,8 @@ class HybridTree:
             (buffer,) = self.buffers(1)
             self.kv.save(row[end - self.block : end], [buffer], ())
             self.store.blocks[tokens[:end]] = bytes(buffer.view)
+        if self.ends is None:
+            return True
         buffers = self.buffers(self.ends.count)
         self.ends.save(self.ends.prepare(slots), buffers, ())
         self.store.ends[tokens[:stop]] = [bytes(buffer.view) for buffer in buffers]
@@ -355,17 +419,19 @@ class HybridTree:
     def stored_end(self, tokens: Sequence[int], front: int) -> int | None:
         """The last stored end of a prompt that is right of the front."""
         block = self.block
-        last = (len(tokens) - 1) // block * block
-        ends = [
-            end for end in range(block, last + 1, block) if tuple(tokens[:end]) in self.store.ends
-        ]
+        last = (len(tokens) - 1 - bool(self.behind)) // block * block
+        stored = self.store.blocks if self.ends is None else self.store.ends
+        ends = [end for end in range(block, last + 1, block) if tuple(tokens[:end]) in stored]
         return ends[-1] if ends and ends[-1] > front else None
 
-    def load(self, req: Any, stop: int, *, running: bool) -> bool:
-        """Attach what is stored up to `stop`; False: no memory."""
+    def load(self, req: Any, stop: int, *, running: bool, aborts: bool = False) -> bool:
+        """Attach what is stored up to `stop`; False: no memory.
+
+        Args: aborts: the request is aborted before its front gets there.
+        """
         tokens = tuple(req.full_untruncated_fill_ids)
         first = req.prefix_len // self.block * self.block
-        allocator = getattr(self.allocator, "full_attn_allocator", self.allocator)
+        allocator = self.full_allocator
         lock = self.tree.lock(req.last_node)
         try:
             short = stop - first - allocator.available_size()
@@ -377,11 +443,16 @@ class HybridTree:
             for at in range(first, stop, self.block):
                 block = self.store.blocks[tokens[: at + self.block]]
                 self.kv.load(held(block), slots[at - first : at - first + self.block], ())
-            end = self.tree.allocate_end(req, Span(req.prefix_len, stop))
-            if end is None:
-                allocator.free(slots)
+            end = None
+            if self.ends is not None:
+                end = self.tree.allocate_end(req, Span(req.prefix_len, stop))
+            if aborts or (self.ends is not None and end is None):
+                allocator.free_segment(slots, start_pos=0)
+                if end is not None:
+                    self.tree.free_end(req, end)
                 return False
-            self.load_end(tokens[:stop], end)
+            if end is not None:
+                self.load_end(tokens[:stop], end)
             surplus = req.prefix_len - first
             if surplus:
                 allocator.free_segment(slots[:surplus], start_pos=0)
@@ -396,13 +467,26 @@ class HybridTree:
         for index, piece in enumerate(self.store.ends[tokens]):
             self.ends.load(index, held(piece), end, ())
 
+    def empty(self) -> None:
+        """All pools and the tree are as those of a server that starts; the store stays."""
+        self.tree.reset()
+        self.allocator.clear()
+        self.requests.clear()
+
+    def scramble(self) -> None:
+        """Other bytes everywhere, as another server has them."""
+        for kind in ("full", "swa") if self.cfg.has_swa else ("full",):
+            for _, rows, _ in self.places(kind, torch.arange(self.block)):
+                rows.fill_(0x5A)
+
     # ---- the books ----
 
     def check_books(self) -> None:
         """Each slot of each pool is free, in the tree, or of one live request."""
         tree, page = self.tree, self.allocator.page_size
         tree.sanity_check()
-        held_full = held_swa = held_states = 0
+        held_full = held_swa = 0
+        held_states = sum(req.kv.holds_mamba for req in self.waiting) if self.cfg.has_mamba else 0
         for req in self.live:
             kv = req.kv
             allocated = -(-kv.kv_allocated_len // page) * page
@@ -413,7 +497,7 @@ class HybridTree:
                 held_states += 1
                 if self.cfg.enable_mamba_extra_buffer:
                     held_states += kv.mamba_ping_pong_empty.count(False)
-        full = getattr(self.allocator, "full_attn_allocator", self.allocator)
+        full = self.full_allocator
         own = tree.full_evictable_size() + tree.full_protected_size()
         assert full.available_size() + own + held_full == full.size
         if self.cfg.has_swa:
@@ -426,12 +510,107 @@ class HybridTree:
             assert states.available_size() + own + held_states == states.size
 
 
+class CompressedTree(HybridTree):
+    """DeepSeek V4. What belongs to a page of 256 tokens, which is a block, is written and read at
+    its last token: all compressed KV of the page, the page of the window, and the sums of its last
+    tokens, where SGLang's own addressing says."""
+
+    PAGE = 256
+    SUMMED = 8  # tokens whose sums a page keeps
+
+    def __init__(self, core: str = "python", *, pages: int = 20) -> None:
+        cfg = config_of(SWA, page=self.PAGE, slots=pages * self.PAGE, window=self.PAGE // 2)
+        make_pool = partial(made, deepseek_v4, cfg.kv_size)
+        super().__init__(cfg, core, block=self.PAGE, make_pool=make_pool)
+
+    def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
+        pool = self.allocator.get_kvcache()
+        pages = (slots // self.PAGE,)
+        if kind == "full":
+            for number, (rows, _) in enumerate(rows_of(pool)):
+                yield f"full, plane {number}", as_bytes(rows), pages
+            return
+        for number, rows in enumerate(pool.swa_kv_pool.kv_buffer):
+            yield f"swa, layer {number}", as_bytes(rows), pages
+        last = slots[:, None] - torch.arange(self.SUMMED)
+        for number, sums in enumerate(self.sums):
+            at = sums.translate_from_swa_loc_to_state_loc(last)
+            yield f"swa, sums {number}", as_bytes(sums.kv_score_buffer.kv_score), (at,)
+
+    @property
+    def sums(self) -> list[Any]:
+        """SGLang's pools of sums that belong to pages."""
+        pool = self.allocator.get_kvcache()
+        states = (*pool.compress_state_pools, *pool.indexer_compress_state_pools)
+        return [each for each in states if each is not None and each.ratio == 4]
+
+    def write(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> None:
+        last = slots % self.PAGE == self.PAGE - 1
+        super().write(kind, digests[last], slots[last])
+
+    def wrong(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> list[str]:
+        last = slots % self.PAGE == self.PAGE - 1
+        return super().wrong(kind, digests[last], slots[last])
+
+
+class SparseTree(HybridTree):
+    """A model whose layers read the KV of those tokens that an index chooses: DeepSeek V3.2, or
+    MiniMax M3. Memory is where SGLang's accessors say."""
+
+    PAGE = 64
+
+    def __init__(self, make: Callable[[int], Any], core: str = "python") -> None:
+        cfg = config_of(page=self.PAGE, slots=40 * self.PAGE)
+        make_pool = partial(made, make, cfg.kv_size)
+        super().__init__(cfg, core, block=2 * self.PAGE, make_pool=make_pool)
+
+    def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
+        pool = self.full_pool
+        if isinstance(pool, MiniMaxSparseKVPool):
+            for layer in range(pool.layer_num):
+                yield f"K of layer {layer}", as_bytes(pool.get_key_buffer(layer)), (slots,)
+                yield f"V of layer {layer}", as_bytes(pool.get_value_buffer(layer)), (slots,)
+            for layer in pool.sparse_layer_id_mapping:
+                rows = pool.get_index_k_buffer(layer)
+                yield f"index K of layer {layer}", as_bytes(rows), (slots,)
+            for layer in pool.index_kv_layer_id_mapping:
+                rows = pool.get_index_kv_buffer(layer)[1]
+                yield f"index V of layer {layer}", as_bytes(rows), (slots,)
+            return
+        place = (slots // self.PAGE, slots % self.PAGE)
+        keys_bytes = self.PAGE * pool.index_head_dim
+        for layer in range(pool.layer_num):
+            yield f"KV of layer {layer}", as_bytes(pool.get_key_buffer(layer)), (slots,)
+            pages = pool.get_index_k_with_scale_buffer(layer)
+            if len(pages):  # the others choose the tokens of the layer before
+                for name, part in (
+                    ("keys", pages[:, :keys_bytes]),
+                    ("scales", pages[:, keys_bytes:]),
+                ):
+                    rows = part.unflatten(1, (self.PAGE, -1))
+                    yield f"index {name} of layer {layer}", rows, place
+
+    def wrong(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> list[str]:
+        found = super().wrong(kind, digests, slots)
+        pages = slots[:: self.PAGE] // self.PAGE * self.PAGE  # an index is read by pages
+        whole = (pages[:, None] + torch.arange(self.PAGE)).flatten()[: len(slots)]
+        return found if torch.equal(slots, whole) else [*found, "pages"]
+
+
+SPARSE: dict[str, Callable[[int], Any]] = {
+    "dsa": dsa,
+    "dsa, a layer without an index": partial(dsa, skip_topk_layers=[False, True, False]),
+    "minimax": minimax,
+}
+
+
 @dataclass(slots=True)
 class Blocks:
     """What the tree asks of a coordinator, without records: all that it needs is a block's size."""
 
     block_tokens: int
     placed_tokens: int = 0
+    next_tokens: int = 0
     tree_evicts: bool = False
 
     def record(self, rid: str) -> None:
@@ -442,6 +621,16 @@ class Blocks:
 
     def emptied(self) -> None:
         pass
+
+
+def allocator(page: int, *, kvcache: Any, **_: Any) -> Any:
+    """SGLang's own for pages of this size."""
+    return allocator_of(kvcache, page)
+
+
+def made(make: Callable[[int], Any], slots: int, **_: Any) -> Any:
+    """A pool, whatever the fixture says of its form."""
+    return make(slots)
 
 
 def held(data: bytes) -> Buffer:

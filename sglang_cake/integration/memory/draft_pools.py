@@ -1,0 +1,50 @@
+"""Where draft models keep their KV: in the target's slots, or in those of its sliding windows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_cake.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPools:
+    """The pools of draft models, in the order of the models. SGLang owns them.
+
+    Attributes:
+        rows: with a row for each slot of the target. Blocks have them.
+        windows: with a row for each slot of the target's sliding windows. End states have them.
+    """
+
+    rows: tuple[Any, ...] = ()
+    windows: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, pools: Sequence[Any], target: Any) -> "DraftPools":
+        """
+        Args: pools: one for each draft model. target: the pool of the model itself.
+
+        Raises: ConfigError, one line, if a pool has its rows elsewhere.
+        """
+        rows: list[Any] = []
+        windows: list[Any] = []
+        for pool in pools:
+            window = getattr(pool, "swa_kv_pool", None)
+            if window is None:
+                rows.append(pool)
+                continue
+            states = (*getattr(pool, "compress_state_pools", ()),)
+            mapping = getattr(target, "full_to_swa_index_mapping", None)
+            if pool.swa_uses_full_indices:
+                rows.append(window)
+            elif mapping is pool.full_to_swa_index_mapping and not any(states):
+                windows.append(window)
+            else:
+                raise ConfigError(
+                    f"cake does not support a draft model with a {type(pool).__name__} of its own "
+                    "slots: remove --speculative-algorithm"
+                )
+            full = getattr(pool, "full_kv_pool", None)
+            if full is not None and full.layer_num:
+                rows.append(full)
+        return cls(tuple(rows), tuple(windows))

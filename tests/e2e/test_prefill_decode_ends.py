@@ -1,0 +1,76 @@
+"""A prefill server for models with end states, and a decode server without cake. SGLang sends the
+windows or the states with the KV of a prompt, computed or loaded. Every answer is compared with the
+one of transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live import BLOCK, TOLERANCE, Start, distance, forge
+from server_pair import COMMON, Pair
+from tiny_hybrids import VOCAB, Transformers, build_mellum, build_qwen3_next
+
+from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.demo.sglang_server import free_port
+
+try:
+    import mooncake.engine  # noqa: F401  it takes KV from one server to the other
+except ImportError as error:
+    pytest.skip(f"Mooncake cannot be loaded: {error}", allow_module_level=True)
+
+Make = Callable[[int], list[int]]
+WINDOWS = ("--page-size", "16", "--swa-full-tokens-ratio", "0.25")
+STATES = (  # SGLang's default on a GPU
+    *("--max-mamba-cache-size", "20", "--max-running-requests", "4"),
+    *("--mamba-radix-cache-strategy", "extra_buffer"),
+)
+
+
+@pytest.mark.parametrize("state", ["windows", "states"])
+def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
+    start: Start, folder: Path, standins: dict[str, str], prompt: Make, state: str
+) -> None:
+    at = folder / f"{state}-disaggregated" / "model"
+    path = build_mellum(at, window_tokens=64) if state == "windows" else build_qwen3_next(at)
+    model, port, store = Transformers(path), free_port(), folder / f"store-pair-{state}"
+    env = standins | {
+        "CAKE_TEST_DISAGGREGATION": "1",
+        "CAKE_TEST_RECURRENT": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    }
+    flags = (*COMMON, *(WINDOWS if state == "windows" else STATES))
+    of_prefill = (
+        *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port)),
+        *("--cake-mode", "load"),
+    )
+    of_decode = (
+        *("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "none"),
+    )
+    document, other = ([token % VOCAB for token in prompt(10 * BLOCK + 7)] for _ in range(2))
+    expected = model.answer(document, 2 * BLOCK)
+    with (
+        start(path, (*flags, *of_prefill), store=store, env=env) as prefill,
+        start(path, (*flags, *of_decode), env=env) as decode,
+    ):
+        pair = Pair(prefill, decode, port)
+
+        def check(*, loaded: int, same: bool) -> None:
+            answer, prefilled = pair.ask(document, new_tokens=2 * BLOCK)
+            assert prefilled.loaded == loaded
+            assert (answer.tokens == expected.tokens) == same
+            if same:
+                assert distance(answer.logprobs, expected.logprobs) <= TOLERANCE
+
+        check(loaded=0, same=True)
+        pair.ask(other)
+        assert prefill.store is not None
+        ends, foreign = [], []
+        for ids, files in ((document, ends), (other, foreign)):
+            prefill.store.until_stored(ids[: 10 * BLOCK])
+            files += prefill.store.until_end_stored(ids[: 10 * BLOCK])
+        pair.flush()
+        check(loaded=10 * BLOCK, same=True)
+        for file, source in zip(ends, foreign, strict=True):
+            forge(file, source.read_bytes()[HEADER_BYTES:])
+        pair.flush()
+        check(loaded=10 * BLOCK, same=False)

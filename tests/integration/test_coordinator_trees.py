@@ -1,0 +1,279 @@
+"""A coordinator with SGLang's own tree, allocators and pools, of families that no server on a CPU
+runs: sliding windows beside recurrent states, DeepSeek V4, DeepSeek V3.2 and MiniMax M3.
+
+Each step reads what a model's step would, and finds it right (`HybridTree.check_context`).
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
+
+from coordinator_harness import NAMESPACE, CoordinatorHarness
+from hybrid_trees import SPARSE, CompressedTree, HybridTree, SparseTree, tree_of
+
+from sglang_cake.core.errors import BlockCorrupt
+from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, end_keys
+
+KINDS: dict[str, Callable[[], HybridTree]] = {
+    "window-state": partial(tree_of, "window-state"),
+    "window-state-extra-buffer": partial(tree_of, "window-state-extra-buffer"),
+    "window-unequal": partial(tree_of, "window-unequal"),
+    "deepseek v4": partial(CompressedTree, pages=12),
+    "dsa": partial(SparseTree, SPARSE["dsa"]),
+    "minimax": partial(SparseTree, SPARSE["minimax"]),
+}
+BLOCKS = 6  # of a document
+
+
+class TreeHarness(CoordinatorHarness):
+    """The coordinator serves requests of the tree, as the prefill adder has it."""
+
+    def __init__(self, kind: str) -> None:
+        self.side = KINDS[kind]()
+        self.block_tokens = self.side.block
+        count = 0 if self.side.ends is None else self.side.ends.count
+        super().__init__(tree=self.side, end_blocks=count, staging=2 * count + 2 * BLOCKS)
+        self.chain = KeyChain(KeySeed(NAMESPACE), self.block_tokens)
+        self.document = [*range(1000, 1000 + BLOCKS * self.block_tokens)]
+        self.keys = self.write(self.document)
+        self.side.empty()
+        self.side.scramble()
+        self.side.tree.coordinator = self.coordinator
+
+    def write(self, document: Sequence[int]) -> list[BlockKey]:
+        """Another server computes and stores a document, with the ends in its middle and behind
+        it. Returns all keys."""
+        side, block = self.side, self.block_tokens
+        req = side.arrive([*document, 1])
+        assert side.admit(req)
+        for blocks in (BLOCKS // 2, BLOCKS):
+            assert side.compute(req, blocks * block)
+            assert side.save(req, blocks * block)
+        side.release(req, checkpoint=False)
+        keys = self.chain.of(document)
+        stored = {k: side.store.blocks[(*document[: n * block],)] for n, k in enumerate(keys, 1)}
+        for end, pieces in side.store.ends.items():
+            its = end_keys(self.chain.of(end)[-1], len(pieces))
+            stored |= dict(zip(its, pieces, strict=True))
+        self.store(stored)
+        return [*stored]
+
+    def prompt(self, tokens: Sequence[int]) -> Any:
+        req = self.side.arrive(tokens)
+        tree = self.side.tree
+        matched = lambda tokens, limit: tree.matched_tokens(req, tokens, limit)  # noqa: E731
+        self.coordinator.arrive(req, matched)
+        self.side.waiting.append(req)
+        self.settle()
+        return req
+
+    def run_step(self, req: Any) -> bool:
+        """One scheduling step of a request. True: its prefill is over."""
+        side, tree = self.side, self.side.tree
+        page, chunk = side.cfg.page_size, 2 * self.block_tokens
+        if self.coordinator.awaits_lookup(req):
+            return False
+        if req in side.waiting:
+            req.init_next_round_input(tree)
+            lock = tree.lock(req.last_node)
+            try:
+                self.coordinator.settle(req, tree.attach_waiting, tree)
+            finally:
+                tree.unlock(lock)
+            side.check_books()
+        else:
+            self.coordinator.settle(req, tree.attach_running, tree)
+            side.check_books()
+        plan = self.coordinator.plan(req, chunk)
+        if plan is not None and plan.wait:
+            return False
+        total = len(req.full_untruncated_fill_ids)
+        stop = min(total, req.prefix_len + chunk) if plan is None else plan.stop
+        if stop < total:
+            stop -= stop % page
+        if stop <= req.prefix_len or not side.room(stop - req.prefix_len + 2 * page):
+            return False
+        if req in side.waiting:
+            if not side.admit(req):
+                return False
+            side.waiting.remove(req)
+        req.extend_end = stop
+        self.coordinator.claimed(req, stop)
+        tree.track_end(req)
+        assert side.compute(req, stop)
+        side.check_books()
+        return stop == total
+
+    def prefill(self, req: Any, steps: int = 60) -> dict[str, int]:
+        """Until its prefill is over; the report."""
+        for _ in range(steps):
+            for _ in range(3):
+                self.poll(*self.side.live, *self.side.waiting)
+            if self.run_step(req):
+                [report] = req.customized_info["cake"]
+                return report
+        raise AssertionError("no progress")
+
+    def go(self, req: Any, *, checkpoint: bool = True) -> None:
+        """It has ended, or is aborted."""
+        side = self.side
+        if req in side.waiting:
+            side.waiting.remove(req)
+            side.drop(req)
+            self.coordinator.end(req.rid)
+        else:
+            side.release(req, checkpoint=checkpoint)
+        side.check_books()
+
+    def nothing_is_left(self) -> None:
+        """All that the coordinator had is back."""
+        self.settle()
+        self.coordinator.poll([])
+        self.settle()
+        assert self.coordinator.live == []
+        assert self.coordinator.placed_tokens == 0
+        assert self.staging.free == self.staging.capacity
+        assert self.slow.waiting == []
+        self.side.check_books()
+
+
+@contextlib.contextmanager
+def harness_of(kind: str) -> Iterator[TreeHarness]:
+    made = TreeHarness(kind)
+    try:
+        yield made
+    finally:
+        made.io.close()
+
+
+def kinds() -> Any:
+    return pytest.mark.parametrize("kind", KINDS)
+
+
+@kinds()
+def test_coordinator_trees_waiting_prompt_is_loaded_to_its_end(kind: str) -> None:
+    with harness_of(kind) as harness:
+        harness.open(*harness.keys)
+        req = harness.prompt([*harness.document, 1, 2, 3])
+        report = harness.prefill(req)
+        assert report["loaded_tokens"] == len(harness.document)
+        assert report["computed_tokens"] == 3
+        harness.go(req)
+        harness.nothing_is_left()
+
+
+@kinds()
+def test_coordinator_trees_running_prompt_meets_what_has_landed(kind: str) -> None:
+    with harness_of(kind) as harness:
+        req = harness.prompt([*harness.document, 1, 2, 3])
+        harness.poll(req)
+        assert not harness.run_step(req)
+        computed = req.prefix_len
+        assert 0 < computed < len(harness.document)
+        harness.open(*harness.keys)
+        report = harness.prefill(req)
+        assert report["loaded_tokens"] > 0
+        assert report["meet_token"] >= computed
+        assert report["loaded_tokens"] + report["computed_tokens"] == len(harness.document) + 3
+        harness.go(req)
+        harness.nothing_is_left()
+
+
+@kinds()
+@pytest.mark.parametrize("landed", ["nothing", "some blocks", "everything"])
+@pytest.mark.parametrize("running", [False, True])
+def test_coordinator_trees_abort_returns_all_of_a_prompt(
+    kind: str, landed: str, running: bool
+) -> None:
+    with harness_of(kind) as harness:
+        req = harness.prompt([*harness.document, 1, 2, 3])
+        harness.poll(req)
+        if running:
+            assert not harness.run_step(req)
+            assert req in harness.side.live
+        count = {"nothing": 0, "some blocks": 3, "everything": len(harness.keys)}[landed]
+        harness.open(*harness.slow.waiting[:count])
+        if landed == "everything":
+            harness.open(*harness.keys)
+        harness.poll(req)
+        harness.side.check_books()
+        harness.go(req, checkpoint=False)
+        harness.open(*harness.keys)
+        harness.nothing_is_left()
+
+
+@kinds()
+def test_coordinator_trees_slots_that_another_prompt_needs_are_given_up(kind: str) -> None:
+    with harness_of(kind) as harness:
+        side, block = harness.side, harness.block_tokens
+        harness.open(*harness.keys)
+        req = harness.prompt([*harness.document, 1, 2, 3])
+        for _ in range(3):
+            harness.poll(req)
+        placed = harness.coordinator.placed_tokens
+        assert placed == len(harness.document)
+        other = side.arrive(range(50_000, 50_000 + side.full_allocator.available_size()))
+        assert side.admit(other)
+        assert side.compute(other, len(other.full_untruncated_fill_ids) // block * block)
+        assert side.room(block)
+        assert harness.coordinator.placed_tokens < placed
+        side.check_books()
+        harness.go(other, checkpoint=False)
+        report = harness.prefill(req)
+        assert report["loaded_tokens"] < len(harness.document)
+        harness.go(req)
+        harness.nothing_is_left()
+
+
+@kinds()
+def test_coordinator_trees_random_prompts_and_faults_return_everything(kind: str) -> None:
+    seeds = range(8 if "window" in kind else 3)  # the others have large blocks
+    assert sum(loaded_by_random_prompts(kind, seed) for seed in seeds) > 0
+
+
+def loaded_by_random_prompts(kind: str, seed: int) -> int:
+    """How many tokens were loaded, for prompts that end, or are aborted, in a pool that is too
+    small for the tree to keep them all."""
+    dice = random.Random(f"{kind} {seed}")
+    with harness_of(kind) as harness:
+        side, whole = harness.side, len(harness.document)
+        for key in harness.keys:
+            if dice.random() < 0.01:
+                harness.faulty.fail(key, BlockCorrupt("x"))
+        prompts, loaded = 6, 0
+        for _ in range(2000):
+            requests = [*side.live, *side.waiting]
+            if not prompts and not requests:
+                break
+            if prompts and len(requests) < 3 and dice.random() < 0.4:
+                part = dice.choice([whole, whole, dice.randrange(whole)])
+                own = range(10_000 * prompts, 10_000 * prompts + dice.randint(1, 40))
+                harness.prompt([*harness.document[:part], *own])
+                prompts -= 1
+            if dice.random() < 0.3:
+                some = dice.sample(harness.keys, len(harness.keys) // 3)
+                harness.open(*dice.choice([some, harness.keys]))
+            if dice.random() < 0.2:
+                side.room(dice.choice([side.block, side.full_allocator.size]))
+            requests = [*side.live, *side.waiting]
+            harness.poll(*requests)
+            if not requests or dice.random() < 0.4:
+                continue
+            req = dice.choice(requests)
+            if harness.run_step(req):
+                [report] = (req.customized_info or {}).get("cake", [{}])
+                loaded += report.get("loaded_tokens", 0)
+                harness.go(req)
+            elif dice.random() < 0.05:
+                harness.go(req, checkpoint=False)
+        else:
+            raise AssertionError("no progress")
+        harness.open(*harness.keys)
+        harness.nothing_is_left()
+    return loaded

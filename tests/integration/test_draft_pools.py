@@ -1,0 +1,155 @@
+"""Draft models whose layers have sliding windows: rows in the target's windows are of its end
+states, and rows in its slots are of its blocks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from kv_pools import as_bytes, deepseek_v4, mha, rows_of, states_of, windows
+
+from sglang_cake.core.buffers import Buffer, on_page
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.draft_pools import DraftPools
+from sglang_cake.integration.memory.end_states import (
+    CompressedWindow,
+    EndPart,
+    EndSlots,
+    WindowRows,
+)
+from sglang_cake.integration.memory.kv_pool import DeviceKV
+
+SLOTS, WINDOW, BLOCK_BYTES = 512, 12, 1 << 12
+
+
+def target() -> Any:
+    """Of a model with sliding windows, as its allocator leaves it."""
+    pool = windows(SLOTS)
+    pool.register_mapping(torch.zeros(SLOTS + 1, dtype=torch.int64))
+    return pool
+
+
+def draft(of: Any, *, layers: Sequence[int] = (), **options: Any) -> Any:
+    """An MTP layer of MiMo V2 or Step 3.5, which has a window; with these full layers too."""
+    pool = windows(
+        SLOTS, swa_attention_layer_ids=[0], full_attention_layer_ids=list(layers), **options
+    )
+    pool.register_mapping(of.full_to_swa_index_mapping)
+    return pool
+
+
+def test_draft_pools_windows_of_the_target_are_apart_from_its_slots() -> None:
+    of = target()
+    plain, mtp, both = mha(SLOTS), draft(of), draft(of, layers=[1])
+    found = DraftPools.of([plain, mtp, both], of)
+    assert found.rows == (plain, both.full_kv_pool)
+    assert found.windows == (mtp.swa_kv_pool, both.swa_kv_pool)
+    assert DraftPools.of([], of) == DraftPools()
+    assert DraftPools.of([plain], mha(SLOTS)).rows == (plain,)
+
+
+def test_draft_pools_windows_in_slots_of_the_target_are_rows_of_blocks() -> None:
+    of = target()
+    mtp = draft(of, size_swa=SLOTS)
+    mtp.register_mapping(torch.arange(SLOTS + 1))
+    mtp.swa_uses_full_indices = True
+    found = DraftPools.of([mtp], of)
+    assert found == DraftPools(rows=(mtp.swa_kv_pool,))
+    kv = DeviceKV(of.full_kv_pool, block_tokens=16, drafts=found.rows)
+    assert kv.layout.block_bytes > DeviceKV(of.full_kv_pool, block_tokens=16).layout.block_bytes
+
+
+def test_draft_pools_windows_in_other_slots_are_refused() -> None:
+    of = target()
+    mtp = draft(of)
+    mtp.register_mapping(of.full_to_swa_index_mapping.clone())
+    for pool in (of, mha(SLOTS)):
+        with pytest.raises(ConfigError, match=r"^cake does not support a draft model [^\n]+$"):
+            DraftPools.of([mtp], pool)
+
+
+def moved(part: EndPart, other: EndPart, taken: EndSlots, given: EndSlots) -> None:
+    """Save an end state of one side, and load it on the other."""
+    assert part.describe() == other.describe()
+    buffers = [Buffer(on_page(BLOCK_BYTES)) for _ in range(part.count)]
+    part.save(part.prepare(taken), buffers, ()).wait()
+    for index, buffer in enumerate(buffers):
+        other.load(index, buffer, other.prepare(given), ()).wait()
+
+
+def window_rows(of: Any, drafts: Sequence[Any]) -> WindowRows:
+    def kv(tokens: int) -> DeviceKV:
+        return DeviceKV(of.swa_kv_pool, block_tokens=tokens, drafts=drafts)
+
+    return WindowRows(
+        kv,
+        token_bytes=kv(1).layout.block_bytes,
+        window_tokens=WINDOW,
+        block_bytes=BLOCK_BYTES,
+    )
+
+
+def filled(buffers: Sequence[torch.Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in buffers:
+        raw = as_bytes(buffer)
+        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+def test_draft_pools_end_state_brings_the_windows_of_all_draft_layers(layers: int) -> None:
+    """With none, as a control, the rows of a draft stay behind."""
+    sides = []
+    for seed in (1, 2):
+        of = target()
+        mtps = [draft(of) for _ in range(max(1, layers))]
+        buffers = [b for pool in (of, *mtps) for b, _ in rows_of(pool.swa_kv_pool)]
+        filled(buffers, seed)
+        drafts = DraftPools.of(mtps[:layers], of).windows
+        sides.append((window_rows(of, drafts), buffers))
+    (source, rows), (sink, given_rows) = sides
+    taken, given = torch.arange(20, 20 + WINDOW), torch.arange(90, 90 + WINDOW)
+    moved(source, sink, EndSlots(window=taken), EndSlots(window=given))
+    equal = [
+        torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
+        for a, b in zip(rows, given_rows, strict=True)
+    ]
+    own = len(rows) - 2 * max(1, layers)  # K and V of the target's layers
+    assert all(equal[:own])
+    assert equal[own:] == [layers > 0] * (2 * max(1, layers))
+
+
+def test_draft_pools_windows_of_deepseek_v4_are_pages_of_its_end_states() -> None:
+    sides = []
+    for seed in (1, 2):
+        of, mtp = deepseek_v4(8 * 256), deepseek_v4(8 * 256, compression_ratios=[0], layer_num=1)
+        mapping = torch.zeros(8 * 256, dtype=torch.int64)
+        of.register_mapping(mapping)
+        mtp.register_mapping(mapping)
+        drafts = DraftPools.of([mtp], of)
+        assert drafts == DraftPools(windows=(mtp.swa_kv_pool,))
+        filled([*of.swa_kv_pool.kv_buffer, *mtp.swa_kv_pool.kv_buffer], seed)
+        sides.append((CompressedWindow(of, block_bytes=BLOCK_BYTES, drafts=drafts.windows), mtp))
+    (source, mtp), (sink, other) = sides
+    page = torch.arange(256)
+    moved(source, sink, EndSlots(window=256 * 2 + page), EndSlots(window=256 * 4 + page))
+    for a, b in zip(mtp.swa_kv_pool.kv_buffer, other.swa_kv_pool.kv_buffer, strict=True):
+        assert torch.equal(as_bytes(b)[4], as_bytes(a)[2])
+        assert not torch.equal(as_bytes(b)[3], as_bytes(a)[2])
+
+
+def test_draft_pools_of_deepseek_v4_that_compress_or_are_smaller_are_refused() -> None:
+    of = deepseek_v4(8 * 256)
+    mapping = torch.zeros(8 * 256, dtype=torch.int64)
+    of.register_mapping(mapping)
+    compressing = deepseek_v4(8 * 256)
+    compressing.register_mapping(mapping)
+    assert any(states_of(compressing)[1])
+    with pytest.raises(ConfigError, match=r"^cake does not support a draft model [^\n]+$"):
+        DraftPools.of([compressing], of)
+    small = deepseek_v4(2 * 256, compression_ratios=[0], layer_num=1)
+    with pytest.raises(ConfigError, match=r"^cake cannot store a draft model [^\n]+$"):
+        CompressedWindow(of, block_bytes=BLOCK_BYTES, drafts=[small.swa_kv_pool])
