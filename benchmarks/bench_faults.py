@@ -82,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _parts(text: str) -> list[str]:
     # The name of a fault may have a comma in it.
-    whole = text.replace("503, ", "503; ")
+    whole = re.sub("(50[03]), ", r"\1; ", text)
     return [part.strip().replace("; ", ", ") for part in whole.split(",") if part.strip()]
 
 

@@ -12,6 +12,7 @@ from yarl import URL
 from sglang_cake.testing.slow_link import PIECE_BYTES, SlowLink
 
 READ_METHODS = ("GET",)
+LATE_S = 2.0
 # Headers of one connection; the proxy sets the length itself.
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
 _REDIRECT = b"Location: http://user:secret@127.0.0.1:9/elsewhere?signature=ab\r\n"
@@ -120,6 +121,12 @@ async def trickling(exchange: Exchange) -> None:
     await exchange.trickle(exchange.body)
 
 
+async def late(exchange: Exchange) -> None:
+    """The answer comes `LATE_S` later."""
+    await asyncio.sleep(LATE_S)
+    await exchange.answer()
+
+
 async def slow_headers(exchange: Exchange) -> None:
     """The head is sent byte by byte."""
     await exchange.trickle(exchange.head(exchange.length))
@@ -130,6 +137,12 @@ async def endless_headers(exchange: Exchange) -> None:
     await exchange.send(b"HTTP/1.1 200 x\r\n")
     while True:
         await exchange.send(b"X-More: " + b"x" * 1000 + b"\r\n")
+
+
+async def endless_error(exchange: Exchange) -> None:
+    """A status of 500 with a body that never ends."""
+    exchange.status = 500
+    await endless_body(exchange)
 
 
 async def endless_body(exchange: Exchange) -> None:
@@ -174,13 +187,10 @@ def status(code: int, fields: bytes = b"", body: bytes = b"no") -> Fault:
     return fault
 
 
-def body_of(other: bytes) -> Fault:
-    """A fault that sends another body with the same head."""
-
-    async def fault(exchange: Exchange) -> None:
-        await exchange.send(exchange.head(len(other)) + other)
-
-    return fault
+async def another_block(exchange: Exchange) -> None:
+    """The body is that of the first read that was answered."""
+    body = exchange.link.first_read or exchange.body
+    await exchange.send(exchange.head(len(body)) + body)
 
 
 def _s3_error(code: str) -> bytes:
@@ -195,13 +205,16 @@ FAULTS: dict[str, Fault] = {
     "silent": silent,
     "stalled": stalled,
     "trickling": trickling,
+    "late": late,
     "slow headers": slow_headers,
     "endless headers": endless_headers,
     "endless body": endless_body,
+    "500, endless body": endless_error,
     "length of 100 GiB": huge_length,
     "a byte too long": too_long,
     "a byte too short": too_short,
     "a flipped bit": flipped_bit,
+    "another block": another_block,
     "500": status(500),
     "503": status(503),
     "503, Retry-After 3600": status(503, b"Retry-After: 3600\r\n"),
@@ -224,6 +237,7 @@ class FaultProxy(SlowLink):
         trickle_s: the pause of `Exchange.trickle`.
         """
         self.trickle_s = trickle_s
+        self.first_read = b""  # body of the first read that was answered unchanged
         self._fault: Fault | None = None
         self._methods: Collection[str] | None = None
         self._spare = 0
@@ -271,7 +285,10 @@ class FaultProxy(SlowLink):
         with contextlib.suppress(*broken):
             while not writer.is_closing():
                 exchange = await self._ask(reader, writer)
-                await (self._fault_for(exchange) or Exchange.answer)(exchange)
+                fault = self._fault_for(exchange)
+                if fault is None and exchange.method in READ_METHODS and not self.first_read:
+                    self.first_read = exchange.body
+                await (fault or Exchange.answer)(exchange)
         self._writers.discard(writer)
         writer.close()
 
