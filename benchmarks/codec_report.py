@@ -100,6 +100,22 @@ def structure(result: dict[str, Any]) -> dict[str, str]:
     return {"structure": table(head, rows, right=True)}
 
 
+def varied_table(result: dict[str, Any]) -> dict[str, str]:
+    """Marker in the document -> what belongs there."""
+    rows = [
+        [
+            name,
+            f"{row['bits_per_number']:.2f}",
+            f"{row['kl']:.2g} ({min(row['kl_by_window']):.2g} to {max(row['kl_by_window']):.2g})",
+            f"{row['perplexity_change_percent']:+.2f} %",
+            f"{row['decode_gb_per_s_1_core']['median']:.2g}",
+        ]
+        for name, row in result["variants"].items()
+    ]
+    head = ["", "bits", "KL (least to most)", "perplexity", "decode GB/s, 1 core"]
+    return {"variants": table(head, rows, right=True)}
+
+
 def _losses(rows: dict[str, dict[str, Any]]) -> str:
     head = [
         *("codec", "bits", "error of K", "error of V", "error (most)"),

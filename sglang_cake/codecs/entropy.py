@@ -158,11 +158,14 @@ class Entropy:
         if hashed.digest() != digest:
             raise Malformed("the decoded numbers are not the ones that were coded")
 
+    def share(self, part: Part) -> float | npt.NDArray[np.float64]:
+        """The step of the planes of a part, or of each, as a share of their size."""
+        return self.step * self.values if part.name == VALUES else self.step
+
     def _coded(self, block: Block, part: Part) -> Coded:
         numbers = block.floats(part)
         size = np.sqrt(np.mean(np.square(numbers, dtype=np.float64), axis=(1, 2)))
-        share = self.step * self.values if part.name == VALUES else self.step
-        steps = (size * share).astype(np.float32)
+        steps = (size * self.share(part)).astype(np.float32)
         steps[size == 0] = 1
         if not np.all((steps > 2.0**-100) & (steps < 2.0**100)):
             raise Unencodable

@@ -1,15 +1,15 @@
-"""kvquant: few bits on fitted levels, and the largest numbers kept as they are.
+"""kvquant: few bits a number, and the largest numbers kept as they are.
 
 KVQuant (Hooper et al., arXiv 2401.18079):
 
 - Keys are normalised channel by channel, values token by token (section 3.1).
-- Each plane has its own levels, fitted to its numbers (nuqX, 3.3).
 - About 1 % of each vector, the numbers farthest from its mean, are kept as they are. The rest gets
   a tighter range (dense-and-sparse, 3.4).
 - The first token of a prompt (3.5): `pipeline.Leading`. Keys before RoPE (3.2): `rope`.
 
-One difference: the paper learns levels on calibration data and weights errors by gradients. A cache
-has neither, so a plane's levels are fitted to the plane itself (Lloyd's rule, unweighted).
+One difference: the paper learns the levels of a plane on calibration data, and weights errors by
+gradients (nuqX, 3.3). A cache has neither. Levels that are fitted to the plane itself lose more
+than even ones (docs/codecs.md), so levels are even. The format has them for each plane, though.
 """
 
 # numba reads types off the arguments, not off annotations
@@ -20,18 +20,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_cake.codecs.block_arrays import KEYS, Block, Part, parts_of
 from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, check_lossy, taken
-from sglang_cake.codecs.groups import Floats, grid, unpacked
+from sglang_cake.codecs.groups import grid, unpacked
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 OUTLIERS = 0.01  # share of the numbers of a vector that are kept as they are
 MIN_VECTOR = 64  # shorter vectors keep none: one number would be a larger share
-BINS = 1024  # of the histogram to which levels are fitted
-ROUNDS = 30  # of Lloyd's rule
 _ALIGN = 8
 
 
@@ -119,10 +116,7 @@ class NonUniform:
             powers[:], zeros[:], scales[:] = power, zero[:, 0], scale[:, 0]
             zero, scale = unpacked(power, zero, scale)
             normalise(numbers, zero[:, 0], scale[:, 0])
-            counts = np.zeros((section.layers, BINS), np.int64)
-            count(numbers, counts)
-            for layer in range(section.layers):
-                levels[layer] = fitted(counts[layer], 2**self.bits)
+            levels[:] = np.linspace(0, 1, 2**self.bits)
             codes[:] = 0
             assign(numbers, (levels[:, 1:] + levels[:, :-1]) / 2, along, codes)
             at += section.size
@@ -164,26 +158,6 @@ class NonUniform:
             views.append(taken(data, at, int(np.prod(shape)), kind).reshape(shape))
             at += views[-1].nbytes
         return views
-
-
-def fitted(counts: npt.NDArray[np.int64], levels: int) -> Floats:
-    """Levels in 0 to 1, ascending, with the least squared error of a histogram (Lloyd's rule).
-
-    Args: counts: numbers in each of `len(counts)` bins of equal width, int64.
-    """
-    middles = (np.arange(len(counts)) + 0.5) / len(counts)
-    mass, moment = np.cumsum(counts), np.cumsum(counts * middles)
-    if not mass[-1]:
-        return np.linspace(0, 1, levels, dtype=np.float32)
-    quantiles = (np.arange(levels) + 0.5) / levels * mass[-1]
-    found = middles[np.searchsorted(mass, quantiles).clip(max=len(counts) - 1)]
-    for _ in range(ROUNDS):
-        borders = np.searchsorted(middles, (found[1:] + found[:-1]) / 2)
-        borders = np.concatenate(([0], borders, [len(counts)]))
-        masses = np.diff(np.concatenate(([0], mass))[borders])
-        moments = np.diff(np.concatenate(([0.0], moment))[borders])
-        found = np.where(masses > 0, moments / np.maximum(masses, 1), found)
-    return np.asarray(np.sort(found), np.float32)
 
 
 @compiled
@@ -262,19 +236,6 @@ def normalise(numbers, zeros, scales):
             inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
             for i in range(count):
                 vector[i] = (vector[i] - zero) * inverse
-
-
-@compiled
-def count(numbers, counts):
-    """Add the numbers of each layer to its histogram; numbers outside of 0 to 1 are set apart."""
-    layers, vectors, length = numbers.shape
-    bins = counts.shape[1]
-    for layer in range(layers):
-        for v in range(vectors):
-            for i in range(length):
-                x = numbers[layer, v, i]
-                if x >= 0 and x <= 1:
-                    counts[layer, min(int(x * bins), bins - 1)] += 1
 
 
 @compiled

@@ -25,7 +25,9 @@ async def look_up_in_rounds(
 ) -> list[bool]:
     """Which of `keys` are stored, by at most `rounds` rounds of `at_once` lookups.
 
-    Raises: the errors of `has`. After an error or a cancellation no lookup goes on.
+    Raises: an error of `has`, when all lookups of the round have ended: behind an open circuit
+        breaker one of them is the probe, and the others fail at once.
+    Cancellation: no lookup goes on.
     """
     known: dict[int, bool] = {}
     for _ in range(rounds):
@@ -42,7 +44,8 @@ async def _ask(
 ) -> list[bool]:
     lookups = [asyncio.ensure_future(has(key)) for key in keys]
     try:
-        return await asyncio.gather(*lookups)
+        await asyncio.wait(lookups)
+        return [lookup.result() for lookup in lookups]
     finally:
         for lookup in lookups:
             lookup.cancel()

@@ -195,25 +195,6 @@ def test_kvquant_outliers_are_restored_exactly() -> None:
     assert np.abs(others[others > -700]).max() < 6  # the range of the rest is its own
 
 
-def test_nonuniform_levels_are_the_means_of_their_numbers() -> None:
-    """Against the definition: no level can move and come closer to what it stands for."""
-    from sglang_cake.codecs.nonuniform import fitted
-
-    draw = np.random.default_rng(6)
-    numbers = np.clip(draw.normal(0.5, 0.12, size=20000), 0, 0.999)
-    counts = np.bincount((numbers * 1024).astype(int), minlength=1024)
-    levels = fitted(counts, 8)
-    nearest = np.abs(numbers[:, None] - levels).argmin(axis=1)
-    for level in range(8):
-        assert abs(numbers[nearest == level].mean() - levels[level]) < 2e-3
-    even = np.linspace(0, 1, 8)
-    assert _spread(numbers, levels) < 0.5 * _spread(numbers, even)
-
-
-def _spread(numbers: np.ndarray, levels: np.ndarray) -> float:
-    return float(np.square(numbers[:, None] - levels).min(axis=1).mean())
-
-
 def test_inverse_rope_rotated_equal_keys_become_equal_again() -> None:
     """What RoPE did to a constant channel pair is undone up to one turn for the whole block."""
     from sglang_cake.codecs.block_arrays import Block

@@ -217,26 +217,36 @@ def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
     auto.all_back()
 
 
+@pytest.mark.parametrize("has_keys", [True, False])
 def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
-    auto: CoordinatorHarness,
+    auto: CoordinatorHarness, has_keys: bool
 ) -> None:
     ahead, req = FakeReq("ahead", array("q", range(1000, 3000))), req_of(4.5)
+    if not has_keys:
+        ahead.session = object()
     keys = auto.fill(req.origin_input_ids, set(range(4)))
     auto.arrive(ahead)
     auto.arrive(req)
     assert auto.slow.waiting == [keys[3], keys[2]]  # at once, before the next poll
     auto.coordinator.poll(["ahead", req.rid])
     assert auto.coordinator.loading(req.rid)
+    assert (auto.coordinator.record("ahead") is not None) == has_keys
     auto.leave(ahead)
     auto.coordinator.poll([req.rid])
     auto.settle()
     assert not auto.coordinator.loading(req.rid)
     assert auto.slow.waiting == []
     late = FakeReq("late", array("q", range(1000, 3000)))
+    late.session = ahead.session
     auto.arrive(late)
     auto.coordinator.poll(["late", req.rid])  # a policy puts it first
     auto.settle()
     assert auto.slow.waiting == [keys[3], keys[2]]
+    late.prefix_len = 1999
+    auto.coordinator.claimed(late, 2000)  # its last step begins
+    auto.coordinator.poll([req.rid])
+    auto.settle()
+    assert not auto.coordinator.loading(req.rid)
     for each in (late, req):
         auto.leave(each)
     auto.open(*keys)

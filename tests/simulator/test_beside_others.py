@@ -111,16 +111,21 @@ def test_mode_auto_beside_changing_others_median_is_near_the_optimum(
 
 SHAPE = find_shape("llama-3.1-8b")
 CHUNK = 2048
-H100 = Machine(
-    prefill_cost(SHAPE, GPUS["h100"]),
-    load_cost(SHAPE.read_bytes(1), find_medium("s3"), BLOCK),
+S3 = load_cost(SHAPE.read_bytes(1), find_medium("s3"), BLOCK)
+H100 = Machine(prefill_cost(SHAPE, GPUS["h100"]), S3)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "load"),
+    [("h100", S3), ("b200", LoadCost(0.005, BLOCK * SHAPE.read_bytes(1) / 2e9))],
+    ids=["h100-s3", "b200-2GB/s"],
 )
-
-
 @pytest.mark.parametrize("ktokens", [1, 2, 3, 4])
-def test_mode_auto_on_an_eighth_of_a_device_equals_the_better_mode(ktokens: int) -> None:
-    cost = prefill_cost(SHAPE, GPUS["h100"], chunk_tokens=CHUNK, utilisation=1 / 8)
-    machine = replace(H100, prefill=cost, others=lambda step: CHUNK - CHUNK // 8)
+def test_mode_auto_on_an_eighth_of_a_device_equals_the_better_mode(
+    gpu: str, load: LoadCost, ktokens: int
+) -> None:
+    cost = prefill_cost(SHAPE, GPUS[gpu], chunk_tokens=CHUNK, utilisation=1 / 8)
+    machine = Machine(cost, load, others=lambda step: CHUNK - CHUNK // 8)
     found = outcome(machine, 1024 * ktokens, CHUNK)
     assert found.auto_s <= 1.001 * min(found.compute_s, found.load_s)
     assert found.auto_s <= found.ideal_s + found.step_s

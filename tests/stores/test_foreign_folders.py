@@ -12,7 +12,8 @@ from filestore import put_a, read_a, with_store
 from storetools import ALICE, file_of, fill, held, store, told, url_of
 
 from sglang_cake.cli import main
-from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores.file.index_files import MAX_PUT_ASIDE
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import block_of
 
@@ -170,24 +171,38 @@ def test_store_ls_of_an_empty_folder_creates_no_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_index_damaged_file_is_kept_under_another_name(tmp_path, caplog):
+def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkeypatch):
+    """And no more than some: one more stays where it is, and the store without an index."""
     with_store(tmp_path, put_a)
-    index = tmp_path / "index.db"
-    damage = []
-    for number in range(4):
+    index, damage = tmp_path / "index.db", []
+    for number in range(3, MAX_PUT_ASIDE + 1):
+        (tmp_path / f"index.db.damaged-{number}").touch()
+
+    async def kept(store):
+        async for _ in store.list_blocks():  # waits for the index
+            pass
+        return await read_a(store)
+
+    for number in (1, 2):
         damage.append(os.urandom(8192))
         index.write_bytes(damage[-1])
+        assert with_store(tmp_path, kept) == block_of("a")
+        asides = [tmp_path / f"index.db.damaged-{n}" for n in range(1, number + 1)]
+        assert [path.read_bytes() for path in asides] == damage
+        assert f"kept as {asides[-1].name}" in caplog.text
+    damage.append(os.urandom(8192))
+    index.write_bytes(damage[-1])
 
-        async def test(store):
-            async for _ in store.list_blocks():  # waits for the index
-                pass
-            return await read_a(store)
+    async def left(store):
+        with pytest.raises(StoreUnavailable):
+            await put_a(store)
+        return await read_a(store)
 
-        assert with_store(tmp_path, test) == block_of("a")
-        kept = [path.read_bytes() for path in sorted(tmp_path.glob("index.db.damaged-?"))]
-        # The first one, and the last: what is kept has a bound.
-        assert kept == ([damage[0]] if number == 0 else [damage[0], damage[-1]])
-        assert "kept as index.db.damaged-" in caplog.text
+    monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.5)
+    assert with_store(tmp_path, left) == block_of("a")
+    assert "damaged too: see to the disk" in caplog.text
+    assert index.read_bytes() == damage[-1]
+    assert [path.read_bytes() for path in asides] == damage[:2]
 
 
 def test_store_command_on_a_foreign_folder_exits_with_status_2(tmp_path):

@@ -44,7 +44,7 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import StepWork
+from sglang_cake.loading.cost_model import StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import StepPlan, island_start
@@ -142,6 +142,8 @@ class Coordinator:
         self._reporter = reporter
         self._namespace: Digest | None = None  # seeds every key; None: no request is loaded
         self._records: dict[str, PromptRecord] = {}  # in order of arrival, the same on every rank
+        # What prompts without keys have still to compute: the device's work for them counts, too.
+        self._without_keys: dict[str, Span] = {}
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
         # The shared clock when a request that has no record was first looked at.
@@ -181,15 +183,17 @@ class Coordinator:
         """
         if self.store_detached or self.off_here:
             return
-        if (media := self._media(req)) is None:
-            return
-        if (chain := self._chain(req, media)) is None:
-            self._counters.add("unnamed_requests")
-            return
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         # A block's key may cover tokens behind it, and so may those of SGLang's tree.
         limit = max(0, longest_prefix_tokens(req, len(tokens)) - self.next_tokens)
+        media = self._media(req)
+        chain = None if media is None else self._chain(req, media)
+        if media is None or chain is None:
+            if media is not None:
+                self._counters.add("unnamed_requests")
+            self._without_keys[req.rid] = Span(matched(tokens, limit), len(tokens))
+            return
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
             req,
@@ -318,6 +322,9 @@ class Coordinator:
             chunked: the one of them that is being prefilled; the others wait.
         """
         self.waiting = False
+        self._without_keys = {
+            rid: self._without_keys[rid] for rid in serving if rid in self._without_keys
+        }
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
@@ -426,6 +433,8 @@ class Coordinator:
         start = req.prefix_len
         self.step_costs.claimed(start, stop)
         if (record := self._records.get(req.rid)) is None:
+            if (span := self._without_keys.get(req.rid)) is not None:
+                self._without_keys[req.rid] = Span(stop, span.stop)
             return
         record.queue.yielded = False
         self._computed(record, Span(start, stop))
@@ -602,8 +611,12 @@ class Coordinator:
         chosen = {record.rid for record in [*found, *rotated[:RECONSIDERED]]}
         self._reconsidered += RECONSIDERED
         ahead = StepWork()
-        for record in live:
-            if record.rid in chosen and record.meet.pending:
+        for rid in serving:
+            record = self._records.get(rid)
+            if record is None or record.stats.prefill_s is not None:
+                ahead += self._work_without_keys(rid)
+                continue
+            if rid in chosen and record.meet.pending:
                 loads = self.step_costs.should_load(record, self._config.mode, ahead)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
@@ -704,6 +717,7 @@ class Coordinator:
     def _look_up(self, record: PromptRecord) -> None:
         """Keep a new record, have its blocks looked up, and loaded if that seems worth it."""
         ahead = sum((live.device_work for live in self._ahead_of(record)), StepWork())
+        ahead = sum(map(self._work_without_keys, self._without_keys), ahead)
         self._keep(record)
         self._loader.begin(
             LoadRequest(
@@ -720,13 +734,16 @@ class Coordinator:
         )
 
     def _ahead_of(self, record: PromptRecord) -> Iterator[PromptRecord]:
-        """Prompts that came before this one and are computed before it. Where priorities adapt,
-        prompts that are being loaded let it go first."""
+        """Prompts with keys that came before this one and are computed before it. Where priorities
+        adapt, prompts that are being loaded let it go first."""
         for live in self._records.values():
             if live.rid == record.rid:
                 return
             if live.stats.prefill_s is None and not (self.adaptive and live.loading):
                 yield live
+
+    def _work_without_keys(self, rid: str) -> StepWork:
+        return work_of(*self._without_keys.get(rid, Span(0, 0)))
 
     def _load_end(self, req: "Req", record: PromptRecord, memory: EndMemory, end: EndSlots) -> bool:
         """Whether the end state that has landed is copied, or will be."""

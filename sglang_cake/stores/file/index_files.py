@@ -1,6 +1,7 @@
 """The files of the index of a store: their names, their bytes, and damaged ones."""
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -8,18 +9,26 @@ from sglang_cake.stores.file.index import WAL_BYTES
 
 INDEX = "index.db"
 LOCK = "index.lock"
-MAX_PUT_ASIDE = 2  # damaged indexes that are kept: the first one and the last one
+MAX_PUT_ASIDE = 8  # damaged indexes that are kept
 SMALL_FILES_BYTES = 128 << 10  # of other files in the root: locks, descriptions being written
 _SUFFIXES = ("-wal", "-shm", "")  # of the files of an index
 
 
 def put_aside(index: Path) -> Path:
-    """Rename a damaged index; returns its new path. Raises: OSError.
+    """Rename a damaged index; returns its new path. None is ever deleted.
 
     The log is renamed first, since SQLite would use it for the next index.
+
+    Raises: OSError: also if `MAX_PUT_ASIDE` are kept.
     """
-    free = (path for path in _asides(index) if not os.path.lexists(path))
-    aside = next(free, _asides(index)[-1])
+    aside = next((path for path in _asides(index) if not os.path.lexists(path)), None)
+    if aside is None:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"{MAX_PUT_ASIDE} damaged indexes ({index.name}.damaged-*) are kept, and this one is "
+            "damaged too: see to the disk, and move them away",
+            str(index),
+        )
     for suffix in _SUFFIXES:
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{index}{suffix}", f"{aside}{suffix}")

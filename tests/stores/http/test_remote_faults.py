@@ -194,6 +194,26 @@ def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fault, c
         assert f"127.0.0.1:{remote.proxy.port}" in line
 
 
+@pytest.mark.parametrize("fault", ["reset", "silent", "503"])
+def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, fault):
+    """Of the requests of a lookup one is the probe, and the others fail at once."""
+    clock = Clock()
+
+    async def test(store):
+        remote.begin(fault, methods=None)
+        for _ in range(FAILURES):
+            assert isinstance(await outcome(store.contains(KEYS)), StoreUnavailable)
+        assert store.events()["breaker_openings"] == 1
+        assert isinstance(await outcome(store.contains(KEYS)), StoreUnavailable)
+        remote.end()
+        # A busy machine may be too slow for IMPATIENT at first.
+        while await outcome(store.contains(KEYS)) != [True] * BLOCKS:
+            clock.now_s += LAST_S
+            assert clock.now_s < 20 * LAST_S
+
+    with_store(remote.opened(clock, remote.patience(fault)), test)
+
+
 @pytest.mark.parametrize("fault", READS)
 def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     clock = Clock()
