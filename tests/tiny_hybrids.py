@@ -68,6 +68,51 @@ def build_qwen3_next(path: Path) -> Path:
     return path
 
 
+def build_qwen3_5(path: Path) -> Path:
+    """Write a dense Qwen3.5 to `path`: gated delta rule, gated attention, and an encoder of images.
+
+    Its image token is `VOCAB - 10`, behind which are those for videos and around images.
+    """
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    config = Qwen3_5Config(
+        text_config=_SHAPE
+        | {
+            "intermediate_size": 256,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,  # unlike keys: a transposed state has another shape
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": _SHAPE["hidden_size"],
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [],
+            "initializer_range": 0.08,
+        },
+        image_token_id=VOCAB - 10,
+        video_token_id=VOCAB - 9,
+        vision_start_token_id=VOCAB - 8,
+        vision_end_token_id=VOCAB - 7,
+        tie_word_embeddings=False,
+    )
+    # SGLang reads it, and transformers drops it.
+    config.text_config.full_attention_interval = LAYERS
+    write_model(path, Qwen3_5ForConditionalGeneration, config, change=_sharpen)
+    return path
+
+
 def build_lfm2(path: Path) -> Path:
     """Write an LFM2 to `path`: short convolutions, whose states are their last inputs."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
@@ -204,16 +249,20 @@ class Transformers:
 
     From then on this process has one thread for PyTorch: with servers and another worker of the
     tests beside it, two threads wait for each other, and take ten times as long.
+
+    Args: seeing: with its tower; of the models here Qwen3.5 has one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, seeing: bool = False) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         torch.set_num_threads(1)
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        self._model = kind.from_pretrained(path, dtype=torch.float32).eval()
 
-    def answer(self, ids: Sequence[int], new_tokens: int) -> Expected:
+    def answer(self, ids: Sequence[int], new_tokens: int, **media: Any) -> Expected:
+        """The media are what the model's processor would return beside the tokens."""
         import torch
 
         given = torch.tensor([list(ids)])
@@ -224,6 +273,7 @@ class Transformers:
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
+            **media,
         )
         tokens = made.sequences[0, len(ids) :].tolist()
         logprobs = [

@@ -293,6 +293,7 @@ FAMILIES: tuple[Family, ...] = (
         stored="K and V of the attention layers, and the states behind some prefixes",
         proofs=(
             Proof("Qwen3-Next", f"{_HYBRIDS}::states-both"),
+            Proof("Qwen3.5", f"{_FAMILIES}::qwen3.5"),
             Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear"),
             Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h"),
             Proof("LFM2", f"{_HYBRIDS}::convolutions-load"),

@@ -21,22 +21,27 @@ from hybrids import (
     WINDOWS,
     Hybrid,
     Loading,
+    Make,
     Meeting,
     flags_of,
     no_hybrid_alarm,  # noqa: F401
 )
-from live import Start
+from live import BLOCK, CHUNK, NEW_TOKENS, TOLERANCE, VOCAB, Answer, Start, distance, until
 from tiny_hybrids import (
+    Expected,
     Transformers,
     build_gpt_oss,
     build_kimi_linear,
     build_lfm2,
     build_mellum,
     build_nemotron_h,
+    build_qwen3_5,
     build_qwen3_next,
 )
 
 MORE_STATES_ENV = STATES_ENV | {"CAKE_TEST_KDA_MAMBA2": "1"}
+IMAGES_ENV = STATES_ENV | {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "cake_test_images"}
+SEEING = (*STATES, *EXTRA_BUFFER, "--mm-attention-backend", "sdpa")
 SECOND = " again"
 
 
@@ -56,6 +61,9 @@ class Family:
 
 
 FAMILIES = {
+    # States, in a multimodal model. It is the first one: pytest orders parameters by their place,
+    # and the test with an image has this family alone.
+    "qwen3.5": Family(build_qwen3_5, IMAGES_ENV, SEEING, SEEING),
     # Conv states with channels last; blocks have latent rows.
     "kimi-linear": Family(
         build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), (*STATES, *NO_BUFFER)
@@ -113,3 +121,40 @@ class TestFamily(Meeting):
 @pytest.mark.parametrize("hybrid", LAST, indirect=True)
 class TestFamilyAfterRestart(Loading):
     pass
+
+
+@pytest.mark.parametrize("hybrid", ["qwen3.5" + SECOND], indirect=True)
+def test_family_prompt_with_an_image_is_loaded_and_no_other_image_is_taken_for_it(
+    hybrid: Hybrid, folder: Path, prompt: Make
+) -> None:
+    import torch
+
+    pad, before, after = VOCAB - 10, VOCAB - 8, VOCAB - 7
+    text = [token % pad for token in prompt(11 * BLOCK)]
+    ids = [*text[:10], before, *[pad] * 64, after, *text[10:]]
+    model = Transformers(folder / "qwen3.5" / "model", seeing=True)
+
+    def by_transformers(ids: list[int], seed: int) -> Expected:
+        feature = torch.randn(256, 3 * 2 * 16**2, generator=torch.Generator().manual_seed(seed))
+        return model.answer(
+            ids,
+            NEW_TOKENS,
+            pixel_values=feature,
+            image_grid_thw=torch.tensor([[1, 16, 16]]),
+            mm_token_type_ids=(torch.tensor([ids]) == pad).int(),
+        )
+
+    def ask(ids: list[int], seed: int, expected: Expected) -> Answer:
+        answer = hybrid.live.ask_flushed(ids, image_data=[f"16x16 {seed}"])
+        assert answer.tokens == expected.tokens
+        assert distance(answer.logprobs, expected.logprobs) <= TOLERANCE
+        return answer
+
+    one, other = (by_transformers(ids, seed) for seed in (1, 2))
+    assert distance(one.logprobs, other.logprobs) > 20 * TOLERANCE
+    end = len(ids) // BLOCK * BLOCK
+    assert ask(ids, 1, one).loaded == 0
+    until(lambda: ask(ids, 1, one).loaded == end, "the prompt and its end loaded")
+    assert ask(ids, 2, other).loaded == 0
+    longer = ids + text[: CHUNK + 7]
+    assert ask(longer, 1, by_transformers(longer, 1)).loaded == end

@@ -1,4 +1,4 @@
-"""Kernels of Qwen3-Next and LFM2 in plain torch, most of them those of transformers.
+"""Kernels of Qwen3-Next, Qwen3.5 and LFM2 in plain torch, most of them those of transformers.
 
 A plugin of SGLang, used only by tests, with CAKE_TEST_RECURRENT set. For these layers SGLang 0.5.23
 has kernels of `sgl_kernel`, which has no wheel for CPUs, and of Triton, which needs a GPU. A state
@@ -34,13 +34,23 @@ def register() -> None:
     operators: Any = torch.ops.sgl_kernel
     operators.fused_gdn_gating_cpu = gates
     operators.fused_sigmoid_gating_delta_rule_update_cpu = attend_token
+    # Qwen3.5 looks for these when it is imported.
+    operators.fused_sigmoid_mul_cpu = multiply_by_gate
+    operators.fused_qk_gemma_rmsnorm_cpu = norm_heads
+    operators.fused_qk_gemma_rmsnorm_with_gate_cpu = norm_heads_and_split_gate
+    operators.fused_qkvzba_split_reshape_cat_contiguous_cpu = split_projections
 
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
-    from sglang.srt.models import lfm2, qwen2_moe
+    from sglang.srt.models import lfm2, qwen2_moe, qwen3_5
+    from sglang.srt.models.registry import ModelRegistry
 
     FusedRMSNormGated.forward = norm  # type: ignore[method-assign]
+    RMSNorm.forward = norm  # type: ignore[method-assign]
+    model = qwen3_5.Qwen3_5ForConditionalGeneration
+    ModelRegistry.models[model.__name__] = model
     qwen2_moe.fused_gate_sigmoid_mul_add = add_shared_expert
     lfm2.causal_conv1d_fn = convolve
     lfm2.causal_conv1d_update = convolve_token
@@ -177,6 +187,48 @@ def norm(layer: Any, x: Tensor, g: Tensor) -> Tensor:
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + layer.eps)
     gate = {"swish": silu, "silu": silu, "sigmoid": sigmoid}[layer.activation](g.float())
     return (layer.weight * scaled.to(x.dtype) * gate).to(x.dtype)
+
+
+def multiply_by_gate(output: Tensor, gate: Tensor) -> None:
+    output *= sigmoid(gate)
+
+
+def norm_heads(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, width: int
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, each [tokens and heads, head width]."""
+
+    def normed(heads: Tensor, weight: Tensor) -> Tensor:
+        wide = heads.reshape(-1, width).float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (scaled * (1 + weight.float())).to(heads.dtype)
+
+    return normed(q, q_weight), normed(k, k_weight)
+
+
+def norm_heads_and_split_gate(
+    q_gate: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    width: int,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `norm_heads`, of a projection with the gate of each head behind its query."""
+    q, gate = q_gate.reshape(-1, heads, 2 * width).chunk(2, dim=-1)
+    return *norm_heads(q, k, q_weight, k_weight, eps, width), gate.contiguous().view(-1, width)
+
+
+def split_projections(
+    qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_width: int, value_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values in one tensor; the gates of the output, [tokens, value heads, value
+    width]; and what the learning rates and the decays are made of."""
+    values = value_heads * value_width
+    qkv, z = qkvz.split([2 * key_heads * key_width + values, values], dim=-1)
+    b, a = ba.chunk(2, dim=-1)
+    return qkv.contiguous(), z.reshape(-1, value_heads, value_width), b.contiguous(), a.contiguous()
 
 
 def add_shared_expert(hidden: Tensor, gate: Tensor, shared: Tensor, routed: Tensor) -> None:

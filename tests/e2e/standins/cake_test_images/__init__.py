@@ -1,5 +1,5 @@
-"""Images for a Qwen3-VL server without torchvision, which has no build for a PyTorch of CPUs. A
-plugin of SGLang, used only by tests.
+"""Images for servers of Qwen3-VL and Qwen3.5 without torchvision, which has no build for a PyTorch
+of CPUs. A plugin of SGLang, used only by tests.
 
 The image processor is replaced, and nothing else: `seeded.py` makes features from a number. The
 model's folder then needs a tokenizer alone.

@@ -5,13 +5,17 @@ from typing import Any, ClassVar
 import torch
 from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
-from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.multimodal.modality import Modality
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
+MODELS = ("Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration")
+
 
 class SeededImages(BaseMultimodalProcessor):
-    models: ClassVar[list[type]] = [Qwen3VLForConditionalGeneration]
+    models: ClassVar[list[type]] = [
+        ModelRegistry.models[name] for name in MODELS if name in ModelRegistry.models
+    ]
 
     async def process_mm_data_async(
         self, image_data: list[str], input_text: list[int], *args: Any, **kwargs: Any
