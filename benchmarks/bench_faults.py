@@ -47,7 +47,8 @@ STORES = {"http": http_store, "s3": s3_store}
 MODES = ("auto", "load")
 WHEN = ("during", "later", "new")
 HEAL_S = 120.0  # until a store is used again
-SAID = re.compile(r": [a-z]+ (?:fail \(([a-z ]+):|are (forbidden))")  # of `store.circuit`
+# Of `stores.circuit_breaker`, and of the loads that the coordinator gives up.
+SAID = re.compile(r": [a-z]+ (?:fail \(([a-z ]+):|are (forbidden)|(timed out): no block)")
 FULL = {"tokens": 2048, "chunk": 256, "repeats": 1, "name": "cpu"}
 SMALL = {"tokens": 2048, "chunk": 256, "repeats": 1, "name": "small"}
 
@@ -138,7 +139,7 @@ class Bench:
         if len(self.runs) % 2:  # the first one hits a store that is still in use
             prompts = dict(reversed(prompts.items()))
         lasting = {name: hit.cold(prompt, NEW_TOKENS) for name, prompt in prompts.items()}
-        said = sorted({first or second for first, second in SAID.findall(hit.logs()[before:])})
+        said = sorted({"".join(found) for found in SAID.findall(hit.logs()[before:])})
         link.proxy.spoil(None)
         plain = miss.cold(self.prompt, NEW_TOKENS)
         steps = self.args.tokens / self.args.chunk

@@ -50,7 +50,7 @@ async def read(store: Store, key: BlockKey, layout: BlockLayout = LAYOUT) -> byt
     return bytes(out)
 
 
-class Told:
+class ProgressRecord:
     """A `TellBytes` of a read of `block` into `out`: records each count, and whether `out` has that
     many bytes at that moment. Any thread."""
 
@@ -123,7 +123,7 @@ class StoreContract:
             assert all(await store.contains([key_of(size) for size in sizes]))
             for size in sizes:
                 out = bytearray(most + 64)
-                told = Told(out, block[:size])
+                told = ProgressRecord(out, block[:size])
                 assert await store.get_into(key_of(size), memoryview(out)[:most], told) == size
                 assert out[:size] == block[:size]
                 assert out[most:] == bytes(64)
@@ -226,9 +226,9 @@ class StoreContract:
         self, tmp_path: Path
     ) -> None:
         async def test(store: Store) -> None:
-            async def told_of(name: int) -> tuple[Told, int]:
+            async def told_of(name: int) -> tuple[ProgressRecord, int]:
                 out = bytearray(LAYOUT.block_bytes)
-                told = Told(out, block_of(name))
+                told = ProgressRecord(out, block_of(name))
                 await store.get_into(key_of(name), memoryview(out), told)
                 return told, len(told.counts)
 
@@ -243,7 +243,7 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def _check(self, told: Told) -> None:
+    def _check(self, told: ProgressRecord) -> None:
         """Of a read without failures."""
         assert told.wrong == []
         if self.tells_progress:
@@ -254,7 +254,7 @@ class StoreContract:
     def test_store_progress_of_a_missing_block_is_never_reported(self, tmp_path: Path) -> None:
         async def test(store: Store) -> None:
             out = bytearray(LAYOUT.block_bytes)
-            told = Told(out, block_of("a"))
+            told = ProgressRecord(out, block_of("a"))
             with pytest.raises((BlockMissing, StoreUnavailable)):
                 await store.get_into(key_of("a"), memoryview(out), told)
             assert told.counts == []
@@ -283,7 +283,7 @@ class StoreContract:
         async def test(store: Store) -> None:
             for turns in range(6):  # how far each call gets before it is cancelled
                 key, out = key_of(turns), bytearray(LAYOUT.block_bytes)
-                told = Told(out, block_of("old"))
+                told = ProgressRecord(out, block_of("old"))
                 await store.put(key_of("old"), block_of("old"))
                 calls: list[asyncio.Task[object]] = [
                     asyncio.create_task(store.put(key, block_of(turns))),

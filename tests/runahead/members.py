@@ -32,7 +32,7 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = WAIT_S) -
     return value
 
 
-class Ear:
+class MessageRecord:
     """Records everything; while `open` is cleared, it blocks parts."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from host_ipc import HostIpc
-from members import JOB, WAIT_S, Ear, addresses, ring_group, ring_member, until
+from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_member, until
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
 from sglang_cake.runahead.messages import LayerPart
@@ -23,14 +23,14 @@ HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
 
 def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     """Takes parts until it is told, and one a time."""
-    ear = Ear()
+    record = MessageRecord()
     here = ring_member(1, peers, HostIpc(1))
-    here.start(ear)
+    here.start(record)
     while True:
         wanted = pipe.recv()
-        until(lambda wanted=wanted: len(ear.heard) >= wanted, "parts")
-        pipe.send([payload[:4] for _, _, payload in ear.heard])
-        ear.open.clear()  # from now on nothing is taken
+        until(lambda wanted=wanted: len(record.heard) >= wanted, "parts")
+        pipe.send([payload[:4] for _, _, payload in record.heard])
+        record.open.clear()  # from now on nothing is taken
 
 
 def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
@@ -40,9 +40,9 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
         target=other_process, args=(peers, theirs), daemon=True
     )
     child.start()
-    ear = Ear()
+    record = MessageRecord()
     here = ring_member(0, peers, HostIpc(1))
-    here.start(ear)
+    here.start(record)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
         payload = bytearray(MAX_PART_BYTES)
@@ -61,7 +61,7 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerGone):
             here.send_part(1, LayerPart(JOB, 2, 0, 1), memoryview(payload))
-        until(lambda: ear.gone == [1], "it is told as gone")
+        until(lambda: record.gone == [1], "it is told as gone")
     finally:
         child.kill()
         here.close()
@@ -89,9 +89,9 @@ class Failing(HostIpc):
 
 def test_ipc_transport_raising_engine_loses_no_slot() -> None:
     engines = [Failing(), Failing()]
-    members, ears = ring_group(2, lambda rank: engines[rank]), [Ear(), Ear()]
-    for each, ear in zip(members, ears, strict=True):
-        each.start(ear)
+    members, records = ring_group(2, lambda rank: engines[rank]), [MessageRecord(), MessageRecord()]
+    for each, record in zip(members, records, strict=True):
+        each.start(record)
     try:
         until(lambda: all(each.reachable() for each in members), "both are there")
         part, payload = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
@@ -104,7 +104,7 @@ def test_ipc_transport_raising_engine_loses_no_slot() -> None:
             with pytest.raises(RuntimeError, match="a device says it"):
                 members[0].send_part(1, part, payload)
         members[0].send_part(1, part, payload)
-        until(lambda: len(ears[1].heard) == 1, "the part")
+        until(lambda: len(records[1].heard) == 1, "the part")
     finally:
         for each in members:
             each.close()

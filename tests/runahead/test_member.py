@@ -12,7 +12,7 @@ import pytest
 from fake_pool import SETTINGS, Worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import GROUPS, WAIT_S, Ear, until
+from members import GROUPS, WAIT_S, MessageRecord, until
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
@@ -346,18 +346,18 @@ def test_runahead_member_unreachable_helper_is_not_asked(group: Group) -> None:
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
-    transports, ear = GROUPS[kind](3), Ear()
+    transports, record = GROUPS[kind](3), MessageRecord()
     worker = Worker(0, transports[0])
-    transports[2].start(ear)
+    transports[2].start(record)
     until(lambda: transports[2].reachable() == {0}, "the worker is there")
     tokens = prompt(10)
     wrong = Offer(new_job(), (1, 2), (0, 10, 20), "00", None, None, tokens)
     transports[2].send(0, wrong)  # this member is not in the chain
     ours = Offer(new_job(), (0, 1), (0, 10, 20), "00", None, None, tokens)
     transports[2].send(0, ours)  # its owner is somebody else
-    until(lambda: len(ear.heard) == 2, "answers")
+    until(lambda: len(record.heard) == 2, "answers")
     refusals = [Refuse(each.job, "this offer is not for me") for each in (wrong, ours)]
-    assert [message for _, message, _ in ear.heard] == refusals
+    assert [message for _, message, _ in record.heard] == refusals
     assert worker.member.next_offer() is None
     for each in transports:
         each.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from members import JOB, WAIT_S, Ear, addresses, engine, member, ring_member, until
+from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member, until
 
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, ReceiveBuffer
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
@@ -42,7 +42,7 @@ class WatchedEngine:
         return self.on_write(session, source, target, size_bytes)
 
 
-Pair = tuple[list[OneSidedTransport], list[Ear]]
+Pair = tuple[list[OneSidedTransport], list[MessageRecord]]
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def pair(
         ring_member(rank, peers, engines[rank], timeout_s)  # type: ignore[arg-type]
         for rank in range(2)
     ]
-    ears = [Ear(), Ear()]
-    for each, ear in zip(members, ears, strict=True):
-        each.start(ear)
+    records = [MessageRecord(), MessageRecord()]
+    for each, record in zip(members, records, strict=True):
+        each.start(record)
     until(lambda: all(len(m.reachable()) == 1 for m in members), "both are there")
-    yield members, ears
-    for ear in ears:
-        ear.open.set()
+    yield members, records
+    for record in records:
+        record.open.set()
     for each in members:
         each.close()
 
@@ -93,20 +93,20 @@ def landed(**changes: int) -> Landed:
 def test_mooncake_transport_invalid_message_reconnects_undelivered(
     pair: Pair, lie: Landed | ReceiveBuffer
 ) -> None:
-    members, ears = pair
+    members, records = pair
     members[0].send(1, lie)
-    until(lambda: ears[1].gone == [0], "it is not talked to any more")
-    assert ears[1].heard == []
+    until(lambda: records[1].gone == [0], "it is not talked to any more")
+    assert records[1].heard == []
     until(lambda: all(len(m.reachable()) == 1 for m in members), "they meet anew")
     members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: ears[1].heard, "and go on")
-    assert ears[1].heard[0][2] == DATA
+    until(lambda: records[1].heard, "and go on")
+    assert records[1].heard[0][2] == DATA
 
 
 def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(
     pair: Pair, engines: list[WatchedEngine]
 ) -> None:
-    members, ears = pair
+    members, records = pair
 
     def spoil(session: str, source: int, target: int, size_bytes: int) -> bool:
         ok = engine(0).write(session, source, target, size_bytes)
@@ -115,15 +115,15 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(
 
     engines[0].on_write = spoil
     members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: ears[1].gone, "the receiver ends it")
-    assert ears[1].heard == []
+    until(lambda: records[1].gone, "the receiver ends it")
+    assert records[1].heard == []
 
 
 @pytest.mark.parametrize("timeout_s", [0.05])
 def test_mooncake_transport_slot_still_being_written_is_not_reused(
     pair: Pair, engines: list[WatchedEngine]
 ) -> None:
-    members, ears = pair
+    members, records = pair
     let_go = threading.Event()
     slots: list[int] = []
 
@@ -140,34 +140,34 @@ def test_mooncake_transport_slot_still_being_written_is_not_reused(
     assert len(slots) == len(set(slots)) == SLOTS  # each once; then nobody wrote
     # They part: the slots stay taken.
     members[1].send(0, ReceiveBuffer("127.0.0.1:1", 4096, SLOTS + 1))
-    until(lambda: ears[0].gone, "they part")
+    until(lambda: records[0].gone, "they part")
     until(lambda: members[0].reachable(), "they meet")
     assert members[0].slots(1).writing == set(range(SLOTS))
     let_go.set()
     until(lambda: not members[0].slots(1).writing, "the engine returns")
     engines[0].on_write = engine(0).write
     members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: ears[1].heard, "all is well")
-    assert [payload for _, _, payload in ears[1].heard] == [DATA]  # what was late is nobody's
+    until(lambda: records[1].heard, "all is well")
+    assert [payload for _, _, payload in records[1].heard] == [DATA]  # what was late is nobody's
 
 
 def test_mooncake_transport_restarted_peer_receives_at_its_new_address(
     pair: Pair, peers: list[tuple[str, int]]
 ) -> None:
-    members, ears = pair
+    members, records = pair
     members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: ears[1].heard, "the part")
+    until(lambda: records[1].heard, "the part")
     members[1].close()
-    until(lambda: ears[0].gone == [1], "it is gone")
+    until(lambda: records[0].gone == [1], "it is gone")
     with pytest.raises(PeerGone):
         members[0].send_part(1, PART, memoryview(DATA))
-    again, ear = ring_member(1, peers, engine(1)), Ear()
-    again.start(ear)
+    again, record = ring_member(1, peers, engine(1)), MessageRecord()
+    again.start(record)
     try:
         until(lambda: members[0].reachable() == {1}, "it is back")
         members[0].send_part(1, PART, memoryview(DATA))
-        until(lambda: ear.heard, "the part")
-        assert ear.heard[0][2] == DATA
+        until(lambda: record.heard, "the part")
+        assert record.heard[0][2] == DATA
     finally:
         again.close()
 
@@ -178,7 +178,7 @@ def test_mooncake_transport_member_with_another_transport_is_refused(
     peers = addresses(2)
     plain, other = member(0, peers), ring_member(1, peers, engine(1))
     for each in (plain, other):
-        each.start(Ear())
+        each.start(MessageRecord())
     try:
         until(lambda: caplog.text.count("its namespace is another one") >= 2, "both say so")
         assert plain.reachable() == other.reachable() == frozenset()
@@ -188,11 +188,11 @@ def test_mooncake_transport_member_with_another_transport_is_refused(
 
 
 def test_mooncake_transport_credit_for_an_unknown_slot_is_ignored(pair: Pair) -> None:
-    members, ears = pair
+    members, records = pair
     members[1].send(0, Credit(2**31 - 1))
     members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: ears[1].heard, "the part")
-    assert ears[1].heard[0][2] == DATA
+    until(lambda: records[1].heard, "the part")
+    assert records[1].heard[0][2] == DATA
 
 
 @pytest.mark.usefixtures("pair")

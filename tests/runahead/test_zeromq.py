@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.utils.monitor
-from members import JOB, PATIENT, WAIT_S, Ear, addresses, member, until
+from members import JOB, PATIENT, WAIT_S, MessageRecord, addresses, member, until
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead import encrypted_kv
@@ -37,7 +37,7 @@ class Two:
 
     def __init__(
         self,
-        ear: type[Ear] = Ear,
+        record: type[MessageRecord] = MessageRecord,
         kinds: tuple[type[ZmqTransport], type[ZmqTransport]] = (ZmqTransport, ZmqTransport),
         others: dict[str, Any] | None = None,
         **settings: Any,
@@ -46,15 +46,15 @@ class Two:
         self.peers = addresses(2)
         self.link = SlowLink(self.peers[1][1], FAST)
         known = [self.peers[0], ("127.0.0.1", self.link.port)]
-        self.ears = [ear(), ear()]
+        self.records = [record(), record()]
         self.members = [
             member(0, known, kind=kinds[0], **settings),
             member(1, self.peers, kind=kinds[1], **settings | (others or {})),
         ]
 
     def start(self) -> "Two":
-        for each, ear in zip(self.members, self.ears, strict=True):
-            each.start(ear)
+        for each, record in zip(self.members, self.records, strict=True):
+            each.start(record)
         return self
 
     def meet(self) -> None:
@@ -73,8 +73,8 @@ class Two:
         return [each.reachable() for each in self.members] == [{1}, {0}]
 
     def close(self) -> None:
-        for ear in self.ears:
-            ear.open.set()
+        for record in self.records:
+            record.open.set()
         for each in self.members:
             each.close()
         self.link.close()
@@ -112,14 +112,14 @@ def test_zeromq_member_with_another_secret_or_namespace_is_left_out(
         until(lambda rank=rank: f"member {rank} at 127" in caplog.text, "both say so")
     assert caplog.text.count(f"is left out: {why}") == 2
     assert [each.reachable() for each in pair.members] == [frozenset(), frozenset()]
-    assert [ear.heard for ear in pair.ears] == [[], []]
+    assert [record.heard for record in pair.records] == [[], []]
 
 
 def test_zeromq_member_of_another_group_size_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     peers = addresses(3)
     own, other = member(0, peers[:2]), member(1, peers)
     for each in (own, other):
-        each.start(Ear())
+        each.start(MessageRecord())
     try:
         until(lambda: caplog.text.count("it does not know this member") == 2, "both say so")
         assert own.reachable() == other.reachable() == frozenset()
@@ -134,7 +134,7 @@ def test_zeromq_member_unknown_to_the_group_is_logged_and_left_out(
     peers, times = addresses(3), replace(PATIENT, greeting_s=0.1)
     known, unknown = member(0, peers[:2], times=times), member(2, peers, times=times)
     for each in (known, unknown):
-        each.start(Ear())
+        each.start(MessageRecord())
     try:
         until(lambda: "it does not know this member" in caplog.text, "a line")
         assert known.reachable() == unknown.reachable() == frozenset()
@@ -254,8 +254,8 @@ def test_zeromq_flood_of_a_stranger_takes_no_memory_and_ends_no_link(
                 stranger.sendall(frames)
     assert rss_bytes() - before_bytes < 32 * 2**20  # of 64 MiB
     pair.members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: pair.ears[1].heard, "the part of a member")
-    assert [ear.gone for ear in pair.ears] == [[], []]
+    until(lambda: pair.records[1].heard, "the part of a member")
+    assert [record.gone for record in pair.records] == [[], []]
 
 
 def test_zeromq_kv_port_rejects_a_wrong_password(two: Callable[..., Two]) -> None:
@@ -279,7 +279,7 @@ def test_zeromq_member_without_free_descriptors_meets_the_other_later() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with socket.socket() as early:
-            pair.members[1].start(pair.ears[1])
+            pair.members[1].start(pair.records[1])
             highest = max(int(name) for name in os.listdir("/proc/self/fd"))
             for most in range(3, highest + 10):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
@@ -287,7 +287,7 @@ def test_zeromq_member_without_free_descriptors_meets_the_other_later() -> None:
                     early.connect(pair.peers[1])
                 time.sleep(0.015)  # in which it dials in vain
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            pair.members[0].start(pair.ears[0])
+            pair.members[0].start(pair.records[0])
             pair.meet()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -307,9 +307,9 @@ def test_zeromq_invalid_message_makes_the_members_reconnect(
     pair = two()
     pair.meet()
     pair.members[1].send(0, Foreign())  # type: ignore[arg-type]
-    until(lambda: pair.ears[0].gone == [1], "it is not talked to")
+    until(lambda: pair.records[0].gone == [1], "it is not talked to")
     pair.meet()
-    assert pair.ears[0].heard == []
+    assert pair.records[0].heard == []
 
 
 class Captured:
@@ -399,11 +399,11 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(two: Callable
     with contextlib.suppress(encrypted_kv.PeerGone):
         sender.send_part(1, PART, memoryview(DATA))
     sender.kv = port
-    until(lambda: pair.ears[1].gone == [0], "the receiver ends it")
+    until(lambda: pair.records[1].gone == [0], "the receiver ends it")
     pair.meet()
     pair.members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: pair.ears[1].heard, "a good one")
-    assert [kv for _, _, kv in pair.ears[1].heard] == [DATA]
+    until(lambda: pair.records[1].heard, "a good one")
+    assert [kv for _, _, kv in pair.records[1].heard] == [DATA]
 
 
 # ---- silence, and returns ----
@@ -411,22 +411,22 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(two: Callable
 
 def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     here = member(1, peers, times=LinkTimes())
-    here.start(Ear())
+    here.start(MessageRecord())
     pipe.recv()
 
 
 def test_zeromq_stopped_member_is_gone_until_it_resumes() -> None:
-    peers, ear, spawn = addresses(2), Ear(), multiprocessing.get_context("spawn")
+    peers, record, spawn = addresses(2), MessageRecord(), multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     child = spawn.Process(target=other_process, args=(peers, theirs), daemon=True)
     child.start()
     assert child.pid is not None
     here = member(0, peers, times=replace(PATIENT, silence_s=1.0))
-    here.start(ear)
+    here.start(record)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
         os.kill(child.pid, signal.SIGSTOP)
-        until(lambda: ear.gone == [1], "it says nothing")
+        until(lambda: record.gone == [1], "it says nothing")
         assert here.reachable() == frozenset()
         os.kill(child.pid, signal.SIGCONT)
         until(lambda: here.reachable() == {1}, "it is back")
@@ -441,10 +441,10 @@ def test_zeromq_cut_link_is_restored_once(two: Callable[..., Two]) -> None:
     for cut in range(1, 4):
         pair.meet()
         pair.cut()
-        until(lambda: all(len(e.gone) == cut for e in pair.ears), "both have noticed")  # noqa: B023
+        until(lambda: all(len(e.gone) == cut for e in pair.records), "both have noticed")  # noqa: B023
     pair.meet()
     pair.stay()
-    assert [len(ear.gone) for ear in pair.ears] == [3, 3]
+    assert [len(record.gone) for record in pair.records] == [3, 3]
 
 
 def test_zeromq_cut_link_with_a_busy_receiver_is_restored_once(
@@ -452,23 +452,23 @@ def test_zeromq_cut_link_with_a_busy_receiver_is_restored_once(
 ) -> None:
     pair = two()
     pair.meet()
-    busy = pair.ears[0]
+    busy = pair.records[0]
     busy.open.clear()
     pair.members[1].send_part(0, PART, memoryview(DATA))
     until(busy.holds.is_set, "it hears nothing else now")
     pair.cut()
     busy.open.set()
-    until(lambda: all(ear.gone for ear in pair.ears), "both have noticed")
+    until(lambda: all(record.gone for record in pair.records), "both have noticed")
     pair.meet()
     pair.stay()
-    assert [ear.gone for ear in pair.ears] == [[1], [0]]
+    assert [record.gone for record in pair.records] == [[1], [0]]
 
 
 def test_zeromq_greeting_after_a_cut_follows_the_gone_event(two: Callable[..., Two]) -> None:
     told: list[str] = []
     may_tell = threading.Event()
 
-    class Slow(Ear):
+    class Slow(MessageRecord):
         def on_message(self, rank: int, message: Message) -> None:
             if rank == 1:
                 told.append("is greeted")
@@ -479,11 +479,11 @@ def test_zeromq_greeting_after_a_cut_follows_the_gone_event(two: Callable[..., T
                 may_tell.wait(WAIT_S)
                 told.append("is told")
 
-    pair = two(ear=Slow, greeting=lambda rank: Cancel(JOB, "welcome"))
+    pair = two(record=Slow, greeting=lambda rank: Cancel(JOB, "welcome"))
     pair.meet()
     until(lambda: told == ["is greeted"], "the greeting")
     pair.cut()
-    until(lambda: pair.ears[0].gone, "it has noticed")
+    until(lambda: pair.records[0].gone, "it has noticed")
     time.sleep(0.2)  # in which it would be greeted again
     may_tell.set()
     until(lambda: len(told) == 3, "they meet")
@@ -491,7 +491,7 @@ def test_zeromq_greeting_after_a_cut_follows_the_gone_event(two: Callable[..., T
 
 
 def test_zeromq_raising_handler_makes_the_members_reconnect(two: Callable[..., Two]) -> None:
-    class Raises(Ear):
+    class Raises(MessageRecord):
         def on_gone(self, rank: int, reason: str) -> None:
             super().on_gone(rank, reason)
             raise ValueError("of a handler")
@@ -500,20 +500,20 @@ def test_zeromq_raising_handler_makes_the_members_reconnect(two: Callable[..., T
             super().on_message(rank, message)
             raise ValueError("of a handler")
 
-    pair = two(ear=Raises)
+    pair = two(record=Raises)
     pair.meet()
     pair.cut()
-    until(lambda: all(len(ear.gone) == 1 for ear in pair.ears), "both have noticed")
+    until(lambda: all(len(record.gone) == 1 for record in pair.records), "both have noticed")
     pair.meet()
     pair.members[0].send(1, Accept(JOB, 0))
-    until(lambda: all(len(ear.gone) == 2 for ear in pair.ears), "the link is made anew")
+    until(lambda: all(len(record.gone) == 2 for record in pair.records), "the link is made anew")
     pair.meet()
 
 
 def test_zeromq_peer_that_takes_no_kv_is_gone_after_the_timeout(two: Callable[..., Two]) -> None:
     pair = two(times=replace(TIMES, send_s=0.5))
     pair.meet()
-    pair.ears[1].open.clear()
+    pair.records[1].open.clear()
     payload = memoryview(bytes(2**22))
 
     def send_many() -> None:
@@ -522,8 +522,8 @@ def test_zeromq_peer_that_takes_no_kv_is_gone_after_the_timeout(two: Callable[..
 
     with pytest.raises(encrypted_kv.PeerGone, match="does not take KV"):
         send_many()
-    pair.ears[1].open.set()
-    until(lambda: all(ear.gone for ear in pair.ears), "they part")
+    pair.records[1].open.set()
+    until(lambda: all(record.gone for record in pair.records), "they part")
     pair.meet()
     pair.members[0].send_part(1, PART, payload)
 
@@ -544,13 +544,16 @@ def test_zeromq_members_meet_on_host_names() -> None:
 
 
 def _meet(peers: list[tuple[str, int]]) -> None:
-    members, ears = [member(rank, peers) for rank in range(2)], [Ear(), Ear()]
-    for each, ear in zip(members, ears, strict=True):
-        each.start(ear)
+    members, records = (
+        [member(rank, peers) for rank in range(2)],
+        [MessageRecord(), MessageRecord()],
+    )
+    for each, record in zip(members, records, strict=True):
+        each.start(record)
     try:
         until(lambda: all(each.reachable() for each in members), "they meet")
         members[0].send_part(1, PART, memoryview(DATA))
-        until(lambda: ears[1].heard, "a part")
+        until(lambda: records[1].heard, "a part")
     finally:
         for each in members:
             each.close()
@@ -577,7 +580,7 @@ def test_zeromq_repeated_failed_dials_leak_no_descriptors() -> None:
 
     times = replace(PATIENT, retry_s=(0.01, 0.01))
     here = member(0, addresses(2), kind=Counting, times=times)
-    here.start(Ear())
+    here.start(MessageRecord())
     try:
         until(lambda: dials >= 5, "it dials")
         before, least = descriptors(), dials + 40
@@ -592,7 +595,7 @@ def test_zeromq_close_leaves_no_thread_and_no_descriptor() -> None:
     before, open_before = threading.active_count(), descriptors()
     members = [member(rank, peers) for rank in range(3)]
     for each in members:
-        each.start(Ear())
+        each.start(MessageRecord())
     until(lambda: all(len(m.reachable()) == 2 for m in members), "all are there")
     for each in members:
         each.close()

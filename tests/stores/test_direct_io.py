@@ -21,7 +21,7 @@ from sglang_cake.stores.file.block_files import NewFile, is_cached, set_direct
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.paths import NamespaceFolder
-from sglang_cake.testing.store_contract import Told, block_of, key_of
+from sglang_cake.testing.store_contract import ProgressRecord, block_of, key_of
 
 A = key_of("a")
 SMALL = PAGE_BYTES * 2  # pieces, so that small blocks have several
@@ -141,7 +141,7 @@ def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pie
         if is_cold:
             await stored.make_cold()
         out = on_page(size)
-        told = Told(out, stored.data)
+        told = ProgressRecord(out, stored.data)
         await stored.store.get_into(A, out, told)
         assert told.wrong == []
         assert told.grew

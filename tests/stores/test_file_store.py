@@ -18,7 +18,7 @@ from sglang_cake.testing.store_contract import (
     FRAME,
     LAYOUT,
     NAMESPACE,
-    Told,
+    ProgressRecord,
     block_of,
     key_of,
     read,
@@ -126,7 +126,7 @@ def test_file_store_progress_is_reported_only_after_a_valid_header(tmp_path, cha
 
     async def test(store):
         out = bytearray(LAYOUT.block_bytes)
-        told = Told(out, payload)
+        told = ProgressRecord(out, payload)
         with pytest.raises(BlockCorrupt):
             await store.get_into(A, memoryview(out), told)
         assert told.counts == counts

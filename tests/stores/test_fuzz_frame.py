@@ -16,7 +16,7 @@ from sglang_cake.codecs.frame import (
 )
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.stores.encrypted import BlockCipher
-from sglang_cake.testing.store_contract import FRAME, LAYOUT, Told, block_of, key_of
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, ProgressRecord, block_of, key_of
 
 MANY = settings(deadline=None, max_examples=3 * settings.default.max_examples)
 KEY = key_of("a")
@@ -118,7 +118,7 @@ def damaged(draw, whole=FRAMED):
 def test_incoming_block_pieces_of_any_size_give_the_block_or_corrupt(raw, cuts, data):
     around = bytearray(b"\x11" * (len(PAYLOAD) + 64))
     out = memoryview(around)[32:-32]
-    told = Told(out, raw[HEADER_BYTES:][: len(PAYLOAD)])
+    told = ProgressRecord(out, raw[HEADER_BYTES:][: len(PAYLOAD)])
     block = Incoming(FRAME, KEY, out, told)
 
     def fill():

@@ -35,8 +35,8 @@ from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import (
     FRAME,
     NAMESPACE,
+    ProgressRecord,
     StoreContract,
-    Told,
     block_of,
     key_of,
     read,
@@ -167,7 +167,7 @@ def test_store_progress_of_a_large_read_grows_piece_by_piece(shared):
     async def test(store):
         data, out = block_of("a", layout), bytearray(layout.block_bytes)
         await store.put(A, data)
-        told = Told(out, data)
+        told = ProgressRecord(out, data)
         await store.get_into(A, memoryview(out), told)
         assert told.wrong == []
         assert told.grew

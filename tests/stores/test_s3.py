@@ -27,8 +27,8 @@ from sglang_cake.testing.store_contract import (
     FRAME,
     LAYOUT,
     NAMESPACE,
+    ProgressRecord,
     StoreContract,
-    Told,
     block_of,
     key_of,
     read,
@@ -247,7 +247,7 @@ def test_store_progress_of_a_large_read_grows_piece_by_piece(server, bucket):
     async def test(store):
         data, out = block_of("large", LARGE), bytearray(LARGE.block_bytes)
         await store.put(A, data)
-        told = Told(out, data)
+        told = ProgressRecord(out, data)
         await store.get_into(A, memoryview(out), told)
         assert told.wrong == []
         assert told.grew

@@ -11,7 +11,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing
 from sglang_cake.stores.throttled import PIECE_BYTES, ThrottledStore
 from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, key_of, read
+from sglang_cake.testing.store_contract import LAYOUT, ProgressRecord, block_of, key_of, read
 
 READ_S = 2.0  # what one block takes on the link of these tests
 
@@ -214,7 +214,7 @@ class LargeRead:
     def __init__(self, store, clock, name, progress):
         self.clock, self.at_s, self.ended_s = clock, [], None
         self.out = bytearray(LARGE_BYTES)
-        self.told = Told(self.out, bytes([name + 1]) * LARGE_BYTES)
+        self.told = ProgressRecord(self.out, bytes([name + 1]) * LARGE_BYTES)
         self.task = asyncio.create_task(self._read(store, key_of(name), progress))
 
     async def _read(self, store, key, progress):

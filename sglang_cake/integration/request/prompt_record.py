@@ -3,9 +3,9 @@
 | part | holds | writer |
 |---|---|---|
 | `PromptRecord` | what the request brought with it | the coordinator, at arrival |
-| `PromptRecord.meet` | the state of each block | the coordinator, the inbox, the device slots |
-| `LocalLoads` | what this rank's loader delivered | `LoaderInbox` |
-| `AgreedLoads` | what all ranks know | `LoaderInbox` |
+| `PromptRecord.meet` | the state of each block | the coordinator, `PromptLoads`, the device slots |
+| `LocalLoads` | what this rank's loader delivered | `PromptLoads` |
+| `AgreedLoads` | what all ranks know | `PromptLoads` |
 | `LandedMemory` | the memory of landed blocks | `DeviceSlots` |
 | `QueueState` | how the request is scheduled | `Coordinator` |
 | `PromptStats` | numbers that are only reported | `Coordinator` |
@@ -78,7 +78,7 @@ class LoadUpdate:
 @dataclass(slots=True, eq=False)
 class LocalLoads:
     """What this rank's loader delivered, whether or not the other ranks have it. Writer:
-    `LoaderInbox`. Times are of this rank's `time.monotonic()`.
+    `PromptLoads`. Times are of this rank's `time.monotonic()`.
 
     Attributes:
         cost: of the loads that the prompt has ahead of it, as measured here.
@@ -106,7 +106,7 @@ class LocalLoads:
 @dataclass(slots=True, eq=False)
 class AgreedLoads:
     """What all ranks know: equal on every rank, so that decisions on it are equal. Writer:
-    `LoaderInbox`, with the updates that the ranks agreed on and the decisions that follow from
+    `PromptLoads`, with the updates that the ranks agreed on and the decisions that follow from
     them.
 
     Attributes:
@@ -374,7 +374,7 @@ class PromptRecord:
             queue.relied_from = view.front
             queue.relied_since_s = self.agreed.now_s + costs.backlog_s
 
-    # ---- what is asked of the link; called by `LoaderInbox` ----
+    # ---- what is asked of the link; called by `PromptLoads` ----
 
     def set_load_from(self, block: int | None) -> None:
         """From now on blocks from `block` on are worth loading; None: no block is."""

@@ -41,7 +41,7 @@ from sglang_cake.integration.request.request_metadata import (
     unkeyed_because,
 )
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.integration.scheduler.loader_inbox import LoaderInbox
+from sglang_cake.integration.scheduler.prompt_loads import PromptLoads
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import StepWork, work_of
@@ -150,7 +150,7 @@ class Coordinator:
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
-        self.inbox = LoaderInbox(loader, device_slots, config, reporter)
+        self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
         self.suspended = False
         self.store_detached = False
         self.off_here = False
@@ -252,7 +252,7 @@ class Coordinator:
             with contextlib.ExitStack() as steps:  # each of them runs, even if another one raises
                 steps.callback(self._reporter.ended, record)
                 steps.callback(self._tenants.leaves, record.facts.tenant)
-                steps.callback(self.inbox.forget, record)
+                steps.callback(self.prompt_loads.forget, record)
                 steps.callback(self._device_slots.discard_all, record, "ended")
 
     def end_all(self) -> None:
@@ -407,7 +407,7 @@ class Coordinator:
             attach(req, slots, span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
-        self.inbox.fence(record, record.meet.fence)
+        self.prompt_loads.fence(record, record.meet.fence)
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a settled request; None: compute as usual, no block is to come."""
@@ -421,7 +421,7 @@ class Coordinator:
         step = record.next_step(self._config.mode, chunk_tokens, costs)
         self.waiting |= step.wait
         record.planned(step, chunk_tokens, costs)
-        self.inbox.set_load_from(record, step.load_from, overdue=step.overdue)
+        self.prompt_loads.set_load_from(record, step.load_from, overdue=step.overdue)
         return step if record.loading else None
 
     def claimed(self, req: "Req", stop: int, *, overlapped: bool = False) -> None:
@@ -467,7 +467,7 @@ class Coordinator:
         self._counters.add("overlapped_tokens", tokens)
         for block in used:
             record.meet.landed(block)
-            self.inbox.used_while_read(record, block)
+            self.prompt_loads.used_while_read(record, block)
         for block in missing:
             record.meet.lost(block)
         while (front := record.meet.front) < span.stop:
@@ -517,7 +517,7 @@ class Coordinator:
     def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
         record = self._records.get(req.rid)
-        now_s = self.inbox.now_s
+        now_s = self.prompt_loads.now_s
         if record is not None:
             entry = record.queue_entry(self.step_costs.chunk_tokens, now_s)
         else:
@@ -543,13 +543,15 @@ class Coordinator:
             overhead_s=step_s if self._records else None,  # an idle poll is no step
             costs=self.step_costs.own,
         )
-        self.inbox.take()
+        self.prompt_loads.take()
         if self._device_slots.check_copies() and not self._consensus.alone:
             # What `settle` would do on this rank alone. The ranks agree on it before the step.
             for record in list(self._records.values()):
                 if self._device_slots.found_no_memory(record):
                     self.end(record.rid)
-        self.inbox.measure([record for record in self._records.values() if record.awaits_loader])
+        self.prompt_loads.measure(
+            [record for record in self._records.values() if record.awaits_loader]
+        )
 
     def _look_up_evicted(self, rids: Sequence[str]) -> None:
         """Look up waiting requests again of which the tree has evicted more than has landed. As
@@ -563,7 +565,7 @@ class Coordinator:
             if evicted > record.meet.landed_blocks and self._config.allows_loading(
                 [True] * evicted, self.block_tokens
             ):
-                self.inbox.forget(record)
+                self.prompt_loads.forget(record)
                 self._device_slots.discard_all(record, "ended")
                 anew = record.looked_up_anew(self._load_id(record.rid), front, self._loader.cost)
                 self._look_up(anew)
@@ -586,7 +588,7 @@ class Coordinator:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
         updates = self.step_costs.agree(open_records, self._consensus)
         for record, update in zip(open_records, updates, strict=True):
-            self.inbox.apply(record, update)
+            self.prompt_loads.apply(record, update)
             if (update.stored or update.fetched or update.lost) and record.loading:
                 record.queue.remaining_s = self.step_costs.remaining_s(record)
         return [
@@ -622,7 +624,7 @@ class Coordinator:
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
                     overdue = self.step_costs.is_overdue(record)
-                    self.inbox.set_load_from(record, load_from, overdue=overdue)
+                    self.prompt_loads.set_load_from(record, load_from, overdue=overdue)
                     record.queue.remaining_s = self.step_costs.remaining_s(record)
             record.queue.planned = False
             ahead += record.device_work
@@ -630,7 +632,7 @@ class Coordinator:
     def _serve(self, serving: Sequence[str]) -> None:
         live = (self._records.get(rid) for rid in serving)
         served = [record for record in live if record is not None and record.uses_link]
-        self.inbox.serve(served)
+        self.prompt_loads.serve(served)
         if served:
             first = served[0]
             blocks = [block for block in first.memory.staged if block < first.meet.blocks]
@@ -712,7 +714,7 @@ class Coordinator:
 
     def _keep(self, record: PromptRecord) -> None:
         self._records[record.rid] = record  # in the place of its former record, if it has one
-        self.inbox.expect(record)
+        self.prompt_loads.expect(record)
 
     def _look_up(self, record: PromptRecord) -> None:
         """Keep a new record, have its blocks looked up, and loaded if that seems worth it."""
@@ -774,13 +776,13 @@ class Coordinator:
         self._reporter.trace(record, "claim", start=span.start, stop=span.stop)
 
     def _claim(self, req: "Req", record: PromptRecord, stop: int) -> None:
-        self.inbox.fence(record, record.meet.claim(stop))
+        self.prompt_loads.fence(record, record.meet.claim(stop))
         if stop >= len(record.tokens):
             self._prefilled(req, record)
 
     def _prefilled(self, req: "Req", record: PromptRecord) -> None:
         record.stats.prefill_s = record.local_waited_s()
-        self.inbox.stop_loading(record, "overtaken")
+        self.prompt_loads.stop_loading(record, "overtaken")
         if record.fallback is not None:
             self._counters.add("fallback", label=record.fallback)
         self._reporter.prefilled(record)

@@ -12,7 +12,7 @@ from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.loading.loader import BlockRead
 from sglang_cake.stores.http.http_transport import HEDGE_FLOOR_S, Hedging
-from sglang_cake.testing.store_contract import LAYOUT, Told, block_of, read
+from sglang_cake.testing.store_contract import LAYOUT, ProgressRecord, block_of, read
 
 GOOD = framed("a")
 BAD = GOOD[:-100] + bytes(100)
@@ -206,7 +206,7 @@ def test_http_store_progress_is_reported_while_bytes_arrive():
 
     parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
     out = bytearray(LAYOUT.block_bytes)
-    told = Told(out, block_of("a"))
+    told = ProgressRecord(out, block_of("a"))
     against(answer, test)
 
 

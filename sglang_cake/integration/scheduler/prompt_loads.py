@@ -1,4 +1,5 @@
-"""Hands the loader's events to the live prompts, and their wishes to the loader."""
+"""The loads of the live prompts: the loader's events go to their records, and what they want loaded
+goes to the loader."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from sglang_cake.loading.loader import Fetched, Loader, LoaderEvent, LookedUp
 from sglang_cake.loading.meet import BlockState
 
 
-class LoaderInbox:
+class PromptLoads:
     """The only writer of `PromptRecord.local` and `PromptRecord.agreed`. The scheduler thread owns
     it.
 
