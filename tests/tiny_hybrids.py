@@ -14,6 +14,7 @@ from typing import Any
 from sglang_cake.demo.models import write_model
 
 VOCAB = 32000  # as SGLang's own test kits expect
+TRANSFORMERS = "transformers"  # folder of a configuration that SGLang reads in another form
 LAYERS = 4  # three with a window or a state, and one with full attention
 _SHAPE = {
     "hidden_size": 128,
@@ -198,6 +199,72 @@ def build_nemotron_h(path: Path) -> Path:
     return path
 
 
+def build_granite4(path: Path) -> Path:
+    """Write a Granite 4 to `path`: Mamba2, and a mixture of four experts beside a shared one."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
+        intermediate_size=64,
+        shared_intermediate_size=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["mamba"] * (LAYERS - 1) + ["attention"],
+        position_embedding_type="rope",
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,  # unlike heads: a transposed state has another shape
+        mamba_n_groups=1,
+        mamba_chunk_size=64,
+        attention_multiplier=32**-0.5,
+    )
+    write_model(path, GraniteMoeHybridForCausalLM, config, change=_sharpen)
+    return path
+
+
+def build_falcon_h1(path: Path) -> Path:
+    """Write a Falcon-H1 to `path`: each layer has attention and Mamba2 side by side."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(
+        **_SHAPE,
+        intermediate_size=256,
+        mamba_d_ssm=256,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,  # unlike heads: a transposed state has another shape
+        mamba_n_groups=2,
+        mamba_chunk_size=64,
+    )
+    write_model(path, FalconH1ForCausalLM, config, change=_sharpen)
+    return path
+
+
+def build_gemma4(path: Path, *, window_tokens: int) -> Path:
+    """Write the text of a Gemma 4 to `path`: heads of full attention are wider than those of
+    windows, and an embedding of each layer is added."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **_SHAPE,
+        intermediate_size=256,
+        sliding_window=window_tokens,
+        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        global_head_dim=64,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCAB,
+    )
+    write_model(path, Gemma4ForCausalLM, config, change=_sharpen)
+    file = path / "config.json"
+    (path / TRANSFORMERS).mkdir()
+    file.rename(path / TRANSFORMERS / file.name)
+    known = json.loads((path / TRANSFORMERS / file.name).read_text())
+    shapes = {"swa_head_dim": 32, "swa_v_head_dim": 32, "swa_num_key_value_heads": 2}
+    flat = {"per_layer_config": None, "head_dim": 64, **shapes}
+    file.write_text(json.dumps(known | flat))
+    return path
+
+
 def build_gpt_oss(path: Path, *, window_tokens: int) -> Path:
     """Write a gpt-oss to `path`: windows with sinks, and a mixture of four experts."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -255,11 +322,14 @@ class Transformers:
 
     def __init__(self, path: Path, *, seeing: bool = False) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         torch.set_num_threads(1)
         kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-        self._model = kind.from_pretrained(path, dtype=torch.float32).eval()
+        config = AutoConfig.from_pretrained(
+            path / TRANSFORMERS if (path / TRANSFORMERS).exists() else path
+        )
+        self._model = kind.from_pretrained(path, config=config, dtype=torch.float32).eval()
 
     def answer(self, ids: Sequence[int], new_tokens: int, **media: Any) -> Expected:
         """The media are what the model's processor would return beside the tokens."""

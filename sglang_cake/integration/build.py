@@ -64,6 +64,7 @@ from sglang_cake.integration.metrics import (
 )
 from sglang_cake.integration.overlap import forward_hook
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
+from sglang_cake.integration.request.helpers import NoHelpers
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
@@ -86,7 +87,6 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
@@ -142,8 +142,7 @@ def _join_forwards(
     if in_group:
         from sglang_cake.integration.runahead import runahead_setup
 
-        service.runahead = runahead_setup.start(ctx, service, config, rows, gate)
-        tree.runahead = service.runahead
+        service.helpers = tree.helpers = runahead_setup.start(ctx, service, config, rows, gate)
     if overlaps and not on_device:
         tree.overlap_runner = OverlapRunner(
             service.coordinator,
@@ -165,7 +164,7 @@ class CakeService:
         waker: of the scheduler thread.
     """
 
-    runahead: "Runahead | None" = None
+    helpers: NoHelpers = NoHelpers()
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
@@ -380,8 +379,7 @@ class CakeService:
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
         self.identity.close()
-        if self.runahead is not None:
-            self.runahead.close()
+        self.helpers.close()
         self.loader.close()
         self.copier.close()
         self._write_costs()

@@ -283,6 +283,7 @@ FAMILIES: tuple[Family, ...] = (
         stored="K and V of the other layers, and the last window of some prefixes",
         proofs=(
             Proof("gpt-oss", f"{_FAMILIES}::gpt-oss"),
+            Proof("Gemma 4", f"{_FAMILIES}::gemma-4"),
             Proof("Mellum", f"{_HYBRIDS}::windows-both"),
         ),
     ),
@@ -296,6 +297,8 @@ FAMILIES: tuple[Family, ...] = (
             Proof("Qwen3.5", f"{_FAMILIES}::qwen3.5"),
             Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear"),
             Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h"),
+            Proof("Granite 4", f"{_FAMILIES}::granite-4"),
+            Proof("Falcon-H1", f"{_FAMILIES}::falcon-h1"),
             Proof("LFM2", f"{_HYBRIDS}::convolutions-load"),
         ),
     ),

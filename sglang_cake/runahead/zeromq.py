@@ -2,39 +2,56 @@
 
 Each member binds two ROUTER sockets: one for messages, on its address among the peers, and one for
 KV. A member sends only on these, to the peers whose DEALER sockets have connected; a DEALER only
-receives. So each peer has a thread here that owns its two DEALER sockets (`peer.py`), and a slow
+receives. So each peer has a thread here that owns its two DEALER sockets (`Peer`), and a slow
 peer delays no other one. Guarantees: `transport.py`.
+
+Each of two members connects to the other, to receive. A connection has a number, its session. A
+`Hello` contains the sender's own session, and the last session of the receiver that it knows. A
+peer is reachable when each of the two has answered the other's session.
+
+    away --connected--> listening --its Hello; the path for its KV is open: we answer-->
+      ^                             it has answered too: reachable
+      +---- after a pause ---- a connection ended, or delivered bytes that are no message
+
+When a peer's session changes, messages to its old connection are lost. So the peer was gone. Our
+own session stays, since otherwise both would disconnect and reconnect without end.
 """
 
+import contextlib
+import errno
 import hashlib
 import logging
+import math
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
+from sglang_cake.core.backoff import Backoff
+from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.keys import Digest
-from sglang_cake.runahead.encrypted_kv import TAG_BYTES, KvServer
+from sglang_cake.runahead.encrypted_kv import (
+    TAG_BYTES,
+    EncryptedKvReceiver,
+    EncryptedKvSender,
+    KvServer,
+)
 from sglang_cake.runahead.messages import (
     MAX_MESSAGE_BYTES,
     VERSION,
+    BadMessage,
     Hello,
     LayerPart,
     Message,
+    decode,
     encode,
-)
-from sglang_cake.runahead.peer import (
-    OTHER_GROUP,
-    OTHER_NAMESPACE,
-    OTHER_VERSION,
-    Address,
-    Peer,
-    endpoint,
 )
 from sglang_cake.runahead.transport import (
     LINK_TIMES,
@@ -44,6 +61,32 @@ from sglang_cake.runahead.transport import (
     PeerGone,
 )
 
+logger = logging.getLogger("sglang_cake")
+
+_LOOK_MS = 1000  # how often an idle thread sends Hello again, and checks whether to end
+_AGAIN_MS = 50  # how often it tries to send Hello to a peer that has not connected yet
+_MESSAGES_AT_ONCE = 100  # that are read before other events
+_LARGE_BYTES = 2**16
+_NEWEST = 0.1  # weight of the newest part in the throughput of a link
+_HUNG_UP = {errno.EPIPE, errno.ECONNRESET}  # the peer could not read our handshake
+_ENDS = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_DISCONNECTED,
+    zmq.EVENT_CLOSED,
+}
+
+OTHER_SECRET = "its secret is another one: copy one secret file to every member"
+OTHER_NAMESPACE = (
+    "its namespace is another one: same model, weights, dtype and flags on every member"
+)
+OTHER_GROUP = (
+    "it does not know this member: same --cake-runahead-peers, and another rank, on every one"
+)
+OTHER_VERSION = "it speaks another version"
+
+Address = tuple[str, int]
 MAX_QUEUE = 256  # messages that wait for one peer
 _SOCKETS = 4096  # a group of 256 needs more than ZeroMQ's default
 _ROUTER_BYTES = 1024  # of a message to a ROUTER: only handshakes, which are smaller
@@ -53,6 +96,325 @@ _KV: Final = 2
 _MESSAGES_DOMAIN: Final = "messages"
 _KV_DOMAIN: Final = "kv"
 _KV_USER: Final = "member"
+
+
+class LeftOut(RunaheadError):
+    """A peer is no member of this group; the message says why."""
+
+
+class HungUp(RunaheadError):
+    """A peer could not read our handshake."""
+
+
+class Peer:
+    """One peer: see the module. Its own thread does all but `send_part` and `measured`."""
+
+    def __init__(self, owner: "ZmqTransport", rank: int, address: Address) -> None:
+        self._owner = owner
+        self._rank = rank
+        self._address = address
+        self._handler: Handler | None = None
+        self._poller = zmq.Poller()
+        self._host = ""  # the numeric address of the connection
+        self._dials = 0
+        self._times = owner.times
+        self._backoff = Backoff(*self._times.retry_s)
+        self._said = ""
+        self._session = 0  # 0: not connected
+        self._heard = False  # whether anything arrived on this connection
+        self._patience_end_s = math.inf  # when something should have arrived
+        self._theirs: Hello | None = None
+        self._told: Hello | None = None  # our newest Hello that was sent
+        self._kv: _Connection | None = None
+        self._kv_receiver: EncryptedKvReceiver | None = None
+        self._kv_sender: EncryptedKvSender | None = None
+        self.bytes_per_s: float | None = None  # of recent KV from it
+        self.is_here = False
+
+    def start(self, handler: Handler) -> None:
+        """Begin to receive from it."""
+        self._handler = handler
+        threading.Thread(target=self._run, name=f"cake-runahead-{self._rank}", daemon=True).start()
+
+    # ---- any thread ----
+
+    def send_part(self, part: LayerPart, payload: memoryview) -> None:
+        """As `Transport.send_part`. Raises: PeerGone."""
+        sender = self._kv_sender
+        if not self.is_here or sender is None:
+            raise PeerGone(f"member {self._rank} cannot be reached")
+        try:
+            sender.send(self._owner.kv, part, payload)
+        except PeerGone as error:
+            raise PeerGone(f"member {self._rank}: {error}") from None
+
+    def measured(self, size_bytes: int, took_s: float) -> None:
+        """Record the time of a part from this peer."""
+        if size_bytes >= _LARGE_BYTES:  # smaller parts measure latency
+            rate = size_bytes / max(took_s, 1e-6)
+            before = self.bytes_per_s or rate
+            self.bytes_per_s = before + _NEWEST * (rate - before)
+
+    # ---- its own thread ----
+
+    def _run(self) -> None:
+        while not self._owner.closed.is_set():
+            reason = "closed"
+            try:
+                self._listen()
+            except LeftOut as error:
+                reason = str(error)
+                self._complain(reason)
+            except (RunaheadError, zmq.ZMQError, OSError) as error:
+                reason = str(error)
+            except Exception as error:
+                logger.exception("cake runahead: member %d could not be heard", self._rank)
+                reason = repr(error)
+            self._session = 0
+            self._heard = False
+            self._patience_end_s = math.inf
+            self._forget(reason)
+            self._greet()
+            now_s = time.monotonic()
+            self._backoff.start(now_s)
+            self._owner.closed.wait(self._backoff.left_s(now_s))
+
+    def _listen(self) -> None:
+        """One connection, to its end. Raises: RunaheadError, zmq.ZMQError, OSError."""
+        found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        self._host = str(found[self._dials % len(found)][4][0])
+        self._dials += 1
+        address = endpoint(self._host, self._address[1])
+        listener = self._owner.listener()
+        dialed = _Connection(listener, address, self._poller, self._times.connect_s)
+        try:
+            while not self._owner.closed.is_set():
+                self._look(dialed)
+        finally:
+            dialed.close()
+
+    def _look(self, dialed: "_Connection") -> None:
+        is_settled = self._told is not None or not self._session
+        ready = dict(self._poller.poll(_LOOK_MS if is_settled else _AGAIN_MS))
+        try:
+            dialed.judge(ready)
+        except HungUp:
+            raise LeftOut(OTHER_SECRET) from None
+        if dialed.is_up and not self._session:
+            self._session = secrets.randbits(61) + 1
+            self._patience_end_s = time.monotonic() + self._times.greeting_s
+        if dialed.socket in ready:
+            self._hear(dialed.socket)
+        if self._kv is not None:
+            self._judge_kv(self._kv, ready)
+        if self._kv is not None and self._kv.socket in ready:
+            self._take(self._kv.socket)
+        if self._kv_sender is not None and self._kv_sender.over:
+            raise RunaheadError("it does not take KV")
+        self._greet(again=not ready)
+        if not self._heard and time.monotonic() > self._patience_end_s:
+            self._complain(OTHER_GROUP)
+
+    def _judge_kv(self, kv: "_Connection", ready: dict[Any, int]) -> None:
+        try:
+            kv.judge(ready)
+        except RunaheadError:
+            if kv.is_up:
+                raise
+            raise LeftOut(f"no KV can come from it: {kv.address} cannot be reached") from None
+
+    def _hear(self, messages: "zmq.Socket[bytes]") -> None:
+        assert self._handler is not None
+        for _ in range(_MESSAGES_AT_ONCE):
+            try:
+                body = messages.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard = True
+            try:
+                message = decode(body)
+            except BadMessage:
+                if self.is_here:
+                    raise
+                raise LeftOut(OTHER_VERSION) from None
+            if isinstance(message, Hello):
+                self._on_hello(message)
+            elif self.is_here:
+                self._handler.on_message(self._rank, message)
+
+    def _on_hello(self, hello: Hello) -> None:
+        problem = self._owner.problem(hello)
+        if problem is not None:
+            raise LeftOut(problem)
+        if self._theirs is not None and self._theirs.session != hello.session:
+            self._forget("it dialed anew")
+        if not hello.session:
+            return
+        self._theirs = hello
+        if self._kv is None:
+            self._kv_receiver = EncryptedKvReceiver(self._owner.new_buffer(MAX_PART_BYTES))
+            kv = self._owner.kv_listener(self._kv_receiver.name, hello.kv_password)
+            address = endpoint(self._host, hello.kv_port)
+            self._kv = _Connection(kv, address, self._poller, self._times.connect_s)
+        is_known = self._kv_sender is not None and self._kv_sender.name == hello.path
+        if hello.heard == self._session and not is_known:
+            self._kv_sender = EncryptedKvSender(hello.path, hello.key, self._times.send_s)
+        self._judge("")
+
+    def _take(self, kv: "zmq.Socket[bytes]") -> None:
+        assert self._handler is not None
+        assert self._kv_receiver is not None
+        head, payload = self._kv_receiver.take(kv.recv_multipart(copy=False))
+        if head.before_us:
+            self.measured(head.before_bytes, head.before_us / 1e6)
+        self._handler.on_part(self._rank, head.part, payload)
+
+    def _greet(self, *, again: bool = False) -> None:
+        """Send Hello if it has changed and the peer has connected.
+
+        Args: again: send it in any case. A Hello to a connection that was about to end is lost.
+        """
+        heard, path, key = 0, b"", b""
+        is_open = self._kv is not None and self._kv.is_up
+        if is_open and self._theirs is not None and self._kv_receiver is not None:
+            heard, path, key = self._theirs.session, self._kv_receiver.name, self._kv_receiver.key
+        hello = self._owner.hello(self._session, heard, path, key)
+        if again or hello != self._told:
+            reason = ""
+            try:
+                self._owner.put(self._rank, hello)
+                self._told = hello
+            except PeerGone as error:
+                reason = str(error)
+                self._told = None
+            self._judge(reason)
+
+    def _forget(self, reason: str) -> None:
+        """Discard the state of the peer's connection."""
+        if self._kv is not None:
+            self._kv.close()
+        if self._kv_sender is not None:
+            self._kv_sender.over = True
+        self._kv = None
+        self._kv_receiver = None
+        self._kv_sender = None
+        self._theirs = None
+        self._told = None
+        self._judge(reason)
+
+    def _judge(self, reason: str) -> None:
+        theirs, told = self._theirs, self._told
+        has_answered = theirs is not None and theirs.heard == self._session != 0
+        here = has_answered and told is not None and told.heard != 0
+        if here == self.is_here:
+            return
+        self.is_here = here
+        if here:
+            self._backoff.reset()
+            self._said = ""
+            logger.info("cake runahead: member %d is here", self._rank)
+            if self._owner.greeting is not None:
+                with contextlib.suppress(PeerGone):
+                    self._owner.send(self._rank, self._owner.greeting(self._rank))
+        elif not self._owner.closed.is_set():
+            logger.warning("cake runahead: member %d is gone: %s", self._rank, reason)
+            assert self._handler is not None
+            try:
+                self._handler.on_gone(self._rank, reason)
+            except Exception:  # it must not end this thread
+                logger.exception("cake runahead: member %d is gone, and that failed", self._rank)
+
+    def _complain(self, problem: str) -> None:
+        # A member that has not started yet is not logged; one that refuses is, once.
+        if problem != self._said:
+            logger.error(
+                "cake runahead: member %d at %s:%d is left out: %s",
+                self._rank,
+                *self._address,
+                problem,
+            )
+        self._said = problem
+
+
+class _Connection:
+    """A socket that connects once, and the state of its connection.
+
+    Raises: zmq.ZMQError, and closes the socket.
+    """
+
+    def __init__(
+        self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller, timeout_s: float
+    ) -> None:
+        """Args: timeout_s: of connecting. ZeroMQ does not report all failures."""
+        self.socket = dealer
+        self.is_up = False
+        self.address = address
+        self._end_s = time.monotonic() + timeout_s
+        self._poller = poller
+        try:
+            self.monitor = _monitor(dealer)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
+        for each in (self.socket, self.monitor):
+            poller.register(each, zmq.POLLIN)
+        try:
+            dealer.ipv6 = "[" in address
+            dealer.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def judge(self, ready: dict[Any, int]) -> None:
+        """Handle an event of the monitor, if the poller has found one.
+
+        Raises: RunaheadError if the connection has ended, or was not made in time.
+        """
+        if not self.is_up and time.monotonic() > self._end_s:
+            raise RunaheadError("no connection in time")
+        if self.monitor not in ready:
+            return
+        event = recv_monitor_message(self.monitor)
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.is_up = True
+        elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and event["value"] in _HUNG_UP:
+            raise HungUp("closed by the other end at the handshake")
+        elif event["event"] in _ENDS:
+            raise RunaheadError("closed by the other end")
+
+    def close(self) -> None:
+        """Close it, also while it connects."""
+        for each in (self.socket, self.monitor):
+            self._poller.unregister(each)
+        # Before the socket is closed, or descriptors of the monitor stay open.
+        with contextlib.suppress(zmq.ContextTerminated):
+            self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
+
+
+def _monitor(dealer: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
+    """A socket that receives the events of another one, as pyzmq's `get_monitor_socket`.
+
+    Without free file descriptors, pyzmq's function leaves a name that blocks the next attempt, and
+    a socket that holds the GIL for ever when it is closed.
+
+    Raises: zmq.ZMQError.
+    """
+    name = f"inproc://{secrets.token_hex(16)}"
+    listener: zmq.Socket[bytes] = dealer.context.socket(zmq.PAIR)
+    try:
+        dealer.monitor(name, zmq.EVENT_ALL)
+        listener.connect(name)
+    except zmq.ZMQError:
+        listener.close()
+        raise
+    return listener
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """A numeric address as ZeroMQ writes it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class ZmqTransport:

@@ -30,7 +30,10 @@ from live import BLOCK, CHUNK, NEW_TOKENS, TOLERANCE, VOCAB, Answer, Start, dist
 from tiny_hybrids import (
     Expected,
     Transformers,
+    build_falcon_h1,
+    build_gemma4,
     build_gpt_oss,
+    build_granite4,
     build_kimi_linear,
     build_lfm2,
     build_mellum,
@@ -71,16 +74,30 @@ FAMILIES = {
     "nemotron-h": Family(
         build_nemotron_h, MORE_STATES_ENV, (*STATES, *NO_BUFFER), (*STATES, *NO_BUFFER)
     ),
+    "granite-4": Family(
+        build_granite4, MORE_STATES_ENV, (*STATES, *NO_BUFFER), (*STATES, *NO_BUFFER)
+    ),
+    # Every layer has a state, and K and V.
+    "falcon-h1": Family(
+        build_falcon_h1, MORE_STATES_ENV, (*STATES, *NO_BUFFER), (*STATES, *NO_BUFFER)
+    ),
     "lfm2": Family(build_lfm2, STATES_ENV, STATES, STATES),
     "gpt-oss": Family(
         lambda path: build_gpt_oss(path, window_tokens=WINDOW_TOKENS),
-        {"CAKE_TEST_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"},
+        {"CAKE_TEST_ANY_BACKEND": "1", "CAKE_TEST_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"},
+        WINDOWS,
+        WINDOWS,
+    ),
+    # Windows of another shape than full attention.
+    "gemma-4": Family(
+        lambda path: build_gemma4(path, window_tokens=WINDOW_TOKENS),
+        {"CAKE_TEST_ANY_BACKEND": "1"},
         WINDOWS,
         WINDOWS,
     ),
     # Each rank has the windows, or the states, of its own heads.
     "mellum-2-ranks": Family(
-        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, ranks=2
+        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, WINDOWS, ranks=2
     ),
     "qwen3-next-2-ranks": Family(build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), ranks=2),
 }

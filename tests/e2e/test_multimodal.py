@@ -345,6 +345,22 @@ def test_multimodal_hash_of_a_client_decides_no_answer_to_others(
     until(lambda: count() == before + 2, "both forged requests counted")
 
 
+def test_multimodal_image_of_another_user_is_not_loaded(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    blocks = 3
+    text = [token % PAD for token in prompt(blocks * BLOCK + 5)]
+    ids = with_images(text, 10)
+    reference = plain_answer(bare, ids, "16x16 9")
+    for user, loaded in (("alice", 0), ("bob", 0), ("alice", blocks * BLOCK)):
+        before = stored(seeing)
+        answer = seeing.ask_flushed(ids, image_data=["16x16 9"], cache_salt=user)
+        assert answer.loaded == loaded
+        assert_same(answer, reference)
+        if not loaded:
+            until(lambda count=before: stored(seeing) == count + blocks, "the prompt is stored")
+
+
 def test_multimodal_control_wrong_image_kv_changes_the_answer(
     seeing: Live, bare: Live, prompt: Make
 ) -> None:

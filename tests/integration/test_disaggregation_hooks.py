@@ -22,6 +22,7 @@ from sglang_cake.integration import boundary
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+from sglang_cake.integration.request.helpers import NoHelpers
 
 Hooks = dict[str, Callable[..., Any]]
 
@@ -56,7 +57,7 @@ class PrefillServer:
             matched_tokens=lambda req, tokens, limit: 0,
             service=None,
             saving=None,
-            runahead=None,
+            helpers=NoHelpers(),
             let_go=lambda: None,
         )
 

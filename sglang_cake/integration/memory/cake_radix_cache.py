@@ -21,6 +21,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import has_tracked_state
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
+from sglang_cake.integration.request.helpers import NoHelpers
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from sglang_cake.integration.identity.identity import Identity
     from sglang_cake.integration.memory.block_saving import BlockSaving
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
-    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
     from sglang_cake.integration.scheduler.waker import Waker
 
@@ -82,7 +82,7 @@ class CakeRadixCache(UnifiedRadixCache):
     coordinator: "Coordinator | None" = None
     saving: "BlockSaving | None" = None
     service: Service | None = None
-    runahead: "Runahead | None" = None
+    helpers: NoHelpers = NoHelpers()
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
     releasing: str | None = None
@@ -165,8 +165,7 @@ class CakeRadixCache(UnifiedRadixCache):
             return
         if self.coordinator is not None:
             self.coordinator.end(rid)
-        if self.runahead is not None:
-            self.runahead.end(rid)
+        self.helpers.end(rid)
 
     def forget_all(self) -> None:
         """The same for every request."""
@@ -178,7 +177,7 @@ class CakeRadixCache(UnifiedRadixCache):
         part in the reductions until all ranks know (`let_go`)."""
         saving = self.saving
         self.saving = None
-        self.runahead = None
+        self.helpers = NoHelpers()
         if saving is not None:
             try:
                 saving.before_slots_are_freed(lambda record: False)
@@ -490,8 +489,7 @@ class CakeRadixCache(UnifiedRadixCache):
                 self.saving.released(record)
         if self.coordinator is not None and req.rid != self.releasing:
             self.coordinator.end(req.rid)
-        if self.runahead is not None:
-            self.runahead.end(req.rid)
+        self.helpers.end(req.rid)
 
     @guarded("CakeRadixCache.release_aborted_request")
     def _aborted(self, request: Any) -> None:

@@ -49,16 +49,15 @@ def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **
             return tree.overlap_runner.forward(original, worker, batch, **kwargs)
         finally:
             tree.let_go()
-    if tree.runahead is not None:
-        try:
-            return tree.runahead.forward(original, worker, batch, **kwargs)
-        except Exception as error:
-            if original.error is error and not isinstance(error, CakeError):
-                raise
-            BOUNDARY.failed(_HOOK, error)
-    # The whole batch; it has slots for all its tokens.
-    timer = _timer(tree)
-    result = original(worker, batch, **kwargs)
+    timer = None if tree.helpers.is_member else _timer(tree)
+    try:
+        result = tree.helpers.forward(original, worker, batch, **kwargs)
+    except Exception as error:
+        if original.error is error and not isinstance(error, CakeError):
+            raise
+        BOUNDARY.failed(_HOOK, error)
+        # The whole batch; it has slots for all its tokens.
+        result = original(worker, batch, **kwargs)
     _launched(tree, timer)
     return result
 

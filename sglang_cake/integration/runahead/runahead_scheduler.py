@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
@@ -21,6 +21,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
+from sglang_cake.integration.request.helpers import NoHelpers, Verdict
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.runahead.runahead_request import (
@@ -65,8 +66,6 @@ _WHATEVER = float("inf")
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 
-Verdict = Literal["alone", "wait", "share"]
-
 
 @dataclass(slots=True, eq=False)
 class Mine:
@@ -83,7 +82,7 @@ class Mine:
         return Span(bounds[0], bounds[-1])
 
 
-class Runahead:
+class Runahead(NoHelpers):
     """One scheduler process as a member of a group. The scheduler thread owns it.
 
     Args:
@@ -94,6 +93,8 @@ class Runahead:
         limit_tokens: most tokens of one forward, here and on every member.
         member_settings: for tests.
     """
+
+    is_member = True
 
     def __init__(
         self,

@@ -327,17 +327,17 @@ class CakePrefillAdder(PrefillAdder):
     def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
         """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
         tree, coordinator = self._cake()
-        if tree.runahead is None or coordinator is None:
+        if coordinator is None:
             return None
         alone = not (has_chunked_req or self.can_run_list or self._decodes)
-        verdict = tree.runahead.consider(req, alone=alone)
+        verdict = tree.helpers.consider(req, alone=alone)
         if verdict == "wait":
             coordinator.waiting = True
             return Skip(AddReqResult.OTHER)  # no later request is admitted before it
         if verdict == "share":
-            extent = tree.runahead.extent(req.rid)
+            extent = tree.helpers.extent(req.rid)
             assert extent is not None
-            return Share(extent.stop, tree.runahead.helped_tokens(req.rid))
+            return Share(extent.stop, tree.helpers.helped_tokens(req.rid))
         return None
 
     def _begin_overlap(self, req: "Req") -> Span | None:

@@ -92,8 +92,7 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         coordinator.poll([*serving, *(req.rid for req in handshaking)], chunked)
         if tree.saving is not None:
             tree.saving.polled(lambda record: coordinator.record(record.rid) is record)
-    if tree.runahead is not None:
-        tree.runahead.poll(scheduler)
+    tree.helpers.poll(scheduler)
 
 
 @guarded("Identity.poll", unsafe=True)
@@ -184,7 +183,7 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
         return
     tree = scheduler.tree_cache
     requests = request_source(scheduler)
-    if tree.runahead is not None:
+    if tree.helpers.is_member:
         time.sleep(_POLL_PAUSE_S)
     elif requests is not None:  # otherwise this rank waits for the one that receives requests
         tree.service.waker.sleep(requests)

@@ -1,0 +1,1 @@
+"""A store in a folder: one file for each block, an index in SQLite, and eviction."""

@@ -1,0 +1,1 @@
+"""A store in host memory, usually the first tier."""

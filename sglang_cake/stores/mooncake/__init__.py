@@ -1,0 +1,1 @@
+"""A store in Mooncake's distributed memory."""

@@ -1,0 +1,1 @@
+"""Several stores as one: read by bandwidth, written down and moved up."""

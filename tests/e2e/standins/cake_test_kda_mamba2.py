@@ -32,7 +32,8 @@ def register() -> None:
     kernels.chunk_kda = attend
     kernels.fused_sigmoid_gating_delta_rule_update = attend_token
     mixer: Any = mamba
-    mixer.causal_conv1d_fn_triton = cake_test_recurrent.convolve
+    mixer.causal_conv1d_fn = mixer.causal_conv1d_fn_triton = cake_test_recurrent.convolve
+    mixer.causal_conv1d_update = cake_test_recurrent.convolve_token
     mixer.causal_conv1d_update_triton = cake_test_recurrent.convolve_token
     mixer.mamba_chunk_scan_combined = scan
     mixer.selective_state_update = scan_token

@@ -1,7 +1,7 @@
 """Attention with sinks in plain torch, for gpt-oss.
 
 A plugin of SGLang, used only by tests, with CAKE_TEST_SINKS set. `torch_native`, the attention
-backend of SGLang 0.5.23 that needs no kernels, has no sinks, so gpt-oss refuses it. A sink takes
+backend of SGLang 0.5.23 that needs no kernels, has no sinks, so gpt-oss refuses it (`cake_test_any_backend`). A sink takes
 its share of a head's softmax, and has no value.
 """
 
@@ -15,10 +15,8 @@ from torch import Tensor
 def register() -> None:
     if "CAKE_TEST_SINKS" not in os.environ:
         return
-    from sglang.srt.arg_groups import model_hook
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    model_hook.attention_backends_of = lambda view: ("triton", "triton")  # one that is not refused
     for name in ("extend", "decode"):
         forward = getattr(TorchNativeAttnBackend, f"forward_{name}")
         attend = getattr(TorchNativeAttnBackend, f"_run_sdpa_forward_{name}")
