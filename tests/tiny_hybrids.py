@@ -199,7 +199,7 @@ def build_nemotron_h(path: Path) -> Path:
     return path
 
 
-def build_granite4(path: Path) -> Path:
+def build_granite_4(path: Path) -> Path:
     """Write a Granite 4 to `path`: Mamba2, and a mixture of four experts beside a shared one."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
@@ -240,7 +240,7 @@ def build_falcon_h1(path: Path) -> Path:
     return path
 
 
-def build_gemma4(path: Path, *, window_tokens: int) -> Path:
+def build_gemma_4(path: Path, *, window_tokens: int) -> Path:
     """Write the text of a Gemma 4 to `path`: heads of full attention are wider than those of
     windows, and an embedding of each layer is added."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig

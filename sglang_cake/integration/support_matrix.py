@@ -299,7 +299,7 @@ FAMILIES: tuple[Family, ...] = (
             Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h"),
             Proof("Granite 4", f"{_FAMILIES}::granite-4"),
             Proof("Falcon-H1", f"{_FAMILIES}::falcon-h1"),
-            Proof("LFM2", f"{_HYBRIDS}::convolutions-load"),
+            Proof("LFM2", f"{_FAMILIES}::lfm2"),
         ),
     ),
     Family(

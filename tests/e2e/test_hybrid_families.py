@@ -31,9 +31,9 @@ from tiny_hybrids import (
     Expected,
     Transformers,
     build_falcon_h1,
-    build_gemma4,
+    build_gemma_4,
     build_gpt_oss,
-    build_granite4,
+    build_granite_4,
     build_kimi_linear,
     build_lfm2,
     build_mellum,
@@ -75,7 +75,7 @@ FAMILIES = {
         build_nemotron_h, MORE_STATES_ENV, (*STATES, *NO_BUFFER), (*STATES, *NO_BUFFER)
     ),
     "granite-4": Family(
-        build_granite4, MORE_STATES_ENV, (*STATES, *NO_BUFFER), (*STATES, *NO_BUFFER)
+        build_granite_4, MORE_STATES_ENV, (*STATES, *NO_BUFFER), (*STATES, *NO_BUFFER)
     ),
     # Every layer has a state, and K and V.
     "falcon-h1": Family(
@@ -90,7 +90,7 @@ FAMILIES = {
     ),
     # Windows of another shape than full attention.
     "gemma-4": Family(
-        lambda path: build_gemma4(path, window_tokens=WINDOW_TOKENS),
+        lambda path: build_gemma_4(path, window_tokens=WINDOW_TOKENS),
         {"CAKE_TEST_ANY_BACKEND": "1"},
         WINDOWS,
         WINDOWS,

@@ -1,8 +1,8 @@
 """Attention with sinks in plain torch, for gpt-oss.
 
 A plugin of SGLang, used only by tests, with CAKE_TEST_SINKS set. `torch_native`, the attention
-backend of SGLang 0.5.23 that needs no kernels, has no sinks, so gpt-oss refuses it (`cake_test_any_backend`). A sink takes
-its share of a head's softmax, and has no value.
+backend of SGLang 0.5.23 that needs no kernels, has no sinks, so gpt-oss refuses it (see
+`cake_test_any_backend`). A sink takes its share of a head's softmax, and has no value.
 """
 
 import os
