@@ -142,7 +142,8 @@ def _join_forwards(
     if in_group:
         from sglang_cake.integration.runahead import runahead_setup
 
-        service.helpers = tree.helpers = runahead_setup.start(ctx, service, config, rows, gate)
+        service.helpers = runahead_setup.start(ctx, service, config, rows, gate)
+        tree.helpers = service.helpers
     if overlaps and not on_device:
         tree.overlap_runner = OverlapRunner(
             service.coordinator,

@@ -528,7 +528,8 @@ class SimulatedServer:
         live.planned = True
         front, total = live.meet.front, live.result.prompt.prompt_tokens
         if live.relied_from is None and step.stop < min(front + left, total):
-            live.relied_from, live.relied_since_s = front, now + self._busy_s
+            live.relied_from = front
+            live.relied_since_s = now + self._busy_s
         if step.load_from is None:
             self._stop(live, overdue=step.overdue)
         live.load_from = step.load_from

@@ -301,7 +301,7 @@ def test_head_slices_failed_read_of_one_slice_ends_the_others() -> None:
     asyncio.run(test())
 
 
-class ProgressRecord(MemoryStore):
+class AccessRecordingStore(MemoryStore):
     """A store with tiers that records accesses."""
 
     def __init__(self, tier: int) -> None:
@@ -317,7 +317,7 @@ class ProgressRecord(MemoryStore):
 
 
 def test_head_slices_all_slices_hear_of_accesses_and_the_slowest_tier_counts() -> None:
-    stores = [ProgressRecord(0), ProgressRecord(1)]
+    stores = [AccessRecordingStore(0), AccessRecordingStore(1)]
 
     async def test() -> None:
         store = HeadSliceStore(stores, LAYOUT, depth=1)

@@ -309,11 +309,10 @@ class CopyStreams:
         self.forward = forward
         # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
         # normal priority. A kernel of ours is short, and waits for no block of a long one.
-        self.into, self.out = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self.ring_in, self.ring_out = (
-            torch.empty(size, dtype=torch.uint8, device=device)
-            for size in (memory.in_bytes, memory.out_bytes)
-        )
+        self.into = torch.cuda.Stream(device, priority=-1)
+        self.out = torch.cuda.Stream(device, priority=-1)
+        self.ring_in = torch.empty(memory.in_bytes, dtype=torch.uint8, device=device)
+        self.ring_out = torch.empty(memory.out_bytes, dtype=torch.uint8, device=device)
         self.numbers = itertools.count()
 
     @contextlib.contextmanager

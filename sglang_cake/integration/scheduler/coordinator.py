@@ -322,9 +322,10 @@ class Coordinator:
             chunked: the one of them that is being prefilled; the others wait.
         """
         self.waiting = False
-        self._without_keys = {
-            rid: self._without_keys[rid] for rid in serving if rid in self._without_keys
-        }
+        if self._without_keys:
+            self._without_keys = {
+                rid: self._without_keys[rid] for rid in serving if rid in self._without_keys
+            }
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
