@@ -17,6 +17,7 @@ are learned in it.
 
 import argparse
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -182,7 +183,7 @@ def run(bench: Bench, result: dict[str, Any]) -> None:
     """All cells; the result file is written after each bandwidth."""
     for number, chunk in enumerate(sorted(bench.args.chunks, reverse=True)):
         with contextlib.ExitStack() as stack:
-            compute = bench.start(stack, "compute", chunk, 0, METRICS)
+            compute = bench.start(stack, "compute", chunk, math.inf, METRICS)
             if not number:
                 bench.fill(compute, [])
             for ratio in bench.args.bandwidths:

@@ -166,6 +166,7 @@ class Bench:
     model: Path
     prompt: list[int]  # the longest; shorter ones are its beginnings
     progress: ProgressLog
+    queue_depth: int = CakeConfig().queue_depth
     balanced: float = 0.0  # bytes per second
     cells: list[dict[str, Any]] = field(default_factory=list)
 
@@ -197,7 +198,7 @@ class Bench:
         url = self.store_url
         if math.isfinite(bandwidth):
             url += f"?bandwidth={bandwidth / 1e6:.3f}MB/s"
-        depth = ("--cake-queue-depth", str(self.args.queue_depth))
+        depth = ("--cake-queue-depth", str(self.queue_depth))
         return self._started(
             stack,
             mode,
@@ -278,7 +279,7 @@ class Bench:
                 for mode in order:
                     runs[mode].replies.append(arms[mode].cold(prompt, NEW_TOKENS))
                 if unlimited:
-                    store_rates.append(store_bytes_per_s(self.store_url, self.args.queue_depth))
+                    store_rates.append(store_bytes_per_s(self.store_url, self.queue_depth))
                 if repeat < self.args.peer_repeats:
                     for peer in peers:
                         found[f"hicache-{peer.policy}"].append(peer.cold(prompt, bandwidth))
@@ -381,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # One token more than is stored: it is computed by all arms, for the logits.
     prompt = servers.random_prompt(max(args.lengths) + 1, seed=7)
     with servers.fresh_folder("ttft") as work:
-        bench = Bench(args, work, servers.model(args.small), prompt, progress)
+        bench = Bench(args, work, servers.model(args.small), prompt, progress, args.queue_depth)
         run(bench, result)
     result["machine"]["load_average_after"] = facts.machine()["load_average"]
     facts.write(args.out, result)

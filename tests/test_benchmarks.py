@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import Reply
@@ -64,6 +65,7 @@ BENCHES = (
         "file_store",
         "fleet",
         "hashing",
+        "libraries",
         "head_slices",
         "http_store",
         "last_step",
@@ -661,3 +663,28 @@ def test_bench_runahead_arguments_have_defaults_and_wrong_ones_exit() -> None:
     assert args.out == facts.RESULTS / "runahead-cpu.json"
     with pytest.raises(SystemExit):
         bench_runahead.parse_args(["--lengths", "1000"])
+
+
+class _Filled(Exception):
+    """The store would be filled now."""
+
+
+@pytest.mark.parametrize("module", [bench_ttft, bench_real_grid])
+def test_bench_first_server_fills_the_store_over_a_link_without_a_limit(
+    module: Any, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+
+    class Recorded(bench_ttft.Bench):
+        def _started(self, stack: Any, name: str, flags: list[str], **settings: Any) -> Any:
+            started.append(flags)
+
+        def fill(self, *args: Any) -> None:
+            raise _Filled
+
+    args = module.parse_args([*(["--no-peers"] if module is bench_ttft else []), "--small"])
+    bench = Recorded(args, tmp_path, tmp_path, [1] * 1025, ProgressLog())
+    with pytest.raises(_Filled):
+        module.run(bench, {})
+    (flags,) = started
+    assert flags[flags.index("--cake-store") + 1] == (tmp_path / "store").as_uri()

@@ -11,9 +11,9 @@ from benchmarks.facts import RESULTS
 from benchmarks.paper import costs
 from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, Setting
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.simulated_server import simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 from sglang_cake.stores.encoded import MAX_THREADS
 
 MEASURED = RESULTS / "codec-speed-cpu.json"
@@ -152,5 +152,5 @@ def codecs() -> dict[str, Any]:
 
 def _times(machine: Machine, setting: Setting) -> dict[str, float]:
     result = simulate_prompt(machine, setting.tokens, chunk_tokens=CHUNK)
-    ideal_s = clairvoyant(machine, setting.tokens, chunk_tokens=CHUNK).ttft_s
+    ideal_s = ttft_lower_bound(machine, setting.tokens, chunk_tokens=CHUNK).ttft_s
     return {"cake_s": round(result.ttft_s, 4), "ideal_s": round(ideal_s, 4)}

@@ -13,9 +13,9 @@ from benchmarks.paper import codecs, costs, traces
 from benchmarks.paper.costs import BLOCK, CHUNK, PRINTED, K, Setting
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import LoadProgress, next_step
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Knowledge
 from sglang_cake.simulator.simulated_server import simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 
 MODEL_7B = "LongAlpaca-7B"
 MEDIA = {  # Gbps; Table 2
@@ -73,7 +73,7 @@ def figure5() -> dict[str, Any]:
         "statistics": traces.fluctuations(),
         "trace": {
             "ttft_s": round(result.ttft_s, 4),
-            "ideal_s": round(clairvoyant(machine, 16 * K, chunk_tokens=CHUNK).ttft_s, 4),
+            "ideal_s": round(ttft_lower_bound(machine, 16 * K, chunk_tokens=CHUNK).ttft_s, 4),
             "laps": [
                 (round(x.begin_s, 4), round(x.end_s, 4), x.start, x.stop) for x in result.steps
             ],
@@ -192,7 +192,7 @@ def _arms(setting: Setting) -> dict[str, float]:
         for mode in ("compute", "load", "auto")
     }
     cake_s = results["auto"].ttft_s
-    ideal_s = clairvoyant(machine, setting.tokens, chunk_tokens=chunk).ttft_s
+    ideal_s = ttft_lower_bound(machine, setting.tokens, chunk_tokens=chunk).ttft_s
     return {
         "compute_s": round(results["compute"].ttft_s, 4),
         "load_s": round(results["load"].ttft_s, 4),

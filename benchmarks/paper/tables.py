@@ -11,9 +11,9 @@ from benchmarks.paper import costs
 from benchmarks.paper.costs import PRINTED, Setting
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import StepPlan, island_start
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.simulator.simulated_server import simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 
 Cell = dict[str, Any]
 TABLES = ("table3", "table4", "table5", "table6", "table7")
@@ -61,7 +61,7 @@ def _cell(setting: Setting, printed: Cell, plan_s: float | None) -> Cell:
         for mode in ("compute", "load", "auto")
     )
     theirs = simulate_prompt(machine, tokens, chunk_tokens=chunk, mode="both", rule=whole_chunks)
-    ideal = clairvoyant(machine, tokens, chunk_tokens=chunk)
+    ideal = ttft_lower_bound(machine, tokens, chunk_tokens=chunk)
     # The paper's load baseline ends when everything is loaded, without the step after it. Whether
     # its own times have that step does not say: with it, its rule gives what it prints.
     alone_s = {"io": load.kv_s, "comp": compute.ttft_s}

@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.paper import costs
 from benchmarks.paper.costs import CHUNK, K, Setting
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Machine, Speed
 from sglang_cake.simulator.simulated_server import Policy, Prompt, serve, simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 
 TRACES = 200
 SETTING = Setting(model="LongAlpaca-7B", gbps=25.0)
@@ -62,7 +62,7 @@ def run_trace(seed: int, period_steps: int = 1, tokens: int = 16 * K) -> TraceRe
         simulate_prompt(machine, tokens, chunk_tokens=CHUNK, mode=mode)
         for mode in ("compute", "load", "auto")
     ]
-    ideal = clairvoyant(machine, tokens, chunk_tokens=CHUNK)
+    ideal = ttft_lower_bound(machine, tokens, chunk_tokens=CHUNK)
     wasted = results[2].wasted_blocks * costs.BLOCK / tokens
     return TraceResult(*(result.ttft_s for result in results), ideal.ttft_s, wasted)
 

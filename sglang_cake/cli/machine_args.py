@@ -6,7 +6,6 @@ from typing import Any
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.loading.planner import Mode
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import (
     GPUS,
     MEDIA,
@@ -20,6 +19,7 @@ from sglang_cake.simulator.hardware import (
 from sglang_cake.simulator.machine import Machine, StoreLink
 from sglang_cake.simulator.shapes import MODELS, Shape, find_shape
 from sglang_cake.simulator.simulated_server import simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 
 ARMS: dict[str, Mode] = {"compute": "compute", "load": "load", "cake": "auto"}
 
@@ -215,7 +215,7 @@ def predict_ttft(
         predicted[name] = result.ttft_s
         if name == "cake":
             predicted["computed_share"] = result.computed_tokens / prompt_tokens
-    optimum = clairvoyant(
+    optimum = ttft_lower_bound(
         server.machine,
         prompt_tokens,
         chunk_tokens=server.chunk_tokens,

@@ -1,5 +1,5 @@
-"""The stores that the tools of `sglang-cake store` are given as URLs: their namespaces and blocks,
-and calls at once.
+"""Helpers of the `sglang-cake store` tools: they parse store URLs, list namespaces and blocks, and
+run several calls at a time.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Header and checksum of a stored block, and conversion between arrays and bytes."""
+"""The format of a stored block: header and checksum (`frame`), and codecs that make it smaller."""

@@ -1,8 +1,8 @@
 """The distributions by which `entropy` codes integers, and their tables for its decoder.
 
 A class is a normal distribution over integers; the width doubles every two classes. `constriction`
-gets the weights and makes integer quantiles of them, which it does not show. The decoder needs the
-same quantiles, so they are computed here in the same way (`from_floating_point_probabilities_fast`,
+computes integer quantiles from these weights, and does not expose them. The decoder needs the same
+quantiles, so they are computed here in the same way (`from_floating_point_probabilities_fast`,
 unchanged since version 0.4). Tests compare them with the ones that its encoder uses.
 """
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-# O_DIRECT reads fill memory that starts on a multiple of it without a copy. It is a multiple of the
-# alignment of every disk, whatever the machine's page size is.
+# With O_DIRECT, a read into memory that starts on a multiple of it needs no copy. It is a multiple
+# of the alignment of every disk, whatever the machine's page size is.
 PAGE_BYTES = 4096
 PIECE_BYTES = 1 << 20  # a cancelled caller waits for the copy of at most one piece
 

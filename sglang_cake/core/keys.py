@@ -1,9 +1,10 @@
 """Block keys: a SHA-256 chain over blocks of tokens, seeded with the namespace.
 
-Equal keys mean equal KV: a key covers the namespace digest, the request's `extra_key` (LoRA) and
-`cache_salt`, and every token from the start of the prompt to the end of the block. If the prompt
-has images, videos or audio, it also covers their content, and positions that are not the token's
-index. The keys of an end state are derived from the key of the block before it.
+Equal keys mean equal KV: a key covers the namespace digest, the request's `extra_key` and
+`cache_salt`, the content of its LoRA adapter, and every token from the start of the prompt to the
+end of the block. If the prompt has images, videos or audio, it also covers their content, and
+positions that are not the token's index. The keys of an end state are derived from the key of the
+block before it.
 
 If a block has KV of a draft model, its key also covers the next token: a draft model is given the
 token behind the one whose KV it keeps.
@@ -19,7 +20,7 @@ BlockKey = NewType("BlockKey", bytes)  # 32 bytes
 Digest = NewType("Digest", bytes)  # 32 bytes
 
 
-def _sized(part: str | None) -> bytes:
+def sized(part: str | None) -> bytes:
     """Length-prefixed UTF-8, so that no two field lists serialise alike; None differs from ''."""
     if part is None:
         return b"\xff" * 8
@@ -40,7 +41,7 @@ class KeySeed:
         """32 bytes that start the chain."""
         head = b"sglang_cake key v1" + self.namespace
         parts = (self.extra_key, self.cache_salt, self.adapter)
-        return hashlib.sha256(head + b"".join(_sized(part) for part in parts)).digest()
+        return hashlib.sha256(head + b"".join(sized(part) for part in parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)

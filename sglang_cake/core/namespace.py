@@ -1,22 +1,16 @@
 """The namespace: all facts that the meaning of stored KV bytes depends on.
 
-Its digest seeds every key and stands in every block header. So a change of any fact (model weights,
-dtype, tensor-parallel rank, block size, ...) makes a new namespace. There is no other invalidation:
-stored bytes are never reinterpreted. The caller that opens a store names the facts.
+Its digest seeds every key and stands in every block header. So a change of any fact but the label
+(model weights, dtype, shard, block size, ...) makes a new namespace. There is no other
+invalidation: stored bytes are never reinterpreted. The caller that opens a store names the facts.
 """
 
 import hashlib
 from dataclasses import dataclass
 
-from sglang_cake.core.keys import Digest
+from sglang_cake.core.keys import Digest, sized
 
 LABEL = "name"  # of the model, for people: equal weights with two names share one namespace
-
-
-def _sized(text: str) -> bytes:
-    """Length-prefixed UTF-8, so that no two field lists serialise alike."""
-    raw = text.encode()
-    return len(raw).to_bytes(8, "little") + raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class Namespace:
         hashed = hashlib.sha256(b"sglang_cake namespace v2")
         for name, value in self.fields:
             if name != LABEL:
-                hashed.update(_sized(name) + _sized(value))
+                hashed.update(sized(name) + sized(value))
         return Digest(hashed.digest())
 
     def describe(self) -> dict[str, str]:

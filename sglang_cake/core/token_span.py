@@ -13,3 +13,7 @@ class Span(NamedTuple):
     def tokens(self) -> int:
         """How many tokens the span covers."""
         return self.stop - self.start
+
+    def blocks(self, block_tokens: int) -> range:
+        """The blocks that the span touches."""
+        return range(self.start // block_tokens, -(-self.stop // block_tokens))

@@ -64,9 +64,9 @@ from sglang_cake.integration.metrics import (
 )
 from sglang_cake.integration.overlap import forward_hook
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
-from sglang_cake.integration.request.helpers import NoHelpers
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
+from sglang_cake.integration.request.runahead_interface import NoHelpers
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker

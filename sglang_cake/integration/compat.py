@@ -5,8 +5,8 @@ functions as they were in the checked versions. `require` compares them with the
 before anything is loaded. It searches SGLang's sources, which takes 0.1 s, and imports
 nothing of them, so that it sees no patch of another plugin.
 
-Private names of SGLang are used in this module alone, each behind a function, except for methods
-that a class of this package overrides.
+Private names of SGLang are used in this module alone, each behind a function, except for targets of
+hooks and for methods that a class of this package overrides.
 
     python -m sglang_cake.integration.compat      writes compat.toml anew for the installed version
 """
@@ -65,11 +65,15 @@ def require(version: str = INSTALLED, names: Names | None = None) -> None:
             f"{len(found)} places: {'; '.join(found)}. Install sglang{CHECKED}"
         )
     if version not in CHECKED:
-        logger.warning(
-            "cake was checked with SGLang %s, not with %s; all names that it uses are there",
-            CHECKED,
-            version,
+        _warn_once(
+            f"cake was checked with SGLang {CHECKED}, not with {version}; all names that it uses "
+            "are there"
         )
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    logger.warning(line)
 
 
 def differences(names: Names | None = None, version: str = INSTALLED) -> list[str]:

@@ -15,6 +15,7 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,7 +58,7 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
         "sglang_cake", "KV cache that reaches to disk: computes and loads a long prompt at once."
     )
     group.add_argument(
-        "--enable-cake", action="store_true", help="The same as --radix-cache-backend cake."
+        "--enable-cake", action=_Enable, help="The same as --radix-cache-backend cake."
     )
     for name in NAMES:
         setting = help_of(name)
@@ -69,6 +70,23 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
         help="TOML, JSON or YAML file with the same settings; flags and environment win over it.",
     )
     _shorten_errors(parser)
+
+
+class _Enable(argparse.Action):
+    """`--enable-cake`. Checks SGLang's names already here: if the method had another name that
+    `from_cli_args` is a hook of, the flag would have no effect."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object
+    ) -> None:
+        try:
+            compat.require()
+        except ConfigError as error:
+            _exit(error)
+        setattr(namespace, self.dest, True)
 
 
 def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:

@@ -235,12 +235,14 @@ class StepCosts:
         cost = record.agreed.cost
         count = cost.depth + math.ceil(2 * step_s / max(cost.block_s, 1e-6))
         least = record.agreed.load_from
-        if least is None:
-            return []
-        wanted = [
-            view.first + i for i, state in enumerate(view.states) if state == BlockState.WANTED
-        ]
-        return [block for block in reversed(wanted) if block >= least][:count]
+        found: list[int] = []
+        place = len(view.states)
+        while least is not None and len(found) < count:
+            place = view.states.rfind(BlockState.WANTED, 0, place)
+            if place < 0 or view.first + place < least:
+                break
+            found.append(view.first + place)
+        return found
 
     def is_overdue(self, record: PromptRecord) -> bool:
         """Whether a block of the request should have landed by now."""

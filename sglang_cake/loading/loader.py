@@ -1,4 +1,4 @@
-"""Reads stored blocks into host memory, last block first, for all prompts over one link.
+"""Reads stored blocks into host memory, last block first, for all prompts of a server.
 
 The scheduler thread says which prompts want which blocks (`begin`, `set_load_from`), which blocks
 are computed (`fence`) and when a prompt needs no further block (`end`). The I/O thread goes on
@@ -53,7 +53,7 @@ class StagedBlock:
     ) -> None:
         self.buffer = buffer
         self.used = False
-        self.reason = "unused"
+        self.reason = ""
         self._give = give
         self._on_free = on_free
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class StagedBlock:
             self._holders += 1
             return True
 
-    def release(self, *, used: bool, reason: str = "unused") -> None:
+    def release(self, *, used: bool, reason: str = "") -> None:
         """Stop being a holder. `reason` says why the bytes were not used, if they were not."""
         with self._lock:
             self.used |= used
@@ -362,7 +362,7 @@ class Loader:
     Args:
         store: None: no prompt may begin before `use`.
         staging: buffers of one block each; when they run out, loading pauses. With end states, a
-            quarter of them holds one and a block at least.
+            quarter of them must hold at least one end state and one block.
         queue_depth: the most reads under way at once.
         prior: cost of a store that nothing was read from yet.
         least_limit_s: every read may take that long.
@@ -592,7 +592,7 @@ class Loader:
 
     def _next_block(self) -> tuple[_PromptQueue, int] | None:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
-        # Waiting prompts leave the last buffers to the one that is served first.
+        # Only the prompt that is served first may use the last quarter of the buffers.
         for queue in self._queues:
             if queue.asks:
                 first = self._ranks.get(queue.request.load_id) == 0

@@ -19,8 +19,8 @@ TRANSITIONS has every change of state:
     ATTACHED  its landed bytes have joined the tree
 
 Three rules follow from the table: computing never enters a LANDED block, no CLAIMED block is ever
-attached, and no block is attached twice. Progress is certain, since every state but LANDED can be
-claimed, and a LANDED block can be attached or dropped.
+attached, and no block is attached twice. Progress is certain: a LANDED block can be attached or
+dropped, an ATTACHED one is behind the front, and a block in any other state can be claimed.
 
 This is Algorithm 1 of Cake (arXiv 2410.03065) with `io_ptr` replaced by a state per block, so that
 a lost block costs one block and not the rest of the prompt.
@@ -59,7 +59,7 @@ class Event(IntEnum):
     """What may happen to a block."""
 
     FIND = 0  # the lookup answers that it is stored
-    LAND = 1  # its checked bytes are in host memory on every rank
+    LAND = 1  # every rank has fetched and checked its bytes
     LOSE = 2  # it could not be loaded
     DROP = 3  # its landed bytes were given up, for want of memory
     CLAIM = 4  # the step being scheduled computes it
@@ -277,7 +277,7 @@ class Meet:
         return [block in run for block in range(self.blocks)]
 
     def landed(self, block: int) -> bool:
-        """The block is in host memory on every rank. False: too late, discard its bytes."""
+        """Every rank has fetched the block. False: too late, discard its bytes."""
         return self._apply(block, Event.LAND) is BlockState.LANDED
 
     def lost(self, block: int) -> list[int]:
@@ -376,7 +376,7 @@ class Meet:
 
     def blocks_of(self, span: Span) -> range:
         """The blocks that `span` touches."""
-        return range(span.start // self.block_tokens, -(-span.stop // self.block_tokens))
+        return span.blocks(self.block_tokens)
 
     def state(self, block: int) -> BlockState:
         """State of a block, or of an end block. End blocks of former targets are GONE."""

@@ -11,12 +11,13 @@ or compute from the front while blocks are loaded from the back.
 Decisions are not final: a prompt that is only computed is loaded once that pays, and the other way
 round.
 
-The split is greedy: each step starts from the blocks that have landed by then (docs/theory.md: 1.02
-times the time of a clairvoyant). Only the length of a step is predicted. A running step cannot be
-aborted, so computing past the meeting point is lost time. So a
-step is a whole chunk while that ends before the meeting point. The next one goes `1 - error` of the
-way, in whole blocks, if a wrong prediction would cost more than the fixed time of another step.
-Otherwise it goes to the meeting point.
+The split is greedy: each step starts from the blocks that have landed by then, which takes 1.02
+times as long as the best split with all speeds known (docs/theory.md). Only the length of a step is
+predicted. A running step cannot be aborted, so computing past the meeting point is lost time.
+
+A step is a whole chunk while that ends before the meeting point. The step after that covers
+`1 - error` of the rest, in whole blocks, if a wrong prediction would cost more than the fixed time
+of another step. Otherwise it covers all of it.
 
 Waits and short steps trust predictions of loads. All of them together make a prompt at most one
 step later than computing alone would (`patience_s`), whatever the store does.
@@ -84,7 +85,7 @@ class Outlook:
 
     @property
     def best_s(self) -> float:
-        """The remaining T* (docs/theory.md#the-meeting-point), with whole steps and blocks."""
+        """The predicted time of the best way."""
         return min(self.compute_s, self.load_s, self.both_s)
 
 
@@ -343,8 +344,8 @@ def _towards(meet: int, edge: int, view: View, costs: PromptCosts) -> StepPlan:
     stop = min(edge, max(meet, smallest))
     error = min(_LEAST_SURE, max(costs.prefill.error, costs.load.error))
     load_from = meet // size - int(error * (meet - stop) / size)
-    # In the last step towards the meet, a wrong prediction costs time in half of the cases; a
-    # shorter step costs another step.
+    # Half of the wrong predictions overshoot and lose time. A shorter step avoids that, and costs
+    # the fixed time of one more step.
     at_risk_s = error * costs.prefill.step_s(view.front, stop) / 2
     if stop == meet and at_risk_s > costs.prefill.fixed_s:
         # Whole blocks: a block that is begun cannot be loaded.

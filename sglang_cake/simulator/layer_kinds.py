@@ -1,8 +1,8 @@
 """Models whose layers differ: which layers have KV of all tokens, and what the others cost.
 
 A layer with a sliding window or a recurrent state has no KV of all tokens: its part of the end
-state is stored in place of it. The work of the kernels is that of their formulas; a chunk takes
-longer than that on a real GPU, mostly for sparse attention.
+state is stored in place of it. The work of kernels follows their formulas. A real GPU needs longer,
+mostly for sparse attention.
 """
 
 from collections.abc import Collection, Mapping

@@ -46,7 +46,8 @@ class SliceCounters(Counters):
 
 
 class HeadSliceStore:
-    """Implements `Store`. Slice `i` of a block has, of each row, the `i`th of equal runs of heads.
+    """Implements `Store`. Each row of a block is cut into equal runs of heads. Slice `i` has run
+    `i` of every row.
 
     A block without one of its slices is missing; a put stores the slices that are missing. Memory
     of a block is used for each concurrent read, and for each concurrent write.

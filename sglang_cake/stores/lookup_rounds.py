@@ -3,7 +3,7 @@
 The stored blocks of a prompt are usually its first ones. So the first round looks up a few keys far
 apart, and each further round looks up keys between a stored one and a missing one. Between two
 equal answers the same answer is assumed; a missing block between two stored ones is noticed when it
-is read. If there are at most `at_most` keys, every key is looked up.
+is read. If there are at most `at_once` keys, every key is looked up.
 """
 
 import asyncio

@@ -98,7 +98,6 @@ def open_blocks(
     rope_theta: float | None = None,
     counters: Counters | None = None,
     on_device: bool = False,
-    trace: TraceFile | None = None,
 ) -> Store:
     """Open a namespace for a server; the caller closes it.
 
@@ -109,7 +108,6 @@ def open_blocks(
         max_error: of `auto`.
         rope_theta: see `catalogue.chain_of`.
         on_device: see `EncodedStore`; ignored with codec `raw`.
-        trace: accesses are recorded there; it stays open when the store is closed.
 
     Raises: StoreUnavailable; ConfigError, also if the codec cannot encode such blocks.
     """
@@ -132,7 +130,7 @@ def open_blocks(
             counters=counters,
             on_device=on_device,
         )
-    return store if trace is None else RequestRecordingStore(store, trace)
+    return store
 
 
 def open_slices(
@@ -150,6 +148,7 @@ def open_slices(
     Args:
         namespaces: of the slices, in the order of heads; one, if blocks are stored whole.
         layout: of whole blocks.
+        trace: accesses are recorded there; it stays open when the store is closed.
         options: further arguments of `open_blocks`.
     """
     counters = counters or Counters()

@@ -33,10 +33,10 @@ from sglang_cake.integration.memory.copier import Copier, Save, SlotCopy
 from sglang_cake.integration.memory.kv_pool import Copy, CopyMemory, pieces_of
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 from sglang_cake.stores.base import BlockInfo, LentBlock, StoreStats
 from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
@@ -82,7 +82,7 @@ class GpuModel:
     def ideal_s(self, tokens: int, link_bytes_per_s: float) -> float:
         """T* of a wholly stored prompt."""
         load = LoadCost(STORE_LATENCY_S, self.layout.block_bytes / link_bytes_per_s)
-        return clairvoyant(
+        return ttft_lower_bound(
             Machine(self.prefill, load),
             tokens,
             chunk_tokens=self.chunk_tokens,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory import row_kernel
-from sglang_cake.integration.memory.kv_pool import Piece
+from sglang_cake.integration.memory.pool_planes import Piece
 
 GARBAGE = 0xEE
 _aten = torch.ops.aten

@@ -34,7 +34,7 @@ from sglang_cake.integration.boundary import (
 )
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.overlap.layer_gate import LayerGate
-from sglang_cake.integration.request.helpers import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoHelpers
 from sglang_cake.integration.scheduler.prefill_adder import AS_SGLANG, CakePrefillAdder
 
 PACKAGE = Path(sglang_cake.__file__).parent

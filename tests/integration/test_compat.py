@@ -167,6 +167,7 @@ def test_compat_unchecked_version_with_all_names_warns_once(
     with caplog.at_level(logging.WARNING, "sglang_cake"):
         names: compat.Names = {"sglang.version": {"__version__": ""}}
         compat.require("0.6.0", names)
+        compat.require("0.6.0", names)
         compat.require("0.5.23", names)
     (record,) = caplog.records
     assert "0.6.0" in record.getMessage()

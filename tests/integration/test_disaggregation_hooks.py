@@ -22,7 +22,7 @@ from sglang_cake.integration import boundary
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.request.helpers import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoHelpers
 
 Hooks = dict[str, Callable[..., Any]]
 

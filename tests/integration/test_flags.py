@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -479,6 +479,24 @@ print(json.dumps({{
         "resolve_once",
     ]
     assert not (tmp_path / "home" / "sglang_cake").exists(), "no store folder is made"
+
+
+def test_flags_enable_cake_without_the_hook_that_reads_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang only logs that the target of a hook is missing."""
+    from sglang_cake.integration import compat, flags
+
+    names = tmp_path / "compat.toml"
+    names.write_text('["sglang.srt.server_args.ServerArgs"]\nno_such_name = ""\n')
+    monkeypatch.setattr(compat, "NAMES_FILE", names)
+    parser = ArgumentParser()
+    flags.add_flags(None, parser)
+    assert parser.parse_args([]).enable_cake is False
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(["--enable-cake"])
+    assert caught.value.code == 2
+    assert "server_args.ServerArgs.no_such_name is missing" in capsys.readouterr().err
 
 
 def test_flags_differing_sglang_is_refused_only_with_enable_cake(

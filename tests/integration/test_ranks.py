@@ -101,7 +101,7 @@ def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> Non
         "loader.cost_of",
         "device_slots.stage",
         "device_slots.place",
-        "step_costs.remaining_s",
+        "step_costs.blocks_ahead",
     ],
 )
 def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, where: str) -> None:

@@ -24,8 +24,8 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
 from sglang_cake.loading.planner import Mode
 from sglang_cake.loading.priority import order
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Machine
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.throttled import ThrottledStore
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -213,7 +213,7 @@ def test_mode_auto_beside_others_is_at_most_a_step_behind_the_better_mode() -> N
         better_s = min(found["compute"], found["load"])
         assert found["auto"] <= 1.02 * better_s + step_s, seed
         machine = Machine(cost, load, others=lambda step, taken=others: taken)
-        ideal = clairvoyant(machine, tokens, chunk_tokens=CHUNK, block_tokens=BLOCK)
+        ideal = ttft_lower_bound(machine, tokens, chunk_tokens=CHUNK, block_tokens=BLOCK)
         over.append(found["auto"] / ideal.ttft_s)
     assert statistics.median(over) <= 1.10
     assert min(over) >= 1 - 1e-9

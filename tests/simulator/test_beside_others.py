@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_clairvoyant import costs, loads
+from test_ttft_lower_bound import costs, loads
 
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
 from sglang_cake.loading.planner import Mode
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import GPUS, find_medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Knowledge, Machine
 from sglang_cake.simulator.shapes import find_shape
@@ -25,6 +24,7 @@ from sglang_cake.simulator.simulated_server import (
     serve,
     simulate_prompt,
 )
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 
 BLOCK = 128
 
@@ -51,7 +51,7 @@ def outcome(machine: Machine, tokens: int, chunk: int) -> Outcome:
         simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode).ttft_s
         for mode in ("auto", "compute", "load")
     )
-    ideal = clairvoyant(machine, tokens, chunk_tokens=chunk)
+    ideal = ttft_lower_bound(machine, tokens, chunk_tokens=chunk)
     last = work_of(max(0, tokens - chunk), tokens)
     step_s = machine.prefill.work_s(StepWork(chunk, last.pairs))
     taken = machine.others(0) if machine.others else 0

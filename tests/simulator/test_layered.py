@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_clairvoyant import costs, loads
+from test_ttft_lower_bound import costs, loads
 
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.machine import Knowledge, Machine, Speed, StoreLink, layered_end_s
 from sglang_cake.simulator.simulated_server import POLL_S, Prompt, serve, simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 
 # Loading everything is the quickest by far: a prompt waits for all of its loads.
 SLOW = PrefillCost(fixed_s=0.02, token_s=0.05, pair_s=0.0)
@@ -251,7 +251,7 @@ def test_layered_step_mean_gain_equals_the_theory_for_one_block(suffix: int, gbp
     step_s = STEP.step_s(stored, tokens)
     assert step_s == pytest.approx(SUFFIXES[suffix], rel=0.01)
 
-    before = clairvoyant(one, tokens, chunk_tokens=512, stored_blocks=stored // BLOCK)
+    before = ttft_lower_bound(one, tokens, chunk_tokens=512, stored_blocks=stored // BLOCK)
     compute_token_s = STEP.fixed_s / 512 + STEP.token_s + STEP.pair_s * before.meet_token
 
     def gain(hidden_s: float) -> float:  # in %, of a last step that hides that much of the loads

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_beside_others import outcome
-from test_clairvoyant import costs, loads
+from test_ttft_lower_bound import costs, loads
 
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import StepPlan, next_step
-from sglang_cake.simulator.clairvoyant import clairvoyant
 from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.simulated_server import Prompt, serve, simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, virtual_scheduler
 
@@ -109,7 +109,7 @@ def test_overlap_loop_median_is_near_the_optimum_since_plans_count_the_running_s
     over: dict[str, list[float]] = {"rule": [], "now": []}
     for gb_per_s, tokens in itertools.product((2, 4, 8, 12, 25), (16384, 24000, 32768)):
         here = machine(model, gb_per_s)
-        ideal_s = clairvoyant(here, tokens, chunk_tokens=model.chunk_tokens).ttft_s
+        ideal_s = ttft_lower_bound(here, tokens, chunk_tokens=model.chunk_tokens).ttft_s
         for name, rule in (("rule", next_step), ("now", plan_for_now)):
             result = simulate_prompt(here, tokens, chunk_tokens=model.chunk_tokens, rule=rule)
             over[name].append(result.ttft_s / ideal_s)

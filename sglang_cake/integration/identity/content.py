@@ -1,8 +1,8 @@
 """The content of the files of a model or an adapter: SHA-256 over every byte, computed once.
 
 A digest is recorded in the user's cache folder under the file's device, inode, size, mtime and
-ctime. The model's folder is not used for that: an author of adapters there could record the digest
-of another adapter, and would be served that adapter's KV.
+ctime. Digests are not kept in the model's folder: a writer of that folder could record a false
+digest, and would be served the KV of another adapter.
 """
 
 import contextlib

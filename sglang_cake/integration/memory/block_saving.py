@@ -16,8 +16,8 @@ from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.writeback.block_writer import WriteJob, Writer
 
-# Inside a prompt, an end state is saved where the blocks since the last one are this many times as
-# many as its end blocks; at the end of a prompt, where they are as many.
+# Inside a prompt, an end state is saved only if this many times as many blocks as it has end blocks
+# lie between it and the previous one. At the end of a prompt, as many are enough.
 END_SPACING = 8
 
 FindEnd = Callable[[int], EndSlots | None]
@@ -34,7 +34,8 @@ class _Unsaved:
         next_block: blocks before this one were looked at.
         blocks: blocks that are new to the store, and had no buffer yet, ascending.
         end: the last block boundary whose end state was looked at, in tokens.
-        find_end: of an end state that is new to the store, and had no buffers yet.
+        find_end: finds the slots of an end state that is new to the store and had no buffers yet;
+            None: there is no such end state.
     """
 
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
@@ -181,8 +182,8 @@ class BlockSaving:
 
     def _save_end(self, record: PromptRecord, unsaved: _Unsaved) -> None:
         """Save the end state, if it is this rank's turn, there are buffers for all of it, and the
-        tree still has it. The other ranks ask their trees as well, since that makes the end the
-        one that was used last."""
+        tree still has it. The other ranks ask their trees too: a match marks the end as recently
+        used, and the trees must stay alike."""
         assert self._ends is not None
         assert unsaved.find_end is not None
         is_own = self._shard.stores(unsaved.end // self._block_tokens - 1)

@@ -21,7 +21,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import has_tracked_state
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
-from sglang_cake.integration.request.helpers import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoHelpers
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -69,9 +69,10 @@ class Service(Protocol):
 class CakeRadixCache(UnifiedRadixCache):
     """The default tree of SGLang; matching, locking and eviction stay its own.
 
-    Slots that hold landed blocks count as evictable: SGLang may plan with that memory, and `evict*`
-    gives them up after everything else. So SGLang's accounting balances at every moment. Slots of
-    end states are allocated when their prefix joins the tree, so they are never held.
+    Slots that are reserved, or hold landed blocks, count as evictable: SGLang may plan with that
+    memory, and `evict*` gives them up after everything else. So SGLang's accounting balances at
+    every moment. Slots of end states are allocated when their prefix joins the tree, so they are
+    never held.
 
     Attributes: set by `build`, and None where cake, or that part of it, is off.
         ends: the end states of the model; None: a prefix may end at every block.

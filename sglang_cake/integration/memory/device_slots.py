@@ -165,7 +165,7 @@ class DeviceSlots:
         Slots of these blocks outside of the span are freed. The forwards that follow see the copies
         complete.
         """
-        blocks = self._blocks_of(span)
+        blocks = span.blocks(self._block_tokens)
         copies = {b: record.memory.slots[b] for b in blocks}
         self._taken += self._order_forwards_after(copies.values())
         slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
@@ -207,7 +207,7 @@ class DeviceSlots:
         """Slots of the blocks of `span`, by block: those of landed blocks, and others for blocks
         in `being_read`, which the caller fills. The caller owns them until `trim` or `take_back`.
         None: not enough memory."""
-        blocks = self._blocks_of(span)
+        blocks = span.blocks(self._block_tokens)
         landed = [b for b in blocks if b not in being_read]
         if not self.place(record, landed) or self.uncopied(record, landed):
             return None
@@ -232,7 +232,7 @@ class DeviceSlots:
     def trim(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
         """Of lent slots, those of `span`, which the caller owns from now on; the others are
         freed."""
-        slots = torch.cat([lent[b] for b in self._blocks_of(span)])
+        slots = torch.cat([lent[b] for b in span.blocks(self._block_tokens)])
         offset = span.start % self._block_tokens
         stop = offset + span.tokens
         self.free(torch.cat([slots[:offset], slots[stop:]]))
@@ -300,9 +300,6 @@ class DeviceSlots:
     def _with_slots(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
         """Of `blocks`, those that get slots: all but end blocks."""
         return [block for block in blocks if block < record.meet.blocks]
-
-    def _blocks_of(self, span: Span) -> range:
-        return range(span.start // self._block_tokens, -(-span.stop // self._block_tokens))
 
     def _allocate(
         self, blocks: Collection[int], reclaim_from: Sequence[PromptRecord] = ()

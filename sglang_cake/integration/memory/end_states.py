@@ -9,8 +9,8 @@ tokens, the prefix's ends. At an end it needs an end state:
 | recurrent: Mamba, linear attention, short convolutions | their state behind token `P - 1` |
 | compressed: DeepSeek V4 | the last page of the window, with sums of tokens yet to be compressed |
 
-An end state is stored as end blocks. Each has the size of a block, and zeros behind its bytes. So
-stores, host buffers and the loader know one size.
+An end state is stored as end blocks. Each has the size of a block; unused bytes are zero.
+So stores, host buffers and the loader handle one size.
 """
 
 import itertools

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import mib
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.pool_planes import pool_planes
+from sglang_cake.integration.memory.pool_planes import WORDS, Piece, pool_planes
 
 COPY_BYTES = 128 * 2**20  # at most, of device memory, for the copies of a process
 PIECE_BYTES = 24 * 2**20  # of a block, at most, that one DMA and one kernel move
@@ -25,21 +25,9 @@ OUT_BYTES = 3 * PIECE_BYTES  # of device memory, at most, for blocks on their wa
 # Device memory that decoding takes beside the block itself, in sizes of the block (5.1 at most, of
 # what is decoded on a device).
 DECODING_BLOCKS = 5.5
-# Row copies use the widest integer type that divides every row, whatever the dtype of the KV: there
-# are no index kernels for float8.
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
 
 # A point of the device's work: events that are recorded at it. On a CPU there are none.
 Fence = tuple[torch.cuda.Event, ...]
-
-
-class Piece(NamedTuple):
-    """Consecutive planes of a block."""
-
-    planes: slice
-    start: int  # its first byte
-    size_bytes: int
 
 
 def pieces_of(layout: BlockLayout) -> list[Piece]:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class KvShard:
     """The KV of one rank. Ranks that hold the same shard share a namespace, and take turns at
-    storing its blocks: each block is stored by one rank, and read by all.
+    storing its blocks: each block is stored by one rank of each machine, and read
+    by all.
 
     A block that a rank could not read is stored by that rank, whoever's turn it is. If a rank fails
     to store a block, the block is absent, and computed.
@@ -23,8 +24,8 @@ class KvShard:
     Attributes:
         index, count: shard `index` of `count` different ones.
         has_all_heads: all ranks hold the same KV, whatever their number.
-        turn, turns: of `turns` ranks on this machine with this shard, this is number `turn`. Ranks
-            on other machines may have other disks, so each machine stores every block.
+        turn, turns: this rank is number `turn` of the `turns` ranks on this machine that hold the
+            shard. Ranks on other machines may have other disks, so each machine stores every block.
     """
 
     index: int = 0

@@ -6,12 +6,16 @@ refused: blocks without that memory would be wrong KV.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import DTYPE_BYTES, Parts, PlaneGroup
+
+# Row copies use the widest integer type that divides every row, whatever the dtype of the KV: there
+# are no index kernels for float8.
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 # Attributes of a pool that are pools with the same slots, and the prefix for names of their planes.
 # A hybrid has a pool for full attention. MiniMax's sparse attention has one for all layers, and one
@@ -46,6 +50,14 @@ class PoolPlanes:
     def slots(self) -> int:
         """Every buffer has rows for at least so many slots."""
         return min(map(len, self.buffers)) * self.group.row_tokens
+
+
+class Piece(NamedTuple):
+    """Consecutive planes of a block."""
+
+    planes: slice
+    start: int  # its first byte
+    size_bytes: int
 
 
 def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") -> list[PoolPlanes]:

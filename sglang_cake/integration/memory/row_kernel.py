@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.kv_pool import WORDS, Piece
+from sglang_cake.integration.memory.pool_planes import WORDS, Piece
 
 # Memory is addressed in units: the widest power of two, up to what one access of a thread can copy,
 # that divides the address and the width of every row. A unit has one or two words.

@@ -1,4 +1,4 @@
-"""SGLang's KV pool by layers: copies of rows, and the gate that a forward passes at each layer.
+"""Copies rows of one layer into and out of SGLang's KV pool, and lets a forward wait at each layer.
 
 KV-Runahead and overlapped last steps use it to bring KV of a layer into the pool before attention
 reads it, and to take KV out as soon as it is written.

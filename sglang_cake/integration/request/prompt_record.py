@@ -1,4 +1,4 @@
-"""The record of one live prompt, in parts that have one writer each.
+"""The record of one live prompt, in parts. Each part but `meet` has one writer.
 
 | part | holds | writer |
 |---|---|---|
@@ -8,11 +8,11 @@
 | `AgreedLoads` | what all ranks know | `PromptLoads` |
 | `LandedMemory` | the memory of landed blocks | `DeviceSlots` |
 | `QueueState` | how the request is scheduled | `Coordinator` |
-| `PromptStats` | numbers that are only reported | `Coordinator` |
+| `PromptStats` | numbers that are reported | `Coordinator` |
 | `PromptRecord.helped` | what KV-Runahead reports | `Runahead` |
 
-A block on its way from the store to the tree is in these places, one after another; the blocks that
-an overlapped last step uses go from the first to the last. Terms: docs/glossary.md.
+A block on its way from the store to the tree is in these places, one after another. Blocks of an
+overlapped last step go from place 1 directly to place 4. Terms: docs/glossary.md.
 
 1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
 2. `LandedMemory.staged`: every rank has its part of the block. The block is `LANDED`.
@@ -63,7 +63,7 @@ class LoadUpdate:
         lost: blocks that a rank could not fetch, ascending.
         elapsed_s: the shortest wait of all ranks, see `PromptRecord.local_elapsed_s`.
         now_s: a clock that all ranks share.
-        cost: of the loads that the prompt has ahead of it, on the fastest rank.
+        cost: of the loads that the prompt has ahead of it, each number the smallest of all ranks.
     """
 
     stored: tuple[bool, ...] | None
@@ -82,8 +82,8 @@ class LocalLoads:
 
     Attributes:
         cost: of the loads that the prompt has ahead of it, as measured here.
-        served_since_s: when the lookup began; then, when the link began to serve this prompt first,
-            or the last poll while it serves others first.
+        served_since_s: the start of the present wait: of the lookup, and then of the time in which
+            the link serves this prompt first. Each poll sets it anew while others are served first.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
@@ -171,7 +171,7 @@ class QueueState:
         yielded: the request left the device to others, and has not computed since.
         planned: a step of the request was planned since the last poll.
         times_requeued: how often it went back to the queue between two chunks.
-        remaining_s: predicted time to the end of its prefill.
+        remaining_s: predicted time to the end of its prefill; None: to be predicted anew.
         relied_from: as in `LoadProgress`.
         relied_since_s: the shared clock when that step could begin.
     """
@@ -179,15 +179,15 @@ class QueueState:
     yielded: bool = False
     planned: bool = False
     times_requeued: int = 0
-    remaining_s: float = 0.0
+    remaining_s: float | None = None
     relied_from: int | None = None
     relied_since_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class PromptStats:
-    """Numbers that are reported, and decide nothing but whether prefill is over. Writer:
-    `Coordinator`.
+    """Numbers that are reported. Two decide something: `prefill_s`, whether prefill is over, and
+    `matched_tokens`, which blocks are stored. Writer: `Coordinator`.
 
     Attributes:
         predicted_s: time to first token, as predicted when the first step was planned.
@@ -344,10 +344,14 @@ class PromptRecord:
             return False  # the island joins the tree in that step
         return self.next_step(mode, chunk_tokens, costs).wait
 
-    def queue_entry(self, chunk_tokens: int, now_s: float) -> QueueEntry:
+    def queue_entry(
+        self, chunk_tokens: int, now_s: float, remaining_s: Callable[[], float]
+    ) -> QueueEntry:
         """What `priority.order` needs, except for tenant and priority.
 
-        Args: now_s: the shared clock.
+        Args:
+            now_s: the shared clock.
+            remaining_s: predicts the time to the end of the prefill.
         """
         first_poll_s = self.agreed.first_poll_s
         waited_s = 0.0 if first_poll_s is None else now_s - first_poll_s
@@ -357,7 +361,7 @@ class PromptRecord:
             self.rid,
             self.meet.view(),
             loads=self.agreed.load_from is not None,
-            remaining_s=lambda: self.queue.remaining_s,
+            remaining_s=remaining_s,
             waited_s=waited_s,
             begun=self.agreed.begun,
             chunk_tokens=chunk_tokens,

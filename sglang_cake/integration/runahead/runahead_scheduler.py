@@ -21,8 +21,8 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
-from sglang_cake.integration.request.helpers import NoHelpers, Verdict
 from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.request.runahead_interface import NoHelpers, Verdict
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,

@@ -1,5 +1,5 @@
-"""All live prompts of one scheduler process: takes the loader's events, asks the pure parts for
-decisions, and carries them out.
+"""The coordinator holds all live prompts of a scheduler process. It takes the loader's events, asks
+`planner` and `meet` for decisions, and carries them out.
 
 SGLang drives it in this order in each scheduling step:
 
@@ -101,7 +101,7 @@ class Coordinator:
     Attributes:
         block_tokens: tokens of a whole block.
         next_tokens: as for `KeyChain`.
-        suspended: the tree holds KV of before a change of weights.
+        suspended: the tree still holds KV of the old weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
         tree_evicts: the tree was asked for slots since the last poll.
@@ -349,7 +349,7 @@ class Coordinator:
 
     @property
     def placed_tokens(self) -> int:
-        """Slots that hold landed blocks."""
+        """Slots that are reserved for blocks, or hold landed ones."""
         return self._device_slots.placed_tokens
 
     @property
@@ -415,9 +415,9 @@ class Coordinator:
         record = self._records.get(req.rid)
         if record is None or not record.meet.pending:
             return None
-        record.queue.remaining_s = self.step_costs.remaining_s(record)
+        record.queue.remaining_s = None
         if record.stats.predicted_s is None:
-            record.stats.predicted_s = record.local_waited_s() + record.queue.remaining_s
+            record.stats.predicted_s = record.local_waited_s() + self._remaining_s(record)
         costs = self.step_costs.costs(record)
         step = record.next_step(self._config.mode, chunk_tokens, costs)
         self.waiting |= step.wait
@@ -520,7 +520,8 @@ class Coordinator:
         record = self._records.get(req.rid)
         now_s = self.prompt_loads.now_s
         if record is not None:
-            entry = record.queue_entry(self.step_costs.chunk_tokens, now_s)
+            chunk_tokens = self.step_costs.chunk_tokens
+            entry = record.queue_entry(chunk_tokens, now_s, lambda: self._remaining_s(record))
         else:
             since_s = self._unrecorded_since_s.setdefault(req, now_s)
             entry = QueueEntry(req.rid, None, now_s - since_s)
@@ -591,7 +592,7 @@ class Coordinator:
         for record, update in zip(open_records, updates, strict=True):
             self.prompt_loads.apply(record, update)
             if (update.stored or update.fetched or update.lost) and record.loading:
-                record.queue.remaining_s = self.step_costs.remaining_s(record)
+                record.queue.remaining_s = None
         return [
             record
             for record, update in zip(open_records, updates, strict=True)
@@ -626,7 +627,7 @@ class Coordinator:
                 if record in found or load_from != record.agreed.load_from:
                     overdue = self.step_costs.is_overdue(record)
                     self.prompt_loads.set_load_from(record, load_from, overdue=overdue)
-                    record.queue.remaining_s = self.step_costs.remaining_s(record)
+                    record.queue.remaining_s = None
             record.queue.planned = False
             ahead += record.device_work
 
@@ -642,6 +643,12 @@ class Coordinator:
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
+
+    def _remaining_s(self, record: PromptRecord) -> float:
+        """Predicted time to the end of the prefill, as of the last change of what it depends on."""
+        if record.queue.remaining_s is None:
+            record.queue.remaining_s = self.step_costs.remaining_s(record)
+        return record.queue.remaining_s
 
     def _has_memory_for(self, record: PromptRecord) -> bool:
         """Whether a prompt may have slots before it is admitted: it could be admitted now, beside

@@ -1,5 +1,5 @@
-"""The loads of the live prompts: the loader's events go to their records, and what they want loaded
-goes to the loader."""
+"""Writes the loader's events into the prompts' records, and tells the loader which blocks are
+wanted."""
 
 from collections.abc import Sequence
 
@@ -93,8 +93,8 @@ class PromptLoads:
     def set_load_from(
         self, record: PromptRecord, block: int | None, *, overdue: bool = False
     ) -> None:
-        """From now on blocks from `block` on are worth loading; None: no block is. If a block is
-        overdue as well, none will be asked for again."""
+        """From now on blocks from `block` on are worth loading; None: loading stops, and with
+        `overdue` it stops for good."""
         if overdue and block is None:
             self._late(record)
         record.set_load_from(block)

@@ -1,9 +1,10 @@
 """Tensor-parallel ranks decide on the same facts in the same step.
 
-Each rank has its own store entries and its own loader, so a block is fetched at a different moment
-on each. Before anything is decided, every rank contributes its view to one MIN-reduction: a block
-has landed when every rank has fetched it, it is lost when one rank lost it, and clocks and costs
-are the smallest of all ranks. Decisions on the result are deterministic, so the ranks stay alike.
+Each rank has its own loader, and its own store entries unless ranks share a shard, so a block is
+fetched at a different moment on each. Before anything is decided, every rank contributes its view
+to one MIN-reduction: a block has landed when every rank has fetched it, it is lost when one rank
+lost it, and clocks and costs are the smallest of all ranks. Decisions on the result are
+deterministic, so the ranks stay alike.
 """
 
 import math

@@ -33,7 +33,7 @@ class HeldBlock:
     Attributes:
         ident: its number in the eviction policy.
         users: reads, leases, and the write that fills it. A block in use is not evicted.
-        unwritten: stores below that are yet to get it (`BlockMemory.keep`).
+        unwritten: number of lower tiers that do not have the block yet (`BlockMemory.keep`).
         whole: all bytes are there.
         gone: evicted or deleted; its buffer is free once nobody uses it.
     """

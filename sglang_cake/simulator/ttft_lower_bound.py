@@ -8,8 +8,8 @@ all t, or the time to compute everything. The bound assumes the best:
 - Chunks and blocks are divisible, and both sides run without a pause.
 - The gap has the cheapest tokens possible, and is computed in the same steps as the tail, as few as
   can hold both.
-- Beside other users, the device steps for them from 0 on. So the steps from t on may be any that
-  have begun by then if earlier ones were for others alone; the best are taken.
+- Beside other users, steps start at time 0. The bound may pick any step that has begun by t, as if
+  all earlier steps were for others alone, and takes the best choice.
 - Where KV arrives layer by layer (`Machine.layers`) and no other user is on the device, the loads
   go on until the last layer of the step at t begins, all of them layer by layer:
   C(x) + S (1 - 1/L) = l (n - x) (docs/theory.md).
@@ -19,8 +19,8 @@ So no schedule of whole chunks and blocks is faster, however the speeds of devic
 at t. The minimum is found by branch and bound, from below, to TOLERANCE.
 
 Padding to the sizes of graphs is left out. A step over [a, b) pays p a for its prefix
-(`PrefillCost.prefix_s`, p). Only the last step counts as paying, and the larger of two bounds is
-kept, for a prompt of n tokens and chunks of c:
+(`PrefillCost.prefix_s`, p). Only the prefix of the last step is charged, and the larger of two
+bounds is kept, for a prompt of n tokens and chunks of c:
 
 - It begins at n - c at the earliest, so it pays at least p (n - c).
 - It pays p n less p for each of its tokens. If all tokens cost p less, p n is added.
@@ -41,7 +41,7 @@ BISECTIONS = 40
 MOST_STEPS = 100_000  # that are considered
 
 
-def clairvoyant(
+def ttft_lower_bound(
     machine: Machine,
     prompt_tokens: int,
     *,
@@ -65,7 +65,7 @@ def clairvoyant(
 
     def bound(cost: PrefillCost, prefix_tokens: int) -> Ideal:
         here = replace(machine, prefill=cost)
-        ideal = _clairvoyant(here, prompt_tokens, chunk_tokens, block_tokens, stored)
+        ideal = _lower_bound(here, prompt_tokens, chunk_tokens, block_tokens, stored)
         steady = machine.device == Speed()  # otherwise the last step may be quicker
         return replace(ideal, ttft_s=ideal.ttft_s + steady * prefix_s * prefix_tokens)
 
@@ -76,7 +76,7 @@ def clairvoyant(
     return max(bounds, key=lambda ideal: ideal.ttft_s)
 
 
-def _clairvoyant(
+def _lower_bound(
     machine: Machine, prompt_tokens: int, chunk_tokens: int, block_tokens: int, stored: int
 ) -> Ideal:
     device = _Device(machine, prompt_tokens, chunk_tokens)

@@ -1,5 +1,5 @@
-"""Whether other servers compute a part of a step: none does, unless this server is a member of a
-KV-Runahead group (`integration/runahead/runahead_scheduler.py`)."""
+"""The interface of KV-Runahead to the core. `NoHelpers` implements it for a server that is in no
+group, `Runahead` (`integration/runahead/runahead_scheduler.py`) for a member of one."""
 
 from typing import TYPE_CHECKING, Any, Literal
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
-from sglang_cake.simulator.clairvoyant import TOLERANCE, clairvoyant
 from sglang_cake.simulator.machine import Machine, Speed, StoreLink
 from sglang_cake.simulator.simulated_server import simulate_prompt
+from sglang_cake.simulator.ttft_lower_bound import TOLERANCE, ttft_lower_bound
 
 costs = st.builds(
     PrefillCost,
@@ -49,7 +49,7 @@ def speeds(draw: st.DrawFn) -> Speed:
     plan_s=st.sampled_from([None, 0.0, 0.0015]),
     end_blocks=st.sampled_from([0, 0, 1, 30]),
 )
-def test_clairvoyant_random_races_are_never_faster(
+def test_ttft_lower_bound_random_races_are_never_faster(
     cost: PrefillCost,
     load: LoadCost,
     device: Speed,
@@ -80,24 +80,24 @@ def test_clairvoyant_random_races_are_never_faster(
     )
     stored = None if share is None else int(share * (tokens // 128))
     result = simulate_prompt(machine, tokens, chunk_tokens=chunk, mode=mode, stored_blocks=stored)
-    ideal = clairvoyant(machine, tokens, chunk_tokens=chunk, stored_blocks=stored)
+    ideal = ttft_lower_bound(machine, tokens, chunk_tokens=chunk, stored_blocks=stored)
     assert result.ttft_s >= ideal.ttft_s * (1 - 1e-9)
 
 
-def test_clairvoyant_without_stored_blocks_equals_computing() -> None:
+def test_ttft_lower_bound_without_stored_blocks_equals_computing() -> None:
     """Of what nobody stores the bound is exact: whole steps, and others as they come."""
     for others in (None, lambda step: 37 * step % 400):
         machine = Machine(PrefillCost(0.01, 1e-4, 1e-8), LoadCost(0.0, 0.01), others=others)
         for tokens in (1, 511, 512, 513, 5000):
             result = simulate_prompt(machine, tokens, chunk_tokens=512, stored_blocks=0)
-            ideal = clairvoyant(machine, tokens, chunk_tokens=512, stored_blocks=0)
+            ideal = ttft_lower_bound(machine, tokens, chunk_tokens=512, stored_blocks=0)
             assert ideal.ttft_s == pytest.approx(result.ttft_s)
 
 
-def test_clairvoyant_last_step_also_computes_blocks_not_loaded() -> None:
+def test_ttft_lower_bound_last_step_also_computes_blocks_not_loaded() -> None:
     """A step has a price of its own: one that holds both is cheaper than two."""
     machine = Machine(PrefillCost(1.0, 1e-4, 0.0), LoadCost(0.0, 0.128))
-    found = clairvoyant(machine, 8 * 128 + 100, chunk_tokens=512)
+    found = ttft_lower_bound(machine, 8 * 128 + 100, chunk_tokens=512)
     # 612 tokens come in 0.612 s; one step computes 412 others and the tail.
     assert found.ttft_s == pytest.approx(0.612 + 1.0 + 512 * 1e-4, rel=2 * TOLERANCE)
 
@@ -122,37 +122,39 @@ def test_mode_auto_is_at_most_two_percent_behind_the_better_mode(
     assert times["auto"] <= 1.02 * min(times["compute"], times["load"])
 
 
-def test_clairvoyant_constant_speeds_equal_the_closed_form() -> None:
+def test_ttft_lower_bound_constant_speeds_equal_the_closed_form() -> None:
     token_s, block_s, tokens = 1e-4, 0.01, 12801
     machine = Machine(PrefillCost(0.0, token_s, 0.0), LoadCost(0.0, block_s))
     load_token_s = block_s / 128
     expected_s = (tokens - 1) * token_s * load_token_s / (token_s + load_token_s)
-    found = clairvoyant(machine, tokens, chunk_tokens=512)
+    found = ttft_lower_bound(machine, tokens, chunk_tokens=512)
     assert found.ttft_s == pytest.approx(expected_s + token_s, rel=2 * TOLERANCE)
     assert found.meet_token == pytest.approx(expected_s / token_s, rel=1e-3)
 
 
-def test_clairvoyant_end_blocks_are_loaded_before_any_token() -> None:
+def test_ttft_lower_bound_end_blocks_are_loaded_before_any_token() -> None:
     token_s, block_s, tokens = 1e-4, 0.01, 12801
     machine = Machine(PrefillCost(0.0, token_s, 0.0), LoadCost(0.0, block_s), end_blocks=20)
     load_token_s = block_s / 128
     # Until t the device computes t / token_s tokens, and (t - 20 block_s) / load_token_s come.
     expected_s = (12800 + 20 * 128) * token_s * load_token_s / (token_s + load_token_s)
-    found = clairvoyant(machine, tokens, chunk_tokens=512)
+    found = ttft_lower_bound(machine, tokens, chunk_tokens=512)
     assert found.ttft_s == pytest.approx(expected_s + token_s, rel=2 * TOLERANCE)
 
 
-def test_clairvoyant_very_slow_link_is_not_used() -> None:
+def test_ttft_lower_bound_very_slow_link_is_not_used() -> None:
     machine = Machine(PrefillCost(0.0, 1e-6, 0.0), LoadCost(10.0, 1.0))
-    assert clairvoyant(machine, 10_000, chunk_tokens=512).ttft_s == pytest.approx(0.01)
+    assert ttft_lower_bound(machine, 10_000, chunk_tokens=512).ttft_s == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("layers", [2, 40])
-def test_clairvoyant_layers_gain_alone_and_not_among_others(layers: int) -> None:
+def test_ttft_lower_bound_layers_gain_alone_and_not_among_others(layers: int) -> None:
     one = Machine(PrefillCost(0.01, 1e-4, 0.0), LoadCost(0.0, 0.01))
     for others, gains in ((None, True), (lambda step: 100, False)):
         plain_s, early_s = (
-            clairvoyant(replace(one, others=others, layers=count), 8192, chunk_tokens=512).ttft_s
+            ttft_lower_bound(
+                replace(one, others=others, layers=count), 8192, chunk_tokens=512
+            ).ttft_s
             for count in (1, layers)
         )
         assert (early_s < plain_s) == gains
@@ -176,5 +178,5 @@ def test_mode_auto_random_speeds_median_is_near_the_optimum() -> None:
             _trace(draw, 0.3, 0.1),
         )
         result = simulate_prompt(machine, 16384, chunk_tokens=512)
-        over.append(result.ttft_s / clairvoyant(machine, 16384, chunk_tokens=512).ttft_s)
+        over.append(result.ttft_s / ttft_lower_bound(machine, 16384, chunk_tokens=512).ttft_s)
     assert statistics.median(over) <= 1.05
