@@ -82,19 +82,15 @@ async def read(store):
     return bytes(out)
 
 
-def test_own_codec_is_named_by_flag_and_stored_in_frames(deflate, tmp_path):
+async def test_own_codec_is_named_by_flag_and_stored_in_frames(deflate, tmp_path):
     config = from_mapping({"codec": "deflate"})
     assert not config.lossy
     assert "deflate" in own_names()
     counters = Counters()
-
-    async def go():
-        store = opened(tmp_path, config.codec, counters)
-        assert await store.put(KEY, memoryview(BLOCK))
-        assert await read(store) == BLOCK
-        await store.close()
-
-    asyncio.run(go())
+    store = opened(tmp_path, config.codec, counters)
+    assert await store.put(KEY, memoryview(BLOCK))
+    assert await read(store) == BLOCK
+    await store.close()
     assert counters.snapshot()["encoded_blocks", "deflate"] == 1
     stored = next(tmp_path.rglob(KEY.hex())).read_bytes()
     assert len(stored) < SMOOTH.block_bytes
@@ -113,27 +109,23 @@ def test_own_lossy_codec_is_told_by_its_chain(install):
     assert chain_of("int8by64", SMOOTH).of_first().leading is not None
 
 
-def test_block_of_a_codec_that_is_not_installed_is_a_miss_and_imports_nothing(install, tmp_path):
+async def test_block_of_a_codec_that_is_not_installed_is_a_miss_and_imports_nothing(install, tmp_path):
     """A stored name imports nothing, also where a package registers that very name."""
     install("trap = cake_trap:CHAIN", "cake_trap", "raise AssertionError('imported')")
-
-    async def go():
-        text = b'[["trap",{}]]'
-        payload = (len(text).to_bytes(4, "little") + text).ljust(64, b"\0") + bytes(100)
-        for codec in ("zstd", "trap"):
-            frame = encoded_frame(namespace(codec), SMOOTH, codec)
-            (source,) = parse_sources(f"{tmp_path.as_uri()}?min_free=0")
-            inner = source.open(frame, depth=1)
-            await inner.put(KEY, memoryview(payload))
-            await inner.close()
-        store = opened(tmp_path, "zstd")
-        with pytest.raises(BlockCorrupt):
-            await read(store)
-        with pytest.raises(BlockMissing):
-            await read(store)
-        await store.close()
-
-    asyncio.run(go())
+    text = b'[["trap",{}]]'
+    payload = (len(text).to_bytes(4, "little") + text).ljust(64, b"\0") + bytes(100)
+    for codec in ("zstd", "trap"):
+        frame = encoded_frame(namespace(codec), SMOOTH, codec)
+        (source,) = parse_sources(f"{tmp_path.as_uri()}?min_free=0")
+        inner = source.open(frame, depth=1)
+        await inner.put(KEY, memoryview(payload))
+        await inner.close()
+    store = opened(tmp_path, "zstd")
+    with pytest.raises(BlockCorrupt):
+        await read(store)
+    with pytest.raises(BlockMissing):
+        await read(store)
+    await store.close()
     assert main(["store", "ls", tmp_path.as_uri()]) == 0
     assert main(["store", "verify", tmp_path.as_uri()]) == 0
     assert "trap" in own_names()

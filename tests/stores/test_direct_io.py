@@ -122,22 +122,19 @@ def beside_a_page(size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
+async def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
     tmp_path, small_pieces, size, new_out, is_cold
 ):
-    async def test(stored):
+    async with stored_block(tmp_path, size) as stored:
         if is_cold:
             await stored.make_cold()
         assert await stored.read(new_out(size)) == stored.data
 
-    with_block(tmp_path, size, test)
-
 
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pieces, is_cold):
+async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pieces, is_cold):
     size = 3 * SMALL + 100
-
-    async def test(stored):
+    async with stored_block(tmp_path, size) as stored:
         if is_cold:
             await stored.make_cold()
         out = on_page(size)
@@ -148,113 +145,92 @@ def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pie
         assert len(told.counts) >= 4, "0 and the end, and more than one between them"
         assert told.counts[-1] == size
 
-    with_block(tmp_path, size, test)
 
-
-def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(disk, monkeypatch, small_pieces):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(3 * SMALL)) == stored.data
         assert reads.direct == [True] * 3
         assert not stored.is_cached()
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch, small_pieces):
+    async with stored_block(disk, 2 * SMALL + 100) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(2 * SMALL + 100)) == stored.data
         assert reads.direct == [True, True, False]
 
-    with_block(disk, 2 * SMALL + 100, test)
 
-
-def test_direct_read_block_in_the_page_cache_is_read_buffered(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_block_in_the_page_cache_is_read_buffered(disk, monkeypatch, small_pieces):
+    async with stored_block(disk, SMALL) as stored:
         assert stored.is_cached()  # it was just written
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(SMALL)) == stored.data
         assert reads.direct == [False]
 
-    with_block(disk, SMALL, test)
 
-
-def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
-    async def test(stored):
+async def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
+    async with stored_block(disk, SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
         assert await stored.read(beside_a_page(SMALL)) == stored.data
         assert not any(reads.direct)
 
-    with_block(disk, SMALL, test)
-
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
+async def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
     disk, monkeypatch, small_pieces, number
 ):
     def refuse(direct):
         if direct:
             raise OSError(number, "not like this")
-
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, refuse)
         assert await stored.read(on_page(3 * SMALL)) == stored.data
         assert reads.direct == [True, False, False, False]
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monkeypatch, small_pieces):
+async def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monkeypatch, small_pieces):
     def fail(direct):
         raise OSError(errno.EIO, "broken")
-
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, fail)
         with pytest.raises(StoreUnavailable):
             await stored.read(on_page(3 * SMALL))
         assert reads.direct == [True]
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monkeypatch, small_pieces):
+async def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monkeypatch, small_pieces):
     real = fcntl.fcntl
 
     def refuse(fd, command, *args):
         if command == fcntl.F_SETFL and args[0] & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct reads")
         return real(fd, command, *args)
-
-    async def test(stored):
+    async with stored_block(disk, SMALL) as stored:
         await stored.make_cold()
         monkeypatch.setattr(fcntl, "fcntl", refuse)
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(SMALL)) == stored.data
         assert reads.direct == [False]
 
-    with_block(disk, SMALL, test)
-
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
 @pytest.mark.parametrize("size", [SMALL, SMALL + 1])
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
-def test_file_store_on_tmpfs_block_is_read_back(small_pieces, size, new_out):
-    async def test(stored):
-        assert await stored.read(new_out(size)) == stored.data
-
+async def test_file_store_on_tmpfs_block_is_read_back(small_pieces, size, new_out):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        with_block(Path(root), size, test)
+        async with stored_block(Path(root), size) as stored:
+            assert await stored.read(new_out(size)) == stored.data
 
 
 @pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + SMALL, HEADER_BYTES + 2 * SMALL])
-def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch, small_pieces, at):
-    async def test(stored):
+async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch, small_pieces, at):
+    async with stored_block(disk, 3 * SMALL) as stored:
         with stored.path.open("r+b") as file:
             file.seek(at)
             (byte,) = file.read(1)
@@ -268,28 +244,23 @@ def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch,
         with pytest.raises(BlockMissing):
             await stored.read(on_page(3 * SMALL))
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch, small_pieces):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, lambda direct: os.truncate(stored.path, HEADER_BYTES + 100))
         with pytest.raises(BlockCorrupt, match="ends after"):
             await stored.read(on_page(3 * SMALL))
         assert reads.direct[0]
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, small_pieces):
+async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, small_pieces):
     entered, go = threading.Event(), threading.Event()
 
     def hold(direct):
         entered.set()
         go.wait(60)  # bounded, so that a test that fails does not hang
-
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads, out = Reads(monkeypatch, hold), on_page(3 * SMALL)
         task = asyncio.create_task(stored.read(out))
@@ -306,18 +277,15 @@ def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, s
         assert await stored.read(on_page(3 * SMALL)) == stored.data
         assert bytes(out) == bytes(len(out))
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch, small_pieces):
+async def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch, small_pieces):
     real, entered, go = Incoming.check, threading.Event(), threading.Event()
 
     def hold(block, payload):
         entered.set()
         go.wait(60)
         real(block, payload)
-
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         monkeypatch.setattr(Incoming, "check", hold)
         task = asyncio.create_task(stored.read(on_page(3 * SMALL)))
@@ -329,8 +297,6 @@ def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch,
         go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    with_block(disk, 3 * SMALL, test)
 
 
 def test_is_cached_empty_file_and_pipe_count_as_cached(tmp_path):

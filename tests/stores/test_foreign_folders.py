@@ -171,9 +171,10 @@ def test_store_ls_of_an_empty_folder_creates_no_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkeypatch):
+async def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkeypatch):
     """And no more than some: one more stays where it is, and the store without an index."""
-    with_store(tmp_path, put_a)
+    async with WS(tmp_path) as store:
+        await put_a(store)
     index, damage = tmp_path / "index.db", []
     for number in range(3, MAX_PUT_ASIDE + 1):
         (tmp_path / f"index.db.damaged-{number}").touch()

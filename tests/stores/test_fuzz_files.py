@@ -129,11 +129,11 @@ DESCRIPTIONS = st.one_of(
 
 @FEW
 @given(DESCRIPTIONS)
-def test_file_store_hostile_description_gives_right_blocks_or_errors(description):
+async def test_file_store_hostile_description_gives_right_blocks_or_errors(description):
     def damage(root, outside):
         put_in_place(root / SPACE / "namespace.json", outside, LARGE.get(description, description))
 
     with folder_with_blocks(damage) as root:
         use(root)
-        for stored in asyncio.run(FileSource(root).namespaces()):
+        for stored in await FileSource(root).namespaces():
             Namespace(tuple(stored.fields.items())).digest()  # fields of text, or none

@@ -69,7 +69,7 @@ async def outcomes(source):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeypatch):
+async def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-a-session")
     reached = []
 
@@ -93,7 +93,7 @@ def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeypatch):
             await runner.cleanup()
             await other.cleanup()
 
-    for outcome in asyncio.run(test()):
+    for outcome in await test():
         assert isinstance(outcome, StoreUnavailable)
         assert f"answers {status}" in str(outcome)
         assert "127.0.0.1" in str(outcome)
@@ -112,7 +112,7 @@ WRONG_REGION = {
 
 @pytest.mark.parametrize("code", WRONG_REGION)
 @pytest.mark.parametrize("headers", [{}, {"x-amz-bucket-region": "eu-west-3"}])
-def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
+async def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
     status, detail = WRONG_REGION[code]
     regions = []
 
@@ -121,16 +121,13 @@ def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
         regions.append(request.headers["Authorization"].split("/")[2])
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code>{detail}</Error>"
         return web.Response(status=status, text=text, headers=headers)
-
-    async def test(source):
+    async with served_source(wrong) as source:
         with pytest.raises(ConfigError) as caught:
             await asyncio.to_thread(source.check)
         asked = len(regions)
         for outcome in await outcomes(source):
             assert isinstance(outcome, StoreUnavailable)
-        return str(caught.value), asked
-
-    said, asked = with_server(wrong, test)
+        said, asked = str(caught.value), asked
     assert asked == 1
     assert set(regions) == {"us-east-1"}
     assert "eu-west-3" in said
@@ -184,7 +181,7 @@ def test_s3_store_listing_of_the_longest_names_is_read():
 
 
 @pytest.mark.parametrize("part", ["head", "body"])
-def test_s3_store_trickling_answer_times_out_as_unavailable(part):
+async def test_s3_store_trickling_answer_times_out_as_unavailable(part):
     impatient = TimeoutLimits(first_s=0.3, floor_s=0.3)
 
     async def serve_slowly(reader, writer):
@@ -198,22 +195,18 @@ def test_s3_store_trickling_answer_times_out_as_unavailable(part):
                 head = b""
                 await writer.drain()
                 await asyncio.sleep(0.01)
-
-    async def test():
-        server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
-        source = source_at(server.sockets[0].getsockname()[1])
-        store = dataclasses.replace(source, patience=impatient).open(FRAME, depth=2)
-        try:
-            with pytest.raises(StoreUnavailable, match="no whole"):
-                await read(store, A)
-        finally:
-            await store.close()
-            server.close()
-
-    asyncio.run(test())
+    server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
+    source = source_at(server.sockets[0].getsockname()[1])
+    store = dataclasses.replace(source, patience=impatient).open(FRAME, depth=2)
+    try:
+        with pytest.raises(StoreUnavailable, match="no whole"):
+            await read(store, A)
+    finally:
+        await store.close()
+        server.close()
 
 
-def test_s3_source_endless_namespace_listing_is_unavailable():
+async def test_s3_source_endless_namespace_listing_is_unavailable():
     pages = []
 
     async def handle(request):
@@ -229,9 +222,6 @@ def test_s3_source_endless_namespace_listing_is_unavailable():
             f"<NextContinuationToken>{len(pages)}</NextContinuationToken>{folders}"
             "</ListBucketResult>",
         )
-
-    async def test(source):
+    async with served_source(handle) as source:
         with pytest.raises(StoreUnavailable, match="more than 50 folders"):
             await dataclasses.replace(source, most_namespaces=50).namespaces()
-
-    with_server(handle, test)

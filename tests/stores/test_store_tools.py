@@ -209,17 +209,15 @@ def times_of_use(root, frame):
     return {key: (used_s, place.block(key).stat().st_atime_ns) for key, used_s in booked.items()}
 
 
-def test_store_verify_and_cp_leave_access_times_unchanged(root, tmp_path):
-    async def read_one(store):
-        await read(store, key_of("a"))
-
+async def test_store_verify_and_cp_leave_access_times_unchanged(root, tmp_path):
     for key in held(root, ALICE):
         os.utime(NamespaceFolder(root, ALICE.digest).block(key), (1e9, 1e9))  # read long ago
     before = times_of_use(root, ALICE)
     assert store("verify", url_of(root)) == 0
     assert store("cp", url_of(root), url_of(tmp_path / "copy")) == 0
     assert times_of_use(root, ALICE) == before
-    in_store(root, ALICE, read_one)  # as a server does
+    async with opened_store(root, ALICE) as store:
+        await read(store, key_of("a"))
     after = times_of_use(root, ALICE)
     assert after[key_of("a")][0] > before[key_of("a")][0]
     assert {key for key in after if after[key][0] != before[key][0]} == {key_of("a")}
@@ -351,7 +349,7 @@ def test_store_cp_of_more_blocks_than_one_lookup_copies_all(tmp_path, capsys):
     assert len(held(tmp_path / "other", BOB)) == 300
 
 
-def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
+async def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
     class InRounds(PassingStore):
         async def contains(self, keys):
             async def has(key):
@@ -367,7 +365,7 @@ def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
         lacking = _lacking(origin, InRounds(target), lambda blocks: None)
         return {key async for key in lacking}
 
-    assert asyncio.run(main()) == {key_of(number) for number in range(0, 300, 2)}
+    assert await main() == {key_of(number) for number in range(0, 300, 2)}
 
 
 def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, capsys):

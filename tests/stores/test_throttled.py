@@ -80,19 +80,17 @@ def run(test):
     asyncio.run(main())
 
 
-def test_throttled_store_reads_complete_in_request_order():
-    async def test(inner, clock, start, ended):
+async def test_throttled_store_reads_complete_in_request_order():
+    async with paced_reads() as (inner, clock, start, ended):
         store = paced(inner, clock)
         tasks = [start(store, name) for name in (2, 0, 1)]
         await clock.advance(10)
         assert ended == {2: READ_S, 0: 2 * READ_S, 1: 3 * READ_S}
         assert [await task for task in tasks] == [block_of(name) for name in (2, 0, 1)]
 
-    run(test)
 
-
-def test_throttled_store_idle_time_is_not_saved_up():
-    async def test(inner, clock, start, ended):
+async def test_throttled_store_idle_time_is_not_saved_up():
+    async with paced_reads() as (inner, clock, start, ended):
         store = paced(inner, clock)
         await clock.advance(100)
         start(store, 0)
@@ -100,11 +98,9 @@ def test_throttled_store_idle_time_is_not_saved_up():
         await clock.advance(10)
         assert ended == {0: 100 + READ_S, 1: 100 + 2 * READ_S}
 
-    run(test)
 
-
-def test_throttled_store_time_of_the_inner_store_is_included():
-    async def test(inner, clock, start, ended):
+async def test_throttled_store_time_of_the_inner_store_is_included():
+    async with paced_reads() as (inner, clock, start, ended):
         slow = SlowStore(inner)
         store = paced(slow, clock)
         for name in (0, 1):
@@ -119,11 +115,9 @@ def test_throttled_store_time_of_the_inner_store_is_included():
         await settle()
         assert ended[1] == clock.now_s
 
-    run(test)
 
-
-def test_throttled_store_read_cancelled_in_the_queue_takes_no_time():
-    async def test(inner, clock, start, ended):
+async def test_throttled_store_read_cancelled_in_the_queue_takes_no_time():
+    async with paced_reads() as (inner, clock, start, ended):
         store = paced(inner, clock)
         start(store, 0)
         second = start(store, 1)
@@ -133,11 +127,9 @@ def test_throttled_store_read_cancelled_in_the_queue_takes_no_time():
         await clock.advance(10)
         assert ended == {0: READ_S, 1: READ_S / 2, 2: 2 * READ_S}
 
-    run(test)
 
-
-def test_throttled_store_read_cancelled_midway_frees_the_link_at_once():
-    async def test(inner, clock, start, ended):
+async def test_throttled_store_read_cancelled_midway_frees_the_link_at_once():
+    async with paced_reads() as (inner, clock, start, ended):
         store = paced(inner, clock)
         first = start(store, 0)
         start(store, 1)
@@ -146,14 +138,12 @@ def test_throttled_store_read_cancelled_midway_frees_the_link_at_once():
         await clock.advance(10)
         assert ended == {0: READ_S / 2, 1: READ_S * 1.5}
 
-    run(test)
-
 
 @pytest.mark.parametrize(
     ("error", "cost_s"), [(BlockMissing("x"), 0.0), (BlockCorrupt("x"), READ_S)]
 )
-def test_throttled_store_failed_read_takes_time_only_for_its_bytes(error, cost_s):
-    async def test(inner, clock, start, ended):
+async def test_throttled_store_failed_read_takes_time_only_for_its_bytes(error, cost_s):
+    async with paced_reads() as (inner, clock, start, ended):
         faulty = FaultyStore(inner)
         faulty.fail(key_of(0), error)
         store = paced(faulty, clock)
@@ -164,11 +154,9 @@ def test_throttled_store_failed_read_takes_time_only_for_its_bytes(error, cost_s
         with pytest.raises(type(error)):
             await failed
 
-    run(test)
 
-
-def test_throttled_store_puts_and_lookups_are_not_delayed():
-    async def test(inner, clock, start, ended):
+async def test_throttled_store_puts_and_lookups_are_not_delayed():
+    async with paced_reads() as (inner, clock, start, ended):
         store = paced(inner, clock)
         start(store, 0)
         await settle()
@@ -178,8 +166,6 @@ def test_throttled_store_puts_and_lookups_are_not_delayed():
         assert clock.now_s == 0.0
         assert ended == {}
         await clock.advance(READ_S)
-
-    run(test)
 
 
 # ---- what is told on the way ----
@@ -229,10 +215,9 @@ class LargeRead:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 3.0, 100.0])
-def test_throttled_store_progress_follows_the_link_speed(late_s):
+async def test_throttled_store_progress_follows_the_link_speed(late_s):
     """The store itself takes `late_s`: less than the link, or more."""
-
-    async def test(store, clock, reads):
+    async with large_reads() as (store, clock, reads):
         read = reads(0, True)
         await store.inner.until_waiting(1)
         await clock.advance(late_s)
@@ -245,11 +230,9 @@ def test_throttled_store_progress_follows_the_link_speed(late_s):
         assert read.at_s == [max(late_s, n * PIECE_BYTES / BYTES_PER_S) for n in range(5)]
         assert read.ended_s == max(late_s, LARGE_BYTES / BYTES_PER_S)
 
-    large(test)
 
-
-def test_throttled_store_progress_of_the_next_read_starts_at_its_turn():
-    async def test(store, clock, reads):
+async def test_throttled_store_progress_of_the_next_read_starts_at_its_turn():
+    async with large_reads() as (store, clock, reads):
         store.inner.release(key_of(0), key_of(1))
         first, second = reads(0, True), reads(1, True)
         await clock.advance(100)
@@ -257,12 +240,10 @@ def test_throttled_store_progress_of_the_next_read_starts_at_its_turn():
         assert second.told.grew
         assert second.told.wrong == []
 
-    large(test)
-
 
 @pytest.mark.parametrize("after_s", [0.5, 3.5, 8.5])
-def test_throttled_store_cancelled_read_reports_no_more_progress(after_s):
-    async def test(store, clock, reads):
+async def test_throttled_store_cancelled_read_reports_no_more_progress(after_s):
+    async with large_reads() as (store, clock, reads):
         store.inner.release(key_of(0), key_of(1))
         first, second = reads(0, True), reads(1, True)
         await clock.advance(after_s)
@@ -274,11 +255,9 @@ def test_throttled_store_cancelled_read_reports_no_more_progress(after_s):
         assert second.at_s[0] == after_s, "it has the link at once"
         assert second.ended_s == after_s + LARGE_BYTES / BYTES_PER_S
 
-    large(test)
 
-
-def test_throttled_store_read_without_progress_sleeps_once():
-    async def test(store, clock, reads):
+async def test_throttled_store_read_without_progress_sleeps_once():
+    async with large_reads() as (store, clock, reads):
         store.inner.release(key_of(0))
         read = reads(0, False)
         await clock.advance(100)
@@ -286,12 +265,10 @@ def test_throttled_store_read_without_progress_sleeps_once():
         assert read.ended_s == LARGE_BYTES / BYTES_PER_S
         assert read.told.counts == []
 
-    large(test)
-
 
 @pytest.mark.parametrize("error", [BlockMissing("x"), BlockCorrupt("x")])
-def test_throttled_store_failed_read_reports_no_progress(error):
-    async def test(store, clock, reads):
+async def test_throttled_store_failed_read_reports_no_progress(error):
+    async with large_reads() as (store, clock, reads):
         store.inner = FaultyStore(store.inner)
         store.inner.fail(key_of(0), error)
         read = reads(0, True)
@@ -299,5 +276,3 @@ def test_throttled_store_failed_read_reports_no_progress(error):
         with pytest.raises(type(error)):
             await read.task
         assert read.told.counts == []
-
-    large(test)

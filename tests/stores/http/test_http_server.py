@@ -114,7 +114,7 @@ def test_store_serve_put_of_a_wrong_body_stores_no_block(server, body, expected)
     assert put_block(server, "a") == 204
 
 
-def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_path):
+async def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_path):
     server = OurServer(tmp_path / "root")
     claim(server, BIG_FRAME)
     half_bytes = BIG_FRAME.framed_bytes // 2
@@ -130,14 +130,16 @@ def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_
         assert [block async for block in store.list_blocks()] == []
 
     poll(is_half_written, "half of the body is written")
-    with_client(server.base, look, frame=BIG_FRAME)
+    async with opened_client(server.base, frame=BIG_FRAME) as store:
+        await look(store)
     assert not list(tmp_path.rglob(A.hex()))
     second, _ = start_put(server, "a", BIG_FRAME, 0)
     assert read_status(second) == 204  # it is being written
     writing.close()
     poll(lambda: metrics(server)["puts_in_progress"] == 0, "the put is given up")
     assert not list(tmp_path.rglob(".tmp-*"))
-    with_client(server.base, look, frame=BIG_FRAME)
+    async with opened_client(server.base, frame=BIG_FRAME) as store:
+        await look(store)
     assert put_block(server, "a", BIG_FRAME) == 201
     path = block_path(BIG_FRAME.digest, A)
     assert ask(server, "GET", path)[2] == framed("a", frame=BIG_FRAME)
@@ -276,7 +278,7 @@ def test_store_serve_parallel_puts_are_bounded_in_number_and_memory(tmp_path):
     assert server.stop() == 0
 
 
-def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
+async def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{TOKEN}\n\nan-older-token-still-good\n")
     tokens.chmod(0o600)
@@ -306,19 +308,18 @@ def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
             for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
                 with pytest.raises(StoreUnavailable, match="401"):
                     await call
-
-        async def accepted(store):
+        async with opened_client(server.base, token=None) as store:
+            await refused(store)
+        async with opened_client(server.base, token="not-the-right-token") as store:
+            await refused(store)
+        async with opened_client(server.base, token=TOKEN) as store:
             assert await store.put(A, block_of("a"))
             assert await read(store, A) == block_of("a")
-
-        with_client(server.base, refused, token=None)
-        with_client(server.base, refused, token="not-the-right-token")
-        with_client(server.base, accepted, token=TOKEN)
     finally:
         assert server.stop() == 0
 
 
-def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
+async def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
     server = OurServer(tmp_path / "root", "--namespace-quota", "60kB")
     try:
 
@@ -341,24 +342,23 @@ def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
                 await store.delete(key_of(n))
             assert await store.put(key_of(stored[0]), block_of(stored[0]))
 
-        with_client(server.base, fill)
+        async with opened_client(server.base) as store:
+            await fill(store)
         other = BlockFrame(Namespace((("model", "other"),)), LAYOUT)
-        with_client(server.base, fill, frame=other)
+        async with opened_client(server.base, frame=other) as store:
+            await fill(store)
     finally:
         assert server.stop() == 0
 
 
-def test_store_serve_without_free_space_refuses_puts_as_full(tmp_path):
+async def test_store_serve_without_free_space_refuses_puts_as_full(tmp_path):
     server = OurServer(tmp_path / "root", "--min-free", "900PB")
     try:
-
-        async def test(store):
+        async with opened_client(server.base) as store:
             with pytest.raises(StoreFull):
                 await store.put(B, block_of("b"))
             assert store.counters.sent_bytes == 0
             assert await store.contains([B]) == [False]
-
-        with_client(server.base, test)
     finally:
         assert server.stop() == 0
 
@@ -375,7 +375,7 @@ def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
         assert server.stop() == 0
 
 
-def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
+async def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
     async def main():
         stores = [opened(server.base, depth=4) for _ in range(6)]
 
@@ -390,7 +390,7 @@ def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
             assert store.counters.failures == 0
             await store.close()
 
-    asyncio.run(main())
+    await main()
 
 
 def test_store_serve_invalid_options_are_one_line_and_exit_status_2(tmp_path, server, capsys):

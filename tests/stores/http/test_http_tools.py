@@ -68,17 +68,14 @@ def test_store_bench_and_clear_of_a_remote_store_leave_no_namespace(url, capsys)
     assert listed(capsys, url) == {}
 
 
-def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys, monkeypatch):
+async def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys, monkeypatch):
     monkeypatch.setattr("sglang_cake.stores.s3.s3_store.DESCRIBE_EVERY_S", 0.0)
-
-    async def work(store):
+    async with opened_store(url, ALICE) as store:
         await store.put(key_of("a"), block_of("a"))
         await asyncio.to_thread(told, capsys, "clear", url, "--yes")
         assert await store.contains([key_of("a")]) == [False]
         assert await store.put(key_of("b"), block_of("b")) is True
         assert await read(store, key_of("b")) == block_of("b")
-
-    in_store(url, ALICE, work)
     assert listed(capsys, url) == {ALICE.digest.hex(): 1}
 
 
