@@ -36,17 +36,15 @@ class Stuck:
         assert self.go.wait(60)
 
 
-def with_threads(test, *, patience_s, count=1):
-    async def main():
-        threads = CallThreads("test", count, patience_s=patience_s)
-        try:
-            await test(threads)
-        finally:
-            threads.shut()
-            await asyncio.to_thread(threads.wait)
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def call_threads(*, patience_s, count=1):
+    threads = CallThreads("test", count, patience_s=patience_s)
+    try:
+        yield threads
+    finally:
+        threads.shut()
+        await asyncio.to_thread(threads.wait)
+        await asyncio.sleep(0)
 
 
 async def ticks(count=20):

@@ -36,16 +36,14 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(block_files, "PIECE_BYTES", LAYOUT.block_bytes // 8)
 
 
-def with_store(root, test):
-    async def main():
-        store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
-        await store.put(A, block_of("a"))
-        try:
-            await test(store)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def store_with_a(root):
+    store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
+    await store.put(A, block_of("a"))
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def ticks(count=20):

@@ -64,18 +64,16 @@ class Stored:
         pytest.skip("this file system's files do not leave the page cache")
 
 
-def with_block(root, size, test):
-    async def main():
-        layout = layout_of(size)
-        frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
-        store = FileStore(BlockFolder(root), frame, threads=2)
-        try:
-            await store.put(A, block_of("a", layout))
-            await test(Stored(root, size, store, frame))
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def stored_block(root, size):
+    layout = layout_of(size)
+    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+    store = FileStore(BlockFolder(root), frame, threads=2)
+    try:
+        await store.put(A, block_of("a", layout))
+        yield Stored(root, size, store, frame)
+    finally:
+        await store.close()
 
 
 class Reads:
@@ -338,34 +336,31 @@ class Writes:
         return self._real(fd, views)
 
 
-def written(root, size, new_data=on_page, **options):
+async def written(root, size, new_data=on_page, **options):
     """The content of the file of a block that was put."""
     layout = layout_of(size)
     frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
     data = new_data(size)
     data[:] = block_of("a", layout)
 
-    async def main():
-        store = FileStore(BlockFolder(root, **options), frame, threads=1)
-        try:
-            assert await store.put(A, data)
-            out = on_page(size)
-            await store.get_into(A, out)
-            assert out == data
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+    store = FileStore(BlockFolder(root, **options), frame, threads=1)
+    try:
+        assert await store.put(A, data)
+        out = on_page(size)
+        await store.get_into(A, out)
+        assert out == data
+    finally:
+        await store.close()
     return NamespaceFolder(root, frame.digest).block(A).read_bytes()
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("new_data", [on_page, beside_a_page])
-def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
+async def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
     tmp_path, small_pieces, size, new_data
 ):
-    direct = written(tmp_path / "direct", size, new_data, direct_writes=True)
-    assert direct == written(tmp_path / "cached", size, new_data)
+    direct = await written(tmp_path / "direct", size, new_data, direct_writes=True)
+    assert direct == await written(tmp_path / "cached", size, new_data)
 
 
 @pytest.mark.parametrize("sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, 9000), (1,)])
@@ -383,28 +378,28 @@ def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, small_p
     assert (tmp_path / "name").read_bytes() == b"".join([*parts, parts[0]])
 
 
-def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(
+async def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(
     disk, small_pieces, monkeypatch
 ):
     writes = Writes(monkeypatch)
-    written(disk, 3 * SMALL, direct_writes=True)
+    await written(disk, 3 * SMALL, direct_writes=True)
     assert writes.direct
     assert all(writes.direct)
     writes.direct.clear()
-    written(disk / "tail", 3 * SMALL + 100, direct_writes=True)
+    await written(disk / "tail", 3 * SMALL + 100, direct_writes=True)
     assert writes.direct == [True] * (len(writes.direct) - 1) + [False]
 
 
-def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeypatch):
+async def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeypatch):
     writes = Writes(monkeypatch)
-    written(disk, 3 * SMALL)
+    await written(disk, 3 * SMALL)
     assert writes.direct
     assert not any(writes.direct)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("after", [0, 1])
-def test_file_store_refused_direct_write_continues_through_the_cache(
+async def test_file_store_refused_direct_write_continues_through_the_cache(
     disk, small_pieces, monkeypatch, code, after
 ):
     def refuse(direct):
@@ -412,16 +407,16 @@ def test_file_store_refused_direct_write_continues_through_the_cache(
             raise OSError(code, "refused")
 
     writes = Writes(monkeypatch, refuse)
-    written(disk, 3 * SMALL, direct_writes=True)
+    await written(disk, 3 * SMALL, direct_writes=True)
     assert writes.direct == sorted(writes.direct, reverse=True)
     assert writes.direct.count(True) == after + 1
 
 
-def test_file_store_disk_error_of_a_direct_write_is_not_tried_again(disk, monkeypatch):
+async def test_file_store_disk_error_of_a_direct_write_is_not_tried_again(disk, monkeypatch):
     def fail(direct):
         raise OSError(errno.EIO, "a disk")
 
     writes = Writes(monkeypatch, fail)
     with pytest.raises(StoreUnavailable):
-        written(disk, 3 * SMALL, direct_writes=True)
+        await written(disk, 3 * SMALL, direct_writes=True)
     assert writes.direct == [True]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from storetools import with_store
+from storetools import closing
 
 from sglang_cake.codecs.frame import (
     HEADER_BYTES,
@@ -158,26 +158,25 @@ async def test_encrypted_store_equal_blocks_have_different_ciphertexts(tmp_path)
             await put_a(store)
             found.append(path_of(tmp_path, A).read_bytes()[HEADER_BYTES:])
             await store.delete(A)
-        first, second = found
+    first, second = found
     assert first[:NONCE_BYTES] != second[:NONCE_BYTES]
     assert first[NONCE_BYTES:] != second[NONCE_BYTES:]
 
 
 async def test_encrypted_store_another_key_or_none_finds_no_blocks(tmp_path):
-    async def finds_nothing(store):
-        assert await store.contains([A]) == [False]
-        with pytest.raises(BlockMissing):
-            await read_a(store)
-        assert [block async for block in store.list_blocks()] == []
-        await put_a(store)
-        return await read_a(store)
-
     async with closing(opened(tmp_path)) as store:
         await put_a(store)
-    assert with_store(opened(tmp_path, bytes(32)), finds_nothing) == block_of("a")
     plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
-    assert with_store(plain, finds_nothing) == block_of("a")
-    assert with_store(opened(tmp_path), read_a) == block_of("a")
+    for other in (opened(tmp_path, bytes(32)), plain):
+        async with closing(other):
+            assert await other.contains([A]) == [False]
+            with pytest.raises(BlockMissing):
+                await read_a(other)
+            assert [block async for block in other.list_blocks()] == []
+            await put_a(other)
+            assert await read_a(other) == block_of("a")
+    async with closing(opened(tmp_path)) as store:
+        assert await read_a(store) == block_of("a")
 
 
 def forge(path, change):
@@ -204,8 +203,8 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_encrypted_store_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
-    async def test(store):
+async def test_encrypted_store_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
+    async with closing(opened(tmp_path)) as store:
         await put_a(store)
         forge(path_of(tmp_path, A), FORGERIES[forgery])
         with pytest.raises(BlockCorrupt, match="was not encrypted"):
@@ -213,19 +212,15 @@ def test_encrypted_store_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
         assert await store.contains([A]) == [False]
         assert block_files(tmp_path) == {}
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(opened(tmp_path), test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
-def test_file_store_forged_block_without_encryption_is_accepted(tmp_path):
-    async def test(store):
-        await put_a(store)
-        forge(path_of(tmp_path, A), lambda raw: flipped(raw, 3))
-        return await read_a(store)
-
+async def test_file_store_forged_block_without_encryption_is_accepted(tmp_path):
     plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
-    assert with_store(plain, test) == flipped(bytes(block_of("a")), 3)
+    async with closing(plain):
+        await put_a(plain)
+        forge(path_of(tmp_path, A), lambda raw: flipped(raw, 3))
+        assert await read_a(plain) == flipped(bytes(block_of("a")), 3)
 
 
 async def test_encrypted_store_swapped_payloads_are_corrupt(tmp_path):

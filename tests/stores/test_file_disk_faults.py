@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
+from filestore import A, B, files_below, opened, path_of, put_a, read_a, opened_store
 from hostile import patched_wait
 
 from sglang_cake.codecs.frame import HEADER_BYTES
@@ -95,7 +95,7 @@ async def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monke
 
 
 async def test_file_store_on_a_read_only_file_system_writes_are_unavailable(tmp_path, monkeypatch):
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
         real_open = os.open
 
@@ -114,22 +114,17 @@ async def test_file_store_on_a_read_only_file_system_writes_are_unavailable(tmp_
                 with pytest.raises(StoreUnavailable, match="Read-only"):
                     await store.delete(A)
 
-    async with opened_store(tmp_path) as store:
-        await test(store)
-
 
 async def test_file_store_read_error_is_unavailable_and_keeps_the_file(tmp_path, monkeypatch):
     async with opened_store(tmp_path) as store:
         await put_a(store)
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", failing(errno.EIO))
             with pytest.raises(StoreUnavailable):
                 await read_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
 def test_file_store_root_that_is_a_file_is_unavailable(tmp_path):
@@ -232,37 +227,32 @@ def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monke
     assert asked == 2
 
 
-def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
+async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
     file_bytes = HEADER_BYTES + LAYOUT.block_bytes
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("may not mount a tmpfs here")
 
-    now_s = 0.0
+    now_s, stored = 0.0, []
 
-    async def test(store):
-        nonlocal now_s
-        stored = []
-
-        async def fill():
-            for name in range((16 << 20) // file_bytes):
-                await store.put(key_of(name), block_of(name))
-                stored.append(name)
-
-        # Within a second: what the file system needs for itself is not seen yet.
-        with pytest.raises(StoreFull) as error:
-            await fill()
-        assert error.value.reason == "full"
-        assert not list(tmp_path.rglob(".tmp-*"))
-        for name in stored:
-            assert await read(store, key_of(name)) == block_of(name)
-        await store.delete(key_of(0))
-        now_s += 10.0
-        assert await store.put(key_of(0), block_of(0))
-        return len(stored)
+    async def fill(store):
+        for name in range((16 << 20) // file_bytes):
+            await store.put(key_of(name), block_of(name))
+            stored.append(name)
 
     try:
-        assert with_store(tmp_path, test, clock=lambda: now_s) > 5
+        async with opened_store(tmp_path, clock=lambda: now_s) as store:
+            # Within a second: what the file system needs for itself is not seen yet.
+            with pytest.raises(StoreFull) as error:
+                await fill(store)
+            assert error.value.reason == "full"
+            assert not list(tmp_path.rglob(".tmp-*"))
+            for name in stored:
+                assert await read(store, key_of(name)) == block_of(name)
+            await store.delete(key_of(0))
+            now_s += 10.0
+            assert await store.put(key_of(0), block_of(0))
+        assert len(stored) > 5
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -7,7 +7,7 @@ import shutil
 import stat
 
 import pytest
-from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
+from filestore import A, B, files_below, opened, path_of, put_a, read_a, opened_store
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
@@ -45,7 +45,8 @@ async def test_file_store_files_have_documented_names_and_private_modes(tmp_path
 async def test_file_store_opened_again_reads_earlier_blocks(tmp_path):
     async with opened_store(tmp_path) as store:
         await put_a(store)
-    assert with_store(tmp_path, read_a) == block_of("a")
+    async with opened_store(tmp_path) as store:
+        assert await read_a(store) == block_of("a")
 
 
 async def test_file_store_namespaces_in_one_root_share_no_blocks(tmp_path):
@@ -54,7 +55,8 @@ async def test_file_store_namespaces_in_one_root_share_no_blocks(tmp_path):
     with pytest.raises(BlockMissing):
         async with opened_store(tmp_path, namespace=Namespace((("model", "other"),))) as store:
             await read_a(store)
-    assert with_store(tmp_path, read_a) == block_of("a")
+    async with opened_store(tmp_path) as store:
+        assert await read_a(store) == block_of("a")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": "other"}'])
@@ -68,9 +70,10 @@ def test_file_store_wrong_namespace_description_is_refused_and_kept(tmp_path, te
     assert description.read_text() == text
 
 
-def spoiled(tmp_path, change):
+async def spoiled(tmp_path, change):
     """Put block A, change its file's bytes, and return the path."""
-    with_store(tmp_path, put_a)
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     path = path_of(tmp_path, A)
     path.write_bytes(change(path.read_bytes()))
     return path
@@ -97,7 +100,7 @@ def flipped(raw, at):
     ],
 )
 async def test_file_store_damaged_block_is_set_aside_and_can_be_put_again(tmp_path, change, reason):
-    path = spoiled(tmp_path, change)
+    path = await spoiled(tmp_path, change)
     kept = path.read_bytes()
     async with opened_store(tmp_path) as store:
         with pytest.raises(BlockCorrupt, match=reason):
@@ -122,7 +125,7 @@ async def test_file_store_damaged_block_is_set_aside_and_can_be_put_again(tmp_pa
     ],
 )
 async def test_file_store_progress_is_reported_only_after_a_valid_header(tmp_path, change, counts):
-    path = spoiled(tmp_path, change)
+    path = await spoiled(tmp_path, change)
     payload = path.read_bytes()[HEADER_BYTES:]
     async with opened_store(tmp_path) as store:
         out = bytearray(LAYOUT.block_bytes)
@@ -134,17 +137,15 @@ async def test_file_store_progress_is_reported_only_after_a_valid_header(tmp_pat
 
 
 @pytest.mark.parametrize("size", [0, HEADER_BYTES, HEADER_BYTES + 5])
-def test_file_store_truncated_block_is_corrupt_until_put_again(tmp_path, size):
-    spoiled(tmp_path, lambda raw: raw[:size])
+async def test_file_store_truncated_block_is_corrupt_until_put_again(tmp_path, size):
+    await spoiled(tmp_path, lambda raw: raw[:size])
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         with pytest.raises(BlockCorrupt):
             await read_a(store)
         assert await store.contains([A]) == [False]
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
 async def test_file_store_swapped_files_are_corrupt(tmp_path):
@@ -174,19 +175,17 @@ async def test_file_store_file_of_another_namespace_is_corrupt(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), os.mkfifo])
-def test_file_store_folder_or_pipe_in_place_of_a_block_is_corrupt(tmp_path, make):
+async def test_file_store_folder_or_pipe_in_place_of_a_block_is_corrupt(tmp_path, make):
     path = path_of(tmp_path, A)
     path.parent.mkdir(parents=True)
     make(path)
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         assert await store.contains([A]) == [False]
         with pytest.raises(BlockCorrupt, match="not a file"):
             await read_a(store)
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
 async def test_file_store_many_corrupt_files_are_kept_up_to_a_bound(tmp_path):
@@ -201,7 +200,7 @@ async def test_file_store_many_corrupt_files_are_kept_up_to_a_bound(tmp_path):
     assert len(files_below(folder)) == MAX_SET_ASIDE + 1  # and namespace.json
 
 
-def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
+async def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
     readv, writev = os.preadv, os.writev
 
     def first_bytes(buffers):
@@ -210,11 +209,9 @@ def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: readv(fd, first_bytes(buffers), at))
     monkeypatch.setattr(os, "writev", lambda fd, buffers: writev(fd, first_bytes(buffers)))
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
 async def test_file_store_file_truncated_during_a_read_is_corrupt(tmp_path, monkeypatch):

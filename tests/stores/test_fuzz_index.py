@@ -7,7 +7,7 @@ import time
 from contextlib import closing, suppress
 
 import pytest
-from filestore import A, B, put_a, read_a, with_store
+from filestore import A, B, put_a, read_a, opened_store
 from hostile import (
     anything,
     changes_of_bytes,
@@ -36,7 +36,7 @@ FILES = st.sampled_from(["index.db", "index.db-wal", "index.db-shm", "index.lock
 
 @FEW
 @given(st.lists(st.tuples(FILES, anything | changes_of_bytes()), min_size=1, max_size=3))
-def test_file_store_hostile_index_files_give_right_blocks_or_errors(damages):
+async def test_file_store_hostile_index_files_give_right_blocks_or_errors(damages):
     def damage(root, outside):
         for name, what in damages:
             path = root / name
@@ -45,8 +45,8 @@ def test_file_store_hostile_index_files_give_right_blocks_or_errors(damages):
             else:
                 put_in_place(path, outside, what)
 
-    with folder_with_blocks(damage) as root:
-        use(root)
+    async with folder_with_blocks(damage) as root:
+        await use(root)
 
 
 VALUES = st.sampled_from(
@@ -68,15 +68,15 @@ CHANGES = st.one_of(
 
 @FEW
 @given(st.lists(CHANGES, min_size=1, max_size=3))
-def test_file_store_hostile_index_rows_give_right_blocks_or_errors(changes):
+async def test_file_store_hostile_index_rows_give_right_blocks_or_errors(changes):
     def damage(root, outside):
         with closing(sqlite3.connect(root / "index.db")) as index, index:
             for change in changes:
                 with suppress(sqlite3.IntegrityError):
                     index.execute(change)
 
-    with folder_with_blocks(damage) as root:
-        use(root)
+    async with folder_with_blocks(damage) as root:
+        await use(root)
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
@@ -143,16 +143,14 @@ async def test_index_schema_with_invalid_text_is_rebuilt(tmp_path, text, caplog)
     rewrite(
         tmp_path / "index.db", lambda bytes_: bytes_.replace(text, text[:2] + b"\xdc" + text[3:])
     )
-    is_made_anew(tmp_path, caplog)
+    await is_made_anew(tmp_path, caplog)
 
 
-def is_made_anew(tmp_path, caplog):
-    async def test(store):
+async def is_made_anew(tmp_path, caplog):
+    async with opened_store(tmp_path) as store:
         assert await read_a(store) == block_of("a")
         await store.put(B, block_of("b"))
         assert await store.contains([A, B]) == [True, True]
-
-    with_store(tmp_path, test)
     assert "beginning anew" in caplog.text
 
 
@@ -169,7 +167,7 @@ async def test_index_with_one_foreign_mark_is_rebuilt(tmp_path, script, caplog):
         await put_a(store)
     with closing(sqlite3.connect(tmp_path / "index.db")) as index:
         index.executescript(script)
-    is_made_anew(tmp_path, caplog)
+    await is_made_anew(tmp_path, caplog)
 
 
 @FEW
@@ -182,7 +180,7 @@ async def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
 
         rewrite(root / "index.db", flip)
 
-    with folder_with_blocks(damage) as root:
+    async with folder_with_blocks(damage) as root:
         async with opened_store(root) as store:
             assert await store.put(key_of("new"), block_of("new"))
             assert await read(store, key_of("new")) == block_of("new")

@@ -13,7 +13,7 @@ import weakref
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storetools import ALICE, BOB, refusal_of, with_store
+from storetools import ALICE, BOB, refusal_of, closing
 from tiering import BLOCK, until
 
 from sglang_cake.core.counters import Counters
@@ -108,16 +108,14 @@ class Gated(PassingStore):
         return await super().put(key, data)
 
 
-def run(test, blocks=4, **options):
-    async def main():
-        held = Held(blocks, **options)
-        try:
-            return await test(held)
-        finally:
-            held.gate.set()
-            await held.store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_memory(blocks=4, **options):
+    held = Held(blocks, **options)
+    try:
+        yield held
+    finally:
+        held.gate.set()
+        await held.store.close()
 
 
 # ---- the URL ----
@@ -146,11 +144,9 @@ def test_memory_smaller_than_a_block_is_one_line():
         source.open(FRAME, depth=1)
 
 
-def test_memory_capacity_is_divided_among_the_processes_of_the_machine():
-    async def test(store):
-        return (await store.stats()).capacity_bytes
-
-    assert with_store(opened("memory://1MB", sharers=4), test) == 250_000
+async def test_memory_capacity_is_divided_among_the_processes_of_the_machine():
+    async with closing(opened("memory://1MB", sharers=4)) as store:
+        assert (await store.stats()).capacity_bytes == 250_000
 
 
 # ---- one memory ----
@@ -654,15 +650,12 @@ async def test_memory_tier_block_evicted_behind_the_locations_is_read_below():
 
 
 async def test_memory_tier_closed_releases_what_was_not_written():
-    async def main():
-        held = Held(4)
-        held.store._drain_s = 0.01
-        held.gate.clear()
-        await held.put("a", "b")
-        await held.store.close()
-        return held.store.tiers[1].counts.dropped_blocks
-
-    assert await main() == 2
+    held = Held(4)
+    held.store._drain_s = 0.01
+    held.gate.clear()
+    await held.put("a", "b")
+    await held.store.close()
+    assert held.store.tiers[1].counts.dropped_blocks == 2
 
 
 async def test_memory_tier_before_a_file_store_survives_a_restart_through_the_file(tmp_path):
@@ -670,14 +663,14 @@ async def test_memory_tier_before_a_file_store_survives_a_restart_through_the_fi
 
     def opened_tiers():
         return open_store(parse_sources(urls), FRAME, depth=2)
-    async def read_all(store):
-        assert all(await store.contains([key_of(name) for name in range(5)]))
-        return [await read(store, key_of(name)) for name in range(5)]
 
     async with closing(opened_tiers()) as store:
         for name in range(5):
             await store.put(key_of(name), block_of(name))
-    assert with_store(opened_tiers(), read_all) == [block_of(name) for name in range(5)]
+    async with closing(opened_tiers()) as store:
+        assert all(await store.contains([key_of(name) for name in range(5)]))
+        for name in range(5):
+            assert await read(store, key_of(name)) == block_of(name)
 
 
 KILLED = """
@@ -696,7 +689,7 @@ asyncio.run(main())
 """
 
 
-def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path):
+async def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path):
     urls = f"memory://64KiB,file://{tmp_path}/kv?min_free=0"
     program = KILLED.format(tests=os.path.dirname(__file__), urls=urls)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as writer:
@@ -706,7 +699,7 @@ def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path)
     shared = {name for name in os.listdir("/dev/shm") if "cake" in name}
     assert not shared
 
-    async def check(store):
+    async with closing(open_store(parse_sources(urls), FRAME, depth=2)) as store:
         found = await store.contains([key_of(name) for name in range(last + 1)])
         for name in range(last + 1):
             if found[name]:
@@ -714,9 +707,7 @@ def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path)
                     assert await read(store, key_of(name)) == block_of(name)
                 except BlockMissing:
                     continue
-        return sum(found)
-
-    assert with_store(open_store(parse_sources(urls), FRAME, depth=2), check) > 0
+    assert any(found)
 
 
 async def test_memory_store_cancelled_read_does_not_write_later():

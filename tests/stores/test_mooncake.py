@@ -18,7 +18,7 @@ except (ImportError, OSError) as error:
 from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
-from storetools import refusal_of, with_store, write_key_file
+from storetools import refusal_of, closing, write_key_file
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
@@ -234,8 +234,7 @@ def test_mooncake_store_blocks_of_a_killed_writer_become_missing(own_master, cli
 async def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(own_master, clients):
     writer = clients(own_master)
     assert writer.ask("put 40") == ["True"] * 40
-
-    async def test(store):
+    async with closing(own_master.open(LARGE_FRAME, segment="0")) as store:
         right = 0
 
         async def read_until_it_fails(name):
@@ -249,9 +248,6 @@ async def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(ow
             await asyncio.wait(readers, timeout=0.01)
         writer.kill()
         assert set(await asyncio.gather(*readers)) <= {"BlockMissing", "StoreUnavailable"}
-
-    async with closing(own_master.open(LARGE_FRAME, segment="0")) as store:
-        await test(store)
 
 
 async def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(
@@ -304,7 +300,7 @@ async def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(
 
 
 async def test_mooncake_store_killed_master_is_unavailable_until_restarted(own_master):
-    async def test(store):
+    async with closing(own_master.open(LARGE_FRAME)) as store:
         await store.put(A, block_of("a", LARGE))
         own_master.kill()
         calls = (
@@ -325,9 +321,6 @@ async def test_mooncake_store_killed_master_is_unavailable_until_restarted(own_m
                 return
             except (StoreUnavailable, StoreFull):  # full: without the segment it lends
                 await asyncio.sleep(0.1)
-
-    async with closing(own_master.open(LARGE_FRAME)) as store:
-        await test(store)
 
 
 async def test_mooncake_store_absent_master_is_unavailable_until_started():

@@ -102,21 +102,16 @@ async def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_
 
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", slowly)
     now_s = 0.0
-
-    async def main():
-        nonlocal now_s
-        server = Server()
-        server.first = False
-        async with server.running() as port:
-            look_up, close = s3(port, lambda: now_s, limits)
-            try:
-                for _ in range(20):
-                    with contextlib.suppress(StoreUnavailable):
-                        await look_up()
-                        return
-                    now_s += LAST_S
-                raise AssertionError("no call is ever answered")
-            finally:
-                await close()
-
-    await main()
+    server = Server()
+    server.first = False
+    async with server.running() as port:
+        look_up, close = s3(port, lambda: now_s, limits)
+        try:
+            for _ in range(20):
+                with contextlib.suppress(StoreUnavailable):
+                    await look_up()
+                    return
+                now_s += LAST_S
+            raise AssertionError("no call is ever answered")
+        finally:
+            await close()

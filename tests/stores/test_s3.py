@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 from moto_process import PATIENT, moto
-from storetools import refusal_of, with_store, write_key_file
+from storetools import refusal_of, closing, write_key_file
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import (
@@ -326,8 +326,11 @@ def check_says(source):
     return str(error.value)
 
 
-async def test_s3_source_check_of_an_existing_bucket_passes(server, bucket):
+def test_s3_source_check_of_an_existing_bucket_passes(server, bucket):
     server.source(f"{bucket}/kv").check()
+
+
+async def test_s3_source_check_within_a_running_loop_passes(server, bucket):
     server.source(f"{bucket}/kv").check()
 
 

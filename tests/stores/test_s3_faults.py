@@ -46,24 +46,22 @@ class Odd:
             del self.objects[name]
         return web.Response(status=204 if verb == "DELETE" else 200)
 
-    def run(self, test, patience=PATIENCE):
-        async def main():
-            app = web.Application(client_max_size=2**30)
-            app.router.add_route("*", "/{name:.*}", self.handle)
-            runner = web.AppRunner(app, shutdown_timeout=1)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            port = runner.addresses[0][1]
-            (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
-            store = dataclasses.replace(source, patience=patience).open(FRAME, depth=2)
-            try:
-                await test(store)
-            finally:
-                await store.close()
-                await runner.cleanup()
-
-        asyncio.run(main())
+    @contextlib.asynccontextmanager
+    async def opened_store(self, patience=PATIENCE):
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{name:.*}", self.handle)
+        runner = web.AppRunner(app, shutdown_timeout=1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
+        store = dataclasses.replace(source, patience=patience).open(FRAME, depth=2)
+        try:
+            yield store
+        finally:
+            await store.close()
+            await runner.cleanup()
 
 
 async def no_conditions(server, request):

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from aiohttp import web
+from storetools import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
@@ -18,14 +19,19 @@ A = key_of("a")
 BUFFERED_BYTES = 2**23  # of sockets and pipes between a server and its client, both ends
 
 
-async def serve(handle):
+@contextlib.asynccontextmanager
+async def serving(handle):
+    """The port of a server that answers by `handle(request)`."""
     app = web.Application(client_max_size=2**30)
     app.router.add_route("*", "/{name:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    return runner, runner.addresses[0][1]
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
 
 
 def source_at(port):
@@ -33,17 +39,10 @@ def source_at(port):
     return source
 
 
-def with_server(handle, test):
-    """Run `test(source)` beside a server that answers by `handle(request)`."""
-
-    async def main():
-        runner, port = await serve(handle)
-        try:
-            return await test(source_at(port))
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def served_source(handle):
+    async with serving(handle) as port:
+        yield source_at(port)
 
 
 async def outcomes(source):
@@ -78,22 +77,14 @@ async def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeyp
         data = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
         return web.Response(body=data if request.method == "GET" else b"")
 
-    async def test():
-        other, port = await serve(elsewhere)
+    async def redirect(request):
+        await request.read()
+        where = f"http://key:secret@127.0.0.1:{port}{request.path}?X-Amz-Signature=ab"
+        return web.Response(status=status, headers={"Location": where})
 
-        async def redirect(request):
-            await request.read()
-            where = f"http://key:secret@127.0.0.1:{port}{request.path}?X-Amz-Signature=ab"
-            return web.Response(status=status, headers={"Location": where})
-
-        runner, mine = await serve(redirect)
-        try:
-            return await outcomes(source_at(mine))
-        finally:
-            await runner.cleanup()
-            await other.cleanup()
-
-    for outcome in await test():
+    async with serving(elsewhere) as port, served_source(redirect) as source:
+        ended = await outcomes(source)
+    for outcome in ended:
         assert isinstance(outcome, StoreUnavailable)
         assert f"answers {status}" in str(outcome)
         assert "127.0.0.1" in str(outcome)
@@ -127,7 +118,7 @@ async def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, head
         asked = len(regions)
         for outcome in await outcomes(source):
             assert isinstance(outcome, StoreUnavailable)
-        said, asked = str(caught.value), asked
+    said = str(caught.value)
     assert asked == 1
     assert set(regions) == {"us-east-1"}
     assert "eu-west-3" in said
@@ -136,7 +127,7 @@ async def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, head
 
 
 @pytest.mark.parametrize("status", [200, 301, 403, 404, 500])
-def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
+async def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
     sent = []
 
     async def handle(request):
@@ -152,7 +143,9 @@ def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
             sent.append((request.method, request.query_string, count))
         return answer
 
-    for outcome in with_server(handle, outcomes)[2:4]:
+    async with served_source(handle) as source:
+        ended = await outcomes(source)
+    for outcome in ended[2:4]:
         assert isinstance(outcome, StoreUnavailable)
     for method, query, count in sent:
         listing = method == "GET" and "list-type" in query and status == 200
@@ -162,7 +155,7 @@ def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
     assert {method for method, _, _ in sent} >= {"PUT", "GET", "DELETE"}
 
 
-def test_s3_store_listing_of_the_longest_names_is_read():
+async def test_s3_store_listing_of_the_longest_names_is_read():
     name = FRAME.digest.hex() + "/" + 959 * "&"
     item = f"<Contents><Key>{name.replace('&', '&amp;')}</Key><Size>1</Size></Contents>"
 
@@ -170,14 +163,9 @@ def test_s3_store_listing_of_the_longest_names_is_read():
         text = f"<?xml version='1.0'?><ListBucketResult>{1000 * item}</ListBucketResult>"
         return web.Response(text=text, content_type="application/xml")
 
-    async def test(source):
-        store = source.open(FRAME, depth=1)
-        try:
-            return [block async for block in store.list_blocks()]
-        finally:
-            await store.close()
-
-    assert with_server(handle, test) == []  # none of them is a block's name
+    async with served_source(handle) as source, closing(source.open(FRAME, depth=1)) as store:
+        # None of them is a block's name.
+        assert [block async for block in store.list_blocks()] == []
 
 
 @pytest.mark.parametrize("part", ["head", "body"])

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from filestore import A, files_below, path_of, put_a, read_a, with_store
+from filestore import A, files_below, path_of, put_a, read_a, opened_store
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.file.paths import new_tmp_name, this_host

@@ -88,16 +88,14 @@ class Encoded(Tiers):
         return all(pool.free == pool.capacity for pool in pools)
 
 
-def encoded(test, *speeds, **options):
-    async def main():
-        tiers = Encoded(*speeds, **options)
-        try:
-            await test(tiers)
-        finally:
-            await tiers.blocks.close()
-        assert tiers.all_buffers_are_back()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def encoded_tiers(*speeds, **options):
+    tiers = Encoded(*speeds, **options)
+    try:
+        yield tiers
+    finally:
+        await tiers.blocks.close()
+    assert tiers.all_buffers_are_back()
 
 
 @pytest.mark.parametrize(
@@ -186,17 +184,14 @@ async def test_per_tier_encoding_log_lines_name_their_tier(tmp_path, caplog):
     fields = (("model", "m"), ("codec", namespace_value("auto", 0.0)))
     urls = [f"{(tmp_path / name).as_uri()}?min_free=0" for name in "ab"]
 
-    async def go():
+    with caplog.at_level(logging.INFO):
         sources = parse_sources(",".join(urls))
         store = open_blocks(sources, Namespace(fields), LAYOUT, codec="auto", depth=2)
         await store.put(KEY, memoryview(BLOCK))
         out = bytearray(LAYOUT.block_bytes)
         await store.get_into(KEY, memoryview(out))
         await store.close()
-        return bytes(out)
-
-    with caplog.at_level(logging.INFO):
-        assert await go() == BLOCK
+        assert out == BLOCK
     told = [line for line in caplog.messages if line.startswith("codec auto")]
     what = "codec auto: blocks are stored as raw in tier {}: the link's speed is not known yet"
     assert told == [what.format(1), what.format(2)]
@@ -248,7 +243,7 @@ async def test_tiered_store_links_measure_their_own_reads_and_writes():
 
 
 async def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
-    async def test(tiers):
+    async with opened_tiers(copy_bytes=0) as tiers:
         gate, asked = asyncio.Event(), []
 
         class Gated(PassingStore):
@@ -270,12 +265,9 @@ async def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
         for tier in range(2):
             assert await read(tiers.memory[tier], key_of(0)) == block_of(tier)
 
-    async with opened_tiers(copy_bytes=0) as tiers:
-        await test(tiers)
-
 
 async def test_tiered_store_form_that_fails_skips_only_its_tier():
-    async def test(tiers):
+    async with opened_tiers(count=3) as tiers:
         async def form_of(tier):
             if tier == 1:
                 raise StoreUnavailable("closed")
@@ -286,13 +278,10 @@ async def test_tiered_store_form_that_fails_skips_only_its_tier():
         assert (await tiers.counts(1))["dropped_blocks"] == 1
         assert [len(memory) for memory in tiers.memory] == [1, 0, 1]
 
-    async with opened_tiers(count=3) as tiers:
-        await test(tiers)
-
 
 @pytest.mark.parametrize("ends", ["deleted", "cancelled"])
 async def test_tiered_store_put_ended_during_encoding_leaves_no_copy(ends):
-    async def test(tiers):
+    async with opened_tiers(count=3) as tiers:
         making, gate = asyncio.Event(), asyncio.Event()
 
         async def form_of(tier):
@@ -315,9 +304,6 @@ async def test_tiered_store_put_ended_during_encoding_leaves_no_copy(ends):
         assert there == ([0, 0, 0] if ends == "deleted" else [1, 0, 0])
         for tier in tiers.store.tiers:
             assert tier.copies.buffers.free == tier.copies.buffers.capacity
-
-    async with opened_tiers(count=3) as tiers:
-        await test(tiers)
 
 
 async def test_encoded_store_cancelled_puts_return_their_buffers():

@@ -112,7 +112,7 @@ async def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
 
 
 async def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
-    async def test(tiers):
+    async with opened_tiers() as tiers:
         go = asyncio.Event()
 
         async def form_of(tier):
@@ -127,9 +127,6 @@ async def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
         assert await putting
         await tiers.quiet()
         assert [len(memory) for memory in tiers.memory] == [0, 0]
-
-    async with opened_tiers() as tiers:
-        await test(tiers)
 
 
 async def test_tiered_store_delete_with_a_failed_tier_clears_others_and_raises():

@@ -1,6 +1,7 @@
 """Tokens and certificates: made by itself, asked for, and replaced while they are in use."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -70,15 +71,13 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
         assert server.stop() == 0
 
 
-def with_url(url, test):
-    async def main():
-        store = open_store(parse_sources(url), FRAME, depth=2)
-        try:
-            return await test(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_url(url):
+    store = open_store(parse_sources(url), FRAME, depth=2)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):

@@ -1,11 +1,10 @@
 """The client passes the shipped contract against real servers: ours in all its forms, and nginx."""
 
-import asyncio
 import secrets
 from dataclasses import replace
 
 import pytest
-from http_servers import A, B, Nginx, OurServer, make_certificate, with_client, write_token
+from http_servers import A, B, Nginx, OurServer, make_certificate, opened_client, write_token
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.namespace import Namespace

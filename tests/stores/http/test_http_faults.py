@@ -1,6 +1,7 @@
 """Servers that are down, slow or lying: an error of the store's, soon, and never a wrong block."""
 
 import asyncio
+import contextlib
 import gzip
 import time
 
@@ -31,20 +32,17 @@ class Clock:
 clock = Clock()
 
 
-def against(answer, test, **kwargs):
-    """Run `test(store, server)` with a client of a server that does `answer(asked)`. Its breaker's
-    clock stands still until the test moves it on, so that no probe comes unexpected."""
+@contextlib.asynccontextmanager
+async def client_and_server(answer, **kwargs):
+    """A client, and its server, which does `answer(asked)`. The clock of the client's breaker
+    stands still until the test moves it on, so that no probe comes unexpected."""
     clock.now_s = 0.0
-
-    async def main():
-        async with bad_server(answer) as server:
-            store = opened(server.base, clock=clock, **kwargs)
-            try:
-                return await test(store, server)
-            finally:
-                await store.close()
-
-    return asyncio.run(main())
+    async with bad_server(answer) as server:
+        store = opened(server.base, clock=clock, **kwargs)
+        try:
+            yield store, server
+        finally:
+            await store.close()
 
 
 async def get_a(store):
@@ -234,7 +232,7 @@ async def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
         await asyncio.sleep(0.5)
         asked.answer(200, GOOD)
 
-    async def test(store, server):
+    async with client_and_server(answer, first_s=0.1, floor_s=0.05) as (store, server):
         tries = 0
         while True:
             tries += 1
@@ -244,9 +242,6 @@ async def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
             except StoreUnavailable:
                 assert tries < 5  # the breaker would open
                 assert store.counters.timeouts == tries
-
-    async with client_and_server(answer, first_s=0.1, floor_s=0.05) as (store, server):
-        await test(store, server)
 
 
 async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():

@@ -19,12 +19,12 @@ from http_servers import (
     framed,
     metrics,
     opened,
+    opened_client,
     poll,
     put_block,
     read_status,
     start_put,
     start_request,
-    with_client,
 )
 
 from sglang_cake.cli import main
@@ -93,8 +93,7 @@ async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_pa
             except StoreError:
                 return
             stored.add(name)
-
-    async def one_turn(turn):
+    for turn in range(4):
         server = OurServer(tmp_path / "root")
         store = opened(server.base)
         writing = asyncio.create_task(write(store, turn))
@@ -103,8 +102,6 @@ async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_pa
         await asyncio.to_thread(server.kill)
         await writing
         await store.close()
-    for turn in range(4):
-        await one_turn(turn)
     server = OurServer(tmp_path / "root")
     async with opened_client(server.base) as store:
         names = sorted(stored)

@@ -1,11 +1,12 @@
 """Whose bytes end up in the caller's memory, when reads are hedged, cancelled or many."""
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
 from bad_server import bad_server, until
-from http_servers import FRAMED_BYTES, A, framed, opened
+from http_servers import FRAMED_BYTES, A, framed, opened_client
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.buffers import Buffer, on_page
@@ -18,16 +19,10 @@ GOOD = framed("a")
 BAD = GOOD[:-100] + bytes(100)
 
 
-def against(answer, test, **kwargs):
-    async def main():
-        async with bad_server(answer) as server:
-            store = opened(server.base, **kwargs)
-            try:
-                return await test(store, server)
-            finally:
-                await store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def client_and_server(answer, **kwargs):
+    async with bad_server(answer) as server, opened_client(server.base, **kwargs) as store:
+        yield store, server
 
 
 def ready_to_hedge():

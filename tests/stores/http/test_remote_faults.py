@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from http_servers import OurServer, own_token
 from moto_process import moto
-from storetools import with_store
+from storetools import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
@@ -124,7 +124,7 @@ def served(request, tmp_path_factory):
 
 
 @pytest.fixture
-def remote(served, monkeypatch):
+async def remote(served, monkeypatch):
     kind, port, make_bucket = served
     # Waits before a request is tried again are nobody's outcome.
     monkeypatch.setattr("sglang_cake.stores.http.http_transport.MAX_RETRY_AFTER_S", 0.0)
@@ -133,12 +133,10 @@ def remote(served, monkeypatch):
     proxy = FaultProxy(port, trickle_s=0.01)
     remote = StoreBehindProxy(kind, proxy, make_bucket())
 
-    async def fill(store):
+    async with closing(remote.opened(Clock())) as store:
         for number, key in enumerate(KEYS):
             await store.put(key, block_of(number))
         assert await read(store, KEYS[0]) == block_of(0)  # comes in the place of another block
-
-    with_store(remote.opened(Clock()), fill)
     try:
         yield remote
     finally:
