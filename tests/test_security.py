@@ -1,7 +1,6 @@
 """What docs/security.md claims and no other test shows."""
 
 import ast
-import asyncio
 import os
 import re
 import stat

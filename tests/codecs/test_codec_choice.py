@@ -1,6 +1,5 @@
 """Which codec `auto` takes, and that it keeps its bound."""
 
-import asyncio
 import logging
 import random
 import re

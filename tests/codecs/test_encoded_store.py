@@ -89,30 +89,29 @@ class TestZstdOverALink(TestZstdFiles):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-async def test_encoded_store_first_block_keeps_the_first_token_exact(tmp_path: Path, codec: str) -> None:
-    async def go(recorded: bool) -> None:
-        store = open_blocks(
-            parse_sources(f"file://{tmp_path}/kv-{recorded}?min_free=0&bandwidth=100MB/s"),
-            *(namespace(codec), LAYOUT),
-            codec=codec,
-            depth=1,
-        )
-        if recorded:
-            store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
-        rows = {}
-        for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
-            assert await put(key_of(name), memoryview(BLOCK))
-            out = memoryview(bytearray(LAYOUT.block_bytes))
-            await store.get_into(key_of(name), out)
-            found, exact = (Block.over(LAYOUT, view).planes() for view in (out, memoryview(BLOCK)))
-            pairs = zip(found, exact, strict=True)
-            rows[name] = [(restored[0] == kept[0]).all() for restored, kept in pairs]
-        await store.close()
-        assert all(rows["first"])
-        assert all(rows["other"]) == (codec in LOSSLESS)
-
-    await go(recorded=False)
-    await go(recorded=True)
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_encoded_store_first_block_keeps_the_first_token_exact(
+    tmp_path: Path, codec: str, recorded: bool
+) -> None:
+    store = open_blocks(
+        parse_sources(f"file://{tmp_path}/kv?min_free=0&bandwidth=100MB/s"),
+        *(namespace(codec), LAYOUT),
+        codec=codec,
+        depth=1,
+    )
+    if recorded:
+        store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
+    rows = {}
+    for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
+        assert await put(key_of(name), memoryview(BLOCK))
+        out = memoryview(bytearray(LAYOUT.block_bytes))
+        await store.get_into(key_of(name), out)
+        found, exact = (Block.over(LAYOUT, view).planes() for view in (out, memoryview(BLOCK)))
+        pairs = zip(found, exact, strict=True)
+        rows[name] = [(restored[0] == kept[0]).all() for restored, kept in pairs]
+    await store.close()
+    assert all(rows["first"])
+    assert all(rows["other"]) == (codec in LOSSLESS)
 
 
 def namespace(codec: str) -> Namespace:
@@ -154,14 +153,11 @@ async def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
     if how == "paced":
         url += "?bandwidth=100MB/s"
 
-    async def go() -> bytes:
-        store = opened(url, codec)
-        try:
-            return await round_trip(store)
-        finally:
-            await store.close()
-
-    found = await go()
+    store = opened(url, codec)
+    try:
+        found = await round_trip(store)
+    finally:
+        await store.close()
     assert (found == BLOCK) == (codec in LOSSLESS)
     sizes = [stored_file(tmp_path / "store").stat().st_size]
     if how == "tiers":  # the copy is as short as the original
@@ -173,23 +169,19 @@ async def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
 @pytest.mark.parametrize("codec", CHOICES)
 async def test_open_blocks_every_codec_with_model_facts_round_trips(tmp_path: Path, codec: str) -> None:
     """With what it knows of the model: heads, and how positions turn them."""
-
-    async def go() -> bytes:
-        store = open_blocks(
-            parse_sources((tmp_path / "store").as_uri()),
-            namespace(codec),
-            LAYOUT,
-            codec=codec,
-            depth=2,
-            max_error=0.5,
-            rope_theta=10000.0,
-        )
-        try:
-            return await round_trip(store)
-        finally:
-            await store.close()
-
-    found = await go()
+    store = open_blocks(
+        parse_sources((tmp_path / "store").as_uri()),
+        namespace(codec),
+        LAYOUT,
+        codec=codec,
+        depth=2,
+        max_error=0.5,
+        rope_theta=10000.0,
+    )
+    try:
+        found = await round_trip(store)
+    finally:
+        await store.close()
     assert len(found) == LAYOUT.block_bytes
     assert codec not in LOSSLESS or found == BLOCK
 
@@ -370,7 +362,7 @@ async def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -
 
 
 @pytest.mark.parametrize(("codec", "options"), [("zstd", ""), ("int4", "&key_file={0}/key")])
-async def test_store_cp_encoded_and_sealed_blocks_are_copied_byte_for_byte(
+def test_store_cp_encoded_and_sealed_blocks_are_copied_byte_for_byte(
     tmp_path: Path, codec: str, options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "key").write_text(bytes(range(32)).hex())
@@ -378,6 +370,12 @@ async def test_store_cp_encoded_and_sealed_blocks_are_copied_byte_for_byte(
     here, there = (
         f"{(tmp_path / name).as_uri()}?min_free=0{options.format(tmp_path)}" for name in ("a", "b")
     )
+
+    async def filled() -> None:
+        store = opened(here, codec)
+        await round_trip(store)
+        await store.close()
+
     async def read() -> bytes:
         store = opened(there, codec)
         out = bytearray(LAYOUT.block_bytes)
@@ -385,12 +383,10 @@ async def test_store_cp_encoded_and_sealed_blocks_are_copied_byte_for_byte(
         await store.close()
         return bytes(out)
 
-    store = opened(here, codec)
-    await round_trip(store)
-    await store.close()
+    asyncio.run(filled())
     plain = [url.replace(options.format(tmp_path), "") for url in (here, there)]
     assert main(["store", "cp", *plain]) == 0  # without the key: sealed blocks stay sealed
     assert main(["store", "verify", plain[1]]) == 0
     capsys.readouterr()
-    assert (await read() == BLOCK) == (codec in LOSSLESS)
+    assert (asyncio.run(read()) == BLOCK) == (codec in LOSSLESS)
     assert stored_file(tmp_path / "b").read_bytes() == stored_file(tmp_path / "a").read_bytes()

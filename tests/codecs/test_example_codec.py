@@ -109,23 +109,27 @@ def test_own_lossy_codec_is_told_by_its_chain(install):
     assert chain_of("int8by64", SMOOTH).of_first().leading is not None
 
 
-async def test_block_of_a_codec_that_is_not_installed_is_a_miss_and_imports_nothing(install, tmp_path):
+def test_block_of_a_codec_that_is_not_installed_is_a_miss_and_imports_nothing(install, tmp_path):
     """A stored name imports nothing, also where a package registers that very name."""
     install("trap = cake_trap:CHAIN", "cake_trap", "raise AssertionError('imported')")
-    text = b'[["trap",{}]]'
-    payload = (len(text).to_bytes(4, "little") + text).ljust(64, b"\0") + bytes(100)
-    for codec in ("zstd", "trap"):
-        frame = encoded_frame(namespace(codec), SMOOTH, codec)
-        (source,) = parse_sources(f"{tmp_path.as_uri()}?min_free=0")
-        inner = source.open(frame, depth=1)
-        await inner.put(KEY, memoryview(payload))
-        await inner.close()
-    store = opened(tmp_path, "zstd")
-    with pytest.raises(BlockCorrupt):
-        await read(store)
-    with pytest.raises(BlockMissing):
-        await read(store)
-    await store.close()
+
+    async def go():
+        text = b'[["trap",{}]]'
+        payload = (len(text).to_bytes(4, "little") + text).ljust(64, b"\0") + bytes(100)
+        for codec in ("zstd", "trap"):
+            frame = encoded_frame(namespace(codec), SMOOTH, codec)
+            (source,) = parse_sources(f"{tmp_path.as_uri()}?min_free=0")
+            inner = source.open(frame, depth=1)
+            await inner.put(KEY, memoryview(payload))
+            await inner.close()
+        store = opened(tmp_path, "zstd")
+        with pytest.raises(BlockCorrupt):
+            await read(store)
+        with pytest.raises(BlockMissing):
+            await read(store)
+        await store.close()
+
+    asyncio.run(go())
     assert main(["store", "ls", tmp_path.as_uri()]) == 0
     assert main(["store", "verify", tmp_path.as_uri()]) == 0
     assert "trap" in own_names()

@@ -1,6 +1,5 @@
 """Decoding with torch gives what the compiled loops give, bit for bit; here on the CPU."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 

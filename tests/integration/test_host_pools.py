@@ -1,6 +1,5 @@
 """Host memory of a scheduler process: its pools, and its registration with a GPU."""
 
-import asyncio
 import gc
 import logging
 from functools import partial

@@ -1,6 +1,5 @@
 """Blocks in and out of SGLang's own pools, bit for bit."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

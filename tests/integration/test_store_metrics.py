@@ -1,6 +1,5 @@
 """Metrics of the store, its tiers and its codecs in SGLang's `/metrics`."""
 
-import asyncio
 import contextlib
 
 import pytest

@@ -1,6 +1,7 @@
 """Calls that nobody waits for any more: when they may go, and what happens to their memory."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest

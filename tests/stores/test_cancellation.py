@@ -1,6 +1,7 @@
 """A cancelled call never leaves a thread behind that touches the caller's memory."""
 
 import asyncio
+import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

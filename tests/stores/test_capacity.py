@@ -1,6 +1,5 @@
 """A folder of blocks never takes more than its capacity, whoever writes, and whenever one dies."""
 
-import asyncio
 import contextlib
 import itertools
 import os

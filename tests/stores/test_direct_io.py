@@ -2,6 +2,7 @@
 where that can be done. They are the same either way."""
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os

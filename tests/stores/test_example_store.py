@@ -1,6 +1,5 @@
 """The example of a store of one's own, as its author would test and use it."""
 
-import asyncio
 import importlib.util
 import sqlite3
 import sys

@@ -1,7 +1,6 @@
 """Hostile files in a file store: answers are right or an error of the tree; nothing hangs, and no
 call reads or writes what is not its block's."""
 
-import asyncio
 import json
 import os
 

@@ -1,6 +1,7 @@
 """`memory://`: blocks in host memory, alone and in front of another tier."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os

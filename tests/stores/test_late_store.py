@@ -99,16 +99,20 @@ async def test_lazy_store_cancelled_opening_leaves_no_open_store():
 
 
 @pytest.mark.parametrize("inside_a_loop", [False, True])
-async def test_open_store_refused_tier_closes_the_tiers_opened_before(inside_a_loop):
+def test_open_store_refused_tier_closes_the_tiers_opened_before(inside_a_loop):
     first = Source()
 
     def open_both():
         with pytest.raises(ConfigError):
             open_store([first, Source(ConfigError("of another namespace"))], FRAME, depth=1)
-    if inside_a_loop:
+
+    async def main():
         open_both()
+
+    if inside_a_loop:
+        asyncio.run(main())
     else:
         open_both()
     (opened,) = first.stores
     with pytest.raises(StoreUnavailable):
-        await opened.contains([])
+        asyncio.run(opened.contains([]))

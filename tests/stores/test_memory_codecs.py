@@ -1,7 +1,5 @@
 """A tier in memory behind a codec: what moves up is decoded once, and lent from then on."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest

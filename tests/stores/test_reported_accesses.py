@@ -1,6 +1,5 @@
 """Accesses that requests report: they reach the index, eviction and other processes, and last."""
 
-import asyncio
 import contextlib
 import json
 import stat

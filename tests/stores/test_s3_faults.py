@@ -1,6 +1,7 @@
 """The S3 store against servers that only resemble S3, break in the middle, or lie."""
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest

@@ -22,6 +22,7 @@ from storetools import (
     flip,
     frame_named,
     held,
+    opened_store,
     store,
     told,
     url_of,

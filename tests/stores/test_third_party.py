@@ -94,9 +94,13 @@ async def test_registered_scheme_opens_alone_and_as_a_tier(install, tmp_path):
     assert await read(alone, key_of("a")) == block_of("a")
 
 
-async def test_registered_scheme_works_with_the_store_tools(install, capsys):
+def test_registered_scheme_works_with_the_store_tools(install, capsys):
     install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
-    await parse_sources("shelf://c")[0].open(ALICE, depth=1).put(key_of("a"), block_of("a"))
+
+    async def put():
+        await parse_sources("shelf://c")[0].open(ALICE, depth=1).put(key_of("a"), block_of("a"))
+
+    asyncio.run(put())
     assert store("ls", "shelf://c") == 0
     assert "alice-7b" in capsys.readouterr().out
     assert store("verify", "shelf://c") == 0

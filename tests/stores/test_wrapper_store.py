@@ -1,6 +1,5 @@
 """Bytes are counted as they cross the link, with every codec."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
