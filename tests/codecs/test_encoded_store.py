@@ -167,7 +167,9 @@ async def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
 
 
 @pytest.mark.parametrize("codec", CHOICES)
-async def test_open_blocks_every_codec_with_model_facts_round_trips(tmp_path: Path, codec: str) -> None:
+async def test_open_blocks_every_codec_with_model_facts_round_trips(
+    tmp_path: Path, codec: str
+) -> None:
     """With what it knows of the model: heads, and how positions turn them."""
     store = open_blocks(
         parse_sources((tmp_path / "store").as_uri()),
@@ -311,6 +313,7 @@ async def test_encoded_store_checksum_covers_the_stored_payload(tmp_path: Path) 
 
 async def test_encoded_store_cancelled_read_stops_writing_to_its_buffer(tmp_path: Path) -> None:
     """When the caller has its memory back, no thread writes to it any more."""
+
     async def round_trip_again(store: Store) -> bytes:
         out = bytearray(LAYOUT.block_bytes)
         await store.get_into(KEY, memoryview(out))

@@ -108,7 +108,9 @@ async def test_file_store_put_cancelled_during_its_rename_stores_the_block(tmp_p
         assert await read(store, B) == block_of("b")
 
 
-async def test_file_store_queued_read_cancelled_returns_at_once_and_never_runs(tmp_path, monkeypatch):
+async def test_file_store_queued_read_cancelled_returns_at_once_and_never_runs(
+    tmp_path, monkeypatch
+):
     async with store_with_a(tmp_path) as store:
         held = Held(os.preadv)
         monkeypatch.setattr(os, "preadv", held)
@@ -163,6 +165,7 @@ async def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
         go.wait(60)
         assert stop.is_set()
         raise RuntimeError("too late for anybody")
+
     with ThreadPoolExecutor(1) as pool:
         task = asyncio.create_task(run_stoppable(pool, work))
         await asyncio.to_thread(started.wait)

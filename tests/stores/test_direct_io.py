@@ -145,7 +145,9 @@ async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, sma
         assert told.counts[-1] == size
 
 
-async def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(disk, monkeypatch, small_pieces):
+async def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(
+    disk, monkeypatch, small_pieces
+):
     async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
@@ -162,7 +164,9 @@ async def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch,
         assert reads.direct == [True, True, False]
 
 
-async def test_direct_read_block_in_the_page_cache_is_read_buffered(disk, monkeypatch, small_pieces):
+async def test_direct_read_block_in_the_page_cache_is_read_buffered(
+    disk, monkeypatch, small_pieces
+):
     async with stored_block(disk, SMALL) as stored:
         assert stored.is_cached()  # it was just written
         reads = Reads(monkeypatch)
@@ -185,6 +189,7 @@ async def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
     def refuse(direct):
         if direct:
             raise OSError(number, "not like this")
+
     async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, refuse)
@@ -192,9 +197,12 @@ async def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
         assert reads.direct == [True, False, False, False]
 
 
-async def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monkeypatch, small_pieces):
+async def test_direct_read_disk_error_is_unavailable_without_a_retry(
+    disk, monkeypatch, small_pieces
+):
     def fail(direct):
         raise OSError(errno.EIO, "broken")
+
     async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, fail)
@@ -203,13 +211,16 @@ async def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monke
         assert reads.direct == [True]
 
 
-async def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monkeypatch, small_pieces):
+async def test_direct_read_unsupported_by_the_file_system_is_buffered(
+    disk, monkeypatch, small_pieces
+):
     real = fcntl.fcntl
 
     def refuse(fd, command, *args):
         if command == fcntl.F_SETFL and args[0] & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct reads")
         return real(fd, command, *args)
+
     async with stored_block(disk, SMALL) as stored:
         await stored.make_cold()
         monkeypatch.setattr(fcntl, "fcntl", refuse)
@@ -228,7 +239,9 @@ async def test_file_store_on_tmpfs_block_is_read_back(small_pieces, size, new_ou
 
 
 @pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + SMALL, HEADER_BYTES + 2 * SMALL])
-async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch, small_pieces, at):
+async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(
+    disk, monkeypatch, small_pieces, at
+):
     async with stored_block(disk, 3 * SMALL) as stored:
         with stored.path.open("r+b") as file:
             file.seek(at)
@@ -259,6 +272,7 @@ async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypa
     def hold(direct):
         entered.set()
         go.wait(60)  # bounded, so that a test that fails does not hang
+
     async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads, out = Reads(monkeypatch, hold), on_page(3 * SMALL)
@@ -277,13 +291,16 @@ async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypa
         assert bytes(out) == bytes(len(out))
 
 
-async def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch, small_pieces):
+async def test_direct_read_cancelled_waits_for_the_running_checksum(
+    disk, monkeypatch, small_pieces
+):
     real, entered, go = Incoming.check, threading.Event(), threading.Event()
 
     def hold(block, payload):
         entered.set()
         go.wait(60)
         real(block, payload)
+
     async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         monkeypatch.setattr(Incoming, "check", hold)

@@ -134,7 +134,9 @@ async def test_encrypted_store_disk_has_neither_block_bytes_nor_the_secret(tmp_p
         await put_a(store)
     plain = tmp_path / "plain"
     plain.mkdir()
-    async with closing(open_store(parse_sources(f"file://{plain}?min_free=0"), FRAME, depth=1)) as store:
+    async with closing(
+        open_store(parse_sources(f"file://{plain}?min_free=0"), FRAME, depth=1)
+    ) as store:
         await put_a(store)
 
     def holders(folder):

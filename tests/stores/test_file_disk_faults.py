@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from filestore import A, B, files_below, opened, path_of, put_a, read_a, opened_store
+from filestore import A, B, files_below, opened, opened_store, path_of, put_a, read_a
 from hostile import patched_wait
 
 from sglang_cake.codecs.frame import HEADER_BYTES
@@ -66,6 +66,7 @@ async def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monke
         nonlocal tried
         tried += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     async with opened_store(tmp_path, clock=lambda: now_s) as store:
         await put_a(store)
 
@@ -193,7 +194,9 @@ async def test_file_store_below_min_free_evicts_old_blocks(tmp_path, monkeypatch
         assert not path_of(tmp_path, A).exists()
 
 
-async def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(tmp_path, monkeypatch):
+async def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(
+    tmp_path, monkeypatch
+):
     async with opened_store(tmp_path) as store:
         await put_a(store)
     free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
@@ -356,7 +359,9 @@ async def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_pat
         assert await read_a(store) == block_of("a")
 
 
-async def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(tmp_path, monkeypatch, caplog):
+async def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(
+    tmp_path, monkeypatch, caplog
+):
     ask, mistakes = BlockIndex.clean_boot_id, []
 
     def once(index):

@@ -7,7 +7,7 @@ import shutil
 import stat
 
 import pytest
-from filestore import A, B, files_below, opened, path_of, put_a, read_a, opened_store
+from filestore import A, B, files_below, opened, opened_store, path_of, put_a, read_a
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError

@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from filestore import put_a, read_a, opened_store
+from filestore import opened_store, put_a, read_a
 from storetools import ALICE, file_of, fill, held, store, told, url_of
 
 from sglang_cake.cli import main

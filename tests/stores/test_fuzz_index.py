@@ -7,7 +7,7 @@ import time
 from contextlib import closing, suppress
 
 import pytest
-from filestore import A, B, put_a, read_a, opened_store
+from filestore import A, B, opened_store, put_a, read_a
 from hostile import (
     anything,
     changes_of_bytes,
@@ -180,10 +180,9 @@ async def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
 
         rewrite(root / "index.db", flip)
 
-    async with folder_with_blocks(damage) as root:
-        async with opened_store(root) as store:
-            assert await store.put(key_of("new"), block_of("new"))
-            assert await read(store, key_of("new")) == block_of("new")
+    async with folder_with_blocks(damage) as root, opened_store(root) as store:
+        assert await store.put(key_of("new"), block_of("new"))
+        assert await read(store, key_of("new")) == block_of("new")
 
 
 async def test_index_row_with_invalid_text_still_allows_reads_and_puts(tmp_path):

@@ -134,6 +134,7 @@ async def test_head_slices_any_number_of_ranks_reads_what_any_other_stored(
         mine = stores[rank * each : (rank + 1) * each]
         store = HeadSliceStore(mine, own, depth=1)
         return own, store, of_heads(own, heads, slice(rank, rank + 1))
+
     for rank in range(writers):
         _, store, block = of_rank(rank, writers)
         assert await store.put(KEY, memoryview(block))
@@ -143,7 +144,9 @@ async def test_head_slices_any_number_of_ranks_reads_what_any_other_stored(
         assert await read(store, KEY, own) == block
 
 
-async def test_head_slices_one_slice_missing_makes_the_block_missing_until_it_is_stored_again() -> None:
+async def test_head_slices_one_slice_missing_makes_the_block_missing_until_it_is_stored_again() -> (
+    None
+):
     stores = [MemoryStore() for _ in range(2)]
     block = block_of("block")
     store = HeadSliceStore(stores, LAYOUT, depth=1)
@@ -170,6 +173,7 @@ async def test_head_slices_one_corrupt_slice_makes_the_block_corrupt_and_then_mi
         content = bytearray(files[0].read_bytes())
         content[HEADER_BYTES + 5] ^= 1
         files[0].write_bytes(content)
+
     store = open_file(tmp_path, codec=codec)
     await store.put(KEY, block_of("block"))
     damage_one_slice()
@@ -206,6 +210,7 @@ async def test_head_slices_many_puts_at_once_are_never_more_than_depth() -> None
             await asyncio.sleep(0)
             running -= 1
             return await super().put(key, data)
+
     store = HeadSliceStore([Busy(), Busy()], LAYOUT, depth=3)
     keys = [key_of(str(number)) for number in range(8)]
     assert all(await asyncio.gather(*(store.put(key, block_of("block")) for key in keys)))
@@ -247,7 +252,9 @@ class Hanging(MemoryStore):
         raise AssertionError
 
 
-async def test_head_slices_cancelled_read_ends_in_every_slice_before_its_memory_is_used_again() -> None:
+async def test_head_slices_cancelled_read_ends_in_every_slice_before_its_memory_is_used_again() -> (
+    None
+):
     stores = [Hanging(), Hanging()]
     store = HeadSliceStore(stores, LAYOUT, depth=1)
     reading = asyncio.ensure_future(read(store, KEY))

@@ -14,7 +14,7 @@ import weakref
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storetools import ALICE, BOB, refusal_of, closing
+from storetools import ALICE, BOB, closing, refusal_of
 from tiering import BLOCK, until
 
 from sglang_cake.core.counters import Counters
@@ -633,6 +633,7 @@ async def test_memory_tier_corrupt_block_below_never_moves_up():
             await super().get_into(key, out)
             out[0] ^= 1
             raise BlockCorrupt("a bit")
+
     async with opened_memory() as held:
         await held.below.put(key_of("a"), block_of("a"))
         held.store.tiers[1].store = Corrupt(held.below)

@@ -18,7 +18,7 @@ except (ImportError, OSError) as error:
 from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
-from storetools import refusal_of, closing, write_key_file
+from storetools import closing, refusal_of, write_key_file
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame

@@ -92,7 +92,9 @@ async def test_remote_store_after_timeouts_the_first_probe_dials_anew(kind):
 
 
 @pytest.mark.usefixtures("credentials")
-async def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_for_ever(monkeypatch):
+async def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_for_ever(
+    monkeypatch,
+):
     limits = TimeoutLimits(first_s=0.3, floor_s=0.3, ceiling_s=0.6)
     load = ssl.SSLContext.load_verify_locations
 

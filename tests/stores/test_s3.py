@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 from moto_process import PATIENT, moto
-from storetools import refusal_of, closing, write_key_file
+from storetools import closing, refusal_of, write_key_file
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import (
@@ -103,7 +103,9 @@ class TestSealedS3Store(TestS3Store):
 
 
 async def test_s3_store_sealed_block_leaves_no_plain_bytes_in_the_bucket(server, bucket, tmp_path):
-    async with closing(server.open(bucket, options=f"&key_file={write_key_file(tmp_path)}")) as store:
+    async with closing(
+        server.open(bucket, options=f"&key_file={write_key_file(tmp_path)}")
+    ) as store:
         await store.put(A, block_of("a"))
     names = [item["Key"] for item in server.client.list_objects_v2(Bucket=bucket)["Contents"]]
     (name,) = (name for name in names if name.endswith(A.hex()))
@@ -257,6 +259,7 @@ async def test_s3_store_killed_server_is_unavailable_until_restarted():
                 return await call
             except StoreError as error:
                 return error
+
         now_s = [0.0]
         given = {"depth": 4, "patience": PATIENT, "clock": lambda: now_s[-1]}
         async with closing(S3Store(server.source(place).place, LARGE_FRAME, **given)) as store:

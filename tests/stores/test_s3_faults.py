@@ -98,6 +98,7 @@ async def test_s3_store_refused_put_is_full_or_unavailable(answer, expected):
         return web.Response(
             status=answer.status, text=answer.text, content_type=answer.content_type
         )
+
     async with Odd(PUT=refuse).opened_store() as store:
         with pytest.raises(expected) as caught:
             await store.put(A, block_of("a"))
@@ -176,6 +177,7 @@ async def test_s3_store_undeletable_corrupt_block_stays_corrupt():
 async def test_s3_store_lookup_with_one_failed_request_is_unavailable(answer):
     async def sometimes(server, request):
         return await answer(server, request) if request.path.endswith(B.hex()) else None
+
     async with Odd(HEAD=sometimes).opened_store() as store:
         await store.put(A, block_of("a"))
         assert await store.contains([A]) == [True]
@@ -207,6 +209,7 @@ async def test_s3_store_listing_with_a_repeated_token_ends():
 async def test_s3_store_server_error_text_is_one_short_printable_line():
     async def shout(server, request):
         return error("Access\nDenied\x9b31m" + 1000 * "!", 403)
+
     async with Odd(GET=shout).opened_store() as store:
         with pytest.raises(StoreUnavailable) as caught:
             await read(store, A)
@@ -219,6 +222,7 @@ async def test_s3_store_silent_server_times_out_as_unavailable():
 
     async def silent(server, request):
         await given_up.wait()
+
     impatient = TimeoutLimits(first_s=0.2, floor_s=0.2)
     async with Odd(HEAD=silent, GET=silent, PUT=silent).opened_store(impatient) as store:
         for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):

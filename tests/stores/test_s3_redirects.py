@@ -112,6 +112,7 @@ async def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, head
         regions.append(request.headers["Authorization"].split("/")[2])
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code>{detail}</Error>"
         return web.Response(status=status, text=text, headers=headers)
+
     async with served_source(wrong) as source:
         with pytest.raises(ConfigError) as caught:
             await asyncio.to_thread(source.check)
@@ -183,6 +184,7 @@ async def test_s3_store_trickling_answer_times_out_as_unavailable(part):
                 head = b""
                 await writer.drain()
                 await asyncio.sleep(0.01)
+
     server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
     source = source_at(server.sockets[0].getsockname()[1])
     store = dataclasses.replace(source, patience=impatient).open(FRAME, depth=2)
@@ -210,6 +212,7 @@ async def test_s3_source_endless_namespace_listing_is_unavailable():
             f"<NextContinuationToken>{len(pages)}</NextContinuationToken>{folders}"
             "</ListBucketResult>",
         )
+
     async with served_source(handle) as source:
         with pytest.raises(StoreUnavailable, match="more than 50 folders"):
             await dataclasses.replace(source, most_namespaces=50).namespaces()

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from filestore import A, files_below, path_of, put_a, read_a, opened_store
+from filestore import A, files_below, opened_store, path_of, put_a, read_a
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.file.paths import new_tmp_name, this_host
@@ -87,6 +87,7 @@ async def test_file_store_put_whose_file_was_removed_is_unavailable(tmp_path, mo
     def swept_then_replace(tmp, path, **folders):
         os.unlink(tmp, dir_fd=folders["src_dir_fd"])
         replace(tmp, path, **folders)
+
     async with opened_store(tmp_path) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", swept_then_replace)

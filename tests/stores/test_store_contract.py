@@ -1,6 +1,5 @@
 """Every store passes the shipped contract, alone and under the shipped fakes."""
 
-
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore

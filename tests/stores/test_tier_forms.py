@@ -217,6 +217,7 @@ def test_link_speed_without_reads_is_that_of_writes():
 
 async def test_tiered_store_links_measure_their_own_reads_and_writes():
     async with opened_tiers() as tiers:
+
         class Slow(PassingStore):
             async def put(self, key, data):
                 tiers.clock.now_s += 4.0
@@ -268,6 +269,7 @@ async def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
 
 async def test_tiered_store_form_that_fails_skips_only_its_tier():
     async with opened_tiers(count=3) as tiers:
+
         async def form_of(tier):
             if tier == 1:
                 raise StoreUnavailable("closed")

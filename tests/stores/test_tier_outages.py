@@ -54,6 +54,7 @@ async def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():
 
 async def test_tiered_store_tier_that_refuses_writes_is_still_read():
     async with opened_tiers() as tiers:
+
         class ReadOnly(PassingStore):
             async def put(self, key, data):
                 raise StoreUnavailable("read-only")

@@ -184,6 +184,7 @@ async def test_tiered_store_uncancellable_tier_is_asked_once():
                 except asyncio.CancelledError:
                     continue
             raise asyncio.CancelledError
+
     async with opened_tiers(late_answer_s=0.01) as tiers:
         stuck = Stuck(tiers.memory[1])
         tiers.store.tiers[1].store = stuck
@@ -211,6 +212,7 @@ async def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
     class Short(PassingStore):
         async def contains(self, keys):
             return [True]
+
     async with opened_tiers() as tiers:
         tiers.store.tiers[0].store = Short(tiers.memory[0])
         await tiers.fill(1, "b")
@@ -302,6 +304,7 @@ async def test_tiered_store_read_continued_after_used_bytes_is_not_whole(error, 
             finally:
                 if used:
                     assert reading.wait(BLOCK // 2, 0.0)
+
     reading = None
     async with opened_tiers() as tiers:
         await tiers.fill(1, "a")
@@ -340,6 +343,7 @@ async def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_
         reading.received(count)
         if reading.wait(BLOCK, 0.0):
             taken.append(bytes(buffer.view))
+
     tiers = opened(parse_sources(urls))
     assert await tiers.put(key_of("a"), block_of("a"))
     await until(lambda: not any(tier.copies.pending for tier in tiers.tiers))
@@ -414,6 +418,7 @@ async def test_tiered_store_parallel_reads_add_up_both_links():
             self.served += 1
             await self.clock.until(self.free_s)
             return await super().get_into(key, out, progress)
+
     async with opened_tiers() as tiers:
         clock, names = tiers.clock, range(80)
         sleeping, order = [], itertools.count()
@@ -538,9 +543,7 @@ async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path, 
     clock = Clock()
     tiered = functools.partial(TieredStore, clock=clock)
     monkeypatch.setattr("sglang_cake.stores.open_store.TieredStore", tiered)
-    sources = parse_sources(
-        f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0"
-    )
+    sources = parse_sources(f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0")
     (tmp_path / "a").write_text("in the way of the folder")
     store = opened(sources, depth=1)
     assert await store.put(key_of("a"), block_of("a"))
@@ -578,6 +581,7 @@ async def test_tiered_store_shared_lower_tier_passes_blocks_between_servers(tmp_
     def server(name):
         urls = f"file://{tmp_path}/{name}?min_free=0,file://{tmp_path}/shared?min_free=0"
         return opened(parse_sources(urls))
+
     one, other = server("one"), server("other")
     await one.put(key_of("a"), block_of("a"))
     await one.close()  # what was on its way down is there now

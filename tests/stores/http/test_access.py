@@ -239,6 +239,7 @@ async def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
 
     def shown():
         return ssl.get_server_certificate(("127.0.0.1", server.port)).strip()
+
     url = f"{server.base}?ca={ca}"
     try:
         async with opened_url(url) as store:

@@ -138,6 +138,7 @@ async def test_http_store_block_put_through_store_serve_is_read_through_nginx(op
 
 async def test_http_source_namespaces_are_listed_by_store_serve_not_nginx(open_server, nginx):
     frame = fresh_frame()
+
     async def look(base):
         (source,) = parse_sources(base)
         return await source.namespaces()

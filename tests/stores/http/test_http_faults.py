@@ -186,6 +186,7 @@ async def test_http_store_passing_fault_is_hidden_by_retries(trouble):
             await trouble(asked)
         else:
             asked.answer(200, GOOD)
+
     gone = []
     async with client_and_server(answer) as (store, server):
         assert await get_a(store) == block_of("a")
@@ -253,6 +254,7 @@ async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
             asked.answer(503, headers="Retry-After: 99999\r\n")  # nobody waits that long
         else:
             asked.answer(200, GOOD)
+
     times = []
     async with client_and_server(answer) as (store, server):
         assert await get_a(store) == block_of("a")
@@ -265,6 +267,7 @@ async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
 async def test_http_store_unexpected_status_is_unavailable_and_not_followed(status):
     async def answer(asked):
         asked.answer(status, headers=f"Location: {asked.path}x\r\n")
+
     async with client_and_server(answer, token=TOKEN) as (store, server):
         with pytest.raises(StoreUnavailable, match=str(status)):
             await get_a(store)
@@ -283,7 +286,10 @@ async def test_http_store_missing_block_counts_as_no_failure(status):
 
 
 async def test_http_store_server_error_text_is_short_and_printable():
-    async with client_and_server(answers(403, b"denied\r\n\x1b[2J\0" + b"x" * 10_000)) as (store, server):
+    async with client_and_server(answers(403, b"denied\r\n\x1b[2J\0" + b"x" * 10_000)) as (
+        store,
+        server,
+    ):
         with pytest.raises(StoreUnavailable) as error:
             await get_a(store)
         assert "denied" in str(error.value)
@@ -342,7 +348,9 @@ BAD_LISTS = {
 
 @pytest.mark.parametrize("body", BAD_LISTS.values(), ids=BAD_LISTS.keys())
 async def test_http_store_malformed_list_is_unavailable(body):
-    async with client_and_server(answers(200, body, headers="Content-Type: application/x-ndjson\r\n")) as (store, server):
+    async with client_and_server(
+        answers(200, body, headers="Content-Type: application/x-ndjson\r\n")
+    ) as (store, server):
         with pytest.raises(StoreUnavailable):
             await listed(store, [])
 
@@ -351,6 +359,7 @@ async def test_http_store_list_that_stalls_is_unavailable():
     async def answer(asked):
         headers = "Content-Type: application/x-ndjson\r\n"
         asked.answer(200, LINE, length=2 * len(LINE), headers=headers)
+
     async with client_and_server(answer, first_s=1.0) as (store, server):
         got = []
         with pytest.raises(StoreUnavailable, match="broke off"):
@@ -387,6 +396,7 @@ async def test_http_store_forgotten_namespace_is_described_once_more():
     async def forgets_once(asked):
         asked.answer(409 if len(puts) == 0 else 204)
         puts.append(asked.path)
+
     puts = []
     async with client_and_server(ours(forgets_once)) as (store, server):
         assert await store.put(A, block_of("a")) is False
@@ -412,6 +422,7 @@ async def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
             claims.append(asked.path)
             await asyncio.sleep(2 * LOOKUP_S if len(claims) == 2 else 0)
         await usual(asked)
+
     async with client_and_server(answer, floor_s=LOOKUP_S) as (store, server):
         assert await store.put(A, block_of("a")) is False
         assert len(claims) == 2
@@ -440,6 +451,7 @@ async def test_http_store_lookup_on_a_plain_server_sends_few_heads(there):
             asked.answer(200, length=FRAMED_BYTES)
         else:
             asked.answer(404)
+
     async with client_and_server(answer) as (store, server):
         assert await store.contains(keys) == [True] * there + [False] * (1000 - there)
         heads = [asked for asked in server.asked if asked.method == "HEAD"]
@@ -454,6 +466,7 @@ async def test_http_store_after_an_outage_detects_the_server_kind_again():
             asked.answer(404)
         else:
             asked.answer(405)
+
     broken = []
     async with client_and_server(answer) as (store, server):
         assert await store.contains([A]) == [False]
@@ -481,6 +494,7 @@ async def test_http_store_head_lookups_are_bounded_and_one_error_fails_them():
             return
         there = any(asked.path.endswith(key_of(n).hex()) for n in range(2))
         asked.answer(200 if there else 404, length=FRAMED_BYTES)
+
     async with client_and_server(answer) as (store, server):
         keys = [key_of(n) for n in range(40)]
         assert await store.contains(keys) == [n < 2 for n in range(40)]

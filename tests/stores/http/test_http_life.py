@@ -93,6 +93,7 @@ async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_pa
             except StoreError:
                 return
             stored.add(name)
+
     for turn in range(4):
         server = OurServer(tmp_path / "root")
         store = opened(server.base)

@@ -38,6 +38,7 @@ async def test_http_store_hedge_that_wins_discards_the_late_answer():
         first.append(asked)
         if len(first) > 1:
             asked.answer(200, GOOD)
+
     first = []
     async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
         out = bytearray(LAYOUT.block_bytes)
@@ -57,6 +58,7 @@ async def test_http_store_first_answer_before_the_hedge_is_used():
         first.append(asked)
         if len(first) == 2:  # the hedge is never answered
             first[0].answer(200, GOOD)
+
     first = []
     async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
         assert await read(store, A) == block_of("a")
@@ -71,6 +73,7 @@ async def test_http_store_hedged_read_survives_one_failed_request(bad):
             both[bad].reset()
             await asyncio.sleep(0)
             both[1 - bad].answer(200, GOOD)
+
     both = []
     async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
         assert await read(store, A) == block_of("a")
@@ -85,6 +88,7 @@ async def test_http_store_hedged_read_with_two_failures_counts_one():
                 one.send(b"no HTTP\r\n\r\n")
         elif len(both) > 2:
             asked.answer(200, GOOD)
+
     both = []
     async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
         assert await read(store, A) == block_of("a")
@@ -97,6 +101,7 @@ async def test_http_store_cancelled_hedged_read_closes_both_requests():
         both.append(asked)
         if len(both) == 2:
             asked_twice.set()
+
     both, asked_twice = [], asyncio.Event()
     async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
         out = bytearray(LAYOUT.block_bytes)
@@ -115,6 +120,7 @@ async def test_http_store_cancelled_read_returns_and_leaves_its_buffer_alone():
     async def answer(asked):
         asked.answer(200, GOOD[:-100], length=FRAMED_BYTES)
         half_sent.append(asked)
+
     half_sent = []
     async with client_and_server(answer) as (store, server):
         out = bytearray(LAYOUT.block_bytes)
@@ -137,6 +143,7 @@ async def test_http_store_reads_are_bounded_by_depth_and_delay_no_lookup():
             asked.answer(200, b"\1")
         else:
             waiting.append(asked)
+
     waiting = []
     async with client_and_server(answer, depth=3) as (store, server):
         tasks = [asyncio.create_task(read(store, A)) for _ in range(10)]
@@ -153,6 +160,7 @@ async def test_http_store_reads_are_bounded_by_depth_and_delay_no_lookup():
 async def test_http_store_close_fails_a_running_read():
     async def answer(asked):
         seen.set()
+
     seen = asyncio.Event()
     async with client_and_server(answer) as (store, server):
         task = asyncio.create_task(read(store, A))
@@ -168,6 +176,7 @@ async def test_http_store_progress_is_reported_while_bytes_arrive():
         for begin, end in itertools.pairwise((100, *parts)):
             await until(lambda begin=begin: told.counts[-1:] == [max(0, begin - HEADER_BYTES)])
             asked.send(GOOD[begin:end])
+
     parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
     out = bytearray(LAYOUT.block_bytes)
     told = ProgressRecord(out, block_of("a"))
@@ -189,9 +198,11 @@ async def test_http_store_retried_read_restarts_its_progress(used):
         await until(lambda: reading.has(LAYOUT.block_bytes - 50))
         assert not used or reading.wait(LAYOUT.block_bytes - 50, 0.0)
         asked.reset()
+
     tries, counts, buffer = [], [], Buffer(on_page(LAYOUT.block_bytes))
     reading = BlockRead(buffer)
     async with client_and_server(answer) as (store, server):
+
         def came(count):
             counts.append(count)
             reading.received(count)
@@ -211,6 +222,7 @@ async def test_http_store_retried_read_restarts_its_progress(used):
 async def test_http_store_wrong_header_reports_no_payload():
     async def answer(asked):
         asked.answer(200, framed("b"))
+
     async with client_and_server(answer) as (store, server):
         counts = []
         with pytest.raises(BlockCorrupt):
@@ -223,6 +235,7 @@ async def test_http_store_corrupt_last_bytes_raise_after_full_progress():
 
     async def answer(asked):
         asked.answer(200, BAD)
+
     async with client_and_server(answer) as (store, server):
         out = bytearray(LAYOUT.block_bytes)
         counts = []
