@@ -318,7 +318,7 @@ def test_s3_store_closed_leaves_no_open_connection(server, bucket, caplog):
 
 
 async def test_s3_store_never_used_closes_without_an_error(server):
-    async with closing(server.open("nobody-made-this")) as store:
+    async with closing(server.open("nobody-made-this")):
         await asyncio.sleep(0)
 
 

@@ -109,7 +109,7 @@ async def test_http_store_wrong_block_bytes_are_corrupt_and_reported(lie):
 
 
 async def test_http_store_answer_longer_than_its_length_is_an_error():
-    async with client_and_server(answers(200, GOOD, length=FRAMED_BYTES - 1)) as (store, server):
+    async with client_and_server(answers(200, GOOD, length=FRAMED_BYTES - 1)) as (store, _):
         with pytest.raises((BlockCorrupt, StoreUnavailable)) as error:  # whatever comes first
             await get_a(store)
         assert len(str(error.value)) < 500
@@ -167,7 +167,7 @@ TROUBLE = {
 
 @pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE.keys())
 async def test_http_store_persistent_fault_is_retried_and_then_unavailable(trouble):
-    async with client_and_server(trouble) as (store, server):
+    async with client_and_server(trouble) as (store, _):
         for call in (get_a(store), get_a(store), store.contains([A]), store.stats()):
             before = store.counters.requests
             with pytest.raises(StoreUnavailable):
@@ -188,7 +188,7 @@ async def test_http_store_passing_fault_is_hidden_by_retries(trouble):
             asked.answer(200, GOOD)
 
     gone = []
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
         assert await get_a(store) == block_of("a")
         assert store.counters.failures >= 1
         assert store.counters.breaker_openings == 0
@@ -233,7 +233,7 @@ async def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
         await asyncio.sleep(0.5)
         asked.answer(200, GOOD)
 
-    async with client_and_server(answer, first_s=0.1, floor_s=0.05) as (store, server):
+    async with client_and_server(answer, first_s=0.1, floor_s=0.05) as (store, _):
         tries = 0
         while True:
             tries += 1
@@ -256,7 +256,7 @@ async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
             asked.answer(200, GOOD)
 
     times = []
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
         assert await get_a(store) == block_of("a")
         assert store.counters.retries == 2
         assert times[1] - times[0] >= 0.99
@@ -288,7 +288,7 @@ async def test_http_store_missing_block_counts_as_no_failure(status):
 async def test_http_store_server_error_text_is_short_and_printable():
     async with client_and_server(answers(403, b"denied\r\n\x1b[2J\0" + b"x" * 10_000)) as (
         store,
-        server,
+        _,
     ):
         with pytest.raises(StoreUnavailable) as error:
             await get_a(store)
@@ -319,13 +319,13 @@ async def test_http_store_malformed_lookup_answer_is_unavailable(body):
     "body", [b"", b"[]", b"1", b'{"blocks": "many"}', b"[" * 100_000, b"\xff"], ids=repr
 )
 async def test_http_store_malformed_stats_are_unavailable(body):
-    async with client_and_server(answers(200, body)) as (store, server):
+    async with client_and_server(answers(200, body)) as (store, _):
         with pytest.raises(StoreUnavailable):
             await store.stats()
 
 
 async def test_http_store_stats_above_the_size_limit_are_unavailable():
-    async with client_and_server(answers(200, b" " * (MAX_ANSWER_BYTES + 1))) as (store, server):
+    async with client_and_server(answers(200, b" " * (MAX_ANSWER_BYTES + 1))) as (store, _):
         with pytest.raises(StoreUnavailable, match="more than"):
             await store.stats()
 
@@ -350,7 +350,7 @@ BAD_LISTS = {
 async def test_http_store_malformed_list_is_unavailable(body):
     async with client_and_server(
         answers(200, body, headers="Content-Type: application/x-ndjson\r\n")
-    ) as (store, server):
+    ) as (store, _):
         with pytest.raises(StoreUnavailable):
             await listed(store, [])
 
@@ -360,7 +360,7 @@ async def test_http_store_list_that_stalls_is_unavailable():
         headers = "Content-Type: application/x-ndjson\r\n"
         asked.answer(200, LINE, length=2 * len(LINE), headers=headers)
 
-    async with client_and_server(answer, first_s=1.0) as (store, server):
+    async with client_and_server(answer, first_s=1.0) as (store, _):
         got = []
         with pytest.raises(StoreUnavailable, match="broke off"):
             await listed(store, got)
@@ -423,7 +423,7 @@ async def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
             await asyncio.sleep(2 * LOOKUP_S if len(claims) == 2 else 0)
         await usual(asked)
 
-    async with client_and_server(answer, floor_s=LOOKUP_S) as (store, server):
+    async with client_and_server(answer, floor_s=LOOKUP_S) as (store, _):
         assert await store.put(A, block_of("a")) is False
         assert len(claims) == 2
         assert store.counters.failures == 0

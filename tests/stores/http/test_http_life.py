@@ -98,7 +98,7 @@ async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_pa
         server = OurServer(tmp_path / "root")
         store = opened(server.base)
         writing = asyncio.create_task(write(store, turn))
-        await until(lambda: (turn, 0) in stored)
+        await until(lambda turn=turn: (turn, 0) in stored)
         await asyncio.sleep(moments.uniform(0, 0.1))  # random moments are the point of this test
         await asyncio.to_thread(server.kill)
         await writing

@@ -60,7 +60,7 @@ async def test_http_store_first_answer_before_the_hedge_is_used():
             first[0].answer(200, GOOD)
 
     first = []
-    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         assert await read(store, A) == block_of("a")
         assert (store.counters.hedges, store.counters.hedges_won) == (1, 0)
 
@@ -75,7 +75,7 @@ async def test_http_store_hedged_read_survives_one_failed_request(bad):
             both[1 - bad].answer(200, GOOD)
 
     both = []
-    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         assert await read(store, A) == block_of("a")
         assert store.counters.retries == 0
 
@@ -90,7 +90,7 @@ async def test_http_store_hedged_read_with_two_failures_counts_one():
             asked.answer(200, GOOD)
 
     both = []
-    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         assert await read(store, A) == block_of("a")
         assert store.counters.failures == 1
         assert store.counters.retries == 1
@@ -103,7 +103,7 @@ async def test_http_store_cancelled_hedged_read_closes_both_requests():
             asked_twice.set()
 
     both, asked_twice = [], asyncio.Event()
-    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         out = bytearray(LAYOUT.block_bytes)
         task = asyncio.create_task(store.get_into(A, memoryview(out)))
         await asked_twice.wait()
@@ -122,7 +122,7 @@ async def test_http_store_cancelled_read_returns_and_leaves_its_buffer_alone():
         half_sent.append(asked)
 
     half_sent = []
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
         out = bytearray(LAYOUT.block_bytes)
         task = asyncio.create_task(store.get_into(A, memoryview(out)))
         await until(lambda: any(out))
@@ -162,7 +162,7 @@ async def test_http_store_close_fails_a_running_read():
         seen.set()
 
     seen = asyncio.Event()
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
         task = asyncio.create_task(read(store, A))
         await seen.wait()
         await store.close()
@@ -180,7 +180,7 @@ async def test_http_store_progress_is_reported_while_bytes_arrive():
     parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
     out = bytearray(LAYOUT.block_bytes)
     told = ProgressRecord(out, block_of("a"))
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
         await store.get_into(A, memoryview(out), told)
         assert told.wrong == []
         assert told.grew
@@ -201,7 +201,7 @@ async def test_http_store_retried_read_restarts_its_progress(used):
 
     tries, counts, buffer = [], [], Buffer(on_page(LAYOUT.block_bytes))
     reading = BlockRead(buffer)
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
 
         def came(count):
             counts.append(count)
@@ -223,7 +223,7 @@ async def test_http_store_wrong_header_reports_no_payload():
     async def answer(asked):
         asked.answer(200, framed("b"))
 
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
         counts = []
         with pytest.raises(BlockCorrupt):
             await store.get_into(A, memoryview(bytearray(LAYOUT.block_bytes)), counts.append)
@@ -236,7 +236,7 @@ async def test_http_store_corrupt_last_bytes_raise_after_full_progress():
     async def answer(asked):
         asked.answer(200, BAD)
 
-    async with client_and_server(answer) as (store, server):
+    async with client_and_server(answer) as (store, _):
         out = bytearray(LAYOUT.block_bytes)
         counts = []
         with pytest.raises(BlockCorrupt):
