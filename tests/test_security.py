@@ -1,7 +1,6 @@
 """What docs/security.md claims and no other test shows."""
 
 import ast
-import asyncio
 import os
 import re
 import stat
@@ -37,10 +36,10 @@ def test_block_keys_of_tenants_with_other_salts_are_all_different(tokens, tenant
     assert len({key for each in keys for key in each}) == sum(map(len, keys))
 
 
-def test_file_store_while_open_all_files_are_accessible_to_the_owner_only(tmp_path):
+async def test_file_store_while_open_all_files_are_accessible_to_the_owner_only(tmp_path):
     root = tmp_path / "kv"
-
-    async def main():
+    old = os.umask(0)
+    try:
         store = FileSource(root, min_free_bytes=0).open(FRAME, depth=1)
         try:
             for name in ("a", "b"):
@@ -56,10 +55,6 @@ def test_file_store_while_open_all_files_are_accessible_to_the_owner_only(tmp_pa
                 assert mode == (0o700 if path.is_dir() else 0o600), path
         finally:
             await store.close()
-
-    old = os.umask(0)
-    try:
-        asyncio.run(main())
     finally:
         os.umask(old)
 

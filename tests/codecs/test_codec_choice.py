@@ -1,6 +1,5 @@
 """Which codec `auto` takes, and that it keeps its bound."""
 
-import asyncio
 import logging
 import random
 import re
@@ -346,13 +345,12 @@ def test_auto_codec_random_links_every_tier_stays_within_the_bound(
     assert len(forms.payloads) <= len(links)
 
 
-def test_auto_codec_decisions_appear_in_log_and_counters(
+async def test_auto_codec_decisions_appear_in_log_and_counters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = (("model", "m"), ("codec", namespace_value("auto", 0.02)))
     counters = Counters()
-
-    async def go() -> list[bytes]:
+    with caplog.at_level(logging.INFO):
         store = open_blocks(
             parse_sources(f"{tmp_path.as_uri()}?bandwidth=2MB/s"),
             Namespace(fields),
@@ -370,10 +368,6 @@ def test_auto_codec_decisions_appear_in_log_and_counters(
             await store.get_into(key, memoryview(out))
             found.append(bytes(out) == block)
         await store.close()
-        return found
-
-    with caplog.at_level(logging.INFO):
-        found = asyncio.run(go())
     assert found[0]  # nothing is known of the link yet: raw
     assert not found[-1]  # at 2 MB/s, anything smaller pays
     counts = counters.snapshot()

@@ -89,30 +89,29 @@ class TestZstdOverALink(TestZstdFiles):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_encoded_store_first_block_keeps_the_first_token_exact(tmp_path: Path, codec: str) -> None:
-    async def go(recorded: bool) -> None:
-        store = open_blocks(
-            parse_sources(f"file://{tmp_path}/kv-{recorded}?min_free=0&bandwidth=100MB/s"),
-            *(namespace(codec), LAYOUT),
-            codec=codec,
-            depth=1,
-        )
-        if recorded:
-            store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
-        rows = {}
-        for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
-            assert await put(key_of(name), memoryview(BLOCK))
-            out = memoryview(bytearray(LAYOUT.block_bytes))
-            await store.get_into(key_of(name), out)
-            found, exact = (Block.over(LAYOUT, view).planes() for view in (out, memoryview(BLOCK)))
-            pairs = zip(found, exact, strict=True)
-            rows[name] = [(restored[0] == kept[0]).all() for restored, kept in pairs]
-        await store.close()
-        assert all(rows["first"])
-        assert all(rows["other"]) == (codec in LOSSLESS)
-
-    asyncio.run(go(recorded=False))
-    asyncio.run(go(recorded=True))
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_encoded_store_first_block_keeps_the_first_token_exact(
+    tmp_path: Path, codec: str, recorded: bool
+) -> None:
+    store = open_blocks(
+        parse_sources(f"file://{tmp_path}/kv?min_free=0&bandwidth=100MB/s"),
+        *(namespace(codec), LAYOUT),
+        codec=codec,
+        depth=1,
+    )
+    if recorded:
+        store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
+    rows = {}
+    for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
+        assert await put(key_of(name), memoryview(BLOCK))
+        out = memoryview(bytearray(LAYOUT.block_bytes))
+        await store.get_into(key_of(name), out)
+        found, exact = (Block.over(LAYOUT, view).planes() for view in (out, memoryview(BLOCK)))
+        pairs = zip(found, exact, strict=True)
+        rows[name] = [(restored[0] == kept[0]).all() for restored, kept in pairs]
+    await store.close()
+    assert all(rows["first"])
+    assert all(rows["other"]) == (codec in LOSSLESS)
 
 
 def namespace(codec: str) -> Namespace:
@@ -141,7 +140,7 @@ def stored_file(root: Path) -> Path:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("how", ["plain", "sealed", "tiers", "paced"])
-def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
+async def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
     tmp_path: Path, codec: str, how: str
 ) -> None:
     (tmp_path / "key").write_text(bytes(range(32)).hex())
@@ -154,14 +153,11 @@ def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
     if how == "paced":
         url += "?bandwidth=100MB/s"
 
-    async def go() -> bytes:
-        store = opened(url, codec)
-        try:
-            return await round_trip(store)
-        finally:
-            await store.close()
-
-    found = asyncio.run(go())
+    store = opened(url, codec)
+    try:
+        found = await round_trip(store)
+    finally:
+        await store.close()
     assert (found == BLOCK) == (codec in LOSSLESS)
     sizes = [stored_file(tmp_path / "store").stat().st_size]
     if how == "tiers":  # the copy is as short as the original
@@ -171,25 +167,23 @@ def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
 
 
 @pytest.mark.parametrize("codec", CHOICES)
-def test_open_blocks_every_codec_with_model_facts_round_trips(tmp_path: Path, codec: str) -> None:
+async def test_open_blocks_every_codec_with_model_facts_round_trips(
+    tmp_path: Path, codec: str
+) -> None:
     """With what it knows of the model: heads, and how positions turn them."""
-
-    async def go() -> bytes:
-        store = open_blocks(
-            parse_sources((tmp_path / "store").as_uri()),
-            namespace(codec),
-            LAYOUT,
-            codec=codec,
-            depth=2,
-            max_error=0.5,
-            rope_theta=10000.0,
-        )
-        try:
-            return await round_trip(store)
-        finally:
-            await store.close()
-
-    found = asyncio.run(go())
+    store = open_blocks(
+        parse_sources((tmp_path / "store").as_uri()),
+        namespace(codec),
+        LAYOUT,
+        codec=codec,
+        depth=2,
+        max_error=0.5,
+        rope_theta=10000.0,
+    )
+    try:
+        found = await round_trip(store)
+    finally:
+        await store.close()
     assert len(found) == LAYOUT.block_bytes
     assert codec not in LOSSLESS or found == BLOCK
 
@@ -203,25 +197,19 @@ def test_encoded_store_without_a_codec_loads_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_encoded_store_raw_file_is_header_and_plain_block(tmp_path: Path) -> None:
-    async def go() -> None:
-        store = opened(tmp_path.as_uri(), "raw")
-        await round_trip(store)
-        await store.close()
-
-    asyncio.run(go())
+async def test_encoded_store_raw_file_is_header_and_plain_block(tmp_path: Path) -> None:
+    store = opened(tmp_path.as_uri(), "raw")
+    await round_trip(store)
+    await store.close()
     raw = stored_file(tmp_path).read_bytes()
     assert raw[HEADER_BYTES:] == BLOCK
     assert raw[:HEADER_BYTES] == BlockFrame(namespace("raw"), LAYOUT).header(KEY, memoryview(BLOCK))
 
 
-def test_encoded_store_int8_file_names_its_codec_and_chain(tmp_path: Path) -> None:
-    async def go() -> None:
-        store = opened(tmp_path.as_uri(), "int8")
-        await round_trip(store)
-        await store.close()
-
-    asyncio.run(go())
+async def test_encoded_store_int8_file_names_its_codec_and_chain(tmp_path: Path) -> None:
+    store = opened(tmp_path.as_uri(), "int8")
+    await round_trip(store)
+    await store.close()
     raw = stored_file(tmp_path).read_bytes()
     header = read_header(raw[:HEADER_BYTES])
     assert header.codec == "int8"
@@ -238,55 +226,45 @@ def test_namespace_value_codecs_and_bounds_are_all_different() -> None:
     assert len(set(values)) == len(values)
 
 
-def test_encoded_store_undecodable_payload_is_corrupt_then_missing(tmp_path: Path) -> None:
+async def test_encoded_store_undecodable_payload_is_corrupt_then_missing(tmp_path: Path) -> None:
     """The checksums are right: somebody else's program wrote it."""
-
-    async def go() -> None:
-        store = opened(tmp_path.as_uri(), "int8")
-        frame = encoded_frame(namespace("int8"), LAYOUT, "int8")
-        inner = parse_sources(tmp_path.as_uri())[0].open(frame, depth=1)
-        text = b'[["groups",{"bits":8,"group":128}]]'
-        payload = (len(text).to_bytes(4, "little") + text).ljust(64, b"\0") + b"too short"
-        await inner.put(KEY, memoryview(payload))
-        out = bytearray(LAYOUT.block_bytes)
-        with pytest.raises(BlockCorrupt):
-            await store.get_into(KEY, memoryview(out))
-        with pytest.raises(BlockMissing):
-            await store.get_into(KEY, memoryview(out))
-        await inner.close()
-        await store.close()
-
-    asyncio.run(go())
+    store = opened(tmp_path.as_uri(), "int8")
+    frame = encoded_frame(namespace("int8"), LAYOUT, "int8")
+    inner = parse_sources(tmp_path.as_uri())[0].open(frame, depth=1)
+    text = b'[["groups",{"bits":8,"group":128}]]'
+    payload = (len(text).to_bytes(4, "little") + text).ljust(64, b"\0") + b"too short"
+    await inner.put(KEY, memoryview(payload))
+    out = bytearray(LAYOUT.block_bytes)
+    with pytest.raises(BlockCorrupt):
+        await store.get_into(KEY, memoryview(out))
+    with pytest.raises(BlockMissing):
+        await store.get_into(KEY, memoryview(out))
+    await inner.close()
+    await store.close()
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "flipped"])
-def test_encoded_store_damaged_file_raises_block_corrupt(tmp_path: Path, change: str) -> None:
-    async def go() -> None:
-        store = opened(tmp_path.as_uri(), "zstd")
-        await round_trip(store)
-        file = stored_file(tmp_path)
-        raw = bytearray(file.read_bytes())
-        if change == "cut":
-            raw = raw[:-1]
-        elif change == "longer":
-            raw += b"\0"
-        else:
-            raw[HEADER_BYTES + 300] ^= 1
-        file.write_bytes(raw)
-        with pytest.raises(BlockCorrupt):
-            await store.get_into(KEY, memoryview(bytearray(LAYOUT.block_bytes)))
-        await store.close()
-
-    asyncio.run(go())
+async def test_encoded_store_damaged_file_raises_block_corrupt(tmp_path: Path, change: str) -> None:
+    store = opened(tmp_path.as_uri(), "zstd")
+    await round_trip(store)
+    file = stored_file(tmp_path)
+    raw = bytearray(file.read_bytes())
+    if change == "cut":
+        raw = raw[:-1]
+    elif change == "longer":
+        raw += b"\0"
+    else:
+        raw[HEADER_BYTES + 300] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(BlockCorrupt):
+        await store.get_into(KEY, memoryview(bytearray(LAYOUT.block_bytes)))
+    await store.close()
 
 
-def test_encoded_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> None:
-    async def go() -> None:
-        store = opened(tmp_path.as_uri(), "zstd")
-        await round_trip(store)
-        await store.close()
-
-    asyncio.run(go())
+async def test_encoded_store_without_index_finds_blocks_of_any_length(tmp_path: Path) -> None:
+    store = opened(tmp_path.as_uri(), "zstd")
+    await round_trip(store)
+    await store.close()
     for path in tmp_path.glob("index.db*"):
         path.unlink()
     (tmp_path / "index.db").write_text("another program's file")
@@ -325,46 +303,40 @@ def test_codec_name_with_seal_suffix_fits_the_header() -> None:
     assert all(len(f"{codec}+aesgcm") <= 16 for codec in CHOICES)
 
 
-def test_encoded_store_checksum_covers_the_stored_payload(tmp_path: Path) -> None:
-    async def go() -> None:
-        store = opened(tmp_path.as_uri(), "int4")
-        await round_trip(store)
-        await store.close()
-
-    asyncio.run(go())
+async def test_encoded_store_checksum_covers_the_stored_payload(tmp_path: Path) -> None:
+    store = opened(tmp_path.as_uri(), "int4")
+    await round_trip(store)
+    await store.close()
     raw = stored_file(tmp_path).read_bytes()
     assert read_header(raw[:HEADER_BYTES]).payload_checksum == payload_checksum(raw[HEADER_BYTES:])
 
 
-def test_encoded_store_cancelled_read_stops_writing_to_its_buffer(tmp_path: Path) -> None:
+async def test_encoded_store_cancelled_read_stops_writing_to_its_buffer(tmp_path: Path) -> None:
     """When the caller has its memory back, no thread writes to it any more."""
-
-    async def go() -> None:
-        store = opened(tmp_path.as_uri(), "zstd")
-        await round_trip(store)
-        for delay in range(8):
-            out = bytearray(LAYOUT.block_bytes)
-            read = asyncio.create_task(store.get_into(KEY, memoryview(out)))
-            for _ in range(delay):
-                await asyncio.sleep(0)
-            read.cancel()
-            await asyncio.wait([read])
-            before = bytes(out)
-            with ThreadPoolExecutor(1) as threads:
-                threads.submit(lambda: None).result()
-            assert bytes(out) == before
-        assert await round_trip_again(store) == BLOCK
-        await store.close()
 
     async def round_trip_again(store: Store) -> bytes:
         out = bytearray(LAYOUT.block_bytes)
         await store.get_into(KEY, memoryview(out))
         return bytes(out)
 
-    asyncio.run(go())
+    store = opened(tmp_path.as_uri(), "zstd")
+    await round_trip(store)
+    for delay in range(8):
+        out = bytearray(LAYOUT.block_bytes)
+        read = asyncio.create_task(store.get_into(KEY, memoryview(out)))
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        read.cancel()
+        await asyncio.wait([read])
+        before = bytes(out)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(lambda: None).result()
+        assert bytes(out) == before
+    assert await round_trip_again(store) == BLOCK
+    await store.close()
 
 
-def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -> None:
+async def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -> None:
     class Listening(MemoryStore):
         def __init__(self) -> None:
             super().__init__()
@@ -377,22 +349,18 @@ def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -> None
             return [3] * len(keys)
 
     inner, facts = Listening(), RequestFacts("r1", 300)
-
-    async def go() -> None:
-        encode = FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
-        size = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
-        store = EncodedStore(
-            *(inner, LAYOUT, encode),
-            link=LinkSpeed(),
-            counters=Counters(),
-            payload_bytes=size,
-            depth=1,
-        )
-        await report_access(store, [KEY], facts)
-        assert tiers_of(store, [KEY]) == [3]
-        await store.close()
-
-    asyncio.run(go())
+    encode = FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
+    size = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
+    store = EncodedStore(
+        *(inner, LAYOUT, encode),
+        link=LinkSpeed(),
+        counters=Counters(),
+        payload_bytes=size,
+        depth=1,
+    )
+    await report_access(store, [KEY], facts)
+    assert tiers_of(store, [KEY]) == [3]
+    await store.close()
     assert inner.told == [([KEY], facts)]
 
 

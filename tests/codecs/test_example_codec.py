@@ -82,19 +82,15 @@ async def read(store):
     return bytes(out)
 
 
-def test_own_codec_is_named_by_flag_and_stored_in_frames(deflate, tmp_path):
+async def test_own_codec_is_named_by_flag_and_stored_in_frames(deflate, tmp_path):
     config = from_mapping({"codec": "deflate"})
     assert not config.lossy
     assert "deflate" in own_names()
     counters = Counters()
-
-    async def go():
-        store = opened(tmp_path, config.codec, counters)
-        assert await store.put(KEY, memoryview(BLOCK))
-        assert await read(store) == BLOCK
-        await store.close()
-
-    asyncio.run(go())
+    store = opened(tmp_path, config.codec, counters)
+    assert await store.put(KEY, memoryview(BLOCK))
+    assert await read(store) == BLOCK
+    await store.close()
     assert counters.snapshot()["encoded_blocks", "deflate"] == 1
     stored = next(tmp_path.rglob(KEY.hex())).read_bytes()
     assert len(stored) < SMOOTH.block_bytes

@@ -1,6 +1,5 @@
 """Decoding with torch gives what the compiled loops give, bit for bit; here on the CPU."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,7 +166,7 @@ def test_device_decode_payload_of_wrong_length_raises_malformed() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", [mha, mla])
-def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
+async def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
     tmp_path: Path, codec: str, kind: object
 ) -> None:
     pool, block_tokens = kind(96, dtype=torch.bfloat16), 16  # type: ignore[operator]
@@ -196,11 +195,11 @@ def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
         await store.close()
         return loaded
 
-    blocks = [torch.frombuffer(b.view, dtype=torch.uint8) for b in asyncio.run(go(on_device=False))]
+    blocks = [torch.frombuffer(b.view, dtype=torch.uint8) for b in await go(on_device=False)]
     wanted = torch.cat([torch.cat([*kv_rows(kv, block)], 1) for block in blocks])
     for pool_buffer in buffers_of(pool):
         pool_buffer.zero_()
-    buffers = asyncio.run(go(on_device=True))
+    buffers = await go(on_device=True)
     for buffer, part in zip(buffers, slots.split(kv.layout.block_tokens), strict=True):
         assert kv.load(buffer, part, ()).done()
     found = torch.cat([as_bytes(b)[slots].view(len(slots), -1) for b in buffers_of(pool)], 1)

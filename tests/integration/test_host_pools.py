@@ -1,6 +1,5 @@
 """Host memory of a scheduler process: its pools, and its registration with a GPU."""
 
-import asyncio
 import gc
 import logging
 from functools import partial
@@ -82,24 +81,24 @@ def test_pin_refused_is_one_error_that_says_what_to_do(
     assert cudart.unregistered == []
 
 
-def test_memory_store_of_a_gpu_is_registered_once_with_all_its_blocks(
+async def test_memory_store_of_a_gpu_is_registered_once_with_all_its_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cudart = FakeCudart(monkeypatch)
     (source,) = parse_sources("memory://64KiB", pin=partial(pin, device=CPU))
-    asyncio.run(pinned_for_a_while(source, lends=True))
+    await pinned_for_a_while(source, lends=True)
     ((address, size_bytes, _),) = cudart.registered
     gc.collect()
     assert size_bytes == 2**16
     assert cudart.unregistered == [address]
 
 
-def test_memory_store_that_cannot_be_pinned_lends_nothing_to_a_gpu(
+async def test_memory_store_that_cannot_be_pinned_lends_nothing_to_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cudart = FakeCudart(monkeypatch, code=2)
     (source,) = parse_sources("memory://64KiB", pin=partial(pin, device=CPU))
-    asyncio.run(pinned_for_a_while(source, lends=False))
+    await pinned_for_a_while(source, lends=False)
     assert len(cudart.registered) == 1
 
 

@@ -1,6 +1,5 @@
 """Blocks in and out of SGLang's own pools, bit for bit."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -80,7 +79,7 @@ def test_kv_pool_slots_in_any_order_are_copied_bit_exact(
         assert torch.equal(as_bytes(b)[others], old[others])
 
 
-def test_kv_pool_block_that_memory_lends_behind_a_codec_is_copied_bit_exact() -> None:
+async def test_kv_pool_block_that_memory_lends_behind_a_codec_is_copied_bit_exact() -> None:
     """It does not begin on a page: the head of its payload stands before it."""
     source, target = PLAIN["mha"](dtype=torch.bfloat16), PLAIN["mha"](dtype=torch.bfloat16)
     scramble(source, 1)
@@ -90,20 +89,16 @@ def test_kv_pool_block_that_memory_lends_behind_a_codec_is_copied_bit_exact() ->
     (block,) = buffers_for(kv_out, 1)
     kv_out.save(taken, [block], kv_out.fence()).wait()
     key = BlockKey(bytes(32))
-
-    async def test() -> None:
-        namespace = Namespace((("codec", namespace_value("auto", 0.0)),))
-        store = open_blocks(
-            parse_sources("memory://1MB"), namespace, kv_out.layout, codec="auto", depth=1
-        )
-        await store.put(key, block.view)
-        lent = lend(store, key)
-        assert lent is not None
-        assert kv_in.load(lent.buffer, given, kv_in.fence()).done()
-        lent.release()
-        await store.close()
-
-    asyncio.run(test())
+    namespace = Namespace((("codec", namespace_value("auto", 0.0)),))
+    store = open_blocks(
+        parse_sources("memory://1MB"), namespace, kv_out.layout, codec="auto", depth=1
+    )
+    await store.put(key, block.view)
+    lent = lend(store, key)
+    assert lent is not None
+    assert kv_in.load(lent.buffer, given, kv_in.fence()).done()
+    lent.release()
+    await store.close()
     for a, b in zip(buffers_of(source), buffers_of(target), strict=True):
         assert torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
 

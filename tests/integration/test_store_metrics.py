@@ -1,6 +1,5 @@
 """Metrics of the store, its tiers and its codecs in SGLang's `/metrics`."""
 
-import asyncio
 import contextlib
 
 import pytest
@@ -38,7 +37,7 @@ def sample(registry, name, **labels):
     return registry.get_sample_value(f"sglang:cake_{name}", LABELS | labels)
 
 
-def test_store_metrics_each_tier_is_published_from_the_start_and_over_a_swap(metrics):
+async def test_store_metrics_each_tier_is_published_from_the_start_and_over_a_swap(metrics):
     store_metrics, registry = metrics
 
     def of(name, tier, **labels):
@@ -64,17 +63,17 @@ def test_store_metrics_each_tier_is_published_from_the_start_and_over_a_swap(met
     def tiered(*stores):
         return TieredStore(stores, block_bytes=LAYOUT.block_bytes)
 
-    asyncio.run(use(tiered(MemoryStore(), MemoryStore())))
+    await use(tiered(MemoryStore(), MemoryStore()))
     assert of("blocks_total", 1, event="put") == of("blocks_total", 1, event="read") == 1
     assert of("bytes_total", 1, way="read") == LAYOUT.block_bytes
     assert of("bytes_total", 1, way="put") == LAYOUT.block_bytes
     broken = Unwritable(MemoryStore())
-    asyncio.run(use(tiered(broken, MemoryStore(), MemoryStore())))
+    await use(tiered(broken, MemoryStore(), MemoryStore()))
     assert of("failures_total", 1, reason="failed_calls") >= 1
     assert of("blocks_total", 2, event="read") == 1
     assert of("up", 3, use="read") == 1
     plain = MemoryStore()
-    asyncio.run(use(plain))
+    await use(plain)
     assert of("up", 3, use="read") == of("up", 1, use="put") == 0
     assert of("blocks_total", 1, event="read") == 1  # a counter never goes back
 
@@ -121,7 +120,7 @@ def test_counters_all_exist_from_the_start_and_are_published():
     assert sample(registry, "unstored_blocks_total", reason="queue_full") == 0
 
 
-def test_events_of_an_http_store_are_counted_also_while_it_is_down(metrics, tmp_path):
+async def test_events_of_an_http_store_are_counted_also_while_it_is_down(metrics, tmp_path):
     """Also through all wrappers: tiers, a link of limited bandwidth, encryption, a codec."""
     store_metrics, registry = metrics
 
@@ -152,8 +151,8 @@ def test_events_of_an_http_store_are_counted_also_while_it_is_down(metrics, tmp_
         assert (of("retries"), of("breaker_openings")) == after
         await store.close()
 
-    asyncio.run(use(down))
-    asyncio.run(use(f"{near},{down}"))
+    await use(down)
+    await use(f"{near},{down}")
     openings = of("breaker_openings")
     store_metrics.publish_events(MemoryStore())  # counts nothing
     assert of("breaker_openings") == openings  # a counter never goes back

@@ -1,6 +1,5 @@
 """What the tests of the file store share."""
 
-import asyncio
 import contextlib
 import time
 
@@ -17,15 +16,14 @@ def opened(root, *, namespace=NAMESPACE, fsync="off", threads=1, **options):
     return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=threads)
 
 
-def with_store(root, test, **kwargs):
-    async def main():
-        store = opened(root, **kwargs)
-        try:
-            return await test(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_store(root, **kwargs):
+    """A store that is closed at the end."""
+    store = opened(root, **kwargs)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 def path_of(root, key):

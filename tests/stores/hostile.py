@@ -1,12 +1,11 @@
 """Folders of blocks in which somebody else had a hand, for the fuzz tests."""
 
-import asyncio
 import itertools
 import logging
 import os
 import socket
 import tempfile
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from filestore import opened
@@ -36,14 +35,14 @@ def patched_wait():
         index_supervisor.OPEN_WAIT_S = wait_s
 
 
-@contextmanager
-def folder_with_blocks(damage):
+@asynccontextmanager
+async def folder_with_blocks(damage):
     """A folder with three blocks and whatever `damage(root, outside)` does to it; `outside` is a
     file that is none of the store's business."""
     with tempfile.TemporaryDirectory() as place:
         root, outside = Path(place) / "kv", Path(place) / "outside"
         outside.write_bytes(OUTSIDE)
-        asyncio.run(_fill(root))
+        await _fill(root)
         with patched_wait():
             damage(root, outside)
             yield root
@@ -63,10 +62,9 @@ def read_bytes():
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def use(root):
+async def use(root):
     """Do with the store whatever can be done; every answer is right, or an error of the tree."""
-
-    async def main():
+    with no_mistakes():
         try:
             store = FileSource(root, min_free_bytes=0).open(FRAME, depth=1)
         except (StoreError, ConfigError) as error:
@@ -76,9 +74,6 @@ def use(root):
             await _use(store)
         finally:
             await store.close()
-
-    with no_mistakes():
-        asyncio.run(main())
 
 
 @contextmanager

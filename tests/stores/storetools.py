@@ -1,6 +1,7 @@
 """What the tests of the store's tools share: real file stores, and the command line."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -40,22 +41,19 @@ def url_of(root):
     return f"file://{root}?min_free=0"
 
 
-def with_store(store, test):
-    """What `test(store)` returns; the store is closed then."""
-
-    async def main():
-        try:
-            return await test(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def closing(store):
+    """The store, which is closed at the end."""
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
-def in_store(root, frame, work):
-    """Run `work(store)` on one namespace of a file store."""
+def opened_store(root, frame):
+    """One namespace of a file store, which is closed at the end."""
     (source,) = parse_sources(url_of(root))
-    return with_store(source.open(frame, depth=2), work)
+    return closing(source.open(frame, depth=2))
 
 
 def refusal_of(text):
@@ -67,19 +65,21 @@ def refusal_of(text):
 
 
 def fill(root, frame, *names):
-    async def work(store):
-        for name in names:
-            assert await store.put(key_of(name), block_of(name))
+    async def main():
+        async with opened_store(root, frame) as store:
+            for name in names:
+                assert await store.put(key_of(name), block_of(name))
 
     root.mkdir(exist_ok=True)
-    in_store(root, frame, work)
+    asyncio.run(main())
 
 
 def held(root, frame):
-    async def work(store):
-        return {block.key async for block in store.list_blocks()}
+    async def main():
+        async with opened_store(root, frame) as store:
+            return {block.key async for block in store.list_blocks()}
 
-    return in_store(root, frame, work)
+    return asyncio.run(main())
 
 
 def file_of(root, frame, name):

@@ -1,6 +1,7 @@
 """Calls that nobody waits for any more: when they may go, and what happens to their memory."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -36,17 +37,15 @@ class Stuck:
         assert self.go.wait(60)
 
 
-def with_threads(test, *, patience_s, count=1):
-    async def main():
-        threads = CallThreads("test", count, patience_s=patience_s)
-        try:
-            await test(threads)
-        finally:
-            threads.shut()
-            await asyncio.to_thread(threads.wait)
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def call_threads(*, patience_s, count=1):
+    threads = CallThreads("test", count, patience_s=patience_s)
+    try:
+        yield threads
+    finally:
+        threads.shut()
+        await asyncio.to_thread(threads.wait)
+        await asyncio.sleep(0)
 
 
 async def ticks(count=20):
@@ -54,8 +53,8 @@ async def ticks(count=20):
         await asyncio.sleep(0)
 
 
-def test_mooncake_call_cancelled_outside_its_hold_returns_and_never_enters():
-    async def test(threads):
+async def test_mooncake_call_cancelled_outside_its_hold_returns_and_never_enters():
+    async with call_threads(patience_s=60) as threads:
         stuck = Stuck(holding=False)
         call = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
@@ -66,11 +65,9 @@ def test_mooncake_call_cancelled_outside_its_hold_returns_and_never_enters():
         stuck.go.set()
         assert await threads.call(lambda hold: stuck.ended) == "stopped"
 
-    with_threads(test, patience_s=60)
 
-
-def test_mooncake_call_cancelled_inside_its_hold_is_waited_for():
-    async def test(threads):
+async def test_mooncake_call_cancelled_inside_its_hold_is_waited_for():
+    async with call_threads(patience_s=60) as threads:
         stuck = Stuck(holding=True)
         call = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
@@ -83,11 +80,9 @@ def test_mooncake_call_cancelled_inside_its_hold_is_waited_for():
             await call
         assert stuck.ended == "stopped"
 
-    with_threads(test, patience_s=60)
 
-
-def test_mooncake_calls_with_all_threads_late_fail_until_one_returns():
-    async def test(threads):
+async def test_mooncake_calls_with_all_threads_late_fail_until_one_returns():
+    async with call_threads(patience_s=0.5) as threads:
         stuck = Stuck(holding=False)
         with pytest.raises(StoreUnavailable, match="no answer within"):
             await threads.call(stuck)
@@ -98,11 +93,9 @@ def test_mooncake_calls_with_all_threads_late_fail_until_one_returns():
             await asyncio.sleep(0.001)
         assert await threads.call(lambda hold: "again") == "again"
 
-    with_threads(test, patience_s=0.5)
 
-
-def test_mooncake_call_after_a_just_cancelled_call_waits_and_is_served():
-    async def test(threads):
+async def test_mooncake_call_after_a_just_cancelled_call_waits_and_is_served():
+    async with call_threads(patience_s=60) as threads:
         stuck = Stuck(holding=False)
         call = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
@@ -114,11 +107,9 @@ def test_mooncake_call_after_a_just_cancelled_call_waits_and_is_served():
         stuck.go.set()
         assert await following == "served"
 
-    with_threads(test, patience_s=60)
 
-
-def test_queued_calls_fail_when_the_threads_are_shut():
-    async def test(threads):
+async def test_queued_calls_fail_when_the_threads_are_shut():
+    async with call_threads(patience_s=60) as threads:
         stuck = Stuck(holding=False)
         first = asyncio.create_task(threads.call(stuck))
         await asyncio.to_thread(stuck.entered.wait)
@@ -131,8 +122,6 @@ def test_queued_calls_fail_when_the_threads_are_shut():
             await threads.call(lambda hold: "never")
         stuck.go.set()
         await first
-
-    with_threads(test, patience_s=60)
 
 
 def test_mooncake_hold_entered_after_leave_raises_stopped():

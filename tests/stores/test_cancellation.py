@@ -1,6 +1,7 @@
 """A cancelled call never leaves a thread behind that touches the caller's memory."""
 
 import asyncio
+import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -36,16 +37,14 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(block_files, "PIECE_BYTES", LAYOUT.block_bytes // 8)
 
 
-def with_store(root, test):
-    async def main():
-        store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
-        await store.put(A, block_of("a"))
-        try:
-            await test(store)
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def store_with_a(root):
+    store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
+    await store.put(A, block_of("a"))
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def ticks(count=20):
@@ -53,10 +52,10 @@ async def ticks(count=20):
         await asyncio.sleep(0)
 
 
-def test_file_store_cancelled_read_waits_for_its_thread_and_stops_early(
+async def test_file_store_cancelled_read_waits_for_its_thread_and_stops_early(
     tmp_path, monkeypatch, small_pieces
 ):
-    async def test(store):
+    async with store_with_a(tmp_path) as store:
         held = Held(os.preadv)
         monkeypatch.setattr(os, "preadv", held)
         out = bytearray(LAYOUT.block_bytes)
@@ -74,13 +73,11 @@ def test_file_store_cancelled_read_waits_for_its_thread_and_stops_early(
         assert await read(store, A) == block_of("a")
         assert out == bytes(len(out))
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_cancelled_put_stops_early_and_stores_no_block(
+async def test_file_store_cancelled_put_stops_early_and_stores_no_block(
     tmp_path, monkeypatch, small_pieces
 ):
-    async def test(store):
+    async with store_with_a(tmp_path) as store:
         held = Held(os.writev)
         monkeypatch.setattr(os, "writev", held)
         data = bytearray(block_of("b"))
@@ -97,11 +94,9 @@ def test_file_store_cancelled_put_stops_early_and_stores_no_block(
         assert await store.contains([B]) == [False]
         assert not list(tmp_path.rglob(".tmp-*"))
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_put_cancelled_during_its_rename_stores_the_block(tmp_path, monkeypatch):
-    async def test(store):
+async def test_file_store_put_cancelled_during_its_rename_stores_the_block(tmp_path, monkeypatch):
+    async with store_with_a(tmp_path) as store:
         held = Held(os.replace)
         monkeypatch.setattr(os, "replace", held)
         task = asyncio.create_task(store.put(B, block_of("b")))
@@ -112,11 +107,11 @@ def test_file_store_put_cancelled_during_its_rename_stores_the_block(tmp_path, m
             await task
         assert await read(store, B) == block_of("b")
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_queued_read_cancelled_returns_at_once_and_never_runs(tmp_path, monkeypatch):
-    async def test(store):
+async def test_file_store_queued_read_cancelled_returns_at_once_and_never_runs(
+    tmp_path, monkeypatch
+):
+    async with store_with_a(tmp_path) as store:
         held = Held(os.preadv)
         monkeypatch.setattr(os, "preadv", held)
         first = asyncio.create_task(read(store, A))
@@ -133,11 +128,9 @@ def test_file_store_queued_read_cancelled_returns_at_once_and_never_runs(tmp_pat
         await read(store, A)
         assert out == bytes(len(out))
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_read_during_a_blocked_write_completes(tmp_path, monkeypatch):
-    async def test(store):
+async def test_file_store_read_during_a_blocked_write_completes(tmp_path, monkeypatch):
+    async with store_with_a(tmp_path) as store:
         held = Held(os.writev)
         monkeypatch.setattr(os, "writev", held)
         put = asyncio.create_task(store.put(B, block_of("b")))
@@ -146,11 +139,9 @@ def test_file_store_read_during_a_blocked_write_completes(tmp_path, monkeypatch)
         held.go.set()
         assert await put is True
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_close_fails_queued_reads_and_waits_for_the_running(tmp_path, monkeypatch):
-    async def test(store):
+async def test_file_store_close_fails_queued_reads_and_waits_for_the_running(tmp_path, monkeypatch):
+    async with store_with_a(tmp_path) as store:
         held = Held(os.preadv)
         monkeypatch.setattr(os, "preadv", held)
         first = asyncio.create_task(read(store, A))
@@ -165,10 +156,8 @@ def test_file_store_close_fails_queued_reads_and_waits_for_the_running(tmp_path,
         assert await first == block_of("a")
         await closing
 
-    with_store(tmp_path, test)
 
-
-def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
+async def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
     started, go = threading.Event(), threading.Event()
 
     def work(stop):
@@ -177,15 +166,12 @@ def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
         assert stop.is_set()
         raise RuntimeError("too late for anybody")
 
-    async def main():
-        with ThreadPoolExecutor(1) as pool:
-            task = asyncio.create_task(run_stoppable(pool, work))
-            await asyncio.to_thread(started.wait)
-            task.cancel()
-            await ticks(2)
-            go.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    asyncio.run(main())
+    with ThreadPoolExecutor(1) as pool:
+        task = asyncio.create_task(run_stoppable(pool, work))
+        await asyncio.to_thread(started.wait)
+        task.cancel()
+        await ticks(2)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     assert caplog.records == []

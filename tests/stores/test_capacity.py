@@ -1,6 +1,5 @@
 """A folder of blocks never takes more than its capacity, whoever writes, and whenever one dies."""
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -346,7 +345,7 @@ def test_index_reservation_of_a_dead_writer_is_released(tmp_path):
 # ---- killed ----
 
 
-def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_path):
+async def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_path):
     """No lie, nothing lost that was finished, the capacity kept, and every file booked, after each
     of many kills, whatever policy decides."""
     writers = KilledWriters(tmp_path)
@@ -355,7 +354,7 @@ def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_path):
             pid = writers.start(f"fill {list(POLICIES)[turn % len(POLICIES)]}")
             writers.kill(pid, 0.002 * (turn % 25), since=SINCE[turn // len(POLICIES) % 3])
             assert du_bytes(tmp_path) <= CAPACITY_BYTES
-            asyncio.run(audit(tmp_path))
+            await audit(tmp_path)
         assert len(killed_writers.promised(tmp_path)) > 10  # or nothing was shown
     finally:
         writers.process.stdin.close()

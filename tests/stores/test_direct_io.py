@@ -2,6 +2,7 @@
 where that can be done. They are the same either way."""
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
@@ -64,18 +65,16 @@ class Stored:
         pytest.skip("this file system's files do not leave the page cache")
 
 
-def with_block(root, size, test):
-    async def main():
-        layout = layout_of(size)
-        frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
-        store = FileStore(BlockFolder(root), frame, threads=2)
-        try:
-            await store.put(A, block_of("a", layout))
-            await test(Stored(root, size, store, frame))
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def stored_block(root, size):
+    layout = layout_of(size)
+    frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
+    store = FileStore(BlockFolder(root), frame, threads=2)
+    try:
+        await store.put(A, block_of("a", layout))
+        yield Stored(root, size, store, frame)
+    finally:
+        await store.close()
 
 
 class Reads:
@@ -122,22 +121,19 @@ def beside_a_page(size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
+async def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
     tmp_path, small_pieces, size, new_out, is_cold
 ):
-    async def test(stored):
+    async with stored_block(tmp_path, size) as stored:
         if is_cold:
             await stored.make_cold()
         assert await stored.read(new_out(size)) == stored.data
 
-    with_block(tmp_path, size, test)
-
 
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pieces, is_cold):
+async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pieces, is_cold):
     size = 3 * SMALL + 100
-
-    async def test(stored):
+    async with stored_block(tmp_path, size) as stored:
         if is_cold:
             await stored.make_cold()
         out = on_page(size)
@@ -148,82 +144,76 @@ def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pie
         assert len(told.counts) >= 4, "0 and the end, and more than one between them"
         assert told.counts[-1] == size
 
-    with_block(tmp_path, size, test)
 
-
-def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(
+    disk, monkeypatch, small_pieces
+):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(3 * SMALL)) == stored.data
         assert reads.direct == [True] * 3
         assert not stored.is_cached()
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch, small_pieces):
+    async with stored_block(disk, 2 * SMALL + 100) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(2 * SMALL + 100)) == stored.data
         assert reads.direct == [True, True, False]
 
-    with_block(disk, 2 * SMALL + 100, test)
 
-
-def test_direct_read_block_in_the_page_cache_is_read_buffered(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_block_in_the_page_cache_is_read_buffered(
+    disk, monkeypatch, small_pieces
+):
+    async with stored_block(disk, SMALL) as stored:
         assert stored.is_cached()  # it was just written
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(SMALL)) == stored.data
         assert reads.direct == [False]
 
-    with_block(disk, SMALL, test)
 
-
-def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
-    async def test(stored):
+async def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
+    async with stored_block(disk, SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
         assert await stored.read(beside_a_page(SMALL)) == stored.data
         assert not any(reads.direct)
 
-    with_block(disk, SMALL, test)
-
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
+async def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
     disk, monkeypatch, small_pieces, number
 ):
     def refuse(direct):
         if direct:
             raise OSError(number, "not like this")
 
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, refuse)
         assert await stored.read(on_page(3 * SMALL)) == stored.data
         assert reads.direct == [True, False, False, False]
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monkeypatch, small_pieces):
+async def test_direct_read_disk_error_is_unavailable_without_a_retry(
+    disk, monkeypatch, small_pieces
+):
     def fail(direct):
         raise OSError(errno.EIO, "broken")
 
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, fail)
         with pytest.raises(StoreUnavailable):
             await stored.read(on_page(3 * SMALL))
         assert reads.direct == [True]
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monkeypatch, small_pieces):
+async def test_direct_read_unsupported_by_the_file_system_is_buffered(
+    disk, monkeypatch, small_pieces
+):
     real = fcntl.fcntl
 
     def refuse(fd, command, *args):
@@ -231,30 +221,28 @@ def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monkeypatc
             raise OSError(errno.EINVAL, "no direct reads")
         return real(fd, command, *args)
 
-    async def test(stored):
+    async with stored_block(disk, SMALL) as stored:
         await stored.make_cold()
         monkeypatch.setattr(fcntl, "fcntl", refuse)
         reads = Reads(monkeypatch)
         assert await stored.read(on_page(SMALL)) == stored.data
         assert reads.direct == [False]
 
-    with_block(disk, SMALL, test)
-
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
 @pytest.mark.parametrize("size", [SMALL, SMALL + 1])
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
-def test_file_store_on_tmpfs_block_is_read_back(small_pieces, size, new_out):
-    async def test(stored):
-        assert await stored.read(new_out(size)) == stored.data
-
+async def test_file_store_on_tmpfs_block_is_read_back(small_pieces, size, new_out):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        with_block(Path(root), size, test)
+        async with stored_block(Path(root), size) as stored:
+            assert await stored.read(new_out(size)) == stored.data
 
 
 @pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + SMALL, HEADER_BYTES + 2 * SMALL])
-def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch, small_pieces, at):
-    async def test(stored):
+async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(
+    disk, monkeypatch, small_pieces, at
+):
+    async with stored_block(disk, 3 * SMALL) as stored:
         with stored.path.open("r+b") as file:
             file.seek(at)
             (byte,) = file.read(1)
@@ -268,28 +256,24 @@ def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch,
         with pytest.raises(BlockMissing):
             await stored.read(on_page(3 * SMALL))
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch, small_pieces):
-    async def test(stored):
+async def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch, small_pieces):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, lambda direct: os.truncate(stored.path, HEADER_BYTES + 100))
         with pytest.raises(BlockCorrupt, match="ends after"):
             await stored.read(on_page(3 * SMALL))
         assert reads.direct[0]
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, small_pieces):
+async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, small_pieces):
     entered, go = threading.Event(), threading.Event()
 
     def hold(direct):
         entered.set()
         go.wait(60)  # bounded, so that a test that fails does not hang
 
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         reads, out = Reads(monkeypatch, hold), on_page(3 * SMALL)
         task = asyncio.create_task(stored.read(out))
@@ -306,10 +290,10 @@ def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, s
         assert await stored.read(on_page(3 * SMALL)) == stored.data
         assert bytes(out) == bytes(len(out))
 
-    with_block(disk, 3 * SMALL, test)
 
-
-def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch, small_pieces):
+async def test_direct_read_cancelled_waits_for_the_running_checksum(
+    disk, monkeypatch, small_pieces
+):
     real, entered, go = Incoming.check, threading.Event(), threading.Event()
 
     def hold(block, payload):
@@ -317,7 +301,7 @@ def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch,
         go.wait(60)
         real(block, payload)
 
-    async def test(stored):
+    async with stored_block(disk, 3 * SMALL) as stored:
         await stored.make_cold()
         monkeypatch.setattr(Incoming, "check", hold)
         task = asyncio.create_task(stored.read(on_page(3 * SMALL)))
@@ -329,8 +313,6 @@ def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch,
         go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    with_block(disk, 3 * SMALL, test)
 
 
 def test_is_cached_empty_file_and_pipe_count_as_cached(tmp_path):
@@ -372,34 +354,31 @@ class Writes:
         return self._real(fd, views)
 
 
-def written(root, size, new_data=on_page, **options):
+async def written(root, size, new_data=on_page, **options):
     """The content of the file of a block that was put."""
     layout = layout_of(size)
     frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
     data = new_data(size)
     data[:] = block_of("a", layout)
 
-    async def main():
-        store = FileStore(BlockFolder(root, **options), frame, threads=1)
-        try:
-            assert await store.put(A, data)
-            out = on_page(size)
-            await store.get_into(A, out)
-            assert out == data
-        finally:
-            await store.close()
-
-    asyncio.run(main())
+    store = FileStore(BlockFolder(root, **options), frame, threads=1)
+    try:
+        assert await store.put(A, data)
+        out = on_page(size)
+        await store.get_into(A, out)
+        assert out == data
+    finally:
+        await store.close()
     return NamespaceFolder(root, frame.digest).block(A).read_bytes()
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("new_data", [on_page, beside_a_page])
-def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
+async def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
     tmp_path, small_pieces, size, new_data
 ):
-    direct = written(tmp_path / "direct", size, new_data, direct_writes=True)
-    assert direct == written(tmp_path / "cached", size, new_data)
+    direct = await written(tmp_path / "direct", size, new_data, direct_writes=True)
+    assert direct == await written(tmp_path / "cached", size, new_data)
 
 
 @pytest.mark.parametrize("sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, 9000), (1,)])
@@ -417,28 +396,28 @@ def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, small_p
     assert (tmp_path / "name").read_bytes() == b"".join([*parts, parts[0]])
 
 
-def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(
+async def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(
     disk, small_pieces, monkeypatch
 ):
     writes = Writes(monkeypatch)
-    written(disk, 3 * SMALL, direct_writes=True)
+    await written(disk, 3 * SMALL, direct_writes=True)
     assert writes.direct
     assert all(writes.direct)
     writes.direct.clear()
-    written(disk / "tail", 3 * SMALL + 100, direct_writes=True)
+    await written(disk / "tail", 3 * SMALL + 100, direct_writes=True)
     assert writes.direct == [True] * (len(writes.direct) - 1) + [False]
 
 
-def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeypatch):
+async def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeypatch):
     writes = Writes(monkeypatch)
-    written(disk, 3 * SMALL)
+    await written(disk, 3 * SMALL)
     assert writes.direct
     assert not any(writes.direct)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("after", [0, 1])
-def test_file_store_refused_direct_write_continues_through_the_cache(
+async def test_file_store_refused_direct_write_continues_through_the_cache(
     disk, small_pieces, monkeypatch, code, after
 ):
     def refuse(direct):
@@ -446,16 +425,16 @@ def test_file_store_refused_direct_write_continues_through_the_cache(
             raise OSError(code, "refused")
 
     writes = Writes(monkeypatch, refuse)
-    written(disk, 3 * SMALL, direct_writes=True)
+    await written(disk, 3 * SMALL, direct_writes=True)
     assert writes.direct == sorted(writes.direct, reverse=True)
     assert writes.direct.count(True) == after + 1
 
 
-def test_file_store_disk_error_of_a_direct_write_is_not_tried_again(disk, monkeypatch):
+async def test_file_store_disk_error_of_a_direct_write_is_not_tried_again(disk, monkeypatch):
     def fail(direct):
         raise OSError(errno.EIO, "a disk")
 
     writes = Writes(monkeypatch, fail)
     with pytest.raises(StoreUnavailable):
-        written(disk, 3 * SMALL, direct_writes=True)
+        await written(disk, 3 * SMALL, direct_writes=True)
     assert writes.direct == [True]

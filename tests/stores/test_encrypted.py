@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from storetools import with_store
+from storetools import closing
 
 from sglang_cake.codecs.frame import (
     HEADER_BYTES,
@@ -128,12 +128,16 @@ def path_of(folder, key):
 # ---- what an attacker finds ----
 
 
-def test_encrypted_store_disk_has_neither_block_bytes_nor_the_secret(tmp_path):
+async def test_encrypted_store_disk_has_neither_block_bytes_nor_the_secret(tmp_path):
     block = bytes(block_of("a"))
-    with_store(opened(tmp_path), put_a)
+    async with closing(opened(tmp_path)) as store:
+        await put_a(store)
     plain = tmp_path / "plain"
     plain.mkdir()
-    with_store(open_store(parse_sources(f"file://{plain}?min_free=0"), FRAME, depth=1), put_a)
+    async with closing(
+        open_store(parse_sources(f"file://{plain}?min_free=0"), FRAME, depth=1)
+    ) as store:
+        await put_a(store)
 
     def holders(folder):
         """Files that hold any 16 bytes in a row of the block."""
@@ -149,34 +153,32 @@ def test_encrypted_store_disk_has_neither_block_bytes_nor_the_secret(tmp_path):
     assert SECRET.hex().encode() not in kept
 
 
-def test_encrypted_store_equal_blocks_have_different_ciphertexts(tmp_path):
-    async def test(store):
+async def test_encrypted_store_equal_blocks_have_different_ciphertexts(tmp_path):
+    async with closing(opened(tmp_path)) as store:
         found = []
         for _ in range(2):
             await put_a(store)
             found.append(path_of(tmp_path, A).read_bytes()[HEADER_BYTES:])
             await store.delete(A)
-        return found
-
-    first, second = with_store(opened(tmp_path), test)
+    first, second = found
     assert first[:NONCE_BYTES] != second[:NONCE_BYTES]
     assert first[NONCE_BYTES:] != second[NONCE_BYTES:]
 
 
-def test_encrypted_store_another_key_or_none_finds_no_blocks(tmp_path):
-    async def finds_nothing(store):
-        assert await store.contains([A]) == [False]
-        with pytest.raises(BlockMissing):
-            await read_a(store)
-        assert [block async for block in store.list_blocks()] == []
+async def test_encrypted_store_another_key_or_none_finds_no_blocks(tmp_path):
+    async with closing(opened(tmp_path)) as store:
         await put_a(store)
-        return await read_a(store)
-
-    with_store(opened(tmp_path), put_a)
-    assert with_store(opened(tmp_path, bytes(32)), finds_nothing) == block_of("a")
     plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
-    assert with_store(plain, finds_nothing) == block_of("a")
-    assert with_store(opened(tmp_path), read_a) == block_of("a")
+    for other in (opened(tmp_path, bytes(32)), plain):
+        async with closing(other):
+            assert await other.contains([A]) == [False]
+            with pytest.raises(BlockMissing):
+                await read_a(other)
+            assert [block async for block in other.list_blocks()] == []
+            await put_a(other)
+            assert await read_a(other) == block_of("a")
+    async with closing(opened(tmp_path)) as store:
+        assert await read_a(store) == block_of("a")
 
 
 def forge(path, change):
@@ -203,8 +205,8 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_encrypted_store_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
-    async def test(store):
+async def test_encrypted_store_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
+    async with closing(opened(tmp_path)) as store:
         await put_a(store)
         forge(path_of(tmp_path, A), FORGERIES[forgery])
         with pytest.raises(BlockCorrupt, match="was not encrypted"):
@@ -212,23 +214,19 @@ def test_encrypted_store_forged_block_is_corrupt_and_deleted(tmp_path, forgery):
         assert await store.contains([A]) == [False]
         assert block_files(tmp_path) == {}
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(opened(tmp_path), test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
-def test_file_store_forged_block_without_encryption_is_accepted(tmp_path):
-    async def test(store):
-        await put_a(store)
-        forge(path_of(tmp_path, A), lambda raw: flipped(raw, 3))
-        return await read_a(store)
-
+async def test_file_store_forged_block_without_encryption_is_accepted(tmp_path):
     plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
-    assert with_store(plain, test) == flipped(bytes(block_of("a")), 3)
+    async with closing(plain):
+        await put_a(plain)
+        forge(path_of(tmp_path, A), lambda raw: flipped(raw, 3))
+        assert await read_a(plain) == flipped(bytes(block_of("a")), 3)
 
 
-def test_encrypted_store_swapped_payloads_are_corrupt(tmp_path):
-    async def test(store):
+async def test_encrypted_store_swapped_payloads_are_corrupt(tmp_path):
+    async with closing(opened(tmp_path)) as store:
         await put_a(store)
         await store.put(B, block_of("b"))
         payloads = {k: path_of(tmp_path, k).read_bytes()[HEADER_BYTES:] for k in (A, B)}
@@ -238,33 +236,27 @@ def test_encrypted_store_swapped_payloads_are_corrupt(tmp_path):
             with pytest.raises(BlockCorrupt, match="was not encrypted"):
                 await read(store, key)
 
-    with_store(opened(tmp_path), test)
 
-
-def test_encrypted_store_payload_of_another_namespace_is_corrupt(tmp_path):
+async def test_encrypted_store_payload_of_another_namespace_is_corrupt(tmp_path):
     other = BlockFrame(Namespace((("model", "other"),)), LAYOUT)
-    with_store(opened(tmp_path, frame=other), put_a)
+    async with closing(opened(tmp_path, frame=other)) as store:
+        await put_a(store)
     theirs = path_of(tmp_path, A).read_bytes()[HEADER_BYTES:]
     path_of(tmp_path, A).unlink()
-
-    async def test(store):
+    async with closing(opened(tmp_path)) as store:
         await put_a(store)
         forge(path_of(tmp_path, A), lambda raw: theirs)
         with pytest.raises(BlockCorrupt, match="was not encrypted"):
             await read_a(store)
 
-    with_store(opened(tmp_path), test)
 
-
-def test_encrypted_store_truncated_file_is_corrupt(tmp_path):
-    async def test(store):
+async def test_encrypted_store_truncated_file_is_corrupt(tmp_path):
+    async with closing(opened(tmp_path)) as store:
         await put_a(store)
         os.truncate(path_of(tmp_path, A), HEADER_BYTES + LAYOUT.block_bytes)
         with pytest.raises(BlockCorrupt, match="bytes, a block file has"):
             await read_a(store)
         assert await store.contains([A]) == [False]
-
-    with_store(opened(tmp_path), test)
 
 
 class UndeletableStore(FaultyStore):
@@ -272,26 +264,24 @@ class UndeletableStore(FaultyStore):
         raise StoreUnavailable("read-only")
 
 
-def test_encrypted_store_undeletable_forged_block_stays_corrupt():
+async def test_encrypted_store_undeletable_forged_block_stays_corrupt():
     inner = UndeletableStore(MemoryStore())
-
-    async def test(store):
+    async with closing(sealed_memory(inner)) as store:
         await put_a(store)
         inner.flip(A)
         for _ in range(2):
             with pytest.raises(BlockCorrupt):
                 await read_a(store)
 
-    with_store(sealed_memory(inner), test)
-
 
 # ---- the namespace and the header ----
 
 
-def test_encrypted_store_namespace_names_the_key_without_its_secret(tmp_path):
-    with_store(opened(tmp_path), put_a)
+async def test_encrypted_store_namespace_names_the_key_without_its_secret(tmp_path):
+    async with closing(opened(tmp_path)) as store:
+        await put_a(store)
     (plain,) = parse_sources(f"file://{tmp_path}/kv?min_free=0")
-    (stored,) = asyncio.run(plain.namespaces())
+    (stored,) = await plain.namespaces()
     name = MasterKey(SECRET).name
     assert stored.fields == NAMESPACE.describe() | {"sealed": name}
     assert re.fullmatch("[0-9a-f]{16}", name)
@@ -302,15 +292,15 @@ def test_encrypted_store_namespace_names_the_key_without_its_secret(tmp_path):
     assert header.payload_bytes == LAYOUT.block_bytes + 28
 
 
-def test_file_source_without_the_key_checks_sealed_blocks(tmp_path):
-    with_store(opened(tmp_path), put_a)
+async def test_file_source_without_the_key_checks_sealed_blocks(tmp_path):
+    async with closing(opened(tmp_path)) as store:
+        await put_a(store)
     (plain,) = parse_sources(f"file://{tmp_path}/kv?min_free=0")
-    (stored,) = asyncio.run(plain.namespaces())
+    (stored,) = await plain.namespaces()
     frame = frame_of(Namespace(tuple(stored.fields.items())), LAYOUT)
     assert frame == sealed_frame(FRAME, MasterKey(SECRET).name)
     assert frame_of(NAMESPACE, LAYOUT) == FRAME
-
-    async def test(store):
+    async with closing(open_store([plain], frame, depth=1)) as store:
         out = bytearray(frame.payload_bytes)
         await store.get_into(A, memoryview(out))
         assert block_of("a") not in out
@@ -318,16 +308,17 @@ def test_file_source_without_the_key_checks_sealed_blocks(tmp_path):
         with pytest.raises(BlockCorrupt):
             await store.get_into(A, memoryview(out))
 
-    with_store(open_store([plain], frame, depth=1), test)
 
-
-def test_encrypted_source_namespaces_are_those_of_its_key(tmp_path):
-    with_store(opened(tmp_path), put_a)
-    with_store(opened(tmp_path, bytes(32)), put_a)
+async def test_encrypted_source_namespaces_are_those_of_its_key(tmp_path):
+    async with closing(opened(tmp_path)) as store:
+        await put_a(store)
+    async with closing(opened(tmp_path, bytes(32))) as store:
+        await put_a(store)
     plain = open_store(parse_sources(f"file://{tmp_path}/kv?min_free=0"), FRAME, depth=1)
-    with_store(plain, put_a)
+    async with closing(plain) as store:
+        await put_a(store)
     (source,) = parse_sources(url_of(tmp_path))
-    (stored,) = asyncio.run(source.namespaces())
+    (stored,) = await source.namespaces()
     assert stored == StoredNamespace(NAMESPACE.digest(), NAMESPACE.describe())
 
 
@@ -344,9 +335,9 @@ class Hostile:
 @pytest.mark.parametrize(
     "fields", [{}, {"sealed": 3}, {"model": None, "sealed": "x"}, {"a": "\ud800"}, {"a": ["b"]}]
 )
-def test_encrypted_source_malformed_descriptions_are_ignored(tmp_path, fields):
+async def test_encrypted_source_malformed_descriptions_are_ignored(tmp_path, fields):
     source = EncryptedSource(Hostile([StoredNamespace(bytes(32), fields)]), key_file(tmp_path))
-    assert asyncio.run(source.namespaces()) == []
+    assert await source.namespaces() == []
 
 
 def hkdf(info, length):
@@ -355,8 +346,9 @@ def hkdf(info, length):
     return hmac.digest(prk, info + b"\1", "sha256")[:length]
 
 
-def test_encrypted_store_file_is_decrypted_as_documented(tmp_path):
-    with_store(opened(tmp_path), put_a)
+async def test_encrypted_store_file_is_decrypted_as_documented(tmp_path):
+    async with closing(opened(tmp_path)) as store:
+        await put_a(store)
     path = path_of(tmp_path, A)
     namespace = bytes.fromhex(path.parts[-4])
     name = hkdf(b"sglang_cake seal v1 name", 8).hex()
@@ -369,37 +361,31 @@ def test_encrypted_store_file_is_decrypted_as_documented(tmp_path):
 # ---- the store ----
 
 
-def test_encrypted_store_second_put_leaves_the_stored_bytes():
+async def test_encrypted_store_second_put_leaves_the_stored_bytes():
     store = sealed_memory()
-
-    async def test(store):
+    async with closing(store):
         await put_a(store)
         before = dict(store.inner.blocks)
         assert await store.put(A, block_of("b")) is False
         assert store.inner.blocks == before
 
-    with_store(store, test)
 
-
-def test_encrypted_store_many_calls_keep_idle_buffers_bounded():
-    async def test(store):
+async def test_encrypted_store_many_calls_keep_idle_buffers_bounded():
+    async with closing(sealed_memory(depth=3)) as store:
         for _ in range(3):
             await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(20)))
             got = await asyncio.gather(*(read(store, key_of(n)) for n in range(20)))
             assert got == [block_of(n) for n in range(20)]
             assert store.idle_buffers <= 2 * 3
 
-    with_store(sealed_memory(depth=3), test)
 
-
-def test_encrypted_store_parallel_large_blocks_are_read_back():
+async def test_encrypted_store_parallel_large_blocks_are_read_back():
     layout = replace(LAYOUT, block_tokens=2**15)
     cipher = BlockCipher(bytes(32), NAMESPACE.digest())
     store = EncryptedStore(MemoryStore(), cipher, block_bytes=layout.block_bytes, depth=4)
     assert layout.block_bytes >= 2**21
     names = range(6)
-
-    async def test(store):
+    async with closing(store):
         blocks = [block_of(name, layout) for name in names]
         for _ in range(3):
             await asyncio.gather(*(store.put(key_of(n), blocks[n]) for n in names))
@@ -407,8 +393,6 @@ def test_encrypted_store_parallel_large_blocks_are_read_back():
             assert got == blocks
             for name in names:
                 await store.delete(key_of(name))
-
-    with_store(store, test)
 
 
 # ---- what the user may get wrong ----

@@ -1,6 +1,5 @@
 """The example of a store of one's own, as its author would test and use it."""
 
-import asyncio
 import importlib.util
 import sqlite3
 import sys
@@ -41,31 +40,24 @@ class TestSqliteStore(StoreContract):
         return open_store(parse_sources(f"sqlite://{folder}/kv.db"), self.frame, depth=2)
 
 
-def test_sqlite_store_damaged_block_is_corrupt(tmp_path):
-    async def main():
-        store = open_store(parse_sources(f"sqlite://{tmp_path}/kv.db"), FRAME, depth=2)
-        await store.put(key_of("a"), block_of("a"))
-        with sqlite3.connect(tmp_path / "kv.db") as db:
-            (framed,) = db.execute("SELECT framed FROM blocks").fetchone()
-            db.execute("UPDATE blocks SET framed = ?", (framed[:-1] + bytes([framed[-1] ^ 1]),))
-        with pytest.raises(BlockCorrupt):
-            await read(store, key_of("a"))
-        await store.close()
-
-    asyncio.run(main())
+async def test_sqlite_store_damaged_block_is_corrupt(tmp_path):
+    store = open_store(parse_sources(f"sqlite://{tmp_path}/kv.db"), FRAME, depth=2)
+    await store.put(key_of("a"), block_of("a"))
+    with sqlite3.connect(tmp_path / "kv.db") as db:
+        (framed,) = db.execute("SELECT framed FROM blocks").fetchone()
+        db.execute("UPDATE blocks SET framed = ?", (framed[:-1] + bytes([framed[-1] ^ 1]),))
+    with pytest.raises(BlockCorrupt):
+        await read(store, key_of("a"))
+    await store.close()
 
 
-def test_sqlite_store_foreign_file_is_unavailable_and_kept(tmp_path):
+async def test_sqlite_store_foreign_file_is_unavailable_and_kept(tmp_path):
     path = tmp_path / "kv.db"
     path.write_bytes(b"no database, but somebody's letters")
-
-    async def main():
-        store = open_store(parse_sources(f"sqlite://{path}"), FRAME, depth=2)
-        with pytest.raises(StoreUnavailable):
-            await store.contains([key_of("a")])
-        await store.close()
-
-    asyncio.run(main())
+    store = open_store(parse_sources(f"sqlite://{path}"), FRAME, depth=2)
+    with pytest.raises(StoreUnavailable):
+        await store.contains([key_of("a")])
+    await store.close()
     assert path.read_bytes() == b"no database, but somebody's letters"
 
 

@@ -17,59 +17,47 @@ async def filled(*names):
     return store
 
 
-def test_slow_store_held_reads_complete_one_by_one_when_released():
-    async def main():
-        store = SlowStore(await filled("a", "b"))
-        first = asyncio.create_task(read(store, key_of("a")))
-        second = asyncio.create_task(read(store, key_of("b")))
-        await store.until_waiting(2)
-        assert store.waiting == [key_of("a"), key_of("b")]
-        store.release(key_of("b"))
-        assert await second == block_of("b")
-        assert not first.done()
-        first.cancel()
-        await asyncio.wait([first])
-        assert first.cancelled()
-        assert store.waiting == []
-        store.release(key_of("a"))
-        assert await read(store, key_of("a")) == block_of("a")
-
-    asyncio.run(main())
+async def test_slow_store_held_reads_complete_one_by_one_when_released():
+    store = SlowStore(await filled("a", "b"))
+    first = asyncio.create_task(read(store, key_of("a")))
+    second = asyncio.create_task(read(store, key_of("b")))
+    await store.until_waiting(2)
+    assert store.waiting == [key_of("a"), key_of("b")]
+    store.release(key_of("b"))
+    assert await second == block_of("b")
+    assert not first.done()
+    first.cancel()
+    await asyncio.wait([first])
+    assert first.cancelled()
+    assert store.waiting == []
+    store.release(key_of("a"))
+    assert await read(store, key_of("a")) == block_of("a")
 
 
 @pytest.mark.parametrize("error", [BlockMissing("x"), BlockCorrupt("x"), StoreUnavailable("x")])
-def test_faulty_store_chosen_key_raises_its_error_and_leaves_garbage(error):
-    async def main():
-        store = FaultyStore(await filled("a", "b"))
-        store.fail(key_of("a"), error)
-        out = bytearray(LAYOUT.block_bytes)
-        with pytest.raises(type(error)):
-            await store.get_into(key_of("a"), memoryview(out))
-        assert out not in (block_of("a"), bytes(len(out)))
-        with pytest.raises(type(error)):
-            await store.put(key_of("a"), block_of("a"))
-        assert await read(store, key_of("b")) == block_of("b")
-
-    asyncio.run(main())
+async def test_faulty_store_chosen_key_raises_its_error_and_leaves_garbage(error):
+    store = FaultyStore(await filled("a", "b"))
+    store.fail(key_of("a"), error)
+    out = bytearray(LAYOUT.block_bytes)
+    with pytest.raises(type(error)):
+        await store.get_into(key_of("a"), memoryview(out))
+    assert out not in (block_of("a"), bytes(len(out)))
+    with pytest.raises(type(error)):
+        await store.put(key_of("a"), block_of("a"))
+    assert await read(store, key_of("b")) == block_of("b")
 
 
-def test_faulty_store_lost_block_is_contained_but_missing():
-    async def main():
-        store = FaultyStore(await filled("a"))
-        store.lose(key_of("a"))
-        assert await store.contains([key_of("a")]) == [True]
-        with pytest.raises(BlockMissing):
-            await read(store, key_of("a"))
-
-    asyncio.run(main())
+async def test_faulty_store_lost_block_is_contained_but_missing():
+    store = FaultyStore(await filled("a"))
+    store.lose(key_of("a"))
+    assert await store.contains([key_of("a")]) == [True]
+    with pytest.raises(BlockMissing):
+        await read(store, key_of("a"))
 
 
-def test_faulty_store_flipped_block_differs_in_one_bit():
-    async def main():
-        store = FaultyStore(await filled("a"))
-        store.flip(key_of("a"))
-        got = await read(store, key_of("a"))
-        wrong = [x ^ y for x, y in zip(got, block_of("a"), strict=True) if x != y]
-        assert wrong == [1]
-
-    asyncio.run(main())
+async def test_faulty_store_flipped_block_differs_in_one_bit():
+    store = FaultyStore(await filled("a"))
+    store.flip(key_of("a"))
+    got = await read(store, key_of("a"))
+    wrong = [x ^ y for x, y in zip(got, block_of("a"), strict=True) if x != y]
+    assert wrong == [1]

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
+from filestore import A, B, files_below, opened, opened_store, path_of, put_a, read_a
 from hostile import patched_wait
 
 from sglang_cake.codecs.frame import HEADER_BYTES
@@ -39,13 +39,11 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("call", "number", "reason"), FAILURES)
-def test_file_store_failed_put_leaves_no_file_and_pauses_writing(
+async def test_file_store_failed_put_leaves_no_file_and_pauses_writing(
     tmp_path, monkeypatch, call, number, reason
 ):
     now_s = 0.0
-
-    async def test(store):
-        nonlocal now_s
+    async with opened_store(tmp_path, fsync="data", clock=lambda: now_s) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, call, failing(number))
             with pytest.raises(StoreError) as error:
@@ -60,10 +58,8 @@ def test_file_store_failed_put_leaves_no_file_and_pauses_writing(
         now_s += 1.0
         await put_a(store)
 
-    with_store(tmp_path, test, fsync="data", clock=lambda: now_s)
 
-
-def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monkeypatch):
+async def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monkeypatch):
     now_s, tried = 1000.0, 0
 
     def writev(*args):
@@ -71,8 +67,7 @@ def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monkeypatch
         tried += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async def test(store):
-        nonlocal now_s
+    async with opened_store(tmp_path, clock=lambda: now_s) as store:
         await put_a(store)
 
         async def fails(rest_s):
@@ -97,13 +92,11 @@ def test_file_store_repeated_write_errors_double_the_pause(tmp_path, monkeypatch
         await store.delete(B)
         for rest_s in (1, 2):
             await fails(rest_s)
-
-    with_store(tmp_path, test, clock=lambda: now_s)
     assert tried == 10
 
 
-def test_file_store_on_a_read_only_file_system_writes_are_unavailable(tmp_path, monkeypatch):
-    async def test(store):
+async def test_file_store_on_a_read_only_file_system_writes_are_unavailable(tmp_path, monkeypatch):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
         real_open = os.open
 
@@ -122,20 +115,17 @@ def test_file_store_on_a_read_only_file_system_writes_are_unavailable(tmp_path, 
                 with pytest.raises(StoreUnavailable, match="Read-only"):
                     await store.delete(A)
 
-    with_store(tmp_path, test)
 
+async def test_file_store_read_error_is_unavailable_and_keeps_the_file(tmp_path, monkeypatch):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
 
-def test_file_store_read_error_is_unavailable_and_keeps_the_file(tmp_path, monkeypatch):
-    with_store(tmp_path, put_a)
-
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", failing(errno.EIO))
             with pytest.raises(StoreUnavailable):
                 await read_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
 def test_file_store_root_that_is_a_file_is_unavailable(tmp_path):
@@ -144,20 +134,17 @@ def test_file_store_root_that_is_a_file_is_unavailable(tmp_path):
         opened(tmp_path / "kv")
 
 
-def test_file_store_file_in_place_of_a_folder_is_unavailable(tmp_path):
+async def test_file_store_file_in_place_of_a_folder_is_unavailable(tmp_path):
     (tmp_path / NAMESPACE.digest().hex()).mkdir()
     (tmp_path / NAMESPACE.digest().hex() / A.hex()[:2]).write_text("")
-
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         for call in (read_a(store), store.put(A, block_of("a"))):
             with pytest.raises(StoreUnavailable):
                 await call
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_removed_namespace_folder_is_created_again(tmp_path):
-    async def test(store):
+async def test_file_store_removed_namespace_folder_is_created_again(tmp_path):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
         for forgotten in (False, True):
             shutil.rmtree(tmp_path / NAMESPACE.digest().hex())
@@ -167,15 +154,12 @@ def test_file_store_removed_namespace_folder_is_created_again(tmp_path):
                 assert await store.contains([A]) == [False]
             await put_a(store)
         assert await read_a(store) == block_of("a")
-
-    with_store(tmp_path, test)
     assert (tmp_path / NAMESPACE.digest().hex() / "namespace.json").exists()
 
 
-def test_file_store_removed_root_is_not_created_again(tmp_path):
+async def test_file_store_removed_root_is_not_created_again(tmp_path):
     root = tmp_path / "mount" / "kv"
-
-    async def test(store):
+    async with opened_store(root) as store:
         await put_a(store)
         root.rename(tmp_path / "elsewhere")
         root.parent.rmdir()
@@ -184,8 +168,6 @@ def test_file_store_removed_root_is_not_created_again(tmp_path):
         with pytest.raises(StoreUnavailable):
             await store.put(A, block_of("a"))
         assert not (tmp_path / "mount").exists()
-
-    with_store(root, test)
 
 
 def free_bytes(monkeypatch, get_free):
@@ -202,24 +184,23 @@ def free_bytes(monkeypatch, get_free):
 STORED_BYTES = 2 * 4096  # what a block takes on the disk
 
 
-def test_file_store_below_min_free_evicts_old_blocks(tmp_path, monkeypatch):
+async def test_file_store_below_min_free_evicts_old_blocks(tmp_path, monkeypatch):
     free_bytes(monkeypatch, lambda: 1000 + 2 * STORED_BYTES - 1)
-
-    async def test(store):
+    # Within a second: asked again, the file system would name what is free for the first time.
+    async with opened_store(tmp_path, min_free_bytes=1000, clock=lambda: 0.0) as store:
         await put_a(store)
         assert await store.put(B, block_of("b")) is True
         assert await store.contains([A, B]) == [False, True]
         assert not path_of(tmp_path, A).exists()
 
-    # Within a second: asked again, the file system would name what is free for the first time.
-    with_store(tmp_path, test, min_free_bytes=1000, clock=lambda: 0.0)
 
-
-def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(tmp_path, monkeypatch):
-    with_store(tmp_path, put_a)
+async def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(
+    tmp_path, monkeypatch
+):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
-
-    async def test(store):
+    async with opened_store(tmp_path, min_free_bytes=1000) as store:
         other = contextlib.closing(BlockFolder(tmp_path, min_free_bytes=0))
         with other as folder, folder.reading(NAMESPACE.digest(), A):  # so that it cannot make way
             with pytest.raises(StoreFull, match="min_free=1000") as error:
@@ -228,8 +209,6 @@ def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(tmp_path
             assert await store.put(A, block_of("a")) is False
             assert await read_a(store) == block_of("a")
         assert await store.contains([B]) == [False]
-
-    with_store(tmp_path, test, min_free_bytes=1000)
 
 
 def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monkeypatch):
@@ -251,37 +230,32 @@ def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monke
     assert asked == 2
 
 
-def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
+async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
     file_bytes = HEADER_BYTES + LAYOUT.block_bytes
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("may not mount a tmpfs here")
 
-    now_s = 0.0
+    now_s, stored = 0.0, []
 
-    async def test(store):
-        nonlocal now_s
-        stored = []
-
-        async def fill():
-            for name in range((16 << 20) // file_bytes):
-                await store.put(key_of(name), block_of(name))
-                stored.append(name)
-
-        # Within a second: what the file system needs for itself is not seen yet.
-        with pytest.raises(StoreFull) as error:
-            await fill()
-        assert error.value.reason == "full"
-        assert not list(tmp_path.rglob(".tmp-*"))
-        for name in stored:
-            assert await read(store, key_of(name)) == block_of(name)
-        await store.delete(key_of(0))
-        now_s += 10.0
-        assert await store.put(key_of(0), block_of(0))
-        return len(stored)
+    async def fill(store):
+        for name in range((16 << 20) // file_bytes):
+            await store.put(key_of(name), block_of(name))
+            stored.append(name)
 
     try:
-        assert with_store(tmp_path, test, clock=lambda: now_s) > 5
+        async with opened_store(tmp_path, clock=lambda: now_s) as store:
+            # Within a second: what the file system needs for itself is not seen yet.
+            with pytest.raises(StoreFull) as error:
+                await fill(store)
+            assert error.value.reason == "full"
+            assert not list(tmp_path.rglob(".tmp-*"))
+            for name in stored:
+                assert await read(store, key_of(name)) == block_of(name)
+            await store.delete(key_of(0))
+            now_s += 10.0
+            assert await store.put(key_of(0), block_of(0))
+        assert len(stored) > 5
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
@@ -292,42 +266,37 @@ def mounted(folder, *options):
     return shutil.which("mount") and not subprocess.run(mount, capture_output=True).returncode
 
 
-def test_file_store_mounted_read_only_reads_and_refuses_writes(tmp_path):
+async def test_file_store_mounted_read_only_reads_and_refuses_writes(tmp_path):
     if not mounted(tmp_path, "-t", "tmpfs", "-o", "size=32m", "tmpfs"):
         pytest.skip("may not mount a tmpfs here")
     names = range(3)
     keys = [key_of(name) for name in names]
-
-    async def fill(store):
-        for name in names:
-            await store.put(key_of(name), block_of(name))
-
-    async def test(store):
-        before = files_below(tmp_path)
-        for _ in range(2):
-            assert await store.contains([*keys, A]) == [True, True, True, False]
-            for name in names:
-                assert await read(store, key_of(name)) == block_of(name)
-            with pytest.raises(StoreUnavailable):
-                await put_a(store)
-            with pytest.raises(StoreUnavailable, match="Read-only"):
-                await store.delete(keys[0])
-        assert files_below(tmp_path) == before
-        assert mounted(tmp_path, "-o", "remount,rw")  # somebody has mended it
-        until_s = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(StoreUnavailable):
-                await put_a(store)
-                break
-            assert time.monotonic() < until_s
-            await asyncio.sleep(0.05)
-        assert await store.contains([*keys, A]) == [True] * 4
-
     try:
-        with_store(tmp_path, fill)
+        async with opened_store(tmp_path) as store:
+            for name in names:
+                await store.put(key_of(name), block_of(name))
         assert mounted(tmp_path, "-o", "remount,ro")
         with patched_wait():
-            with_store(tmp_path, test)
+            async with opened_store(tmp_path) as store:
+                before = files_below(tmp_path)
+                for _ in range(2):
+                    assert await store.contains([*keys, A]) == [True, True, True, False]
+                    for name in names:
+                        assert await read(store, key_of(name)) == block_of(name)
+                    with pytest.raises(StoreUnavailable):
+                        await put_a(store)
+                    with pytest.raises(StoreUnavailable, match="Read-only"):
+                        await store.delete(keys[0])
+                assert files_below(tmp_path) == before
+                assert mounted(tmp_path, "-o", "remount,rw")  # somebody has mended it
+                until_s = time.monotonic() + 60
+                while True:
+                    with contextlib.suppress(StoreUnavailable):
+                        await put_a(store)
+                        break
+                    assert time.monotonic() < until_s
+                    await asyncio.sleep(0.05)
+                assert await store.contains([*keys, A]) == [True] * 4
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
@@ -353,10 +322,9 @@ def slow(monkeypatch):
     go.set()
 
 
-def test_file_store_reads_held_by_a_slow_disk_delay_no_other_call(tmp_path, slow):
+async def test_file_store_reads_held_by_a_slow_disk_delay_no_other_call(tmp_path, slow):
     held, go = slow
-
-    async def test(store):
+    async with opened_store(tmp_path, threads=2) as store:
         go.set()
         await put_a(store)
         await store.put(B, block_of("b"))
@@ -375,13 +343,10 @@ def test_file_store_reads_held_by_a_slow_disk_delay_no_other_call(tmp_path, slow
         for task in (reading, *more):
             assert await task == block_of("a")
 
-    with_store(tmp_path, test, threads=2)
 
-
-def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_path, slow):
+async def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_path, slow):
     held, go = slow
-
-    async def test(store):
+    async with opened_store(tmp_path, threads=2) as store:
         await store.put(B, block_of("b"))
         writing = asyncio.create_task(store.put(A, block_of("a")))
         assert await asyncio.to_thread(held.wait, 60)
@@ -393,10 +358,10 @@ def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_path, slo
         assert await writing
         assert await read_a(store) == block_of("a")
 
-    with_store(tmp_path, test, threads=2)
 
-
-def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(tmp_path, monkeypatch, caplog):
+async def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(
+    tmp_path, monkeypatch, caplog
+):
     ask, mistakes = BlockIndex.clean_boot_id, []
 
     def once(index):
@@ -409,7 +374,9 @@ def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(tmp_path, m
     monkeypatch.setattr(
         "sglang_cake.stores.file.index_supervisor.TICK_S", 0.01
     )  # rests after a mistake
-    with_store(tmp_path, put_a)
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     assert mistakes
-    with_store(tmp_path, read_a)
+    async with opened_store(tmp_path) as store:
+        await read_a(store)
     assert "KeyError: 'a mistake'" in caplog.text

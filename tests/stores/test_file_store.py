@@ -7,7 +7,7 @@ import shutil
 import stat
 
 import pytest
-from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
+from filestore import A, B, files_below, opened, opened_store, path_of, put_a, read_a
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
@@ -25,10 +25,11 @@ from sglang_cake.testing.store_contract import (
 )
 
 
-def test_file_store_files_have_documented_names_and_private_modes(tmp_path):
+async def test_file_store_files_have_documented_names_and_private_modes(tmp_path):
     old = os.umask(0)
     try:
-        with_store(tmp_path / "kv", put_a)
+        async with opened_store(tmp_path / "kv") as store:
+            await put_a(store)
     finally:
         os.umask(old)
     folder = tmp_path / "kv" / NAMESPACE.digest().hex()
@@ -41,16 +42,21 @@ def test_file_store_files_have_documented_names_and_private_modes(tmp_path):
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
 
 
-def test_file_store_opened_again_reads_earlier_blocks(tmp_path):
-    with_store(tmp_path, put_a)
-    assert with_store(tmp_path, read_a) == block_of("a")
+async def test_file_store_opened_again_reads_earlier_blocks(tmp_path):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
+    async with opened_store(tmp_path) as store:
+        assert await read_a(store) == block_of("a")
 
 
-def test_file_store_namespaces_in_one_root_share_no_blocks(tmp_path):
-    with_store(tmp_path, put_a)
+async def test_file_store_namespaces_in_one_root_share_no_blocks(tmp_path):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     with pytest.raises(BlockMissing):
-        with_store(tmp_path, read_a, namespace=Namespace((("model", "other"),)))
-    assert with_store(tmp_path, read_a) == block_of("a")
+        async with opened_store(tmp_path, namespace=Namespace((("model", "other"),))) as store:
+            await read_a(store)
+    async with opened_store(tmp_path) as store:
+        assert await read_a(store) == block_of("a")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": "other"}'])
@@ -64,9 +70,10 @@ def test_file_store_wrong_namespace_description_is_refused_and_kept(tmp_path, te
     assert description.read_text() == text
 
 
-def spoiled(tmp_path, change):
+async def spoiled(tmp_path, change):
     """Put block A, change its file's bytes, and return the path."""
-    with_store(tmp_path, put_a)
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     path = path_of(tmp_path, A)
     path.write_bytes(change(path.read_bytes()))
     return path
@@ -92,11 +99,10 @@ def flipped(raw, at):
         (lambda raw: raw[:HEADER_BYTES] + bytes(len(raw) - HEADER_BYTES), "payload's checksum"),
     ],
 )
-def test_file_store_damaged_block_is_set_aside_and_can_be_put_again(tmp_path, change, reason):
-    path = spoiled(tmp_path, change)
+async def test_file_store_damaged_block_is_set_aside_and_can_be_put_again(tmp_path, change, reason):
+    path = await spoiled(tmp_path, change)
     kept = path.read_bytes()
-
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         with pytest.raises(BlockCorrupt, match=reason):
             await read_a(store)
         assert await store.contains([A]) == [False]
@@ -104,8 +110,6 @@ def test_file_store_damaged_block_is_set_aside_and_can_be_put_again(tmp_path, ch
             await read_a(store)
         await put_a(store)
         assert await read_a(store) == block_of("a")
-
-    with_store(tmp_path, test)
     aside = tmp_path / NAMESPACE.digest().hex() / "corrupt" / A.hex()
     assert aside.read_bytes() == kept
 
@@ -120,11 +124,10 @@ def test_file_store_damaged_block_is_set_aside_and_can_be_put_again(tmp_path, ch
         (lambda raw: flipped(raw, len(raw) - 1), [0, LAYOUT.block_bytes]),
     ],
 )
-def test_file_store_progress_is_reported_only_after_a_valid_header(tmp_path, change, counts):
-    path = spoiled(tmp_path, change)
+async def test_file_store_progress_is_reported_only_after_a_valid_header(tmp_path, change, counts):
+    path = await spoiled(tmp_path, change)
     payload = path.read_bytes()[HEADER_BYTES:]
-
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         out = bytearray(LAYOUT.block_bytes)
         told = ProgressRecord(out, payload)
         with pytest.raises(BlockCorrupt):
@@ -132,25 +135,21 @@ def test_file_store_progress_is_reported_only_after_a_valid_header(tmp_path, cha
         assert told.counts == counts
         assert told.wrong == []
 
-    with_store(tmp_path, test)
-
 
 @pytest.mark.parametrize("size", [0, HEADER_BYTES, HEADER_BYTES + 5])
-def test_file_store_truncated_block_is_corrupt_until_put_again(tmp_path, size):
-    spoiled(tmp_path, lambda raw: raw[:size])
+async def test_file_store_truncated_block_is_corrupt_until_put_again(tmp_path, size):
+    await spoiled(tmp_path, lambda raw: raw[:size])
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         with pytest.raises(BlockCorrupt):
             await read_a(store)
         assert await store.contains([A]) == [False]
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
-def test_file_store_swapped_files_are_corrupt(tmp_path):
-    async def test(store):
+async def test_file_store_swapped_files_are_corrupt(tmp_path):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
         await store.put(B, block_of("b"))
         one, other, spare = path_of(tmp_path, A), path_of(tmp_path, B), tmp_path / "spare"
@@ -161,50 +160,47 @@ def test_file_store_swapped_files_are_corrupt(tmp_path):
             with pytest.raises(BlockCorrupt, match="another block"):
                 await read(store, key)
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_file_of_another_namespace_is_corrupt(tmp_path):
+async def test_file_store_file_of_another_namespace_is_corrupt(tmp_path):
     other = Namespace((("model", "other"),))
-    with_store(tmp_path, put_a, namespace=other)
-    with_store(tmp_path, put_a)
+    async with opened_store(tmp_path, namespace=other) as store:
+        await put_a(store)
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     theirs = tmp_path / other.digest().hex() / A.hex()[:2] / A.hex()[2:4] / A.hex()
     shutil.copyfile(theirs, path_of(tmp_path, A))
     with pytest.raises(BlockCorrupt, match="namespace"):
-        with_store(tmp_path, read_a)
+        async with opened_store(tmp_path) as store:
+            await read_a(store)
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), os.mkfifo])
-def test_file_store_folder_or_pipe_in_place_of_a_block_is_corrupt(tmp_path, make):
+async def test_file_store_folder_or_pipe_in_place_of_a_block_is_corrupt(tmp_path, make):
     path = path_of(tmp_path, A)
     path.parent.mkdir(parents=True)
     make(path)
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         assert await store.contains([A]) == [False]
         with pytest.raises(BlockCorrupt, match="not a file"):
             await read_a(store)
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
-def test_file_store_many_corrupt_files_are_kept_up_to_a_bound(tmp_path):
-    async def test(store):
+async def test_file_store_many_corrupt_files_are_kept_up_to_a_bound(tmp_path):
+    async with opened_store(tmp_path) as store:
         for name in range(MAX_SET_ASIDE + 3):
             await store.put(key_of(name), block_of(name))
             os.truncate(path_of(tmp_path, key_of(name)), 10)
             with pytest.raises(BlockCorrupt):
                 await read(store, key_of(name))
-
-    with_store(tmp_path, test)
     folder = tmp_path / NAMESPACE.digest().hex()
     assert len(files_below(folder / "corrupt")) == MAX_SET_ASIDE
     assert len(files_below(folder)) == MAX_SET_ASIDE + 1  # and namespace.json
 
 
-def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
+async def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
     readv, writev = os.preadv, os.writev
 
     def first_bytes(buffers):
@@ -213,15 +209,14 @@ def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: readv(fd, first_bytes(buffers), at))
     monkeypatch.setattr(os, "writev", lambda fd, buffers: writev(fd, first_bytes(buffers)))
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
-        return await read_a(store)
-
-    assert with_store(tmp_path, test) == block_of("a")
+        assert await read_a(store) == block_of("a")
 
 
-def test_file_store_file_truncated_during_a_read_is_corrupt(tmp_path, monkeypatch):
-    with_store(tmp_path, put_a)
+async def test_file_store_file_truncated_during_a_read_is_corrupt(tmp_path, monkeypatch):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     monkeypatch.setattr(block_files, "PIECE_BYTES", 256)
     readv = os.preadv
 
@@ -231,4 +226,5 @@ def test_file_store_file_truncated_during_a_read_is_corrupt(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "preadv", cut_then_read)
     with pytest.raises(BlockCorrupt, match="ends after"):
-        with_store(tmp_path, read_a)
+        async with opened_store(tmp_path) as store:
+            await read_a(store)

@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from filestore import put_a, read_a, with_store
+from filestore import opened_store, put_a, read_a
 from storetools import ALICE, file_of, fill, held, store, told, url_of
 
 from sglang_cake.cli import main
@@ -171,35 +171,31 @@ def test_store_ls_of_an_empty_folder_creates_no_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkeypatch):
+async def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkeypatch):
     """And no more than some: one more stays where it is, and the store without an index."""
-    with_store(tmp_path, put_a)
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     index, damage = tmp_path / "index.db", []
     for number in range(3, MAX_PUT_ASIDE + 1):
         (tmp_path / f"index.db.damaged-{number}").touch()
 
-    async def kept(store):
-        async for _ in store.list_blocks():  # waits for the index
-            pass
-        return await read_a(store)
-
     for number in (1, 2):
         damage.append(os.urandom(8192))
         index.write_bytes(damage[-1])
-        assert with_store(tmp_path, kept) == block_of("a")
+        async with opened_store(tmp_path) as store:
+            async for _ in store.list_blocks():  # waits for the index
+                pass
+            assert await read_a(store) == block_of("a")
         asides = [tmp_path / f"index.db.damaged-{n}" for n in range(1, number + 1)]
         assert [path.read_bytes() for path in asides] == damage
         assert f"kept as {asides[-1].name}" in caplog.text
     damage.append(os.urandom(8192))
     index.write_bytes(damage[-1])
-
-    async def left(store):
+    monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.5)
+    async with opened_store(tmp_path) as store:
         with pytest.raises(StoreUnavailable):
             await put_a(store)
-        return await read_a(store)
-
-    monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.5)
-    assert with_store(tmp_path, left) == block_of("a")
+        assert await read_a(store) == block_of("a")
     assert "damaged too: see to the disk" in caplog.text
     assert index.read_bytes() == damage[-1]
     assert [path.read_bytes() for path in asides] == damage[:2]

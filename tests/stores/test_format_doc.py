@@ -1,6 +1,5 @@
 """docs/format.md says what the code does: its table of the header and its worked example."""
 
-import asyncio
 import hashlib
 import json
 import re
@@ -31,18 +30,14 @@ def table():
 
 
 @pytest.fixture
-def block_file(tmp_path):
+async def block_file(tmp_path):
     """The example's block as the store writes it: (path below the root, bytes)."""
-
-    async def main():
-        layout = BlockLayout.parse(EXAMPLE["layout"])
-        folder = BlockFolder(tmp_path, sync=False, min_free_bytes=0)
-        store = FileStore(folder, BlockFrame(NAMESPACE, layout), threads=1)
-        key = bytes.fromhex(EXAMPLE["keys"][1])
-        await store.put(key, memoryview(bytes.fromhex(EXAMPLE["payload"])))
-        await store.close()
-
-    asyncio.run(main())
+    layout = BlockLayout.parse(EXAMPLE["layout"])
+    folder = BlockFolder(tmp_path, sync=False, min_free_bytes=0)
+    store = FileStore(folder, BlockFrame(NAMESPACE, layout), threads=1)
+    key = bytes.fromhex(EXAMPLE["keys"][1])
+    await store.put(key, memoryview(bytes.fromhex(EXAMPLE["payload"])))
+    await store.close()
     path = tmp_path / EXAMPLE["path"]
     return path, path.read_bytes()
 

@@ -1,7 +1,6 @@
 """Hostile payloads whose checksums are right give a corrupt block, or one of the right length. No
 crash, and no index that leads out of an array: the compiled loops do not look, but here they do."""
 
-import asyncio
 import json
 
 import numba
@@ -67,41 +66,38 @@ def no_encoding(forms, tier):
     raise AssertionError("nothing is put")
 
 
-def outcome(layout, payload, *, on_device):
+async def outcome(layout, payload, *, on_device):
     """What a server's store gives for such a payload: bytes, or None for a corrupt block."""
     most = layout.block_bytes + ENCODED_HEAD_BYTES
     payload = payload[:most] or b"\0"  # the frame sees to it
 
-    async def go():
-        inner = MemoryStore()
-        await inner.put(KEY, memoryview(payload))
-        store = EncodedStore(
-            *(inner, layout, no_encoding),
-            link=LinkSpeed(),
-            counters=Counters(),
-            payload_bytes=most,
-            depth=1,
-            on_device=on_device,
-        )
-        size = most if on_device else layout.block_bytes
-        memory = bytearray(GUARD + bytes(size) + GUARD)
-        try:
-            assert await store.get_into(KEY, memoryview(memory)[64:-64]) == size
-        except BlockCorrupt as error:
-            assert len(str(error)) < 10_000  # noqa: PT017 - both ways are fine
-            assert await store.contains([KEY]) == [False]
-            return None
-        finally:
-            await store.close()
-            assert memory[:64] == memory[-64:] == GUARD
-        return bytes(memory[64:-64])
-
-    return asyncio.run(go())
+    inner = MemoryStore()
+    await inner.put(KEY, memoryview(payload))
+    store = EncodedStore(
+        *(inner, layout, no_encoding),
+        link=LinkSpeed(),
+        counters=Counters(),
+        payload_bytes=most,
+        depth=1,
+        on_device=on_device,
+    )
+    size = most if on_device else layout.block_bytes
+    memory = bytearray(GUARD + bytes(size) + GUARD)
+    try:
+        assert await store.get_into(KEY, memoryview(memory)[64:-64]) == size
+    except BlockCorrupt as error:
+        assert len(str(error)) < 10_000  # noqa: PT017 - both ways are fine
+        assert await store.contains([KEY]) == [False]
+        return None
+    finally:
+        await store.close()
+        assert memory[:64] == memory[-64:] == GUARD
+    return bytes(memory[64:-64])
 
 
-def check(layout, payload):
-    block = outcome(layout, payload, on_device=False)
-    ready = outcome(layout, payload, on_device=True)
+async def check(layout, payload):
+    block = await outcome(layout, payload, on_device=False)
+    ready = await outcome(layout, payload, on_device=True)
     if block is None:
         return
     # What the device gets instead is a chain that it knows, of the length that this chain has.
@@ -130,8 +126,8 @@ def with_text(text, body):
 @given(st.sampled_from(LAYOUTS), st.one_of(st.binary(max_size=300), st.binary(min_size=2000)))
 @example(LAYOUTS[0], b"\xff" * 2000)
 @example(LAYOUTS[0], b"")
-def test_encoded_store_random_payload_is_corrupt_or_a_whole_block(layout, payload):
-    check(layout, payload)
+async def test_encoded_store_random_payload_is_corrupt_or_a_whole_block(layout, payload):
+    await check(layout, payload)
 
 
 BYTES = st.one_of(
@@ -173,8 +169,8 @@ def damaged(draw):
 
 @MANY
 @given(damaged())
-def test_encoded_store_damaged_payload_is_corrupt_or_a_whole_block(drawn):
-    check(*drawn)
+async def test_encoded_store_damaged_payload_is_corrupt_or_a_whole_block(drawn):
+    await check(*drawn)
 
 
 NUMBERS = st.one_of(
@@ -247,8 +243,8 @@ def made_up(draw):
 @example((LAYOUTS[0], with_text(b'{"raw":{}}', b"")))
 @example((LAYOUTS[0], with_text(b"[[[],{}]]", b"")))
 @example((LAYOUTS[0], with_text(b"\xff\xfe", b"")))
-def test_encoded_store_invented_chain_is_corrupt_or_a_whole_block(drawn):
-    check(*drawn)
+async def test_encoded_store_invented_chain_is_corrupt_or_a_whole_block(drawn):
+    await check(*drawn)
 
 
 def test_encoded_payload_head_of_the_fuzzer_equals_the_encoders():

@@ -1,7 +1,6 @@
 """Hostile files in a file store: answers are right or an error of the tree; nothing hangs, and no
 call reads or writes what is not its block's."""
 
-import asyncio
 import json
 import os
 
@@ -69,15 +68,15 @@ def damage_block(root, outside, path, how, what):
 
 @FEW
 @given(st.lists(st.tuples(st.integers(0, 2), BLOCK_DAMAGE), min_size=1, max_size=4), st.booleans())
-def test_file_store_hostile_block_files_give_right_blocks_or_errors(damages, index_lost):
+async def test_file_store_hostile_block_files_give_right_blocks_or_errors(damages, index_lost):
     def damage(root, outside):
         for block, (how, what) in damages:
             damage_block(root, outside, path_of(root, KEYS[block]), how, what)
         if index_lost:
             lose_index(root)
 
-    with folder_with_blocks(damage) as root:
-        use(root)
+    async with folder_with_blocks(damage) as root:
+        await use(root)
 
 
 PLACES = st.sampled_from(["corrupt", "ab", "abcd", "key name", "tmp", "spare"])
@@ -85,7 +84,7 @@ PLACES = st.sampled_from(["corrupt", "ab", "abcd", "key name", "tmp", "spare"])
 
 @FEW
 @given(st.lists(st.tuples(PLACES, st.integers(0, 2), anything), max_size=3), st.booleans())
-def test_file_store_hostile_names_and_folders_give_blocks_or_errors(damages, index_lost):
+async def test_file_store_hostile_names_and_folders_give_blocks_or_errors(damages, index_lost):
     def damage(root, outside):
         for place, block, what in damages:
             path = path_of(root, KEYS[block])
@@ -102,8 +101,8 @@ def test_file_store_hostile_names_and_folders_give_blocks_or_errors(damages, ind
         if index_lost:
             lose_index(root)
 
-    with folder_with_blocks(damage) as root:
-        use(root)
+    async with folder_with_blocks(damage) as root:
+        await use(root)
 
 
 JSON = st.recursive(
@@ -129,11 +128,11 @@ DESCRIPTIONS = st.one_of(
 
 @FEW
 @given(DESCRIPTIONS)
-def test_file_store_hostile_description_gives_right_blocks_or_errors(description):
+async def test_file_store_hostile_description_gives_right_blocks_or_errors(description):
     def damage(root, outside):
         put_in_place(root / SPACE / "namespace.json", outside, LARGE.get(description, description))
 
-    with folder_with_blocks(damage) as root:
-        use(root)
-        for stored in asyncio.run(FileSource(root).namespaces()):
+    async with folder_with_blocks(damage) as root:
+        await use(root)
+        for stored in await FileSource(root).namespaces():
             Namespace(tuple(stored.fields.items())).digest()  # fields of text, or none

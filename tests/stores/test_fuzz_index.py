@@ -7,7 +7,7 @@ import time
 from contextlib import closing, suppress
 
 import pytest
-from filestore import A, B, put_a, read_a, with_store
+from filestore import A, B, opened_store, put_a, read_a
 from hostile import (
     anything,
     changes_of_bytes,
@@ -36,7 +36,7 @@ FILES = st.sampled_from(["index.db", "index.db-wal", "index.db-shm", "index.lock
 
 @FEW
 @given(st.lists(st.tuples(FILES, anything | changes_of_bytes()), min_size=1, max_size=3))
-def test_file_store_hostile_index_files_give_right_blocks_or_errors(damages):
+async def test_file_store_hostile_index_files_give_right_blocks_or_errors(damages):
     def damage(root, outside):
         for name, what in damages:
             path = root / name
@@ -45,8 +45,8 @@ def test_file_store_hostile_index_files_give_right_blocks_or_errors(damages):
             else:
                 put_in_place(path, outside, what)
 
-    with folder_with_blocks(damage) as root:
-        use(root)
+    async with folder_with_blocks(damage) as root:
+        await use(root)
 
 
 VALUES = st.sampled_from(
@@ -68,15 +68,15 @@ CHANGES = st.one_of(
 
 @FEW
 @given(st.lists(CHANGES, min_size=1, max_size=3))
-def test_file_store_hostile_index_rows_give_right_blocks_or_errors(changes):
+async def test_file_store_hostile_index_rows_give_right_blocks_or_errors(changes):
     def damage(root, outside):
         with closing(sqlite3.connect(root / "index.db")) as index, index:
             for change in changes:
                 with suppress(sqlite3.IntegrityError):
                     index.execute(change)
 
-    with folder_with_blocks(damage) as root:
-        use(root)
+    async with folder_with_blocks(damage) as root:
+        await use(root)
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
@@ -99,23 +99,21 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("script", FOREIGN)
-def test_file_store_foreign_index_is_kept_and_blocks_are_read(tmp_path, script, caplog):
-    with_store(tmp_path, put_a)
+async def test_file_store_foreign_index_is_kept_and_blocks_are_read(tmp_path, script, caplog):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     index = tmp_path / "index.db"
     for path in tmp_path.glob("index.db*"):
         path.unlink()
     with closing(sqlite3.connect(index)) as made:
         made.executescript(FOREIGN[script])
     before = index.read_bytes()
-
-    async def test(store):
-        assert await store.contains([A, B]) == [True, False]
-        assert await read_a(store) == block_of("a")
-        with pytest.raises(StoreUnavailable):
-            await store.put(B, block_of("b"))
-
     with patched_wait():
-        with_store(tmp_path, test)
+        async with opened_store(tmp_path) as store:
+            assert await store.contains([A, B]) == [True, False]
+            assert await read_a(store) == block_of("a")
+            with pytest.raises(StoreUnavailable):
+                await store.put(B, block_of("b"))
     assert index.read_bytes() == before
     assert f"{index} " in caplog.text
     assert "remove it" in caplog.text
@@ -139,21 +137,20 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE)
-def test_index_schema_with_invalid_text_is_rebuilt(tmp_path, text, caplog):
-    with_store(tmp_path, put_a)
+async def test_index_schema_with_invalid_text_is_rebuilt(tmp_path, text, caplog):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     rewrite(
         tmp_path / "index.db", lambda bytes_: bytes_.replace(text, text[:2] + b"\xdc" + text[3:])
     )
-    is_made_anew(tmp_path, caplog)
+    await is_made_anew(tmp_path, caplog)
 
 
-def is_made_anew(tmp_path, caplog):
-    async def test(store):
+async def is_made_anew(tmp_path, caplog):
+    async with opened_store(tmp_path) as store:
         assert await read_a(store) == block_of("a")
         await store.put(B, block_of("b"))
         assert await store.contains([A, B]) == [True, True]
-
-    with_store(tmp_path, test)
     assert "beginning anew" in caplog.text
 
 
@@ -165,51 +162,43 @@ OURS_BUT_FOR = {
 
 
 @pytest.mark.parametrize("script", OURS_BUT_FOR.values(), ids=OURS_BUT_FOR)
-def test_index_with_one_foreign_mark_is_rebuilt(tmp_path, script, caplog):
-    with_store(tmp_path, put_a)
+async def test_index_with_one_foreign_mark_is_rebuilt(tmp_path, script, caplog):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     with closing(sqlite3.connect(tmp_path / "index.db")) as index:
         index.executescript(script)
-    is_made_anew(tmp_path, caplog)
+    await is_made_anew(tmp_path, caplog)
 
 
 @FEW
 @example(18, 0)  # the version that SQLite writes: it takes others for read-only
 @given(st.integers(0, 4095), st.integers(0, 7))
-def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
+async def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
     def damage(root, outside):
         def flip(raw):
             return raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
 
         rewrite(root / "index.db", flip)
 
-    with folder_with_blocks(damage) as root:
-
-        async def test(store):
-            assert await store.put(key_of("new"), block_of("new"))
-            assert await read(store, key_of("new")) == block_of("new")
-
-        with_store(root, test)
+    async with folder_with_blocks(damage) as root, opened_store(root) as store:
+        assert await store.put(key_of("new"), block_of("new"))
+        assert await read(store, key_of("new")) == block_of("new")
 
 
-def test_index_row_with_invalid_text_still_allows_reads_and_puts(tmp_path):
-    async def test(store):
+async def test_index_row_with_invalid_text_still_allows_reads_and_puts(tmp_path):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
         with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
             index.execute("UPDATE blocks SET workload = CAST(x'dcdc' AS TEXT)")
             index.execute("UPDATE agreed SET boot = CAST(x'dcdc' AS TEXT)")
-
-    with_store(tmp_path, test)
-
-    async def again(store):
+    async with opened_store(tmp_path) as store:
         assert await read_a(store) == block_of("a")
         await store.put(B, block_of("b"))
         assert await store.contains([A, B]) == [True, True]
 
-    with_store(tmp_path, again)
 
-
-def test_index_damage_found_in_use_is_rebuilt(tmp_path):
-    async def test(store):
+async def test_index_damage_found_in_use_is_rebuilt(tmp_path):
+    async with opened_store(tmp_path) as store:
         await put_a(store)
         with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
             index.execute("UPDATE blocks SET uses = 'often'")
@@ -225,27 +214,23 @@ def test_index_damage_found_in_use_is_rebuilt(tmp_path):
             await asyncio.sleep(0.05)
         assert await read_a(store) == block_of("a")
 
-    with_store(tmp_path, test)
-
 
 @pytest.mark.parametrize("name", ["index.db", "index.lock"])
 @pytest.mark.parametrize("there", [False, True])
-def test_index_that_is_a_symlink_is_not_followed(tmp_path, name, there):
+async def test_index_that_is_a_symlink_is_not_followed(tmp_path, name, there):
     root, target = tmp_path / "kv", tmp_path / "elsewhere"
-    with_store(root, put_a)
+    async with opened_store(root) as store:
+        await put_a(store)
     if there:
         (root / name).rename(target)
     for path in root.glob("index.*"):
         path.unlink()
     (root / name).symlink_to(target)
     before = target.read_bytes() if there else None
-
-    async def test(store):
-        assert await read_a(store) == block_of("a")
-        with pytest.raises(StoreUnavailable):
-            await store.put(B, block_of("b"))
-
     with patched_wait():
-        with_store(root, test)
+        async with opened_store(root) as store:
+            assert await read_a(store) == block_of("a")
+            with pytest.raises(StoreUnavailable):
+                await store.put(B, block_of("b"))
     assert target.exists() == there
     assert there is False or target.read_bytes() == before

@@ -114,7 +114,7 @@ def fleets(draw: st.DrawFn) -> tuple[BlockLayout, int, int, int]:
 
 
 @given(fleet=fleets(), seed=st.integers(0, 999))
-def test_head_slices_any_number_of_ranks_reads_what_any_other_stored(
+async def test_head_slices_any_number_of_ranks_reads_what_any_other_stored(
     fleet: tuple[BlockLayout, int, int, int], seed: int
 ) -> None:
     layout, groups, writers, readers = fleet
@@ -135,41 +135,36 @@ def test_head_slices_any_number_of_ranks_reads_what_any_other_stored(
         store = HeadSliceStore(mine, own, depth=1)
         return own, store, of_heads(own, heads, slice(rank, rank + 1))
 
-    async def test() -> None:
-        for rank in range(writers):
-            _, store, block = of_rank(rank, writers)
-            assert await store.put(KEY, memoryview(block))
-        for rank in range(readers):
-            own, store, block = of_rank(rank, readers)
-            assert await store.contains([KEY]) == [True]
-            assert await read(store, KEY, own) == block
-
-    asyncio.run(test())
+    for rank in range(writers):
+        _, store, block = of_rank(rank, writers)
+        assert await store.put(KEY, memoryview(block))
+    for rank in range(readers):
+        own, store, block = of_rank(rank, readers)
+        assert await store.contains([KEY]) == [True]
+        assert await read(store, KEY, own) == block
 
 
-def test_head_slices_one_slice_missing_makes_the_block_missing_until_it_is_stored_again() -> None:
+async def test_head_slices_one_slice_missing_makes_the_block_missing_until_it_is_stored_again() -> (
+    None
+):
     stores = [MemoryStore() for _ in range(2)]
     block = block_of("block")
-
-    async def test() -> None:
-        store = HeadSliceStore(stores, LAYOUT, depth=1)
-        assert await store.put(KEY, block)
-        assert not await store.put(KEY, block)
-        await stores[1].delete(KEY)
-        assert await store.contains([KEY]) == [False]
-        assert [each async for each in store.list_blocks()] == []
-        out = bytearray(LAYOUT.block_bytes)
-        with pytest.raises(BlockMissing):
-            await store.get_into(KEY, memoryview(out))
-        assert out == bytes(LAYOUT.block_bytes)  # nothing of the other slice
-        assert await store.put(KEY, block)
-        assert await read(store, KEY) == block
-
-    asyncio.run(test())
+    store = HeadSliceStore(stores, LAYOUT, depth=1)
+    assert await store.put(KEY, block)
+    assert not await store.put(KEY, block)
+    await stores[1].delete(KEY)
+    assert await store.contains([KEY]) == [False]
+    assert [each async for each in store.list_blocks()] == []
+    out = bytearray(LAYOUT.block_bytes)
+    with pytest.raises(BlockMissing):
+        await store.get_into(KEY, memoryview(out))
+    assert out == bytes(LAYOUT.block_bytes)  # nothing of the other slice
+    assert await store.put(KEY, block)
+    assert await read(store, KEY) == block
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_head_slices_one_corrupt_slice_makes_the_block_corrupt_and_then_missing(
+async def test_head_slices_one_corrupt_slice_makes_the_block_corrupt_and_then_missing(
     tmp_path: Path, codec: str
 ) -> None:
     def damage_one_slice() -> None:
@@ -179,39 +174,32 @@ def test_head_slices_one_corrupt_slice_makes_the_block_corrupt_and_then_missing(
         content[HEADER_BYTES + 5] ^= 1
         files[0].write_bytes(content)
 
-    async def test() -> None:
-        store = open_file(tmp_path, codec=codec)
-        await store.put(KEY, block_of("block"))
-        damage_one_slice()
-        with pytest.raises(BlockCorrupt):
-            await read(store, KEY)
-        with pytest.raises(BlockMissing):
-            await read(store, KEY)
-        assert await store.put(KEY, block_of("block"))
-        assert await read(store, KEY) == block_of("block")
-        await store.close()
-
-    asyncio.run(test())
+    store = open_file(tmp_path, codec=codec)
+    await store.put(KEY, block_of("block"))
+    damage_one_slice()
+    with pytest.raises(BlockCorrupt):
+        await read(store, KEY)
+    with pytest.raises(BlockMissing):
+        await read(store, KEY)
+    assert await store.put(KEY, block_of("block"))
+    assert await read(store, KEY) == block_of("block")
+    await store.close()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_head_slices_failed_slice_of_a_put_leaves_no_block(failing: int) -> None:
+async def test_head_slices_failed_slice_of_a_put_leaves_no_block(failing: int) -> None:
     class Full(MemoryStore):
         async def put(self, key: object, data: memoryview) -> bool:
             raise StoreUnavailable("read-only")
 
     stores = [Full() if number == failing else MemoryStore() for number in range(2)]
-
-    async def test() -> None:
-        store = HeadSliceStore(stores, LAYOUT, depth=1)
-        with pytest.raises(StoreUnavailable):
-            await store.put(KEY, block_of("block"))
-        assert await store.contains([KEY]) == [False]
-
-    asyncio.run(test())
+    store = HeadSliceStore(stores, LAYOUT, depth=1)
+    with pytest.raises(StoreUnavailable):
+        await store.put(KEY, block_of("block"))
+    assert await store.contains([KEY]) == [False]
 
 
-def test_head_slices_many_puts_at_once_are_never_more_than_depth() -> None:
+async def test_head_slices_many_puts_at_once_are_never_more_than_depth() -> None:
     running = most = 0
 
     class Busy(MemoryStore):
@@ -223,26 +211,19 @@ def test_head_slices_many_puts_at_once_are_never_more_than_depth() -> None:
             running -= 1
             return await super().put(key, data)
 
-    async def test() -> None:
-        store = HeadSliceStore([Busy(), Busy()], LAYOUT, depth=3)
-        keys = [key_of(str(number)) for number in range(8)]
-        assert all(await asyncio.gather(*(store.put(key, block_of("block")) for key in keys)))
-        assert await store.contains(keys) == [True] * 8
-
-    asyncio.run(test())
+    store = HeadSliceStore([Busy(), Busy()], LAYOUT, depth=3)
+    keys = [key_of(str(number)) for number in range(8)]
+    assert all(await asyncio.gather(*(store.put(key, block_of("block")) for key in keys)))
+    assert await store.contains(keys) == [True] * 8
     assert most == 3
 
 
-def test_head_slices_block_counts_once_and_its_bytes_all(tmp_path: Path) -> None:
+async def test_head_slices_block_counts_once_and_its_bytes_all(tmp_path: Path) -> None:
     counters = Counters()
-
-    async def test() -> None:
-        store = open_file(tmp_path, counters=counters)
-        await store.put(KEY, block_of("block"))
-        await read(store, KEY)
-        await store.close()
-
-    asyncio.run(test())
+    store = open_file(tmp_path, counters=counters)
+    await store.put(KEY, block_of("block"))
+    await read(store, KEY)
+    await store.close()
     counts = counters.snapshot()
     assert counts["read_blocks", ""] == 1
     assert counts["read_bytes", ""] == LAYOUT.block_bytes + 2 * HEADER_BYTES
@@ -271,34 +252,28 @@ class Hanging(MemoryStore):
         raise AssertionError
 
 
-def test_head_slices_cancelled_read_ends_in_every_slice_before_its_memory_is_used_again() -> None:
+async def test_head_slices_cancelled_read_ends_in_every_slice_before_its_memory_is_used_again() -> (
+    None
+):
     stores = [Hanging(), Hanging()]
-
-    async def test() -> None:
-        store = HeadSliceStore(stores, LAYOUT, depth=1)
-        reading = asyncio.ensure_future(read(store, KEY))
-        for each in stores:
-            await each.started.wait()
-        for _ in range(2):  # cancelled again while it ends
-            reading.cancel()
-            await asyncio.sleep(0)
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert [each.ended for each in stores] == [1, 1]
-
-    asyncio.run(test())
+    store = HeadSliceStore(stores, LAYOUT, depth=1)
+    reading = asyncio.ensure_future(read(store, KEY))
+    for each in stores:
+        await each.started.wait()
+    for _ in range(2):  # cancelled again while it ends
+        reading.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert [each.ended for each in stores] == [1, 1]
 
 
-def test_head_slices_failed_read_of_one_slice_ends_the_others() -> None:
+async def test_head_slices_failed_read_of_one_slice_ends_the_others() -> None:
     hanging = Hanging()
-
-    async def test() -> None:
-        store = HeadSliceStore([MemoryStore(), hanging], LAYOUT, depth=1)
-        with pytest.raises(BlockMissing):
-            await read(store, KEY)
-        assert hanging.ended == 1
-
-    asyncio.run(test())
+    store = HeadSliceStore([MemoryStore(), hanging], LAYOUT, depth=1)
+    with pytest.raises(BlockMissing):
+        await read(store, KEY)
+    assert hanging.ended == 1
 
 
 class AccessRecordingStore(MemoryStore):
@@ -316,15 +291,11 @@ class AccessRecordingStore(MemoryStore):
         self.seen += keys
 
 
-def test_head_slices_all_slices_hear_of_accesses_and_the_slowest_tier_counts() -> None:
+async def test_head_slices_all_slices_hear_of_accesses_and_the_slowest_tier_counts() -> None:
     stores = [AccessRecordingStore(0), AccessRecordingStore(1)]
-
-    async def test() -> None:
-        store = HeadSliceStore(stores, LAYOUT, depth=1)
-        await report_access(store, [KEY], RequestFacts("r", 8))
-        assert tiers_of(store, [KEY]) == [1]
-
-    asyncio.run(test())
+    store = HeadSliceStore(stores, LAYOUT, depth=1)
+    await report_access(store, [KEY], RequestFacts("r", 8))
+    assert tiers_of(store, [KEY]) == [1]
     assert [each.seen for each in stores] == [[KEY], [KEY]]
 
 
@@ -345,21 +316,17 @@ def test_head_slices_layout_without_heads_to_divide_is_refused(group: PlaneGroup
         layout.sliced(2)
 
 
-def test_head_slices_of_encrypted_stores_are_read(tmp_path: Path) -> None:
+async def test_head_slices_of_encrypted_stores_are_read(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text("ab" * 32)
     key_file.chmod(0o600)
-
-    async def test() -> None:
-        store = open_file(tmp_path, url=f"&key_file={key_file}", codec="zstd")
-        assert await store.put(KEY, block_of("block"))
-        assert await read(store, KEY) == block_of("block")
-        await store.close()
-
-    asyncio.run(test())
+    store = open_file(tmp_path, url=f"&key_file={key_file}", codec="zstd")
+    assert await store.put(KEY, block_of("block"))
+    assert await read(store, KEY) == block_of("block")
+    await store.close()
 
 
-def test_head_slices_whole_blocks_have_no_store_in_between(tmp_path: Path) -> None:
+async def test_head_slices_whole_blocks_have_no_store_in_between(tmp_path: Path) -> None:
     store = open_file(tmp_path, count=1)
     assert not isinstance(store, HeadSliceStore)
-    asyncio.run(store.close())
+    await store.close()

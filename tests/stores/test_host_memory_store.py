@@ -1,6 +1,7 @@
 """`memory://`: blocks in host memory, alone and in front of another tier."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
@@ -13,7 +14,7 @@ import weakref
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storetools import ALICE, BOB, refusal_of, with_store
+from storetools import ALICE, BOB, closing, refusal_of
 from tiering import BLOCK, until
 
 from sglang_cake.core.counters import Counters
@@ -108,16 +109,14 @@ class Gated(PassingStore):
         return await super().put(key, data)
 
 
-def run(test, blocks=4, **options):
-    async def main():
-        held = Held(blocks, **options)
-        try:
-            return await test(held)
-        finally:
-            held.gate.set()
-            await held.store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_memory(blocks=4, **options):
+    held = Held(blocks, **options)
+    try:
+        yield held
+    finally:
+        held.gate.set()
+        await held.store.close()
 
 
 # ---- the URL ----
@@ -146,18 +145,16 @@ def test_memory_smaller_than_a_block_is_one_line():
         source.open(FRAME, depth=1)
 
 
-def test_memory_capacity_is_divided_among_the_processes_of_the_machine():
-    async def test(store):
-        return (await store.stats()).capacity_bytes
-
-    assert with_store(opened("memory://1MB", sharers=4), test) == 250_000
+async def test_memory_capacity_is_divided_among_the_processes_of_the_machine():
+    async with closing(opened("memory://1MB", sharers=4)) as store:
+        assert (await store.stats()).capacity_bytes == 250_000
 
 
 # ---- one memory ----
 
 
-def test_memory_namespaces_share_the_capacity_and_no_block():
-    async def test(alice):
+async def test_memory_namespaces_share_the_capacity_and_no_block():
+    async with closing(opened("memory://16KiB", ALICE)) as alice:
         bob = opened("memory://16KiB", BOB)
         for name in range(3):
             assert await alice.put(key_of(name), block_of(name))
@@ -171,27 +168,22 @@ def test_memory_namespaces_share_the_capacity_and_no_block():
         assert await alice.contains([key_of(n) for n in range(3)]) == [False, False, True]
         await bob.close()
 
-    with_store(opened("memory://16KiB", ALICE), test)
 
-
-def test_memory_is_freed_with_its_last_store():
-    async def main():
-        first, second = opened("memory://64KiB"), opened("memory://64KiB")
-        await first.put(key_of("a"), block_of("a"))
-        await first.close()
-        assert await read(second, key_of("a")) == block_of("a")
-        await second.close()
-        third = opened("memory://64KiB")
-        assert await third.contains([key_of("a")]) == [False]
-        assert (await third.stats()).used_bytes == 0
-        await third.close()
-
-    asyncio.run(main())
+async def test_memory_is_freed_with_its_last_store():
+    first, second = opened("memory://64KiB"), opened("memory://64KiB")
+    await first.put(key_of("a"), block_of("a"))
+    await first.close()
+    assert await read(second, key_of("a")) == block_of("a")
+    await second.close()
+    third = opened("memory://64KiB")
+    assert await third.contains([key_of("a")]) == [False]
+    assert (await third.stats()).used_bytes == 0
+    await third.close()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
-    async def test(store):
+async def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
+    async with closing(opened(f"memory://32KiB?policy={policy}")) as store:
         for name in range(40):
             await store.put(key_of(name), block_of(name))
         stats = await store.stats()
@@ -200,8 +192,6 @@ def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
         for name in range(40):
             if (await store.contains([key_of(name)]))[0]:
                 assert await read(store, key_of(name)) == block_of(name)
-
-    with_store(opened(f"memory://32KiB?policy={policy}"), test)
 
 
 def test_memory_evicts_what_requests_used_least_recently():
@@ -509,8 +499,8 @@ def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, polic
 # ---- in front of another tier ----
 
 
-def test_memory_tier_acknowledges_before_the_tier_below_has_the_block():
-    async def test(held):
+async def test_memory_tier_acknowledges_before_the_tier_below_has_the_block():
+    async with opened_memory() as held:
         held.gate.clear()
         await held.put("a", "b")
         assert not held.below.blocks
@@ -520,11 +510,9 @@ def test_memory_tier_acknowledges_before_the_tier_below_has_the_block():
         assert held.is_below("a")
         assert held.is_below("b")
 
-    run(test)
 
-
-def test_memory_tier_queues_more_blocks_than_there_are_copy_buffers():
-    async def test(held):
+async def test_memory_tier_queues_more_blocks_than_there_are_copy_buffers():
+    async with opened_memory(blocks=16) as held:
         held.gate.clear()
         await held.put(*range(16))
         held.gate.set()
@@ -532,11 +520,9 @@ def test_memory_tier_queues_more_blocks_than_there_are_copy_buffers():
         assert len(held.below.blocks) == 16
         assert (await held.counts(1))["queue_full_blocks"] == 0
 
-    run(test, blocks=16)
 
-
-def test_memory_tier_block_evicted_before_its_turn_is_counted():
-    async def test(held):
+async def test_memory_tier_block_evicted_before_its_turn_is_counted():
+    async with opened_memory(blocks=4) as held:
         held.gate.clear()
         await held.put(*range(7))
         held.gate.set()
@@ -547,11 +533,9 @@ def test_memory_tier_block_evicted_before_its_turn_is_counted():
         assert (await held.counts(1))["put_blocks"] == 4
         assert await held.store.contains([key_of(n) for n in lost]) == [False] * 3
 
-    run(test, blocks=4)
 
-
-def test_memory_tier_evicts_written_blocks_before_others():
-    async def test(held):
+async def test_memory_tier_evicts_written_blocks_before_others():
+    async with opened_memory() as held:
         await held.put("a", "b")
         await held.quiet()
         held.gate.clear()
@@ -563,12 +547,10 @@ def test_memory_tier_evicts_written_blocks_before_others():
         assert all(held.is_below(name) for name in "abcdef")
         assert (await held.counts(1))["evicted_blocks"] == 0
 
-    run(test)
-
 
 @pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("down"), OSError("a bug")])
-def test_memory_tier_keeps_a_block_that_the_tier_below_refuses(error):
-    async def test(held):
+async def test_memory_tier_keeps_a_block_that_the_tier_below_refuses(error):
+    async with opened_memory() as held:
         held.outage.error = error
         await held.put("a")
         await held.quiet()
@@ -578,11 +560,9 @@ def test_memory_tier_keeps_a_block_that_the_tier_below_refuses(error):
         await held.put("b", "c", "d", "e")
         assert await held.in_memory("a") == [], "it waits for no write any more"
 
-    run(test)
 
-
-def test_memory_tier_deleted_block_is_not_written_later():
-    async def test(held):
+async def test_memory_tier_deleted_block_is_not_written_later():
+    async with opened_memory() as held:
         held.gate.clear()
         await held.put("a", "b", "c")
         deleting = [asyncio.ensure_future(held.store.delete(key_of(name))) for name in "ac"]
@@ -592,11 +572,9 @@ def test_memory_tier_deleted_block_is_not_written_later():
         assert set(held.below.blocks) == {key_of("b")}
         assert await held.store.contains([key_of("a")]) == [False]
 
-    run(test)
 
-
-def test_memory_tier_block_read_from_below_moves_up_at_once():
-    async def test(held):
+async def test_memory_tier_block_read_from_below_moves_up_at_once():
+    async with opened_memory() as held:
         await held.below.put(key_of("a"), block_of("a"))
         assert await held.store.contains([key_of("a")]) == [True]
         assert held.store.sources([key_of("a")]) == [1]
@@ -607,11 +585,9 @@ def test_memory_tier_block_read_from_below_moves_up_at_once():
         counts = await held.counts(0)
         assert (counts["moved_up_blocks"], counts["put_blocks"], counts["read_blocks"]) == (1, 1, 1)
 
-    run(test)
 
-
-def test_memory_tier_lends_what_is_in_memory_and_nothing_else():
-    async def test(held):
+async def test_memory_tier_lends_what_is_in_memory_and_nothing_else():
+    async with opened_memory() as held:
         await held.below.put(key_of("a"), block_of("a"))
         assert await held.store.contains([key_of("a")]) == [True]
         assert lend(held.store, key_of("a")) is None
@@ -624,11 +600,9 @@ def test_memory_tier_lends_what_is_in_memory_and_nothing_else():
         await held.store.delete(key_of("a"))
         assert lend(held.store, key_of("a")) is None
 
-    run(test)
 
-
-def test_memory_tier_busy_is_read_before_a_tier_below_that_has_the_block():
-    async def test(held):
+async def test_memory_tier_busy_is_read_before_a_tier_below_that_has_the_block():
+    async with opened_memory() as held:
         await held.put("a", "b")
         await held.quiet()
         keys = [key_of(name) for name in "ab"] * 8
@@ -638,25 +612,20 @@ def test_memory_tier_busy_is_read_before_a_tier_below_that_has_the_block():
         )
         assert held.calls.keys_of("get") == []
 
-    run(test)
+
+async def test_memory_tier_behind_other_layers_lends_or_reads():
+    held = Held(4)
+    await held.put("a")
+    counters = Counters()
+    lent = lend(CountedStore(held.store, counters), key_of("a"))
+    assert lent.buffer.view == block_of("a")
+    assert counters.snapshot()["read_blocks", ""] == 1
+    assert lend(PassingStore(held.store), key_of("a")) is None
+    lent.release()
+    await held.store.close()
 
 
-def test_memory_tier_behind_other_layers_lends_or_reads():
-    async def main():
-        held = Held(4)
-        await held.put("a")
-        counters = Counters()
-        lent = lend(CountedStore(held.store, counters), key_of("a"))
-        assert lent.buffer.view == block_of("a")
-        assert counters.snapshot()["read_blocks", ""] == 1
-        assert lend(PassingStore(held.store), key_of("a")) is None
-        lent.release()
-        await held.store.close()
-
-    asyncio.run(main())
-
-
-def test_memory_tier_corrupt_block_below_never_moves_up():
+async def test_memory_tier_corrupt_block_below_never_moves_up():
     class Corrupt(PassingStore):
         async def get_into(self, key, out, progress=None):
             from sglang_cake.core.errors import BlockCorrupt
@@ -665,55 +634,45 @@ def test_memory_tier_corrupt_block_below_never_moves_up():
             out[0] ^= 1
             raise BlockCorrupt("a bit")
 
-    async def test(held):
+    async with opened_memory() as held:
         await held.below.put(key_of("a"), block_of("a"))
         held.store.tiers[1].store = Corrupt(held.below)
         with pytest.raises(Exception, match="a bit"):
             await read(held.store, key_of("a"))
         assert await held.in_memory("a") == []
 
-    run(test)
 
-
-def test_memory_tier_block_evicted_behind_the_locations_is_read_below():
-    async def test(held):
+async def test_memory_tier_block_evicted_behind_the_locations_is_read_below():
+    async with opened_memory() as held:
         await held.put("a")
         await held.quiet()
         await held.memory.delete(key_of("a"))
         assert held.store.sources([key_of("a")]) == [0]
         assert await read(held.store, key_of("a")) == block_of("a")
 
-    run(test)
+
+async def test_memory_tier_closed_releases_what_was_not_written():
+    held = Held(4)
+    held.store._drain_s = 0.01
+    held.gate.clear()
+    await held.put("a", "b")
+    await held.store.close()
+    assert held.store.tiers[1].counts.dropped_blocks == 2
 
 
-def test_memory_tier_closed_releases_what_was_not_written():
-    async def main():
-        held = Held(4)
-        held.store._drain_s = 0.01
-        held.gate.clear()
-        await held.put("a", "b")
-        await held.store.close()
-        return held.store.tiers[1].counts.dropped_blocks
-
-    assert asyncio.run(main()) == 2
-
-
-def test_memory_tier_before_a_file_store_survives_a_restart_through_the_file(tmp_path):
+async def test_memory_tier_before_a_file_store_survives_a_restart_through_the_file(tmp_path):
     urls = f"memory://64KiB,file://{tmp_path}/kv?min_free=0"
 
     def opened_tiers():
         return open_store(parse_sources(urls), FRAME, depth=2)
 
-    async def fill(store):
+    async with closing(opened_tiers()) as store:
         for name in range(5):
             await store.put(key_of(name), block_of(name))
-
-    async def read_all(store):
+    async with closing(opened_tiers()) as store:
         assert all(await store.contains([key_of(name) for name in range(5)]))
-        return [await read(store, key_of(name)) for name in range(5)]
-
-    with_store(opened_tiers(), fill)
-    assert with_store(opened_tiers(), read_all) == [block_of(name) for name in range(5)]
+        for name in range(5):
+            assert await read(store, key_of(name)) == block_of(name)
 
 
 KILLED = """
@@ -732,7 +691,7 @@ asyncio.run(main())
 """
 
 
-def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path):
+async def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path):
     urls = f"memory://64KiB,file://{tmp_path}/kv?min_free=0"
     program = KILLED.format(tests=os.path.dirname(__file__), urls=urls)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as writer:
@@ -742,7 +701,7 @@ def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path)
     shared = {name for name in os.listdir("/dev/shm") if "cake" in name}
     assert not shared
 
-    async def check(store):
+    async with closing(open_store(parse_sources(urls), FRAME, depth=2)) as store:
         found = await store.contains([key_of(name) for name in range(last + 1)])
         for name in range(last + 1):
             if found[name]:
@@ -750,30 +709,25 @@ def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp_path)
                     assert await read(store, key_of(name)) == block_of(name)
                 except BlockMissing:
                     continue
-        return sum(found)
-
-    assert with_store(open_store(parse_sources(urls), FRAME, depth=2), check) > 0
+    assert any(found)
 
 
-def test_memory_store_cancelled_read_does_not_write_later():
-    async def main():
-        store = opened("memory://1MB")
-        await store.put(key_of("a"), block_of("a"))
-        started, go = threading.Event(), threading.Event()
+async def test_memory_store_cancelled_read_does_not_write_later():
+    store = opened("memory://1MB")
+    await store.put(key_of("a"), block_of("a"))
+    started, go = threading.Event(), threading.Event()
 
-        def progress(count):
-            started.set()
-            go.wait(60)
+    def progress(count):
+        started.set()
+        go.wait(60)
 
-        out = bytearray(BLOCK)
-        reading = asyncio.ensure_future(store.get_into(key_of("a"), memoryview(out), progress))
-        await asyncio.to_thread(started.wait)
-        reading.cancel()
-        await asyncio.sleep(0)
-        assert not reading.done(), "the thread still uses the buffer"
-        go.set()
-        await asyncio.wait([reading])
-        assert reading.cancelled()
-        await store.close()
-
-    asyncio.run(main())
+    out = bytearray(BLOCK)
+    reading = asyncio.ensure_future(store.get_into(key_of("a"), memoryview(out), progress))
+    await asyncio.to_thread(started.wait)
+    reading.cancel()
+    await asyncio.sleep(0)
+    assert not reading.done(), "the thread still uses the buffer"
+    go.set()
+    await asyncio.wait([reading])
+    assert reading.cancelled()
+    await store.close()

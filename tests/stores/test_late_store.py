@@ -42,20 +42,17 @@ class TestLateStore(StoreContract):
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("not mounted"), ConfigError("of another")])
-def test_lazy_store_before_its_source_opens_is_unavailable(error):
-    async def main():
-        source = Source(error)
-        store = LazyStore(source, FRAME, depth=1)
-        for _ in range(2):
-            with pytest.raises(StoreUnavailable, match=str(error)):
-                await store.put(key_of("a"), block_of("a"))
-        source.error = None
-        assert await store.put(key_of("a"), block_of("a"))
-        assert await read(store, key_of("a")) == block_of("a")
-        assert source.asked == 3
-        await store.close()
-
-    asyncio.run(main())
+async def test_lazy_store_before_its_source_opens_is_unavailable(error):
+    source = Source(error)
+    store = LazyStore(source, FRAME, depth=1)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match=str(error)):
+            await store.put(key_of("a"), block_of("a"))
+    source.error = None
+    assert await store.put(key_of("a"), block_of("a"))
+    assert await read(store, key_of("a")) == block_of("a")
+    assert source.asked == 3
+    await store.close()
 
 
 class TieredMemoryStore(MemoryStore):
@@ -63,51 +60,42 @@ class TieredMemoryStore(MemoryStore):
         return [1] * len(keys)
 
 
-def test_lazy_store_names_the_tiers_of_the_store_that_it_opened():
-    async def main():
-        store = LazyStore(Source(kind=TieredMemoryStore), FRAME, depth=1)
-        assert tiers_of(store, [key_of("a")]) == [0]
+async def test_lazy_store_names_the_tiers_of_the_store_that_it_opened():
+    store = LazyStore(Source(kind=TieredMemoryStore), FRAME, depth=1)
+    assert tiers_of(store, [key_of("a")]) == [0]
+    await store.contains([])
+    assert tiers_of(store, [key_of("a"), key_of("b")]) == [1, 1]
+    await store.close()
+
+
+async def test_lazy_store_parallel_first_calls_open_the_source_once():
+    source = Source()
+    store = LazyStore(source, FRAME, depth=1)
+    assert await asyncio.gather(*(store.contains([]) for _ in range(5))) == [[]] * 5
+    assert source.asked == 1
+    await store.close()
+
+
+async def test_lazy_store_cancelled_opening_leaves_no_open_store():
+    source = Source()
+    source.gate.clear()
+    store = LazyStore(source, FRAME, depth=1)
+    call = asyncio.create_task(store.contains([]))
+    while not source.asked:  # noqa: ASYNC110 - it is a thread that asks
+        await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled()
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    source.gate.set()
+    await closing
+    (opened,) = source.stores
+    with pytest.raises(StoreUnavailable):
+        await opened.contains([])
+    with pytest.raises(StoreUnavailable):
         await store.contains([])
-        assert tiers_of(store, [key_of("a"), key_of("b")]) == [1, 1]
-        await store.close()
-
-    asyncio.run(main())
-
-
-def test_lazy_store_parallel_first_calls_open_the_source_once():
-    async def main():
-        source = Source()
-        store = LazyStore(source, FRAME, depth=1)
-        assert await asyncio.gather(*(store.contains([]) for _ in range(5))) == [[]] * 5
-        assert source.asked == 1
-        await store.close()
-
-    asyncio.run(main())
-
-
-def test_lazy_store_cancelled_opening_leaves_no_open_store():
-    async def main():
-        source = Source()
-        source.gate.clear()
-        store = LazyStore(source, FRAME, depth=1)
-        call = asyncio.create_task(store.contains([]))
-        while not source.asked:  # noqa: ASYNC110 - it is a thread that asks
-            await asyncio.sleep(0.001)
-        call.cancel()
-        await asyncio.wait([call])
-        assert call.cancelled()
-        closing = asyncio.create_task(store.close())
-        await asyncio.sleep(0)
-        source.gate.set()
-        await closing
-        (opened,) = source.stores
-        with pytest.raises(StoreUnavailable):
-            await opened.contains([])
-        with pytest.raises(StoreUnavailable):
-            await store.contains([])
-        assert source.asked == 1
-
-    asyncio.run(main())
+    assert source.asked == 1
 
 
 @pytest.mark.parametrize("inside_a_loop", [False, True])

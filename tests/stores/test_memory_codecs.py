@@ -1,7 +1,5 @@
 """A tier in memory behind a codec: what moves up is decoded once, and lent from then on."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -46,10 +44,6 @@ def opened(url: str, codec: str, counters: Counters | None = None, device: bool 
     )
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())
-
-
 async def put_below(folder: Path, codec: str) -> bytes:
     """A block that another server stored, and what a read of it gives."""
     store = opened(files(folder), codec)
@@ -72,117 +66,100 @@ def stored_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("codec", ENCODED)
-def test_memory_encoded_block_is_decoded_once_as_it_moves_up_and_then_lent(
+async def test_memory_encoded_block_is_decoded_once_as_it_moves_up_and_then_lent(
     tmp_path: Path, codec: str
 ) -> None:
-    async def test() -> None:
-        expected = await put_below(tmp_path, codec)
-        assert (expected == BLOCK) == (codec in LOSSLESS)
-        crossed_bytes = stored_file(tmp_path).stat().st_size
-        counters = Counters()
-        store = opened(f"memory://4MB,{files(tmp_path)}", codec, counters)
-        assert lend(store, KEY) is None
-        assert await read(store) == expected
-        assert counters.snapshot()["read_bytes", ""] == crossed_bytes, "not those of the block"
-        stored_file(tmp_path).unlink()
-        lent = lend(store, KEY)
-        assert lent is not None
-        assert lent.buffer.view == expected
-        lent.release()
-        assert counters.snapshot()["read_blocks", ""] == 2
-        assert await read(store) == expected
-        await store.close()
-
-    run(test)
+    expected = await put_below(tmp_path, codec)
+    assert (expected == BLOCK) == (codec in LOSSLESS)
+    crossed_bytes = stored_file(tmp_path).stat().st_size
+    counters = Counters()
+    store = opened(f"memory://4MB,{files(tmp_path)}", codec, counters)
+    assert lend(store, KEY) is None
+    assert await read(store) == expected
+    assert counters.snapshot()["read_bytes", ""] == crossed_bytes, "not those of the block"
+    stored_file(tmp_path).unlink()
+    lent = lend(store, KEY)
+    assert lent is not None
+    assert lent.buffer.view == expected
+    lent.release()
+    assert counters.snapshot()["read_blocks", ""] == 2
+    assert await read(store) == expected
+    await store.close()
 
 
 @pytest.mark.parametrize("codec", ENCODED)
-def test_memory_in_front_of_a_device_keeps_what_the_device_decodes(
+async def test_memory_in_front_of_a_device_keeps_what_the_device_decodes(
     tmp_path: Path, codec: str
 ) -> None:
     """Fewer bytes cross the bus then."""
     payload_bytes = encoded_frame(namespace(codec), LAYOUT, codec).payload_bytes
-
-    async def test() -> None:
-        expected = await put_below(tmp_path, codec)
-        store = opened(f"memory://4MB,{files(tmp_path)}", codec, device=True)
-        block = on_page(LAYOUT.block_bytes)
-        for _ in range(2):
-            payload = memoryview(await read(store, payload_bytes))
-            stays = decodes_on_device(chain_of(codec, LAYOUT))
-            assert is_raw(payload) != stays
-            if stays:
-                size_bytes = stored_file(tmp_path).stat().st_size - HEADER_BYTES
-            else:
-                size_bytes = RAW_HEAD_BYTES + LAYOUT.block_bytes
-            decode(LAYOUT, payload[:size_bytes], block)
-            assert block == expected
-        lent = lend(store, KEY)
-        assert (lent is None) == stays
-        if lent is not None:
-            assert lent.buffer.view.nbytes == payload_bytes, "as a buffer of staging"
-            assert lent.buffer.view[:size_bytes] == payload[:size_bytes]
-            lent.release()
-        await store.close()
-
-    run(test)
-
-
-def test_memory_lends_a_put_block_that_auto_leaves_as_it_is(tmp_path: Path) -> None:
-    async def test() -> None:
-        store = opened(f"memory://4MB,{files(tmp_path)}", "auto")
-        await store.put(KEY, memoryview(BLOCK))
-        lent = lend(store, KEY)
-        assert lent is not None
-        assert lent.buffer.view == BLOCK
+    expected = await put_below(tmp_path, codec)
+    store = opened(f"memory://4MB,{files(tmp_path)}", codec, device=True)
+    block = on_page(LAYOUT.block_bytes)
+    for _ in range(2):
+        payload = memoryview(await read(store, payload_bytes))
+        stays = decodes_on_device(chain_of(codec, LAYOUT))
+        assert is_raw(payload) != stays
+        if stays:
+            size_bytes = stored_file(tmp_path).stat().st_size - HEADER_BYTES
+        else:
+            size_bytes = RAW_HEAD_BYTES + LAYOUT.block_bytes
+        decode(LAYOUT, payload[:size_bytes], block)
+        assert block == expected
+    lent = lend(store, KEY)
+    assert (lent is None) == stays
+    if lent is not None:
+        assert lent.buffer.view.nbytes == payload_bytes, "as a buffer of staging"
+        assert lent.buffer.view[:size_bytes] == payload[:size_bytes]
         lent.release()
-        await store.close()
-
-    run(test)
+    await store.close()
 
 
-def test_memory_tier_between_files_gets_the_block_and_the_files_its_payload(
+async def test_memory_lends_a_put_block_that_auto_leaves_as_it_is(tmp_path: Path) -> None:
+    store = opened(f"memory://4MB,{files(tmp_path)}", "auto")
+    await store.put(KEY, memoryview(BLOCK))
+    lent = lend(store, KEY)
+    assert lent is not None
+    assert lent.buffer.view == BLOCK
+    lent.release()
+    await store.close()
+
+
+async def test_memory_tier_between_files_gets_the_block_and_the_files_its_payload(
     tmp_path: Path,
 ) -> None:
-    async def test() -> None:
-        await put_below(tmp_path, "zstd")
-        payload = stored_file(tmp_path).read_bytes()[HEADER_BYTES:]
-        store = opened(f"memory://512KB,{files(tmp_path, 'upper')},{files(tmp_path)}", "zstd")
-        assert await read(store) == BLOCK
-        for other in "bcdefgh":  # until memory has evicted the block
-            await store.put(key_of(other), memoryview(BLOCK))
-        assert lend(store, KEY) is None
-        assert await read(store) == BLOCK
-        await store.close()
-        (copy,) = (tmp_path / "upper").rglob(KEY.hex())
-        assert copy.read_bytes()[HEADER_BYTES:] == payload, "moved up at the second read"
-
-    run(test)
+    await put_below(tmp_path, "zstd")
+    payload = stored_file(tmp_path).read_bytes()[HEADER_BYTES:]
+    store = opened(f"memory://512KB,{files(tmp_path, 'upper')},{files(tmp_path)}", "zstd")
+    assert await read(store) == BLOCK
+    for other in "bcdefgh":  # until memory has evicted the block
+        await store.put(key_of(other), memoryview(BLOCK))
+    assert lend(store, KEY) is None
+    assert await read(store) == BLOCK
+    await store.close()
+    (copy,) = (tmp_path / "upper").rglob(KEY.hex())
+    assert copy.read_bytes()[HEADER_BYTES:] == payload, "moved up at the second read"
 
 
 @pytest.mark.parametrize("text", ['[["groups",{"bits":8,"group":128}]]', RAW_CHAIN.describe()])
-def test_memory_undecodable_block_does_not_move_up(tmp_path: Path, text: str) -> None:
+async def test_memory_undecodable_block_does_not_move_up(tmp_path: Path, text: str) -> None:
     """The checksums are right: somebody else's program wrote it."""
-
-    async def test() -> None:
-        below = open_store(
-            parse_sources(files(tmp_path)),
-            encoded_frame(namespace("int8"), LAYOUT, "int8"),
-            depth=1,
-        )
-        head = len(text).to_bytes(4, "little") + text.encode()
-        payload = head.ljust(-(-len(head) // 64) * 64, b"\0") + b"too short"
-        await below.put(KEY, memoryview(payload))
-        store = opened(f"memory://4MB,{files(tmp_path)}", "int8")
-        assert await store.contains([KEY]) == [True]
-        out = on_page(LAYOUT.block_bytes)
-        with pytest.raises(BlockCorrupt):
-            await store.get_into(KEY, out)
-        with pytest.raises(BlockMissing):
-            await store.get_into(KEY, out)
-        assert lend(store, KEY) is None
-        assert await below.contains([KEY]) == [False]
-        await below.close()
-        await store.close()
-
-    run(test)
+    below = open_store(
+        parse_sources(files(tmp_path)),
+        encoded_frame(namespace("int8"), LAYOUT, "int8"),
+        depth=1,
+    )
+    head = len(text).to_bytes(4, "little") + text.encode()
+    payload = head.ljust(-(-len(head) // 64) * 64, b"\0") + b"too short"
+    await below.put(KEY, memoryview(payload))
+    store = opened(f"memory://4MB,{files(tmp_path)}", "int8")
+    assert await store.contains([KEY]) == [True]
+    out = on_page(LAYOUT.block_bytes)
+    with pytest.raises(BlockCorrupt):
+        await store.get_into(KEY, out)
+    with pytest.raises(BlockMissing):
+        await store.get_into(KEY, out)
+    assert lend(store, KEY) is None
+    assert await below.contains([KEY]) == [False]
+    await below.close()
+    await store.close()

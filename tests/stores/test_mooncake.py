@@ -18,7 +18,7 @@ except (ImportError, OSError) as error:
 from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
-from storetools import refusal_of, with_store, write_key_file
+from storetools import closing, refusal_of, write_key_file
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
@@ -186,11 +186,10 @@ DAMAGE = {
 }
 
 
-def test_mooncake_store_damaged_block_is_removed_and_can_be_put_again(master):
+async def test_mooncake_store_damaged_block_is_removed_and_can_be_put_again(master):
     raw = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
     client = raw_client(master)
-
-    async def test(store):
+    async with closing(master.open(FRAME)) as store:
         for damage in DAMAGE.values():
             assert client.put(name_of(A), damage(raw)) == 0
             with pytest.raises(BlockCorrupt):
@@ -201,13 +200,13 @@ def test_mooncake_store_damaged_block_is_removed_and_can_be_put_again(master):
             assert await read(store, A) == block_of("a")
             assert client.get(name_of(A)) == raw
             await store.delete(A)
-
-    with_store(master.open(FRAME), test)
     client.close()
 
 
-def test_mooncake_store_full_raises_store_full_and_goes_on_reading(own_master):
-    async def test(store):
+async def test_mooncake_store_full_raises_store_full_and_goes_on_reading(own_master):
+    patience_s = 60.0  # also for the last one in the queue
+    store = own_master.open(LARGE_FRAME, segment="16MiB", depth=2, patience_s=patience_s)
+    async with closing(store):
         data, names = block_of("large", LARGE), range(600)  # 150 MiB into 16 MiB
         puts = await asyncio.gather(
             *(store.put(key_of(name), data) for name in names), return_exceptions=True
@@ -215,10 +214,6 @@ def test_mooncake_store_full_raises_store_full_and_goes_on_reading(own_master):
         assert {type(answer) for answer in puts} == {bool, StoreFull}
         reads = [await how_it_ends(store, key_of(name), data) for name in names]
         assert set(reads) <= {"right", "BlockMissing"}
-
-    patience_s = 60.0  # also for the last one in the queue
-    store = own_master.open(LARGE_FRAME, segment="16MiB", depth=2, patience_s=patience_s)
-    with_store(store, test)
 
 
 def test_mooncake_store_blocks_of_a_killed_writer_become_missing(own_master, clients):
@@ -236,11 +231,10 @@ def test_mooncake_store_blocks_of_a_killed_writer_become_missing(own_master, cli
     assert reader.ask("read 12") == ["right"] * 12
 
 
-def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(own_master, clients):
+async def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(own_master, clients):
     writer = clients(own_master)
     assert writer.ask("put 40") == ["True"] * 40
-
-    async def test(store):
+    async with closing(own_master.open(LARGE_FRAME, segment="0")) as store:
         right = 0
 
         async def read_until_it_fails(name):
@@ -255,10 +249,8 @@ def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(own_mast
         writer.kill()
         assert set(await asyncio.gather(*readers)) <= {"BlockMissing", "StoreUnavailable"}
 
-    with_store(own_master.open(LARGE_FRAME, segment="0"), test)
 
-
-def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(
+async def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(
     patient_master, clients, monkeypatch
 ):
     begun, get_into = [], MooncakeClient.get_into
@@ -270,8 +262,9 @@ def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(
     monkeypatch.setattr(MooncakeClient, "get_into", get_into_and_tell)
     writer = clients(patient_master)
     assert writer.ask("put 4") == ["True"] * 4
-
-    async def test(store):
+    patience_s = 60.0  # to join and to read once
+    store = patient_master.open(LARGE_FRAME, segment="0", depth=2, patience_s=patience_s)
+    async with closing(store):
         assert await ends(store, 0) == "right"
         store.reads.patience_s = 1.0
         writer.signal(signal.SIGSTOP)
@@ -305,13 +298,9 @@ def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(
             await asyncio.sleep(0.05)
         assert not any(out), "written after the call had returned"
 
-    patience_s = 60.0  # to join and to read once
-    store = patient_master.open(LARGE_FRAME, segment="0", depth=2, patience_s=patience_s)
-    with_store(store, test)
 
-
-def test_mooncake_store_killed_master_is_unavailable_until_restarted(own_master):
-    async def test(store):
+async def test_mooncake_store_killed_master_is_unavailable_until_restarted(own_master):
+    async with closing(own_master.open(LARGE_FRAME)) as store:
         await store.put(A, block_of("a", LARGE))
         own_master.kill()
         calls = (
@@ -333,15 +322,12 @@ def test_mooncake_store_killed_master_is_unavailable_until_restarted(own_master)
             except (StoreUnavailable, StoreFull):  # full: without the segment it lends
                 await asyncio.sleep(0.1)
 
-    with_store(own_master.open(LARGE_FRAME), test)
 
-
-def test_mooncake_store_absent_master_is_unavailable_until_started():
+async def test_mooncake_store_absent_master_is_unavailable_until_started():
     ports = free_ports(2)
     (source,) = parse_sources(f"mooncake://127.0.0.1:{ports[0]}?segment=64MB")
     source.check()
-
-    async def test(store):
+    async with closing(dataclasses.replace(source, retry_s=0.0).open(FRAME, depth=1)) as store:
         for _ in range(2):
             with pytest.raises(StoreUnavailable, match=f"master at 127.0.0.1:{ports[0]}"):
                 await store.contains([A])
@@ -353,11 +339,15 @@ def test_mooncake_store_absent_master_is_unavailable_until_started():
         finally:
             master.kill()
 
-    with_store(dataclasses.replace(source, retry_s=0.0).open(FRAME, depth=1), test)
 
+async def test_mooncake_store_cancelled_call_leaves_its_buffers_alone(master):
+    async def how_it_is(store, key):
+        try:
+            return await read(store, key, LARGE)
+        except BlockMissing:
+            return None
 
-def test_mooncake_store_cancelled_call_leaves_its_buffers_alone(master):
-    async def test(store):
+    async with closing(master.open(LARGE_FRAME)) as store:
         data = block_of("large", LARGE)
         await store.put(A, data)
         for turns in range(12):
@@ -375,14 +365,6 @@ def test_mooncake_store_cancelled_call_leaves_its_buffers_alone(master):
             assert await how_it_is(store, key) in (data, None)
             assert not any(out)
 
-    async def how_it_is(store, key):
-        try:
-            return await read(store, key, LARGE)
-        except BlockMissing:
-            return None
-
-    with_store(master.open(LARGE_FRAME), test)
-
 
 def test_store_bench_of_a_mooncake_store_measures_without_listing(master, capfd):
     command = ["store", "bench", master.url(), "--sizes", "64KiB", "--depths", "1,4"]
@@ -392,15 +374,13 @@ def test_store_bench_of_a_mooncake_store_measures_without_listing(master, capfd)
     assert all(run["read_bytes_per_s"] > 0 for run in runs)
 
 
-def test_mooncake_store_listing_raises_store_unavailable(master):
-    async def test(store):
+async def test_mooncake_store_listing_raises_store_unavailable(master):
+    async with closing(master.open(FRAME)) as store:
         with pytest.raises(StoreUnavailable, match="cannot list"):
             await anext(store.list_blocks())
-
-    with_store(master.open(FRAME), test)
     (source,) = parse_sources(master.url())
     with pytest.raises(StoreUnavailable, match="cannot list"):
-        asyncio.run(source.namespaces())
+        await source.namespaces()
 
 
 @pytest.mark.parametrize(

@@ -72,32 +72,29 @@ def s3(port, clock, limits=LIMITS):
 
 @pytest.mark.usefixtures("credentials")
 @pytest.mark.parametrize("kind", [http, s3])
-def test_remote_store_after_timeouts_the_first_probe_dials_anew(kind):
+async def test_remote_store_after_timeouts_the_first_probe_dials_anew(kind):
     now_s = 0.0
-
-    async def main():
-        nonlocal now_s
-        server = Server()
-        async with server.running() as port:
-            look_up, close = kind(port, lambda: now_s)
-            try:
-                await asyncio.gather(*(look_up() for _ in range(CONNECTIONS)))
-                server.first = False
-                assert len(server.dead) == CONNECTIONS
-                calls = [look_up() for _ in range(FAILURES)]
-                for error in await asyncio.gather(*calls, return_exceptions=True):
-                    assert isinstance(error, StoreUnavailable)
-                    assert "no whole answer" in str(error)
-                now_s += FIRST_S
-                await look_up()
-            finally:
-                await close()
-
-    asyncio.run(main())
+    server = Server()
+    async with server.running() as port:
+        look_up, close = kind(port, lambda: now_s)
+        try:
+            await asyncio.gather(*(look_up() for _ in range(CONNECTIONS)))
+            server.first = False
+            assert len(server.dead) == CONNECTIONS
+            calls = [look_up() for _ in range(FAILURES)]
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, StoreUnavailable)
+                assert "no whole answer" in str(error)
+            now_s += FIRST_S
+            await look_up()
+        finally:
+            await close()
 
 
 @pytest.mark.usefixtures("credentials")
-def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_for_ever(monkeypatch):
+async def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_for_ever(
+    monkeypatch,
+):
     limits = TimeoutLimits(first_s=0.3, floor_s=0.3, ceiling_s=0.6)
     load = ssl.SSLContext.load_verify_locations
 
@@ -107,21 +104,16 @@ def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_for_ev
 
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", slowly)
     now_s = 0.0
-
-    async def main():
-        nonlocal now_s
-        server = Server()
-        server.first = False
-        async with server.running() as port:
-            look_up, close = s3(port, lambda: now_s, limits)
-            try:
-                for _ in range(20):
-                    with contextlib.suppress(StoreUnavailable):
-                        await look_up()
-                        return
-                    now_s += LAST_S
-                raise AssertionError("no call is ever answered")
-            finally:
-                await close()
-
-    asyncio.run(main())
+    server = Server()
+    server.first = False
+    async with server.running() as port:
+        look_up, close = s3(port, lambda: now_s, limits)
+        try:
+            for _ in range(20):
+                with contextlib.suppress(StoreUnavailable):
+                    await look_up()
+                    return
+                now_s += LAST_S
+            raise AssertionError("no call is ever answered")
+        finally:
+            await close()

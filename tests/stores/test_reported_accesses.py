@@ -1,6 +1,5 @@
 """Accesses that requests report: they reach the index, eviction and other processes, and last."""
 
-import asyncio
 import contextlib
 import json
 import stat
@@ -237,21 +236,17 @@ def test_request_facts_from_invalid_json_raise_value_error(change):
         RequestFacts.from_json(json.dumps(json.loads(FACTS.to_json()) | change))
 
 
-def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
+async def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
     path = tmp_path / "trace.jsonl"
-
-    async def main():
-        trace = TraceFile(path, 128)
-        store = RequestRecordingStore(MemoryStore(), trace)
-        await report_access(store, [A, B], FACTS)
-        await report_access(store, [A, B, key_of("c")], FACTS)  # the same request, later
-        await report_access(store, [A], RequestFacts("r2", 128))
-        await store.put(A, block_of("a"))
-        assert await store.contains([A]) == [True]
-        await store.close()
-        trace.close()
-
-    asyncio.run(main())
+    trace = TraceFile(path, 128)
+    store = RequestRecordingStore(MemoryStore(), trace)
+    await report_access(store, [A, B], FACTS)
+    await report_access(store, [A, B, key_of("c")], FACTS)  # the same request, later
+    await report_access(store, [A], RequestFacts("r2", 128))
+    await store.put(A, block_of("a"))
+    assert await store.contains([A]) == [True]
+    await store.close()
+    trace.close()
     text = path.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert [len(line["hash_ids"]) for line in lines] == [2, 1]
@@ -262,11 +257,8 @@ def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_file_store_is_an_access_listener_and_takes_request_facts(tmp_path):
-    async def main():
-        store = opened(tmp_path)
-        assert isinstance(store, AccessListener)
-        await report_access(store, [A], FACTS)
-        await store.close()
-
-    asyncio.run(main())
+async def test_file_store_is_an_access_listener_and_takes_request_facts(tmp_path):
+    store = opened(tmp_path)
+    assert isinstance(store, AccessListener)
+    await report_access(store, [A], FACTS)
+    await store.close()

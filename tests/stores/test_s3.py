@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 from moto_process import PATIENT, moto
-from storetools import refusal_of, with_store, write_key_file
+from storetools import closing, refusal_of, write_key_file
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import (
@@ -102,22 +102,20 @@ class TestSealedS3Store(TestS3Store):
         return self.server.open(self.server.make_bucket(), frame=self.frame, options=options)
 
 
-def test_s3_store_sealed_block_leaves_no_plain_bytes_in_the_bucket(server, bucket, tmp_path):
-    async def test(store):
+async def test_s3_store_sealed_block_leaves_no_plain_bytes_in_the_bucket(server, bucket, tmp_path):
+    async with closing(
+        server.open(bucket, options=f"&key_file={write_key_file(tmp_path)}")
+    ) as store:
         await store.put(A, block_of("a"))
-
-    with_store(server.open(bucket, options=f"&key_file={write_key_file(tmp_path)}"), test)
     names = [item["Key"] for item in server.client.list_objects_v2(Bucket=bucket)["Contents"]]
     (name,) = (name for name in names if name.endswith(A.hex()))
     assert bytes(block_of("a"))[:64] not in server.read(f"{bucket}/{name}")
     assert FRAME.digest.hex() not in name
 
 
-def test_s3_store_objects_are_at_the_documented_paths(server, bucket):
-    async def test(store):
+async def test_s3_store_objects_are_at_the_documented_paths(server, bucket):
+    async with closing(server.open(f"{bucket}/some%20where/")) as store:
         await store.put(A, block_of("a"))
-
-    with_store(server.open(f"{bucket}/some%20where/"), test)
     place = f"{bucket}/some where"
     data = bytes(block_of("a"))
     assert server.read(path_of(place, A)) == FRAME.header(A, data) + data
@@ -125,38 +123,32 @@ def test_s3_store_objects_are_at_the_documented_paths(server, bucket):
     assert described == NAMESPACE.describe()
 
 
-def test_s3_source_namespaces_are_those_of_stored_blocks(server, bucket):
+async def test_s3_source_namespaces_are_those_of_stored_blocks(server, bucket):
     other = BlockFrame(Namespace((("model", "another"),)), LAYOUT)
-
-    async def test(store):
-        await store.put(A, block_of("a"))
-
     source = server.source(f"{bucket}/kv")
-    assert asyncio.run(source.namespaces()) == []
+    assert await source.namespaces() == []
     for frame in (FRAME, other):
-        with_store(source.open(frame, depth=1), test)
+        async with closing(source.open(frame, depth=1)) as store:
+            await store.put(A, block_of("a"))
     server.write(f"{bucket}/kv/{other.digest.hex()}/namespace.json", b"[1, {")
     server.write(f"{bucket}/kv/else/where", b"")
     server.write(f"{bucket}/else", b"")
-    found = asyncio.run(source.namespaces())
+    found = await source.namespaces()
     assert {namespace.digest: namespace.fields for namespace in found} == {
         FRAME.digest: NAMESPACE.describe(),
         other.digest: {},
     }
 
 
-def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket, monkeypatch):
+async def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket, monkeypatch):
     monkeypatch.setattr("sglang_cake.stores.s3.bucket.NAMES_AT_ONCE", 3)
-
-    async def test(store):
-        await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(8)))
-        return {block.key: block async for block in store.list_blocks()}
-
     place = f"{bucket}/kv"
     wrong = path_of(place, A).replace(f"/{A.hex()[:2]}/", "/zz/")
     for path in (wrong, f"{place}/{FRAME.digest.hex()}/readme", f"{bucket}/kv2/x"):
         server.write(path, b"foreign")
-    listed = with_store(server.open(place), test)
+    async with closing(server.open(place)) as store:
+        await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(8)))
+        listed = {block.key: block async for block in store.list_blocks()}
     assert listed.keys() == {key_of(n) for n in range(8)}
     assert {block.stored_bytes for block in listed.values()} == {FRAME.framed_bytes}
     assert all(block.used_s is not None for block in listed.values())
@@ -175,8 +167,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_s3_store_damaged_object_is_removed_and_can_be_put_again(server, bucket, damage):
-    async def test(store):
+async def test_s3_store_damaged_object_is_removed_and_can_be_put_again(server, bucket, damage):
+    async with closing(server.open(bucket)) as store:
         await store.put(A, block_of("a"))
         raw = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
         server.write(path_of(bucket, A), DAMAGE[damage](raw))
@@ -188,11 +180,9 @@ def test_s3_store_damaged_object_is_removed_and_can_be_put_again(server, bucket,
         assert await store.put(A, block_of("a")) is True
         assert await read(store, A) == block_of("a")
 
-    with_store(server.open(bucket), test)
 
-
-def test_s3_store_lookup_of_1000_keys_asks_for_few_objects(server, bucket):
-    async def test(store):
+async def test_s3_store_lookup_of_1000_keys_asks_for_few_objects(server, bucket):
+    async with closing(server.open(bucket)) as store:
         names = range(1000)
         keys = [key_of(n) for n in names]
         await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(100)))
@@ -200,11 +190,9 @@ def test_s3_store_lookup_of_1000_keys_asks_for_few_objects(server, bucket):
         assert await store.contains(keys) == [n < 100 for n in names]
         assert store.events()["requests"] - before <= 2 * LOOKUPS_AT_ONCE
 
-    with_store(server.open(bucket), test)
 
-
-def test_s3_store_cancelled_put_of_a_large_block_is_whole_or_absent(server, bucket):
-    async def test(store):
+async def test_s3_store_cancelled_put_of_a_large_block_is_whole_or_absent(server, bucket):
+    async with closing(server.open(bucket, LARGE_FRAME)) as store:
         data, outcomes = block_of("large", LARGE), set()
         for turns in (1, 20, 40, 60, 80, 100, 150, 10_000):
             key = key_of(turns)
@@ -222,11 +210,9 @@ def test_s3_store_cancelled_put_of_a_large_block_is_whole_or_absent(server, buck
                 assert await read(store, key, LARGE) == data
         assert outcomes == {True, False}
 
-    with_store(server.open(bucket, LARGE_FRAME), test)
 
-
-def test_s3_store_cancelled_read_leaves_buffer_and_next_reads_intact(server, bucket):
-    async def test(store):
+async def test_s3_store_cancelled_read_leaves_buffer_and_next_reads_intact(server, bucket):
+    async with closing(server.open(bucket, LARGE_FRAME, depth=1)) as store:
         data = block_of("large", LARGE)
         await store.put(A, data)
         for turns in (0, 1, 3, 5, 8, 12):
@@ -240,11 +226,9 @@ def test_s3_store_cancelled_read_leaves_buffer_and_next_reads_intact(server, buc
             assert await read(store, A, LARGE) == data
             assert not any(out)
 
-    with_store(server.open(bucket, LARGE_FRAME, depth=1), test)
 
-
-def test_store_progress_of_a_large_read_grows_piece_by_piece(server, bucket):
-    async def test(store):
+async def test_store_progress_of_a_large_read_grows_piece_by_piece(server, bucket):
+    async with closing(server.open(bucket, LARGE_FRAME)) as store:
         data, out = block_of("large", LARGE), bytearray(LARGE.block_bytes)
         await store.put(A, data)
         told = ProgressRecord(out, data)
@@ -254,11 +238,9 @@ def test_store_progress_of_a_large_read_grows_piece_by_piece(server, bucket):
         assert len(told.counts) > LARGE.block_bytes // READ_BYTES
         assert told.counts[-1] == LARGE.block_bytes
 
-    with_store(server.open(bucket, LARGE_FRAME), test)
 
-
-def test_s3_store_many_parallel_calls_at_depth_two_all_succeed(server, bucket):
-    async def test(store):
+async def test_s3_store_many_parallel_calls_at_depth_two_all_succeed(server, bucket):
+    async with closing(server.open(bucket, depth=2)) as store:
         names = range(60)
         await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in names))
         calls = [read(store, key_of(n)) for n in names]
@@ -267,10 +249,8 @@ def test_s3_store_many_parallel_calls_at_depth_two_all_succeed(server, bucket):
         assert got == [block_of(n) for n in names]
         assert found == [True] * 60
 
-    with_store(server.open(bucket, depth=2), test)
 
-
-def test_s3_store_killed_server_is_unavailable_until_restarted():
+async def test_s3_store_killed_server_is_unavailable_until_restarted():
     with moto() as server:
         place = server.make_bucket("again")
 
@@ -280,7 +260,9 @@ def test_s3_store_killed_server_is_unavailable_until_restarted():
             except StoreError as error:
                 return error
 
-        async def test(store):
+        now_s = [0.0]
+        given = {"depth": 4, "patience": PATIENT, "clock": lambda: now_s[-1]}
+        async with closing(S3Store(server.source(place).place, LARGE_FRAME, **given)) as store:
             data = block_of("large", LARGE)
             await store.put(A, data)
             calls = [outcome(store.put(key_of(n), data)) for n in range(12)]
@@ -303,18 +285,12 @@ def test_s3_store_killed_server_is_unavailable_until_restarted():
             assert await store.put(A, data) is True
             assert await read(store, A, LARGE) == data
 
-        now_s = [0.0]
-        given = {"depth": 4, "patience": PATIENT, "clock": lambda: now_s[-1]}
-        with_store(S3Store(server.source(place).place, LARGE_FRAME, **given), test)
 
-
-def test_s3_store_missing_bucket_is_unavailable(server):
-    async def test(store):
+async def test_s3_store_missing_bucket_is_unavailable(server):
+    async with closing(server.open("nobody-made-this")) as store:
         for call in (read(store, A), store.put(A, block_of("a")), anext(store.list_blocks())):
             with pytest.raises(StoreUnavailable, match="NoSuchBucket"):
                 await call
-
-    with_store(server.open("nobody-made-this"), test)
 
 
 def test_s3_store_closed_leaves_no_open_connection(server, bucket, caplog):
@@ -341,8 +317,9 @@ def test_s3_store_closed_leaves_no_open_connection(server, bucket, caplog):
     assert warned(close=False) != [], "this would not notice an open connection"
 
 
-def test_s3_store_never_used_closes_without_an_error(server):
-    with_store(server.open("nobody-made-this"), lambda store: asyncio.sleep(0))
+async def test_s3_store_never_used_closes_without_an_error(server):
+    async with closing(server.open("nobody-made-this")):
+        await asyncio.sleep(0)
 
 
 def check_says(source):
@@ -355,10 +332,9 @@ def check_says(source):
 def test_s3_source_check_of_an_existing_bucket_passes(server, bucket):
     server.source(f"{bucket}/kv").check()
 
-    async def inside_a_loop():
-        server.source(f"{bucket}/kv").check()
 
-    asyncio.run(inside_a_loop())
+async def test_s3_source_check_within_a_running_loop_passes(server, bucket):
+    server.source(f"{bucket}/kv").check()
 
 
 def test_s3_source_check_of_a_missing_bucket_names_it(server):
@@ -379,29 +355,23 @@ def test_s3_source_check_with_an_unknown_profile_names_it(server, bucket, monkey
     assert "profile (nobody) could not be found" in check_says(server.source(bucket))
 
 
-def test_s3_source_check_with_refused_credentials_says_so():
+async def test_s3_source_check_with_refused_credentials_says_so():
     with moto(INITIAL_NO_AUTH_ACTION_COUNT="0") as strict:
         said = check_says(strict.source("any-bucket"))
-
-        async def test(store):
+        async with closing(strict.open("any-bucket")) as store:
             for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
                 with pytest.raises(StoreUnavailable):
                     await call
-
-        with_store(strict.open("any-bucket"), test)
     assert "InvalidAccessKeyId; check the credentials" in said
     assert "anything" not in said
 
 
-def test_s3_source_check_with_the_server_down_passes(server):
+async def test_s3_source_check_with_the_server_down_passes(server):
     (source,) = parse_sources("s3://kv-bucket?endpoint=http://127.0.0.1:1&region=us-east-1")
     source.check()
-
-    async def test(store):
+    async with closing(source.open(FRAME, depth=1)) as store:
         with pytest.raises(StoreUnavailable):
             await store.contains([A])
-
-    with_store(source.open(FRAME, depth=1), test)
 
 
 def test_s3_url_without_aiobotocore_names_the_extra():

@@ -1,6 +1,7 @@
 """The S3 store against servers that only resemble S3, break in the middle, or lie."""
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest
@@ -46,39 +47,34 @@ class Odd:
             del self.objects[name]
         return web.Response(status=204 if verb == "DELETE" else 200)
 
-    def run(self, test, patience=PATIENCE):
-        async def main():
-            app = web.Application(client_max_size=2**30)
-            app.router.add_route("*", "/{name:.*}", self.handle)
-            runner = web.AppRunner(app, shutdown_timeout=1)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            port = runner.addresses[0][1]
-            (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
-            store = dataclasses.replace(source, patience=patience).open(FRAME, depth=2)
-            try:
-                await test(store)
-            finally:
-                await store.close()
-                await runner.cleanup()
-
-        asyncio.run(main())
+    @contextlib.asynccontextmanager
+    async def opened_store(self, patience=PATIENCE):
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{name:.*}", self.handle)
+        runner = web.AppRunner(app, shutdown_timeout=1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
+        store = dataclasses.replace(source, patience=patience).open(FRAME, depth=2)
+        try:
+            yield store
+        finally:
+            await store.close()
+            await runner.cleanup()
 
 
 async def no_conditions(server, request):
     return error("NotImplemented", 501) if "If-None-Match" in request.headers else None
 
 
-def test_s3_store_without_conditional_puts_looks_before_each_put():
+async def test_s3_store_without_conditional_puts_looks_before_each_put():
     server = Odd(PUT=no_conditions)
-
-    async def test(store):
+    async with server.opened_store() as store:
         assert await store.put(A, block_of("a")) is True
         assert await store.put(A, block_of("a")) is False
         assert await read(store, A) == block_of("a")
-
-    server.run(test)
     # The first put of all finds out; then there are the namespace's description and two blocks.
     assert server.seen == ["PUT", "HEAD", "PUT", "HEAD", "PUT", "HEAD", "GET"]
 
@@ -97,19 +93,17 @@ def test_s3_store_without_conditional_puts_looks_before_each_put():
     ],
     ids=lambda value: getattr(value, "__name__", None) or f"{value.status}-{value.text}",
 )
-def test_s3_store_refused_put_is_full_or_unavailable(answer, expected):
+async def test_s3_store_refused_put_is_full_or_unavailable(answer, expected):
     async def refuse(server, request):
         return web.Response(
             status=answer.status, text=answer.text, content_type=answer.content_type
         )
 
-    async def test(store):
+    async with Odd(PUT=refuse).opened_store() as store:
         with pytest.raises(expected) as caught:
             await store.put(A, block_of("a"))
         assert isinstance(caught.value, expected)
         assert isinstance(caught.value, StoreFull) == (expected is StoreFull)
-
-    Odd(PUT=refuse).run(test)
 
 
 async def streamed(request, data, **headers):
@@ -142,21 +136,18 @@ async def out_of_order(server, request):
 
 
 @pytest.mark.parametrize("answer", [cut_off, without_length, not_allowed, out_of_order])
-def test_s3_store_failed_get_is_unavailable_and_deletes_no_object(answer):
+async def test_s3_store_failed_get_is_unavailable_and_deletes_no_object(answer):
     server = Odd(GET=answer)
-
-    async def test(store):
+    async with server.opened_store() as store:
         await store.put(A, block_of("a"))
         with pytest.raises(StoreUnavailable):
             await read(store, A)
         server.answers.clear()
         assert await read(store, A) == block_of("a")
-
-    server.run(test)
     assert "DELETE" not in server.seen
 
 
-def test_s3_store_answer_of_wrong_length_is_corrupt_and_not_read():
+async def test_s3_store_answer_of_wrong_length_is_corrupt_and_not_read():
     async def endless(server, request):
         answer = web.StreamResponse(headers={"Content-Length": str(10**15)})
         await answer.prepare(request)
@@ -164,53 +155,43 @@ def test_s3_store_answer_of_wrong_length_is_corrupt_and_not_read():
             await answer.write(bytes(2**16))
 
     server = Odd(GET=endless)
-
-    async def test(store):
+    async with server.opened_store() as store:
         await store.put(A, block_of("a"))
         with pytest.raises(BlockCorrupt, match="1000000000000000 bytes"):
             await read(store, A)
         assert await store.contains([A]) == [False]
-
-    server.run(test)
     assert "DELETE" in server.seen
 
 
-def test_s3_store_undeletable_corrupt_block_stays_corrupt():
+async def test_s3_store_undeletable_corrupt_block_stays_corrupt():
     server = Odd(DELETE=not_allowed)
-
-    async def test(store):
+    async with server.opened_store() as store:
         await store.put(A, block_of("a"))
         server.objects = {name: bytes(len(RAW)) for name in server.objects}
         for _ in range(2):
             with pytest.raises(BlockCorrupt):
                 await read(store, A)
 
-    server.run(test)
-
 
 @pytest.mark.parametrize("answer", [not_allowed, out_of_order])
-def test_s3_store_lookup_with_one_failed_request_is_unavailable(answer):
+async def test_s3_store_lookup_with_one_failed_request_is_unavailable(answer):
     async def sometimes(server, request):
         return await answer(server, request) if request.path.endswith(B.hex()) else None
 
-    async def test(store):
+    async with Odd(HEAD=sometimes).opened_store() as store:
         await store.put(A, block_of("a"))
         assert await store.contains([A]) == [True]
         with pytest.raises(StoreUnavailable):
             await store.contains([A, B, key_of("c")])
 
-    Odd(HEAD=sometimes).run(test)
 
-
-def test_s3_store_malformed_listing_is_unavailable():
-    async def test(store):
+async def test_s3_store_malformed_listing_is_unavailable():
+    async with Odd(GET=nonsense).opened_store() as store:
         with pytest.raises(StoreUnavailable):
             await anext(store.list_blocks())
 
-    Odd(GET=nonsense).run(test)
 
-
-def test_s3_store_listing_with_a_repeated_token_ends():
+async def test_s3_store_listing_with_a_repeated_token_ends():
     async def again(server, request):
         text = (
             "<?xml version='1.0'?><ListBucketResult><IsTruncated>true</IsTruncated>"
@@ -220,38 +201,31 @@ def test_s3_store_listing_with_a_repeated_token_ends():
         return web.Response(text=text, content_type="application/xml")
 
     server = Odd(GET=again)
-
-    async def test(store):
+    async with server.opened_store() as store:
         assert [block async for block in store.list_blocks()] == []
-
-    server.run(test)
     assert server.seen == ["GET", "GET"]
 
 
-def test_s3_store_server_error_text_is_one_short_printable_line():
+async def test_s3_store_server_error_text_is_one_short_printable_line():
     async def shout(server, request):
         return error("Access\nDenied\x9b31m" + 1000 * "!", 403)
 
-    async def test(store):
+    async with Odd(GET=shout).opened_store() as store:
         with pytest.raises(StoreUnavailable) as caught:
             await read(store, A)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 400
 
-    Odd(GET=shout).run(test)
 
-
-def test_s3_store_silent_server_times_out_as_unavailable():
+async def test_s3_store_silent_server_times_out_as_unavailable():
     given_up = asyncio.Event()
 
     async def silent(server, request):
         await given_up.wait()
 
-    async def test(store):
+    impatient = TimeoutLimits(first_s=0.2, floor_s=0.2)
+    async with Odd(HEAD=silent, GET=silent, PUT=silent).opened_store(impatient) as store:
         for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
             with pytest.raises(StoreUnavailable):
                 await call
         given_up.set()
-
-    impatient = TimeoutLimits(first_s=0.2, floor_s=0.2)
-    Odd(HEAD=silent, GET=silent, PUT=silent).run(test, impatient)

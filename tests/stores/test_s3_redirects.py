@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from aiohttp import web
+from storetools import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
@@ -18,14 +19,19 @@ A = key_of("a")
 BUFFERED_BYTES = 2**23  # of sockets and pipes between a server and its client, both ends
 
 
-async def serve(handle):
+@contextlib.asynccontextmanager
+async def serving(handle):
+    """The port of a server that answers by `handle(request)`."""
     app = web.Application(client_max_size=2**30)
     app.router.add_route("*", "/{name:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    return runner, runner.addresses[0][1]
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
 
 
 def source_at(port):
@@ -33,17 +39,10 @@ def source_at(port):
     return source
 
 
-def with_server(handle, test):
-    """Run `test(source)` beside a server that answers by `handle(request)`."""
-
-    async def main():
-        runner, port = await serve(handle)
-        try:
-            return await test(source_at(port))
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def served_source(handle):
+    async with serving(handle) as port:
+        yield source_at(port)
 
 
 async def outcomes(source):
@@ -69,7 +68,7 @@ async def outcomes(source):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeypatch):
+async def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-a-session")
     reached = []
 
@@ -78,22 +77,14 @@ def test_s3_store_redirect_to_another_host_is_not_followed(status, monkeypatch):
         data = FRAME.header(A, block_of("a")) + bytes(block_of("a"))
         return web.Response(body=data if request.method == "GET" else b"")
 
-    async def test():
-        other, port = await serve(elsewhere)
+    async def redirect(request):
+        await request.read()
+        where = f"http://key:secret@127.0.0.1:{port}{request.path}?X-Amz-Signature=ab"
+        return web.Response(status=status, headers={"Location": where})
 
-        async def redirect(request):
-            await request.read()
-            where = f"http://key:secret@127.0.0.1:{port}{request.path}?X-Amz-Signature=ab"
-            return web.Response(status=status, headers={"Location": where})
-
-        runner, mine = await serve(redirect)
-        try:
-            return await outcomes(source_at(mine))
-        finally:
-            await runner.cleanup()
-            await other.cleanup()
-
-    for outcome in asyncio.run(test()):
+    async with serving(elsewhere) as port, served_source(redirect) as source:
+        ended = await outcomes(source)
+    for outcome in ended:
         assert isinstance(outcome, StoreUnavailable)
         assert f"answers {status}" in str(outcome)
         assert "127.0.0.1" in str(outcome)
@@ -112,7 +103,7 @@ WRONG_REGION = {
 
 @pytest.mark.parametrize("code", WRONG_REGION)
 @pytest.mark.parametrize("headers", [{}, {"x-amz-bucket-region": "eu-west-3"}])
-def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
+async def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
     status, detail = WRONG_REGION[code]
     regions = []
 
@@ -122,15 +113,13 @@ def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code>{detail}</Error>"
         return web.Response(status=status, text=text, headers=headers)
 
-    async def test(source):
+    async with served_source(wrong) as source:
         with pytest.raises(ConfigError) as caught:
             await asyncio.to_thread(source.check)
         asked = len(regions)
         for outcome in await outcomes(source):
             assert isinstance(outcome, StoreUnavailable)
-        return str(caught.value), asked
-
-    said, asked = with_server(wrong, test)
+    said = str(caught.value)
     assert asked == 1
     assert set(regions) == {"us-east-1"}
     assert "eu-west-3" in said
@@ -139,7 +128,7 @@ def test_s3_source_check_of_a_bucket_elsewhere_names_its_region(code, headers):
 
 
 @pytest.mark.parametrize("status", [200, 301, 403, 404, 500])
-def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
+async def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
     sent = []
 
     async def handle(request):
@@ -155,7 +144,9 @@ def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
             sent.append((request.method, request.query_string, count))
         return answer
 
-    for outcome in with_server(handle, outcomes)[2:4]:
+    async with served_source(handle) as source:
+        ended = await outcomes(source)
+    for outcome in ended[2:4]:
         assert isinstance(outcome, StoreUnavailable)
     for method, query, count in sent:
         listing = method == "GET" and "list-type" in query and status == 200
@@ -165,7 +156,7 @@ def test_s3_store_endless_answer_is_cut_off_as_unavailable(status):
     assert {method for method, _, _ in sent} >= {"PUT", "GET", "DELETE"}
 
 
-def test_s3_store_listing_of_the_longest_names_is_read():
+async def test_s3_store_listing_of_the_longest_names_is_read():
     name = FRAME.digest.hex() + "/" + 959 * "&"
     item = f"<Contents><Key>{name.replace('&', '&amp;')}</Key><Size>1</Size></Contents>"
 
@@ -173,18 +164,13 @@ def test_s3_store_listing_of_the_longest_names_is_read():
         text = f"<?xml version='1.0'?><ListBucketResult>{1000 * item}</ListBucketResult>"
         return web.Response(text=text, content_type="application/xml")
 
-    async def test(source):
-        store = source.open(FRAME, depth=1)
-        try:
-            return [block async for block in store.list_blocks()]
-        finally:
-            await store.close()
-
-    assert with_server(handle, test) == []  # none of them is a block's name
+    async with served_source(handle) as source, closing(source.open(FRAME, depth=1)) as store:
+        # None of them is a block's name.
+        assert [block async for block in store.list_blocks()] == []
 
 
 @pytest.mark.parametrize("part", ["head", "body"])
-def test_s3_store_trickling_answer_times_out_as_unavailable(part):
+async def test_s3_store_trickling_answer_times_out_as_unavailable(part):
     impatient = TimeoutLimits(first_s=0.3, floor_s=0.3)
 
     async def serve_slowly(reader, writer):
@@ -199,21 +185,18 @@ def test_s3_store_trickling_answer_times_out_as_unavailable(part):
                 await writer.drain()
                 await asyncio.sleep(0.01)
 
-    async def test():
-        server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
-        source = source_at(server.sockets[0].getsockname()[1])
-        store = dataclasses.replace(source, patience=impatient).open(FRAME, depth=2)
-        try:
-            with pytest.raises(StoreUnavailable, match="no whole"):
-                await read(store, A)
-        finally:
-            await store.close()
-            server.close()
-
-    asyncio.run(test())
+    server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
+    source = source_at(server.sockets[0].getsockname()[1])
+    store = dataclasses.replace(source, patience=impatient).open(FRAME, depth=2)
+    try:
+        with pytest.raises(StoreUnavailable, match="no whole"):
+            await read(store, A)
+    finally:
+        await store.close()
+        server.close()
 
 
-def test_s3_source_endless_namespace_listing_is_unavailable():
+async def test_s3_source_endless_namespace_listing_is_unavailable():
     pages = []
 
     async def handle(request):
@@ -230,8 +213,6 @@ def test_s3_source_endless_namespace_listing_is_unavailable():
             "</ListBucketResult>",
         )
 
-    async def test(source):
+    async with served_source(handle) as source:
         with pytest.raises(StoreUnavailable, match="more than 50 folders"):
             await dataclasses.replace(source, most_namespaces=50).namespaces()
-
-    with_server(handle, test)

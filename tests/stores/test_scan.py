@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from filestore import A, files_below, path_of, put_a, read_a, with_store
+from filestore import A, files_below, opened_store, path_of, put_a, read_a
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.file.paths import new_tmp_name, this_host
@@ -68,33 +68,29 @@ def test_remove_stale_removes_only_stale_temporary_files(tmp_path):
     assert files_below(tmp_path) == sorted(kept)
 
 
-def test_index_rebuild_removes_files_of_dead_writers(tmp_path):
-    with_store(tmp_path, put_a)
+async def test_index_rebuild_removes_files_of_dead_writers(tmp_path):
+    async with opened_store(tmp_path) as store:
+        await put_a(store)
     left = path_of(tmp_path, A).parent / f".tmp-{this_host()}-{ended_pid()}-{1:016x}"
     left.write_bytes(b"x")
     for path in tmp_path.glob("index.db*"):
         path.unlink()
-
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         await store.stats()  # waits for the index
         assert not left.exists()
         assert await read_a(store) == block_of("a")
 
-    with_store(tmp_path, test)
 
-
-def test_file_store_put_whose_file_was_removed_is_unavailable(tmp_path, monkeypatch):
+async def test_file_store_put_whose_file_was_removed_is_unavailable(tmp_path, monkeypatch):
     replace = os.replace
 
     def swept_then_replace(tmp, path, **folders):
         os.unlink(tmp, dir_fd=folders["src_dir_fd"])
         replace(tmp, path, **folders)
 
-    async def test(store):
+    async with opened_store(tmp_path) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", swept_then_replace)
             with pytest.raises(StoreUnavailable):
                 await store.put(A, block_of("a"))
         assert await store.contains([A]) == [False]
-
-    with_store(tmp_path, test)

@@ -1,7 +1,5 @@
 """Every store passes the shipped contract, alone and under the shipped fakes."""
 
-import asyncio
-
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore
@@ -63,21 +61,17 @@ class TestRecordingStore(StoreContract):
         return RecordingStore(MemoryStore())
 
 
-def test_recording_store_names_calls_in_order():
-    async def main():
-        store = RecordingStore(MemoryStore())
-        await store.put(key_of("a"), block_of("a"))
-        await store.contains([key_of("a"), key_of("b")])
-        await store.get_into(key_of("a"), memoryview(bytearray(LAYOUT.block_bytes)))
-        await store.delete(key_of("a"))
-        return store
-
-    store = asyncio.run(main())
+async def test_recording_store_names_calls_in_order():
+    store = RecordingStore(MemoryStore())
+    await store.put(key_of("a"), block_of("a"))
+    await store.contains([key_of("a"), key_of("b")])
+    await store.get_into(key_of("a"), memoryview(bytearray(LAYOUT.block_bytes)))
+    await store.delete(key_of("a"))
     assert [call for call, _ in store.calls] == ["put", "contains", "contains", "get", "delete"]
     assert store.keys_of("contains") == [key_of("a"), key_of("b")]
 
 
-def test_open_store_without_bandwidth_is_the_bare_file_store(tmp_path):
+async def test_open_store_without_bandwidth_is_the_bare_file_store(tmp_path):
     store = open_store(parse_sources(f"file://{tmp_path}/kv"), FRAME, depth=1)
     assert isinstance(store, FileStore)
-    asyncio.run(store.close())
+    await store.close()

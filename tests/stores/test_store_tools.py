@@ -22,7 +22,7 @@ from storetools import (
     flip,
     frame_named,
     held,
-    in_store,
+    opened_store,
     store,
     told,
     url_of,
@@ -201,25 +201,28 @@ def test_store_verify_corrupt_block_is_reported_and_set_aside(root, capsys):
 def times_of_use(root, frame):
     """By key: when the index says that a block was used, and when its file does."""
 
-    async def work(store):
-        return {block.key: block.used_s async for block in store.list_blocks()}
+    async def main():
+        async with opened_store(root, frame) as opened:
+            return {block.key: block.used_s async for block in opened.list_blocks()}
 
-    booked = in_store(root, frame, work)
+    booked = asyncio.run(main())
     place = NamespaceFolder(root, frame.digest)
     return {key: (used_s, place.block(key).stat().st_atime_ns) for key, used_s in booked.items()}
 
 
-def test_store_verify_and_cp_leave_access_times_unchanged(root, tmp_path):
-    async def read_one(store):
-        await read(store, key_of("a"))
+async def read_from(root, frame, name):
+    async with opened_store(root, frame) as opened:
+        return await read(opened, key_of(name))
 
+
+def test_store_verify_and_cp_leave_access_times_unchanged(root, tmp_path):
     for key in held(root, ALICE):
         os.utime(NamespaceFolder(root, ALICE.digest).block(key), (1e9, 1e9))  # read long ago
     before = times_of_use(root, ALICE)
     assert store("verify", url_of(root)) == 0
     assert store("cp", url_of(root), url_of(tmp_path / "copy")) == 0
     assert times_of_use(root, ALICE) == before
-    in_store(root, ALICE, read_one)  # as a server does
+    asyncio.run(read_from(root, ALICE, "a"))  # as a server does
     after = times_of_use(root, ALICE)
     assert after[key_of("a")][0] > before[key_of("a")][0]
     assert {key for key in after if after[key][0] != before[key][0]} == {key_of("a")}
@@ -327,7 +330,7 @@ def test_store_cp_copies_missing_blocks_and_a_second_run_copies_none(root, tmp_p
     assert answer["copied_bytes"] == 3 * FRAME.framed_bytes
     assert held(other, ALICE) == {key_of(name) for name in "abcz"}
     assert held(other, BOB) == {key_of("d")}
-    assert in_store(other, BOB, lambda s: read(s, key_of("d"))) == block_of("d")
+    assert asyncio.run(read_from(other, BOB, "d")) == block_of("d")
     assert len(held(root, ALICE)) == 3
     answer = told(capsys, "cp", url_of(root), url_of(other))
     assert (answer["copied"], answer["there_already"]) == (0, 4)
@@ -351,7 +354,7 @@ def test_store_cp_of_more_blocks_than_one_lookup_copies_all(tmp_path, capsys):
     assert len(held(tmp_path / "other", BOB)) == 300
 
 
-def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
+async def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
     class InRounds(PassingStore):
         async def contains(self, keys):
             async def has(key):
@@ -359,15 +362,12 @@ def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
 
             return await look_up_in_rounds(keys, has, at_once=EXACT_KEYS, rounds=3)
 
-    async def main():
-        origin, target = MemoryStore(), MemoryStore()
-        for number in range(300):
-            for each in (origin, target)[: 1 + number % 2]:
-                await each.put(key_of(number), block_of(number))
-        lacking = _lacking(origin, InRounds(target), lambda blocks: None)
-        return {key async for key in lacking}
-
-    assert asyncio.run(main()) == {key_of(number) for number in range(0, 300, 2)}
+    origin, target = MemoryStore(), MemoryStore()
+    for number in range(300):
+        for each in (origin, target)[: 1 + number % 2]:
+            await each.put(key_of(number), block_of(number))
+    lacking = _lacking(origin, InRounds(target), lambda blocks: None)
+    assert {key async for key in lacking} == {key_of(number) for number in range(0, 300, 2)}
 
 
 def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, capsys):

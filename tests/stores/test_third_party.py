@@ -80,22 +80,18 @@ class TestShelves(StoreContract):
         return open_store(parse_sources(f"shelf://{folder.name}?shelves=3"), self.frame, depth=2)
 
 
-def test_registered_scheme_opens_alone_and_as_a_tier(install, tmp_path):
+async def test_registered_scheme_opens_alone_and_as_a_tier(install, tmp_path):
     install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
     url = f"shelf://a?bandwidth=1GB/s,file://{tmp_path}/kv?min_free=0,shelf://b"
     assert from_mapping({"store": url}).store == url
     sources = parse_sources(url)
-
-    async def main():
-        tiers = open_store(sources, FRAME, depth=2)
-        assert isinstance(tiers, TieredStore)
-        await tiers.put(key_of("a"), block_of("a"))
-        await tiers.close()
-        alone = open_store(sources[:1], FRAME, depth=2)
-        assert isinstance(alone, ThrottledStore)
-        assert await read(alone, key_of("a")) == block_of("a")
-
-    asyncio.run(main())
+    tiers = open_store(sources, FRAME, depth=2)
+    assert isinstance(tiers, TieredStore)
+    await tiers.put(key_of("a"), block_of("a"))
+    await tiers.close()
+    alone = open_store(sources[:1], FRAME, depth=2)
+    assert isinstance(alone, ThrottledStore)
+    assert await read(alone, key_of("a")) == block_of("a")
 
 
 def test_registered_scheme_works_with_the_store_tools(install, capsys):

@@ -58,128 +58,110 @@ def paced(inner, clock):
     )
 
 
-def run(test):
-    """Run `test(inner, clock, start)`; `start(name)` starts a read that notes when it ended."""
+async def paced_reads():
+    """A store, its clock, `start(store, name)`, which starts a read, and when each read ended."""
+    clock, inner, ended = ManualClock(), MemoryStore(), {}
+    for name in range(4):
+        await inner.put(key_of(name), block_of(name))
 
-    async def main():
-        clock, inner, ended = ManualClock(), MemoryStore(), {}
-        for name in range(4):
-            await inner.put(key_of(name), block_of(name))
+    def start(store, name):
+        async def one():
+            try:
+                return await read(store, key_of(name))
+            finally:
+                ended[name] = clock.now_s
 
-        def start(store, name):
-            async def one():
-                try:
-                    return await read(store, key_of(name))
-                finally:
-                    ended[name] = clock.now_s
+        return asyncio.create_task(one())
 
-            return asyncio.create_task(one())
-
-        await test(inner, clock, start, ended)
-
-    asyncio.run(main())
+    return inner, clock, start, ended
 
 
-def test_throttled_store_reads_complete_in_request_order():
-    async def test(inner, clock, start, ended):
-        store = paced(inner, clock)
-        tasks = [start(store, name) for name in (2, 0, 1)]
-        await clock.advance(10)
-        assert ended == {2: READ_S, 0: 2 * READ_S, 1: 3 * READ_S}
-        assert [await task for task in tasks] == [block_of(name) for name in (2, 0, 1)]
-
-    run(test)
+async def test_throttled_store_reads_complete_in_request_order():
+    inner, clock, start, ended = await paced_reads()
+    store = paced(inner, clock)
+    tasks = [start(store, name) for name in (2, 0, 1)]
+    await clock.advance(10)
+    assert ended == {2: READ_S, 0: 2 * READ_S, 1: 3 * READ_S}
+    assert [await task for task in tasks] == [block_of(name) for name in (2, 0, 1)]
 
 
-def test_throttled_store_idle_time_is_not_saved_up():
-    async def test(inner, clock, start, ended):
-        store = paced(inner, clock)
-        await clock.advance(100)
-        start(store, 0)
-        start(store, 1)
-        await clock.advance(10)
-        assert ended == {0: 100 + READ_S, 1: 100 + 2 * READ_S}
-
-    run(test)
+async def test_throttled_store_idle_time_is_not_saved_up():
+    inner, clock, start, ended = await paced_reads()
+    store = paced(inner, clock)
+    await clock.advance(100)
+    start(store, 0)
+    start(store, 1)
+    await clock.advance(10)
+    assert ended == {0: 100 + READ_S, 1: 100 + 2 * READ_S}
 
 
-def test_throttled_store_time_of_the_inner_store_is_included():
-    async def test(inner, clock, start, ended):
-        slow = SlowStore(inner)
-        store = paced(slow, clock)
-        for name in (0, 1):
-            start(store, name)
-        await slow.until_waiting(1)
-        await clock.advance(READ_S / 2)
-        slow.release(key_of(0))
-        await clock.advance(READ_S)  # read 0 ends at READ_S, not half a READ_S later
-        assert ended == {0: READ_S}
-        await clock.advance(READ_S * 2)
-        slow.release(key_of(1))  # slower than the link: no further wait
-        await settle()
-        assert ended[1] == clock.now_s
-
-    run(test)
+async def test_throttled_store_time_of_the_inner_store_is_included():
+    inner, clock, start, ended = await paced_reads()
+    slow = SlowStore(inner)
+    store = paced(slow, clock)
+    for name in (0, 1):
+        start(store, name)
+    await slow.until_waiting(1)
+    await clock.advance(READ_S / 2)
+    slow.release(key_of(0))
+    await clock.advance(READ_S)  # read 0 ends at READ_S, not half a READ_S later
+    assert ended == {0: READ_S}
+    await clock.advance(READ_S * 2)
+    slow.release(key_of(1))  # slower than the link: no further wait
+    await settle()
+    assert ended[1] == clock.now_s
 
 
-def test_throttled_store_read_cancelled_in_the_queue_takes_no_time():
-    async def test(inner, clock, start, ended):
-        store = paced(inner, clock)
-        start(store, 0)
-        second = start(store, 1)
-        start(store, 2)
-        await clock.advance(READ_S / 2)
-        second.cancel()
-        await clock.advance(10)
-        assert ended == {0: READ_S, 1: READ_S / 2, 2: 2 * READ_S}
-
-    run(test)
+async def test_throttled_store_read_cancelled_in_the_queue_takes_no_time():
+    inner, clock, start, ended = await paced_reads()
+    store = paced(inner, clock)
+    start(store, 0)
+    second = start(store, 1)
+    start(store, 2)
+    await clock.advance(READ_S / 2)
+    second.cancel()
+    await clock.advance(10)
+    assert ended == {0: READ_S, 1: READ_S / 2, 2: 2 * READ_S}
 
 
-def test_throttled_store_read_cancelled_midway_frees_the_link_at_once():
-    async def test(inner, clock, start, ended):
-        store = paced(inner, clock)
-        first = start(store, 0)
-        start(store, 1)
-        await clock.advance(READ_S / 2)
-        first.cancel()
-        await clock.advance(10)
-        assert ended == {0: READ_S / 2, 1: READ_S * 1.5}
-
-    run(test)
+async def test_throttled_store_read_cancelled_midway_frees_the_link_at_once():
+    inner, clock, start, ended = await paced_reads()
+    store = paced(inner, clock)
+    first = start(store, 0)
+    start(store, 1)
+    await clock.advance(READ_S / 2)
+    first.cancel()
+    await clock.advance(10)
+    assert ended == {0: READ_S / 2, 1: READ_S * 1.5}
 
 
 @pytest.mark.parametrize(
     ("error", "cost_s"), [(BlockMissing("x"), 0.0), (BlockCorrupt("x"), READ_S)]
 )
-def test_throttled_store_failed_read_takes_time_only_for_its_bytes(error, cost_s):
-    async def test(inner, clock, start, ended):
-        faulty = FaultyStore(inner)
-        faulty.fail(key_of(0), error)
-        store = paced(faulty, clock)
-        failed = start(store, 0)
-        start(store, 1)
-        await clock.advance(10)
-        assert ended == {0: cost_s, 1: cost_s + READ_S}
-        with pytest.raises(type(error)):
-            await failed
-
-    run(test)
+async def test_throttled_store_failed_read_takes_time_only_for_its_bytes(error, cost_s):
+    inner, clock, start, ended = await paced_reads()
+    faulty = FaultyStore(inner)
+    faulty.fail(key_of(0), error)
+    store = paced(faulty, clock)
+    failed = start(store, 0)
+    start(store, 1)
+    await clock.advance(10)
+    assert ended == {0: cost_s, 1: cost_s + READ_S}
+    with pytest.raises(type(error)):
+        await failed
 
 
-def test_throttled_store_puts_and_lookups_are_not_delayed():
-    async def test(inner, clock, start, ended):
-        store = paced(inner, clock)
-        start(store, 0)
-        await settle()
-        assert await store.put(key_of("new"), block_of("new"))
-        assert await store.contains([key_of("new")]) == [True]
-        await store.delete(key_of("new"))
-        assert clock.now_s == 0.0
-        assert ended == {}
-        await clock.advance(READ_S)
-
-    run(test)
+async def test_throttled_store_puts_and_lookups_are_not_delayed():
+    inner, clock, start, ended = await paced_reads()
+    store = paced(inner, clock)
+    start(store, 0)
+    await settle()
+    assert await store.put(key_of("new"), block_of("new"))
+    assert await store.contains([key_of("new")]) == [True]
+    await store.delete(key_of("new"))
+    assert clock.now_s == 0.0
+    assert ended == {}
+    await clock.advance(READ_S)
 
 
 # ---- what is told on the way ----
@@ -188,24 +170,20 @@ LARGE_BYTES = 4 * PIECE_BYTES + PIECE_BYTES // 2
 BYTES_PER_S = PIECE_BYTES / 2  # two seconds for a piece
 
 
-def large(test):
-    """Run `test(store, clock, reads)`: `reads(name, progress)` begins to read a block of several
+async def large_reads():
+    """A store, its clock, and `reads(name, progress)`, which begins to read a block of several
     pieces."""
-
-    async def main():
-        clock, inner = ManualClock(), MemoryStore()
-        for name in range(2):
-            await inner.put(key_of(name), memoryview(bytes([name + 1]) * LARGE_BYTES))
-        store = ThrottledStore(
-            SlowStore(inner),
-            bytes_per_s=BYTES_PER_S,
-            block_bytes=LARGE_BYTES,
-            clock=clock.time,
-            sleep=clock.sleep,
-        )
-        await test(store, clock, partial(LargeRead, store, clock))
-
-    asyncio.run(main())
+    clock, inner = ManualClock(), MemoryStore()
+    for name in range(2):
+        await inner.put(key_of(name), memoryview(bytes([name + 1]) * LARGE_BYTES))
+    store = ThrottledStore(
+        SlowStore(inner),
+        bytes_per_s=BYTES_PER_S,
+        block_bytes=LARGE_BYTES,
+        clock=clock.time,
+        sleep=clock.sleep,
+    )
+    return store, clock, partial(LargeRead, store, clock)
 
 
 class LargeRead:
@@ -229,75 +207,64 @@ class LargeRead:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 3.0, 100.0])
-def test_throttled_store_progress_follows_the_link_speed(late_s):
+async def test_throttled_store_progress_follows_the_link_speed(late_s):
     """The store itself takes `late_s`: less than the link, or more."""
-
-    async def test(store, clock, reads):
-        read = reads(0, True)
-        await store.inner.until_waiting(1)
-        await clock.advance(late_s)
-        assert read.told.counts == [], "the store has nothing yet"
-        store.inner.release(key_of(0))
-        await clock.advance(100)
-        assert read.told.wrong == []
-        assert read.told.grew
-        assert read.told.counts == [n * PIECE_BYTES for n in range(5)]
-        assert read.at_s == [max(late_s, n * PIECE_BYTES / BYTES_PER_S) for n in range(5)]
-        assert read.ended_s == max(late_s, LARGE_BYTES / BYTES_PER_S)
-
-    large(test)
+    store, clock, reads = await large_reads()
+    read = reads(0, True)
+    await store.inner.until_waiting(1)
+    await clock.advance(late_s)
+    assert read.told.counts == [], "the store has nothing yet"
+    store.inner.release(key_of(0))
+    await clock.advance(100)
+    assert read.told.wrong == []
+    assert read.told.grew
+    assert read.told.counts == [n * PIECE_BYTES for n in range(5)]
+    assert read.at_s == [max(late_s, n * PIECE_BYTES / BYTES_PER_S) for n in range(5)]
+    assert read.ended_s == max(late_s, LARGE_BYTES / BYTES_PER_S)
 
 
-def test_throttled_store_progress_of_the_next_read_starts_at_its_turn():
-    async def test(store, clock, reads):
-        store.inner.release(key_of(0), key_of(1))
-        first, second = reads(0, True), reads(1, True)
-        await clock.advance(100)
-        assert second.at_s == [at_s + first.ended_s for at_s in first.at_s]
-        assert second.told.grew
-        assert second.told.wrong == []
-
-    large(test)
+async def test_throttled_store_progress_of_the_next_read_starts_at_its_turn():
+    store, clock, reads = await large_reads()
+    store.inner.release(key_of(0), key_of(1))
+    first, second = reads(0, True), reads(1, True)
+    await clock.advance(100)
+    assert second.at_s == [at_s + first.ended_s for at_s in first.at_s]
+    assert second.told.grew
+    assert second.told.wrong == []
 
 
 @pytest.mark.parametrize("after_s", [0.5, 3.5, 8.5])
-def test_throttled_store_cancelled_read_reports_no_more_progress(after_s):
-    async def test(store, clock, reads):
-        store.inner.release(key_of(0), key_of(1))
-        first, second = reads(0, True), reads(1, True)
-        await clock.advance(after_s)
-        first.task.cancel()
-        await clock.advance(100)
-        assert first.ended_s == after_s
-        assert first.at_s == [2.0 * n for n in range(len(first.at_s))]
-        assert first.at_s[-1] <= after_s
-        assert second.at_s[0] == after_s, "it has the link at once"
-        assert second.ended_s == after_s + LARGE_BYTES / BYTES_PER_S
-
-    large(test)
+async def test_throttled_store_cancelled_read_reports_no_more_progress(after_s):
+    store, clock, reads = await large_reads()
+    store.inner.release(key_of(0), key_of(1))
+    first, second = reads(0, True), reads(1, True)
+    await clock.advance(after_s)
+    first.task.cancel()
+    await clock.advance(100)
+    assert first.ended_s == after_s
+    assert first.at_s == [2.0 * n for n in range(len(first.at_s))]
+    assert first.at_s[-1] <= after_s
+    assert second.at_s[0] == after_s, "it has the link at once"
+    assert second.ended_s == after_s + LARGE_BYTES / BYTES_PER_S
 
 
-def test_throttled_store_read_without_progress_sleeps_once():
-    async def test(store, clock, reads):
-        store.inner.release(key_of(0))
-        read = reads(0, False)
-        await clock.advance(100)
-        assert clock.slept_s == [LARGE_BYTES / BYTES_PER_S]
-        assert read.ended_s == LARGE_BYTES / BYTES_PER_S
-        assert read.told.counts == []
-
-    large(test)
+async def test_throttled_store_read_without_progress_sleeps_once():
+    store, clock, reads = await large_reads()
+    store.inner.release(key_of(0))
+    read = reads(0, False)
+    await clock.advance(100)
+    assert clock.slept_s == [LARGE_BYTES / BYTES_PER_S]
+    assert read.ended_s == LARGE_BYTES / BYTES_PER_S
+    assert read.told.counts == []
 
 
 @pytest.mark.parametrize("error", [BlockMissing("x"), BlockCorrupt("x")])
-def test_throttled_store_failed_read_reports_no_progress(error):
-    async def test(store, clock, reads):
-        store.inner = FaultyStore(store.inner)
-        store.inner.fail(key_of(0), error)
-        read = reads(0, True)
-        await clock.advance(100)
-        with pytest.raises(type(error)):
-            await read.task
-        assert read.told.counts == []
-
-    large(test)
+async def test_throttled_store_failed_read_reports_no_progress(error):
+    store, clock, reads = await large_reads()
+    store.inner = FaultyStore(store.inner)
+    store.inner.fail(key_of(0), error)
+    read = reads(0, True)
+    await clock.advance(100)
+    with pytest.raises(type(error)):
+        await read.task
+    assert read.told.counts == []

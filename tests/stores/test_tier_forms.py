@@ -6,7 +6,7 @@ import itertools
 import logging
 
 import pytest
-from tiering import Clock, Tiers, run, until
+from tiering import Clock, Tiers, opened_tiers, until
 
 from sglang_cake.codecs.block_arrays import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
@@ -88,16 +88,14 @@ class Encoded(Tiers):
         return all(pool.free == pool.capacity for pool in pools)
 
 
-def encoded(test, *speeds, **options):
-    async def main():
-        tiers = Encoded(*speeds, **options)
-        try:
-            await test(tiers)
-        finally:
-            await tiers.blocks.close()
-        assert tiers.all_buffers_are_back()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def encoded_tiers(*speeds, **options):
+    tiers = Encoded(*speeds, **options)
+    try:
+        yield tiers
+    finally:
+        await tiers.blocks.close()
+    assert tiers.all_buffers_are_back()
 
 
 @pytest.mark.parametrize(
@@ -111,8 +109,8 @@ def encoded(test, *speeds, **options):
         ((SLOW, SLOW), 0.02, ("int8", "int8")),
     ],
 )
-def test_per_tier_encoding_each_tier_gets_the_codec_for_its_link(speeds, max_error, codecs):
-    async def test(tiers):
+async def test_per_tier_encoding_each_tier_gets_the_codec_for_its_link(speeds, max_error, codecs):
+    async with encoded_tiers(*speeds, max_error=max_error) as tiers:
         await tiers.stored("a")
         for tier, codec in enumerate(codecs):
             payload = memoryview(tiers.form(tier))
@@ -129,21 +127,17 @@ def test_per_tier_encoding_each_tier_gets_the_codec_for_its_link(speeds, max_err
         assert tiers.counters.snapshot()["stored_bytes", ""] == stored_bytes
         assert tiers.blocks.idle_buffers == len(made), "a buffer for each form"
 
-    encoded(test, *speeds, max_error=max_error)
 
-
-def test_per_tier_encoding_fixed_codec_stores_one_form_in_all_tiers():
-    async def test(tiers):
+async def test_per_tier_encoding_fixed_codec_stores_one_form_in_all_tiers():
+    async with encoded_tiers(FAST, SLOW, codec="int8") as tiers:
         await tiers.stored("a")
         assert tiers.form(0) == tiers.form(1)
         assert tiers.forms_made() == {"int8": 1}
         assert tiers.blocks.idle_buffers == 1
 
-    encoded(test, FAST, SLOW, codec="int8")
 
-
-def test_per_tier_encoding_promoted_block_keeps_its_form():
-    async def test(tiers):
+async def test_per_tier_encoding_promoted_block_keeps_its_form():
+    async with encoded_tiers(FAST, SLOW) as tiers:
         await tiers.stored("a")
         below = tiers.form(1)
         await tiers.memory[0].delete(KEY)  # evicted, behind our back
@@ -154,11 +148,9 @@ def test_per_tier_encoding_promoted_block_keeps_its_form():
         assert await tiers.loaded() == found
         assert tiers.forms_made() == {"raw": 1, "int8": 1}, "nothing is encoded again"
 
-    encoded(test, FAST, SLOW)
 
-
-def test_per_tier_encoding_failed_lower_tier_gets_no_encoding():
-    async def test(tiers):
+async def test_per_tier_encoding_failed_lower_tier_gets_no_encoding():
+    async with encoded_tiers(FAST, SLOW) as tiers:
         tiers.outage[1].error = StoreUnavailable("down")
         await tiers.stored(*range(FAILURES_IN_A_ROW))
         assert tiers.forms_made()["int8"] == FAILURES_IN_A_ROW
@@ -170,45 +162,36 @@ def test_per_tier_encoding_failed_lower_tier_gets_no_encoding():
         await tiers.stored("b")
         assert not is_raw(memoryview(tiers.form(1, key_of("b"))))
 
-    encoded(test, FAST, SLOW)
-
 
 @pytest.mark.parametrize("error", [StoreFull("full"), StoreUnavailable("down")])
-def test_per_tier_encoding_failed_first_tier_keeps_the_other_forms(error):
-    async def test(tiers):
+async def test_per_tier_encoding_failed_first_tier_keeps_the_other_forms(error):
+    async with encoded_tiers(FAST, SLOW, FAST) as tiers:
         tiers.outage[0].error = error
         await tiers.stored("a")
         assert not is_raw(memoryview(tiers.form(1)))
         assert is_raw(memoryview(tiers.form(2)))
 
-    encoded(test, FAST, SLOW, FAST)
 
-
-def test_per_tier_encoding_second_put_is_not_copied_to_lower_tiers():
-    async def test(tiers):
+async def test_per_tier_encoding_second_put_is_not_copied_to_lower_tiers():
+    async with encoded_tiers(FAST, SLOW) as tiers:
         await tiers.stored("a")
         assert not await tiers.blocks.put(KEY, memoryview(BLOCK))
         assert tiers.forms_made() == {"raw": 1, "int8": 1}
         assert len(tiers.calls[1].keys_of("put")) == 1
 
-    encoded(test, FAST, SLOW)
 
-
-def test_per_tier_encoding_log_lines_name_their_tier(tmp_path, caplog):
+async def test_per_tier_encoding_log_lines_name_their_tier(tmp_path, caplog):
     fields = (("model", "m"), ("codec", namespace_value("auto", 0.0)))
     urls = [f"{(tmp_path / name).as_uri()}?min_free=0" for name in "ab"]
 
-    async def go():
+    with caplog.at_level(logging.INFO):
         sources = parse_sources(",".join(urls))
         store = open_blocks(sources, Namespace(fields), LAYOUT, codec="auto", depth=2)
         await store.put(KEY, memoryview(BLOCK))
         out = bytearray(LAYOUT.block_bytes)
         await store.get_into(KEY, memoryview(out))
         await store.close()
-        return bytes(out)
-
-    with caplog.at_level(logging.INFO):
-        assert asyncio.run(go()) == BLOCK
+        assert out == BLOCK
     told = [line for line in caplog.messages if line.startswith("codec auto")]
     what = "codec auto: blocks are stored as raw in tier {}: the link's speed is not known yet"
     assert told == [what.format(1), what.format(2)]
@@ -232,8 +215,9 @@ def test_link_speed_without_reads_is_that_of_writes():
     assert link.bytes_per_s() == 100, "what was known once"
 
 
-def test_tiered_store_links_measure_their_own_reads_and_writes():
-    async def test(tiers):
+async def test_tiered_store_links_measure_their_own_reads_and_writes():
+    async with opened_tiers() as tiers:
+
         class Slow(PassingStore):
             async def put(self, key, data):
                 tiers.clock.now_s += 4.0
@@ -255,14 +239,12 @@ def test_tiered_store_links_measure_their_own_reads_and_writes():
         await tiers.read("a")
         assert slow.bytes_per_s() == size / 2.0
 
-    run(test)
-
 
 # ---- a put of one form a tier ----
 
 
-def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
-    async def test(tiers):
+async def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
+    async with opened_tiers(copy_bytes=0) as tiers:
         gate, asked = asyncio.Event(), []
 
         class Gated(PassingStore):
@@ -284,11 +266,10 @@ def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
         for tier in range(2):
             assert await read(tiers.memory[tier], key_of(0)) == block_of(tier)
 
-    run(test, copy_bytes=0)
 
+async def test_tiered_store_form_that_fails_skips_only_its_tier():
+    async with opened_tiers(count=3) as tiers:
 
-def test_tiered_store_form_that_fails_skips_only_its_tier():
-    async def test(tiers):
         async def form_of(tier):
             if tier == 1:
                 raise StoreUnavailable("closed")
@@ -299,12 +280,10 @@ def test_tiered_store_form_that_fails_skips_only_its_tier():
         assert (await tiers.counts(1))["dropped_blocks"] == 1
         assert [len(memory) for memory in tiers.memory] == [1, 0, 1]
 
-    run(test, count=3)
-
 
 @pytest.mark.parametrize("ends", ["deleted", "cancelled"])
-def test_tiered_store_put_ended_during_encoding_leaves_no_copy(ends):
-    async def test(tiers):
+async def test_tiered_store_put_ended_during_encoding_leaves_no_copy(ends):
+    async with opened_tiers(count=3) as tiers:
         making, gate = asyncio.Event(), asyncio.Event()
 
         async def form_of(tier):
@@ -328,11 +307,9 @@ def test_tiered_store_put_ended_during_encoding_leaves_no_copy(ends):
         for tier in tiers.store.tiers:
             assert tier.copies.buffers.free == tier.copies.buffers.capacity
 
-    run(test, count=3)
 
-
-def test_encoded_store_cancelled_puts_return_their_buffers():
-    async def test(tiers):
+async def test_encoded_store_cancelled_puts_return_their_buffers():
+    async with encoded_tiers(FAST, SLOW) as tiers:
         for ticks in range(0, 40, 4):
             putting = asyncio.create_task(tiers.blocks.put(key_of(ticks), memoryview(BLOCK)))
             for _ in range(ticks):
@@ -343,5 +320,3 @@ def test_encoded_store_cancelled_puts_return_their_buffers():
         assert tiers.blocks.idle_buffers <= 2
         await tiers.stored("b")
         assert await tiers.loaded(key_of("b")) == BLOCK
-
-    encoded(test, FAST, SLOW)

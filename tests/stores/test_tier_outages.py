@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tiering import run, until
+from tiering import opened_tiers, until
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
@@ -14,8 +14,8 @@ DOWN = StoreUnavailable("down")
 
 
 @pytest.mark.parametrize("down", [0, 1])
-def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
-    async def test(tiers):
+async def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
+    async with opened_tiers() as tiers:
         up = 1 - down
         tiers.outage[down].error = DOWN
         await tiers.fill(0, "a")
@@ -37,11 +37,9 @@ def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
 
-    run(test)
 
-
-def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():
-    async def test(tiers):
+async def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():
+    async with opened_tiers() as tiers:
         await tiers.fill(1, "a")
         await tiers.store.contains([key_of("a")])
         tiers.outage[1].error = DOWN
@@ -53,11 +51,10 @@ def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():
         tiers.clock.now_s += FIRST_BACKOFF_S
         await tiers.read("a")
 
-    run(test)
 
+async def test_tiered_store_tier_that_refuses_writes_is_still_read():
+    async with opened_tiers() as tiers:
 
-def test_tiered_store_tier_that_refuses_writes_is_still_read():
-    async def test(tiers):
         class ReadOnly(PassingStore):
             async def put(self, key, data):
                 raise StoreUnavailable("read-only")
@@ -72,11 +69,9 @@ def test_tiered_store_tier_that_refuses_writes_is_still_read():
         assert await tiers.store.contains([key_of("old")]) == [True]
         await tiers.read("old")
 
-    run(test)
 
-
-def test_tiered_store_failed_lower_tier_gets_no_copies_until_healed():
-    async def test(tiers):
+async def test_tiered_store_failed_lower_tier_gets_no_copies_until_healed():
+    async with opened_tiers() as tiers:
         tiers.outage[1].error = DOWN
         for name in range(FAILURES_IN_A_ROW):
             await tiers.put(name)
@@ -89,11 +84,9 @@ def test_tiered_store_failed_lower_tier_gets_no_copies_until_healed():
         await tiers.until_holds(1, "after")
         assert not await tiers.holds(1, "while out")
 
-    run(test)
 
-
-def test_tiered_store_put_does_not_wait_for_a_tier_on_trial():
-    async def test(tiers):
+async def test_tiered_store_put_does_not_wait_for_a_tier_on_trial():
+    async with opened_tiers(drain_s=0.0) as tiers:
         tiers.outage[0].error = DOWN
         for name in range(FAILURES_IN_A_ROW):
             await tiers.put(name)
@@ -103,5 +96,3 @@ def test_tiered_store_put_does_not_wait_for_a_tier_on_trial():
         asked = len(tiers.calls[0].keys_of("put"))
         await asyncio.wait_for(tiers.put("a"), 60)
         await until(lambda: len(tiers.calls[0].keys_of("put")) == asked + 1)
-
-    run(test, drain_s=0.0)

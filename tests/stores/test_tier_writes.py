@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tiering import BLOCK, run, until
+from tiering import BLOCK, opened_tiers, until
 
 from sglang_cake.core.errors import (
     StoreFull,
@@ -17,8 +17,8 @@ from sglang_cake.testing.store_contract import block_of, key_of, read
 DOWN = StoreUnavailable("down")
 
 
-def test_tiered_store_put_reaches_the_first_tier_and_then_the_others():
-    async def test(tiers):
+async def test_tiered_store_put_reaches_the_first_tier_and_then_the_others():
+    async with opened_tiers(count=3) as tiers:
         await tiers.put("a")
         assert await tiers.holds(0, "a"), "before the put returns"
         await tiers.until_holds(1, "a")
@@ -29,12 +29,10 @@ def test_tiered_store_put_reaches_the_first_tier_and_then_the_others():
             assert counts["put_blocks"] == 1
             assert counts["moved_up_blocks"] == 0
 
-    run(test, count=3)
-
 
 @pytest.mark.parametrize("error", [StoreFull("full"), DOWN, OSError("not one of ours")])
-def test_tiered_store_put_with_a_failed_first_tier_goes_to_the_second(error):
-    async def test(tiers):
+async def test_tiered_store_put_with_a_failed_first_tier_goes_to_the_second(error):
+    async with opened_tiers(count=3) as tiers:
         tiers.outage[0].error = error
         for name in range(5):
             await tiers.put(name)
@@ -46,8 +44,6 @@ def test_tiered_store_put_with_a_failed_first_tier_goes_to_the_second(error):
         assert counts["full_blocks"] == (5 if isinstance(error, StoreFull) else 0)
         assert counts["left_out"] == (0 if isinstance(error, StoreFull) else 1)
 
-    run(test, count=3)
-
 
 @pytest.mark.parametrize(
     ("errors", "told"),
@@ -58,15 +54,13 @@ def test_tiered_store_put_with_a_failed_first_tier_goes_to_the_second(error):
         ([DOWN, DOWN], StoreUnavailable),
     ],
 )
-def test_tiered_store_put_that_every_tier_refuses_raises(errors, told):
-    async def test(tiers):
+async def test_tiered_store_put_that_every_tier_refuses_raises(errors, told):
+    async with opened_tiers() as tiers:
         for outage, error in zip(tiers.outage, errors, strict=True):
             outage.error = error
         for _ in range(2 * FAILURES_IN_A_ROW):
             with pytest.raises(told):
                 await tiers.store.put(key_of("a"), block_of("a"))
-
-    run(test)
 
 
 class Gated(PassingStore):
@@ -81,8 +75,8 @@ class Gated(PassingStore):
         return await super().put(key, data)
 
 
-def test_tiered_store_copies_beyond_the_bound_are_dropped_and_counted():
-    async def test(tiers):
+async def test_tiered_store_copies_beyond_the_bound_are_dropped_and_counted():
+    async with opened_tiers(copy_bytes=3 * BLOCK) as tiers:
         gated = tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(10))
         assert len(tiers.memory[0]) == 10, "the first tier never waits for the second"
@@ -94,22 +88,18 @@ def test_tiered_store_copies_beyond_the_bound_are_dropped_and_counted():
         await tiers.quiet()
         assert len(tiers.memory[1]) == 6, "room that was given back is used again"
 
-    run(test, copy_bytes=3 * BLOCK)
 
-
-def test_tiered_store_copy_has_the_bytes_at_the_time_of_the_put():
-    async def test(tiers):
+async def test_tiered_store_copy_has_the_bytes_at_the_time_of_the_put():
+    async with opened_tiers() as tiers:
         data = bytearray(block_of("a"))
         await tiers.store.put(key_of("a"), memoryview(data))
         data[:] = bytes(len(data))  # the caller's again
         await tiers.until_holds(1, "a")
         assert await read(tiers.memory[1], key_of("a")) == block_of("a")
 
-    run(test)
 
-
-def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
-    async def test(tiers):
+async def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
+    async with opened_tiers() as tiers:
         gated = tiers.store.tiers[1].store = Gated(tiers.memory[1])
         await tiers.put(*range(4))
         for name in range(4):
@@ -120,11 +110,9 @@ def test_tiered_store_deleted_block_is_not_restored_by_a_queued_copy():
         await tiers.put("b")
         await tiers.until_holds(1, "b")
 
-    run(test)
 
-
-def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
-    async def test(tiers):
+async def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
+    async with opened_tiers() as tiers:
         go = asyncio.Event()
 
         async def form_of(tier):
@@ -140,11 +128,9 @@ def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
         await tiers.quiet()
         assert [len(memory) for memory in tiers.memory] == [0, 0]
 
-    run(test)
 
-
-def test_tiered_store_delete_with_a_failed_tier_clears_others_and_raises():
-    async def test(tiers):
+async def test_tiered_store_delete_with_a_failed_tier_clears_others_and_raises():
+    async with opened_tiers() as tiers:
         await tiers.put("a")
         await tiers.quiet()
         tiers.outage[1].error = DOWN
@@ -156,20 +142,16 @@ def test_tiered_store_delete_with_a_failed_tier_clears_others_and_raises():
         await tiers.store.delete(key_of("a"))
         assert await tiers.store.contains([key_of("a")]) == [False]
 
-    run(test)
 
-
-def test_tiered_store_close_writes_queued_copies():
-    async def test(tiers):
+async def test_tiered_store_close_writes_queued_copies():
+    async with opened_tiers() as tiers:
         await tiers.put(*range(20))
         await tiers.store.close()
         assert len(tiers.memory[1]) == 20
 
-    run(test)
 
-
-def test_tiered_store_close_drops_copies_of_a_hanging_tier():
-    async def test(tiers):
+async def test_tiered_store_close_drops_copies_of_a_hanging_tier():
+    async with opened_tiers(drain_s=0.05) as tiers:
         await tiers.put("a")
         await tiers.quiet()
         tiers.outage[1].hangs = True
@@ -180,14 +162,12 @@ def test_tiered_store_close_drops_copies_of_a_hanging_tier():
         with pytest.raises(StoreUnavailable):
             await tiers.memory[1].contains([])
 
-    run(test, drain_s=0.05)
-
 
 # ---- moving up ----
 
 
-def test_tiered_store_second_read_promotes_the_block():
-    async def test(tiers):
+async def test_tiered_store_second_read_promotes_the_block():
+    async with opened_tiers(count=3) as tiers:
         await tiers.fill(2, "a", "b")
         await tiers.read("a")
         await tiers.read("b")
@@ -203,11 +183,9 @@ def test_tiered_store_second_read_promotes_the_block():
         assert await read(tiers.memory[0], key_of("a")) == block_of("a")
         assert (await tiers.counts(0))["moved_up_blocks"] == 1
 
-    run(test, count=3)
 
-
-def test_tiered_store_reads_far_apart_promote_no_block():
-    async def test(tiers):
+async def test_tiered_store_reads_far_apart_promote_no_block():
+    async with opened_tiers() as tiers:
         await tiers.fill(1, "a")
         for _ in range(4):
             await tiers.read("a")
@@ -215,11 +193,9 @@ def test_tiered_store_reads_far_apart_promote_no_block():
         await tiers.quiet()
         assert len(tiers.memory[0]) == 0
 
-    run(test)
 
-
-def test_tiered_store_full_fast_tier_does_not_disturb_reads():
-    async def test(tiers):
+async def test_tiered_store_full_fast_tier_does_not_disturb_reads():
+    async with opened_tiers() as tiers:
         await tiers.fill(1, "a")
         full = FaultyStore(tiers.memory[0])
         full.fail(key_of("a"), StoreFull("full"))
@@ -230,11 +206,9 @@ def test_tiered_store_full_fast_tier_does_not_disturb_reads():
             await tiers.quiet()
         assert (await tiers.counts(0))["full_blocks"] == 3
 
-    run(test)
 
-
-def test_tiered_store_block_deleted_during_a_read_is_not_promoted():
-    async def test(tiers):
+async def test_tiered_store_block_deleted_during_a_read_is_not_promoted():
+    async with opened_tiers() as tiers:
         await tiers.fill(1, "a")
         await tiers.read("a")
         slow = SlowStore(tiers.memory[1])
@@ -247,5 +221,3 @@ def test_tiered_store_block_deleted_during_a_read_is_not_promoted():
         await reading
         await tiers.quiet()
         assert not await tiers.holds(0, "a")
-
-    run(test)

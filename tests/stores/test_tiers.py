@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from storetools import flip, write_key_file
-from tiering import BLOCK, Clock, Tiers, run, until
+from tiering import BLOCK, Clock, Tiers, opened_tiers, until
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import (
@@ -92,8 +92,8 @@ class TestTiersThatFailInAnUnforeseenWay(TestTiersThatFail):
 # ---- lookups ----
 
 
-def test_tiered_store_block_of_any_tier_is_contained():
-    async def test(tiers):
+async def test_tiered_store_block_of_any_tier_is_contained():
+    async with opened_tiers() as tiers:
         await tiers.fill(0, "a", "b")
         await tiers.fill(1, "b", "c")
         keys = [key_of(name) for name in "dcba"]
@@ -102,11 +102,9 @@ def test_tiered_store_block_of_any_tier_is_contained():
             await tiers.read(name)
         assert tiers.calls[0].keys_of("get").count(key_of("c")) == 0, "it said it lacks it"
 
-    run(test)
 
-
-def test_tiered_store_lookup_counts_a_failing_tier_as_empty():
-    async def test(tiers):
+async def test_tiered_store_lookup_counts_a_failing_tier_as_empty():
+    async with opened_tiers() as tiers:
         await tiers.fill(0, "a")
         await tiers.fill(1, "b")
         tiers.outage[1].error = DOWN
@@ -118,11 +116,9 @@ def test_tiered_store_lookup_counts_a_failing_tier_as_empty():
         tiers.outage[1].error = None
         assert await tiers.store.contains([key_of("a"), key_of("b")]) == [True, True]
 
-    run(test)
 
-
-def test_tiered_store_lookup_does_not_wait_for_a_hanging_tier():
-    async def test(tiers):
+async def test_tiered_store_lookup_does_not_wait_for_a_hanging_tier():
+    async with opened_tiers(late_answer_s=0.01) as tiers:
         await tiers.fill(0, "a")
         tiers.outage[1].hangs = True
         for _ in range(FAILURES_IN_A_ROW):
@@ -138,8 +134,6 @@ def test_tiered_store_lookup_does_not_wait_for_a_hanging_tier():
             await tiers.store.contains([key_of("a")])
         assert len(tiers.calls[1].keys_of("contains")) == asked, "it is left out"
 
-    run(test, late_answer_s=0.01)
-
 
 async def put_out(tiers, index):
     """Have lookups fail until the tier is left out; from then on it hangs."""
@@ -150,8 +144,8 @@ async def put_out(tiers, index):
     tiers.outage[index].hangs = True
 
 
-def test_tiered_store_lookup_does_not_wait_for_a_trial():
-    async def test(tiers):
+async def test_tiered_store_lookup_does_not_wait_for_a_trial():
+    async with opened_tiers(late_answer_s=3600) as tiers:
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
         tiers.clock.now_s += FIRST_BACKOFF_S
@@ -160,11 +154,9 @@ def test_tiered_store_lookup_does_not_wait_for_a_trial():
                 assert await tiers.store.contains([key_of("a")]) == [True]
         assert len(tiers.calls[1].keys_of("contains")) == FAILURES_IN_A_ROW + 1
 
-    run(test, late_answer_s=3600)
 
-
-def test_tiered_store_hanging_trial_is_abandoned_and_backs_off():
-    async def test(tiers):
+async def test_tiered_store_hanging_trial_is_abandoned_and_backs_off():
+    async with opened_tiers(late_answer_s=0.01) as tiers:
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
         for wait_s in (1, 2, 4):
@@ -174,10 +166,8 @@ def test_tiered_store_hanging_trial_is_abandoned_and_backs_off():
             await until(lambda: not tiers.store.given_up_calls)
         assert tiers.store.tiers[1].counts.late_answers == 3
 
-    run(test, late_answer_s=0.01)
 
-
-def test_tiered_store_uncancellable_tier_is_asked_once():
+async def test_tiered_store_uncancellable_tier_is_asked_once():
     class Stuck(PassingStore):
         """A thread in a system call that does not return."""
 
@@ -195,7 +185,7 @@ def test_tiered_store_uncancellable_tier_is_asked_once():
                     continue
             raise asyncio.CancelledError
 
-    async def test(tiers):
+    async with opened_tiers(late_answer_s=0.01) as tiers:
         stuck = Stuck(tiers.memory[1])
         tiers.store.tiers[1].store = stuck
         await tiers.fill(0, "a")
@@ -205,11 +195,9 @@ def test_tiered_store_uncancellable_tier_is_asked_once():
         assert stuck.asked == 1
         stuck.freed.set()
 
-    run(test, late_answer_s=0.01)
 
-
-def test_tiered_store_cancelled_lookup_leaves_no_task():
-    async def test(tiers):
+async def test_tiered_store_cancelled_lookup_leaves_no_task():
+    async with opened_tiers() as tiers:
         for outage in tiers.outage:
             outage.hangs = True
         lookup = asyncio.create_task(tiers.store.contains([key_of("a")]))
@@ -219,21 +207,17 @@ def test_tiered_store_cancelled_lookup_leaves_no_task():
         assert lookup.cancelled()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run(test)
 
-
-def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
+async def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
     class Short(PassingStore):
         async def contains(self, keys):
             return [True]
 
-    async def test(tiers):
+    async with opened_tiers() as tiers:
         tiers.store.tiers[0].store = Short(tiers.memory[0])
         await tiers.fill(1, "b")
         assert await tiers.store.contains([key_of("a"), key_of("b")]) == [False, True]
         assert (await tiers.counts(0))["failed_calls"] == 1
-
-    run(test)
 
 
 # ---- reads ----
@@ -243,8 +227,8 @@ def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
 @pytest.mark.parametrize(
     "error", [BlockMissing("gone"), BlockCorrupt("bad"), DOWN, OSError("not one of ours")]
 )
-def test_tiered_store_failed_read_continues_with_the_next_tier(error, looked_up):
-    async def test(tiers):
+async def test_tiered_store_failed_read_continues_with_the_next_tier(error, looked_up):
+    async with opened_tiers() as tiers:
         await tiers.fill(0, "a")
         await tiers.fill(1, "a")
         if looked_up:
@@ -252,8 +236,6 @@ def test_tiered_store_failed_read_continues_with_the_next_tier(error, looked_up)
         tiers.outage[0].error = error
         await tiers.read("a")
         assert [len(calls.keys_of("get")) for calls in tiers.calls] == [1, 1]
-
-    run(test)
 
 
 @pytest.mark.parametrize(
@@ -267,14 +249,12 @@ def test_tiered_store_failed_read_continues_with_the_next_tier(error, looked_up)
         ([OSError("0"), OSError("1")], StoreUnavailable),
     ],
 )
-def test_tiered_store_read_failing_in_all_tiers_raises_the_worst_error(errors, told):
-    async def test(tiers):
+async def test_tiered_store_read_failing_in_all_tiers_raises_the_worst_error(errors, told):
+    async with opened_tiers() as tiers:
         for outage, error in zip(tiers.outage, errors, strict=True):
             outage.error = error
         with pytest.raises(told):
             await read(tiers.store, key_of("a"))
-
-    run(test)
 
 
 class BreaksOff(PassingStore):
@@ -314,7 +294,7 @@ def reading_of(tiers, name):
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("silent", [True, False])
 @pytest.mark.parametrize("error", [BlockCorrupt("bad"), DOWN, OSError("not one of ours")])
-def test_tiered_store_read_continued_after_used_bytes_is_not_whole(error, silent, used):
+async def test_tiered_store_read_continued_after_used_bytes_is_not_whole(error, silent, used):
     class Looked(BreaksOff):
         """Somebody uses the first bytes as soon as they are there."""
 
@@ -325,8 +305,8 @@ def test_tiered_store_read_continued_after_used_bytes_is_not_whole(error, silent
                 if used:
                     assert reading.wait(BLOCK // 2, 0.0)
 
-    async def test(tiers):
-        nonlocal reading
+    reading = None
+    async with opened_tiers() as tiers:
         await tiers.fill(1, "a")
         tiers.store.tiers[0].store = Looked(tiers.memory[0], error)
         if silent:
@@ -335,13 +315,10 @@ def test_tiered_store_read_continued_after_used_bytes_is_not_whole(error, silent
         await read()
         assert reading.wait_whole(0.0) is not used
 
-    reading = None
-    run(test)
-
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_tiered_store_progress_restarts_with_the_next_tier(silent):
-    async def test(tiers):
+async def test_tiered_store_progress_restarts_with_the_next_tier(silent):
+    async with opened_tiers(count=3) as tiers:
         await tiers.fill(2, "a")
         tiers.store.tiers[0].store = BreaksOff(tiers.memory[0], DOWN)
         if silent:
@@ -353,10 +330,8 @@ def test_tiered_store_progress_restarts_with_the_next_tier(silent):
         assert sorted(set(counts[anew:])) == ([0] if silent else [0, BLOCK])
         assert counts[anew:] == sorted(counts[anew:])
 
-    run(test, count=3)
 
-
-def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_path):
+async def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_path):
     """A sealed store tells nothing of its bytes: only that they begin to come anew is said."""
     key_file = write_key_file(tmp_path)
     urls = f"file://{tmp_path}/a?min_free=0,file://{tmp_path}/b?min_free=0&key_file={key_file}"
@@ -369,25 +344,22 @@ def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_path):
         if reading.wait(BLOCK, 0.0):
             taken.append(bytes(buffer.view))
 
-    async def main():
-        tiers = opened(parse_sources(urls))
-        assert await tiers.put(key_of("a"), block_of("a"))
-        await until(lambda: not any(tier.copies.pending for tier in tiers.tiers))
-        (path,) = (tmp_path / "a").rglob(key_of("a").hex())
-        flip(path)
-        assert await tiers.get_into(key_of("a"), buffer.view, came) == BLOCK
-        reading.end(whole=True)
-        await tiers.close()
-
-    asyncio.run(main())
+    tiers = opened(parse_sources(urls))
+    assert await tiers.put(key_of("a"), block_of("a"))
+    await until(lambda: not any(tier.copies.pending for tier in tiers.tiers))
+    (path,) = (tmp_path / "a").rglob(key_of("a").hex())
+    flip(path)
+    assert await tiers.get_into(key_of("a"), buffer.view, came) == BLOCK
+    reading.end(whole=True)
+    await tiers.close()
     assert buffer.view == block_of("a")
     assert len(taken) == 1
     assert taken != [block_of("a")]
     assert not reading.wait_whole(0.0)
 
 
-def test_tiered_store_tiers_without_the_block_report_no_progress():
-    async def test(tiers):
+async def test_tiered_store_tiers_without_the_block_report_no_progress():
+    async with opened_tiers(count=3) as tiers:
         await tiers.fill(2, "a")
         tiers.outage[1].error = DOWN
         tiers.store.tiers[2].store = TellsNothing(tiers.memory[2])
@@ -395,10 +367,8 @@ def test_tiered_store_tiers_without_the_block_report_no_progress():
         await tiers.store.get_into(key_of("a"), memoryview(bytearray(BLOCK)), counts.append)
         assert counts == []
 
-    run(test, count=3)
 
-
-def test_tiered_store_read_over_three_tiers_has_one_writer_at_a_time():
+async def test_tiered_store_read_over_three_tiers_has_one_writer_at_a_time():
     class Watched(PassingStore):
         async def get_into(self, key, out, progress=None):
             inside.append(self)
@@ -410,8 +380,7 @@ def test_tiered_store_read_over_three_tiers_has_one_writer_at_a_time():
                 inside.remove(self)
 
     inside = []
-
-    async def test(tiers):
+    async with opened_tiers(count=3) as tiers:
         for tier in tiers.store.tiers:
             tier.store = Watched(FaultyStore(tier.store))
         await tiers.fill(2, "a")
@@ -421,11 +390,9 @@ def test_tiered_store_read_over_three_tiers_has_one_writer_at_a_time():
         await tiers.store.contains([key_of("a")])
         await tiers.read("a")
 
-    run(test, count=3)
 
-
-def test_tiered_store_cancelled_read_frees_its_link():
-    async def test(tiers):
+async def test_tiered_store_cancelled_read_frees_its_link():
+    async with opened_tiers() as tiers:
         slow = SlowStore(tiers.memory[0])
         tiers.store.tiers[0].store = slow
         await tiers.fill(0, "a")
@@ -437,10 +404,8 @@ def test_tiered_store_cancelled_read_frees_its_link():
         assert tiers.store.tiers[0].link.bytes_under_way == 0
         assert slow.waiting == []
 
-    run(test)
 
-
-def test_tiered_store_parallel_reads_add_up_both_links():
+async def test_tiered_store_parallel_reads_add_up_both_links():
     """Two links of 1 and 3 blocks a second, four reads under way, in virtual time."""
 
     class Link(PassingStore):
@@ -454,7 +419,7 @@ def test_tiered_store_parallel_reads_add_up_both_links():
             await self.clock.until(self.free_s)
             return await super().get_into(key, out, progress)
 
-    async def test(tiers):
+    async with opened_tiers() as tiers:
         clock, names = tiers.clock, range(80)
         sleeping, order = [], itertools.count()
 
@@ -483,15 +448,13 @@ def test_tiered_store_parallel_reads_add_up_both_links():
                 clock.now_s, _, woken = heapq.heappop(sleeping)
                 woken.set_result(None)
         assert sum(made.served for made in links) == len(names)
-        return clock.now_s, [made.served for made in links]
-
-    took_s, served = run(test)
+        took_s, served = clock.now_s, [made.served for made in links]
     assert took_s == pytest.approx(80 / 4, rel=0.15), "80 blocks at 3 + 1 a second"
     assert served[0] == pytest.approx(60, abs=6)
 
 
-def test_tiered_store_sources_name_the_tier_of_each_block():
-    async def test(tiers):
+async def test_tiered_store_sources_name_the_tier_of_each_block():
+    async with opened_tiers(late_answer_s=0.01) as tiers:
         await tiers.fill(0, "a", "b")
         await tiers.fill(1, "b", "c")
         keys = [key_of(name) for name in "abcd"]
@@ -501,11 +464,9 @@ def test_tiered_store_sources_name_the_tier_of_each_block():
         await put_out(tiers, 0)
         assert tiers.store.sources(keys)[1] == 1, "the first tier is left out"
 
-    run(test, late_answer_s=0.01)
 
-
-def test_tiered_store_idle_faster_tier_serves_all_reads():
-    async def test(tiers):
+async def test_tiered_store_idle_faster_tier_serves_all_reads():
+    async with opened_tiers() as tiers:
         for index in (0, 1):
             await tiers.fill(index, *range(20))
         await tiers.store.contains([key_of(name) for name in range(20)])
@@ -513,11 +474,9 @@ def test_tiered_store_idle_faster_tier_serves_all_reads():
             await tiers.read(name)
         assert len(tiers.calls[0].keys_of("get")) == 20
 
-    run(test)
 
-
-def test_tiered_store_block_lost_by_a_tier_is_copied_back():
-    async def test(tiers):
+async def test_tiered_store_block_lost_by_a_tier_is_copied_back():
+    async with opened_tiers() as tiers:
         await tiers.put("a")
         await tiers.quiet()
         del tiers.memory[0].blocks[key_of("a")]  # evicted
@@ -527,11 +486,9 @@ def test_tiered_store_block_lost_by_a_tier_is_copied_back():
         assert len(tiers.calls[0].keys_of("get")) == asked
         await tiers.until_holds(0, "a")
 
-    run(test)
 
-
-def test_tiered_store_tier_that_lacks_the_block_is_not_read():
-    async def test(tiers):
+async def test_tiered_store_tier_that_lacks_the_block_is_not_read():
+    async with opened_tiers() as tiers:
         await tiers.fill(1, "a")
         await tiers.store.contains([key_of("a")])
         tiers.outage[1].error = BlockMissing("evicted meanwhile")
@@ -539,14 +496,12 @@ def test_tiered_store_tier_that_lacks_the_block_is_not_read():
             await read(tiers.store, key_of("a"))
         assert tiers.calls[0].keys_of("get") == []
 
-    run(test)
-
 
 # ---- all of them together ----
 
 
-def test_tiered_store_listing_names_blocks_once_and_raises_on_failure():
-    async def test(tiers):
+async def test_tiered_store_listing_names_blocks_once_and_raises_on_failure():
+    async with opened_tiers() as tiers:
         await tiers.fill(0, "a", "b")
         await tiers.fill(1, "b", "c")
         listed = [block.key async for block in tiers.store.list_blocks()]
@@ -562,11 +517,9 @@ def test_tiered_store_listing_names_blocks_once_and_raises_on_failure():
             await list_all()
         assert sorted(listed) == sorted(key_of(name) for name in "bc")
 
-    run(test)
 
-
-def test_tiered_store_stats_sum_known_values_and_list_each_tier():
-    async def test(tiers):
+async def test_tiered_store_stats_sum_known_values_and_list_each_tier():
+    async with opened_tiers() as tiers:
         await tiers.fill(0, "a")
         await tiers.fill(1, "a", "b")
         stats = await tiers.store.stats()
@@ -582,38 +535,30 @@ def test_tiered_store_stats_sum_known_values_and_list_each_tier():
         with pytest.raises(StoreUnavailable):
             await tiers.store.stats()
 
-    run(test)
-
 
 # ---- opening ----
 
 
-def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path, monkeypatch):
+async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path, monkeypatch):
     clock = Clock()
     tiered = functools.partial(TieredStore, clock=clock)
     monkeypatch.setattr("sglang_cake.stores.open_store.TieredStore", tiered)
-
-    async def main():
-        sources = parse_sources(
-            f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0"
-        )
-        (tmp_path / "a").write_text("in the way of the folder")
-        store = opened(sources, depth=1)
-        assert await store.put(key_of("a"), block_of("a"))
-        for _ in range(FAILURES_IN_A_ROW):
-            assert await store.contains([key_of("a")]) == [True]
-        assert not (await store.stats()).tiers[1].reading
-        (tmp_path / "a").unlink()
-        clock.now_s += FIRST_BACKOFF_S
-        await store.contains([key_of("a")])
-        await until(lambda: store.tiers[1].reading.is_well)
-        assert await store.put(key_of("b"), block_of("b"))
-        await store.close()
-        below = sources[1].open(FRAME, depth=1)
-        assert await read(below, key_of("b")) == block_of("b")
-        await below.close()
-
-    asyncio.run(main())
+    sources = parse_sources(f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0")
+    (tmp_path / "a").write_text("in the way of the folder")
+    store = opened(sources, depth=1)
+    assert await store.put(key_of("a"), block_of("a"))
+    for _ in range(FAILURES_IN_A_ROW):
+        assert await store.contains([key_of("a")]) == [True]
+    assert not (await store.stats()).tiers[1].reading
+    (tmp_path / "a").unlink()
+    clock.now_s += FIRST_BACKOFF_S
+    await store.contains([key_of("a")])
+    await until(lambda: store.tiers[1].reading.is_well)
+    assert await store.put(key_of("b"), block_of("b"))
+    await store.close()
+    below = sources[1].open(FRAME, depth=1)
+    assert await read(below, key_of("b")) == block_of("b")
+    await below.close()
 
 
 def test_open_store_without_any_usable_tier_is_unavailable(tmp_path):
@@ -632,21 +577,18 @@ def test_open_store_foreign_namespace_in_a_tier_closes_the_others(tmp_path):
     assert threading.active_count() <= before + 1, "the sweeper of the one that was refused"
 
 
-def test_tiered_store_shared_lower_tier_passes_blocks_between_servers(tmp_path):
+async def test_tiered_store_shared_lower_tier_passes_blocks_between_servers(tmp_path):
     def server(name):
         urls = f"file://{tmp_path}/{name}?min_free=0,file://{tmp_path}/shared?min_free=0"
         return opened(parse_sources(urls))
 
-    async def main():
-        one, other = server("one"), server("other")
-        await one.put(key_of("a"), block_of("a"))
-        await one.close()  # what was on its way down is there now
-        assert await other.contains([key_of("a"), key_of("b")]) == [True, False]
-        for _ in range(3):
-            assert await read(other, key_of("a")) == block_of("a")
-        await other.close()
-        own = parse_sources(f"file://{tmp_path}/other?min_free=0")[0].open(FRAME, depth=1)
-        assert await read(own, key_of("a")) == block_of("a")
-        await own.close()
-
-    asyncio.run(main())
+    one, other = server("one"), server("other")
+    await one.put(key_of("a"), block_of("a"))
+    await one.close()  # what was on its way down is there now
+    assert await other.contains([key_of("a"), key_of("b")]) == [True, False]
+    for _ in range(3):
+        assert await read(other, key_of("a")) == block_of("a")
+    await other.close()
+    own = parse_sources(f"file://{tmp_path}/other?min_free=0")[0].open(FRAME, depth=1)
+    assert await read(own, key_of("a")) == block_of("a")
+    await own.close()

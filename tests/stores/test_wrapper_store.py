@@ -1,6 +1,5 @@
 """Bytes are counted as they cross the link, with every codec."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -18,29 +17,25 @@ KEYS = [BlockKey(bytes([turn]) * 32) for turn in range(3)]
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != AUTO])
-def test_counted_store_bytes_equal_the_file_sizes_with_every_codec(
+async def test_counted_store_bytes_equal_the_file_sizes_with_every_codec(
     codec: str, tmp_path: Path
 ) -> None:
     counters = Counters()
-
-    async def go() -> None:
-        store = open_blocks(
-            parse_sources(tmp_path.as_uri()),
-            Namespace((("layout", LAYOUT.describe()), ("codec", namespace_value(codec, 0.0)))),
-            LAYOUT,
-            codec=codec,
-            depth=2,
-            rope_theta=10000.0,
-            counters=counters,
-        )
-        out = memoryview(bytearray(LAYOUT.block_bytes))
-        for turn, key in enumerate(KEYS):
-            assert await store.put(key, memoryview(kv_like(LAYOUT, turn)))
-            assert not await store.put(key, memoryview(kv_like(LAYOUT, turn)))
-            await store.get_into(key, out)
-        await store.close()
-
-    asyncio.run(go())
+    store = open_blocks(
+        parse_sources(tmp_path.as_uri()),
+        Namespace((("layout", LAYOUT.describe()), ("codec", namespace_value(codec, 0.0)))),
+        LAYOUT,
+        codec=codec,
+        depth=2,
+        rope_theta=10000.0,
+        counters=counters,
+    )
+    out = memoryview(bytearray(LAYOUT.block_bytes))
+    for turn, key in enumerate(KEYS):
+        assert await store.put(key, memoryview(kv_like(LAYOUT, turn)))
+        assert not await store.put(key, memoryview(kv_like(LAYOUT, turn)))
+        await store.get_into(key, out)
+    await store.close()
     names = {key.hex() for key in KEYS}
     files = [path for path in tmp_path.rglob("*") if any(name in path.name for name in names)]
     lengths = sum(path.stat().st_size for path in files)

@@ -71,47 +71,38 @@ async def until_indexed(store: Store, keys: list[BlockKey]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_file_store_of_an_earlier_version_is_found_and_read(stored: Stored) -> None:
-    async def test() -> None:
-        store = stored.open()
-        await until_indexed(store, stored.keys())
-        assert await store.contains(stored.keys(salt="bob")) == [False] * 3
-        for key, block in zip(stored.keys(), BLOCKS, strict=True):
-            out = bytearray(LAYOUT.block_bytes)
-            assert await store.get_into(key, memoryview(out)) == LAYOUT.block_bytes
-            assert out == block
-            assert not await store.put(key, memoryview(block))  # it is there
-        await store.close()
-
-    asyncio.run(test())
-
-
-def test_file_store_of_an_earlier_version_takes_new_blocks(stored: Stored) -> None:
-    async def test() -> None:
-        store = stored.open()
-        (key, *_) = stored.keys(salt="bob")
-        assert await store.put(key, memoryview(BLOCKS[0]))
-        await store.close()
-        again = stored.open()
-        await until_indexed(again, [key, *stored.keys()])
-        await again.close()
-
-    asyncio.run(test())
-
-
-def test_file_store_of_an_earlier_version_wrong_byte_is_noticed(stored: Stored) -> None:
-    async def test() -> None:
-        first, second, _ = stored.keys()
-        (path,) = stored.folder.rglob(first.hex())
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        store = stored.open()
-        await until_indexed(store, stored.keys())
+async def test_file_store_of_an_earlier_version_is_found_and_read(stored: Stored) -> None:
+    store = stored.open()
+    await until_indexed(store, stored.keys())
+    assert await store.contains(stored.keys(salt="bob")) == [False] * 3
+    for key, block in zip(stored.keys(), BLOCKS, strict=True):
         out = bytearray(LAYOUT.block_bytes)
-        with pytest.raises(BlockCorrupt):
-            await store.get_into(first, memoryview(out))
-        await store.get_into(second, memoryview(out))
-        await store.close()
+        assert await store.get_into(key, memoryview(out)) == LAYOUT.block_bytes
+        assert out == block
+        assert not await store.put(key, memoryview(block))  # it is there
+    await store.close()
 
-    asyncio.run(test())
+
+async def test_file_store_of_an_earlier_version_takes_new_blocks(stored: Stored) -> None:
+    store = stored.open()
+    (key, *_) = stored.keys(salt="bob")
+    assert await store.put(key, memoryview(BLOCKS[0]))
+    await store.close()
+    again = stored.open()
+    await until_indexed(again, [key, *stored.keys()])
+    await again.close()
+
+
+async def test_file_store_of_an_earlier_version_wrong_byte_is_noticed(stored: Stored) -> None:
+    first, second, _ = stored.keys()
+    (path,) = stored.folder.rglob(first.hex())
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    store = stored.open()
+    await until_indexed(store, stored.keys())
+    out = bytearray(LAYOUT.block_bytes)
+    with pytest.raises(BlockCorrupt):
+        await store.get_into(first, memoryview(out))
+    await store.get_into(second, memoryview(out))
+    await store.close()

@@ -1,6 +1,7 @@
 """What the tests of tiered stores share."""
 
 import asyncio
+import contextlib
 from collections.abc import MutableMapping
 
 from sglang_cake.core.buffers import PAGE_BYTES
@@ -102,14 +103,11 @@ class Tiers:
         return (await self.store.stats()).tiers[tier].counts
 
 
-def run(test, count=2, **options):
-    """Run `test(tiers)` in a loop of its own; the store is closed afterwards."""
-
-    async def main():
-        tiers = Tiers(count, **options)
-        try:
-            return await test(tiers)
-        finally:
-            await tiers.store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_tiers(count=2, **options):
+    """Tiers whose store is closed at the end."""
+    tiers = Tiers(count, **options)
+    try:
+        yield tiers
+    finally:
+        await tiers.store.close()

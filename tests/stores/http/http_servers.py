@@ -58,15 +58,14 @@ def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=OWN, frame=FR
     return HttpStore(lambda: endpoint, frame, depth=depth, limits=limits, **given)
 
 
-def with_client(base, test, **kwargs):
-    async def main():
-        store = opened(base, **kwargs)
-        try:
-            return await test(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_client(base, **kwargs):
+    """A client that is closed at the end."""
+    store = opened(base, **kwargs)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 def is_open(name):

@@ -1,6 +1,7 @@
 """Tokens and certificates: made by itself, asked for, and replaced while they are in use."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -70,19 +71,21 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
         assert server.stop() == 0
 
 
-def with_url(url, test):
-    async def main():
-        store = open_store(parse_sources(url), FRAME, depth=2)
-        try:
-            return await test(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def opened_url(url):
+    store = open_store(parse_sources(url), FRAME, depth=2)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
-def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):
-    async def test(store):
+async def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):
+    other = OurServer(tmp_path / "other", "--token-file", write_token(tmp_path))
+    port = other.port
+    assert other.stop() == 0
+    assert not list(home.rglob("*"))
+    async with opened_url(f"http://127.0.0.1:{port}") as store:
         server = await asyncio.to_thread(OurServer, tmp_path / "root", port=port)
         try:
             assert await store.put(A, block_of("a"))
@@ -90,12 +93,6 @@ def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):
             assert store.counters.failures == 0
         finally:
             assert await asyncio.to_thread(server.stop) == 0
-
-    other = OurServer(tmp_path / "other", "--token-file", write_token(tmp_path))
-    port = other.port
-    assert other.stop() == 0
-    assert not list(home.rglob("*"))
-    with_url(f"http://127.0.0.1:{port}", test)
 
 
 @pytest.mark.parametrize(
@@ -131,30 +128,25 @@ def test_own_token_without_a_home_folder_is_neither_sent_nor_made(tmp_path, monk
     assert "set --token-file FILE" in capsys.readouterr().err
 
 
-def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
+async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
     """A client that has no other goes on reading, however many writes are refused."""
     (tmp_path / "readers").mkdir()
     readers, writers = write_token(tmp_path / "readers", OTHER), write_token(tmp_path)
     server = OurServer(*(tmp_path / "root", "--token-file", writers, "--read-token-file", readers))
-
-    async def write(store):
-        assert await store.put(A, block_of("a"))
-
-    async def look(store):
-        assert await store.contains([A, B]) == [True, False]
-        for _ in range(10):
-            with pytest.raises(StoreUnavailable, match="only read"):
-                await store.put(B, block_of("b"))
-            with pytest.raises(StoreUnavailable, match="only read"):
-                await store.delete(A)
-        await store.touched([A], RequestFacts("id", 1))
-        assert [block.key async for block in store.list_blocks()] == [A]
-        assert await read(store, A) == block_of("a")
-        assert store.counters.failures == store.counters.sent_bytes == 0
-
     try:
-        with_url(f"{server.base}?token_file={writers}", write)
-        with_url(f"{server.base}?token_file={readers}", look)
+        async with opened_url(f"{server.base}?token_file={writers}") as store:
+            assert await store.put(A, block_of("a"))
+        async with opened_url(f"{server.base}?token_file={readers}") as store:
+            assert await store.contains([A, B]) == [True, False]
+            for _ in range(10):
+                with pytest.raises(StoreUnavailable, match="only read"):
+                    await store.put(B, block_of("b"))
+                with pytest.raises(StoreUnavailable, match="only read"):
+                    await store.delete(A)
+            await store.touched([A], RequestFacts("id", 1))
+            assert [block.key async for block in store.list_blocks()] == [A]
+            assert await read(store, A) == block_of("a")
+            assert store.counters.failures == store.counters.sent_bytes == 0
         path = description_path(FRAME.digest)
         assert ask(server, "PUT", path, b"{}", token=OTHER)[0] == 403
     finally:
@@ -203,42 +195,39 @@ def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, c
         assert server.stop() == 0
 
 
-def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
+async def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
     served, known = tmp_path / "served", tmp_path / "known"
     for folder in (served, known):
         folder.mkdir()
     server_file, client_file = write_token(served), write_token(known)
     server = OurServer(tmp_path / "root", "--token-file", server_file, "--workers", 1)
-
-    async def test(store):
-        assert await store.put(A, block_of("a"))
-        replace_token(server_file, f"{OTHER}\n")
-        await asyncio.to_thread(
-            lambda: poll(
-                lambda: ask(server, "GET", "/stats", token=TOKEN)[0] == 401, "it is replaced"
-            )
-        )
-        with pytest.raises(StoreUnavailable, match="401"):
-            await read(store, A)
-        replace_token(client_file, f"{OTHER}\n")
-        failures = store.counters.failures
-        one, two = bytearray(FRAME.payload_bytes), bytearray(FRAME.payload_bytes)
-        await asyncio.gather(  # both are refused at once
-            store.get_into(A, memoryview(one)),
-            store.get_into(A, memoryview(two)),
-            store.put(B, block_of("b")),
-        )
-        assert one == two == block_of("a")
-        assert await read(store, B) == block_of("b")
-        assert store.counters.failures == failures
-
     try:
-        with_url(f"{server.base}?token_file={client_file}", test)
+        async with opened_url(f"{server.base}?token_file={client_file}") as store:
+            assert await store.put(A, block_of("a"))
+            replace_token(server_file, f"{OTHER}\n")
+            await asyncio.to_thread(
+                lambda: poll(
+                    lambda: ask(server, "GET", "/stats", token=TOKEN)[0] == 401, "it is replaced"
+                )
+            )
+            with pytest.raises(StoreUnavailable, match="401"):
+                await read(store, A)
+            replace_token(client_file, f"{OTHER}\n")
+            failures = store.counters.failures
+            one, two = bytearray(FRAME.payload_bytes), bytearray(FRAME.payload_bytes)
+            await asyncio.gather(  # both are refused at once
+                store.get_into(A, memoryview(one)),
+                store.get_into(A, memoryview(two)),
+                store.put(B, block_of("b")),
+            )
+            assert one == two == block_of("a")
+            assert await read(store, B) == block_of("b")
+            assert store.counters.failures == failures
     finally:
         assert server.stop() == 0
 
 
-def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
+async def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
     (tmp_path / "next").mkdir()
     cert, key = make_certificate(tmp_path)
     next_cert, next_key = make_certificate(tmp_path / "next")
@@ -251,26 +240,24 @@ def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
     def shown():
         return ssl.get_server_certificate(("127.0.0.1", server.port)).strip()
 
-    async def test(store):
-        assert await store.put(A, block_of("a"))
-        assert shown() == cert.read_text().strip()
-        key.write_bytes(next_key.read_bytes())  # for a moment they do not fit together
-        cert.write_bytes(next_cert.read_bytes())
-        new = next_cert.read_text().strip()
-        await asyncio.to_thread(lambda: poll(lambda: shown() == new, "the new one is shown"))
-        assert await read(store, A) == block_of("a")  # over the connection that is open
-        other = open_store(parse_sources(url), FRAME, depth=2)  # needs a new connection
-        with pytest.raises(StoreUnavailable):
-            await read(other, A)
-        failures = other.counters.failures
-        ca.write_bytes(cert.read_bytes())
-        assert await read(other, A) == block_of("a")
-        assert other.counters.failures == failures
-        await other.close()
-
     url = f"{server.base}?ca={ca}"
     try:
-        with_url(url, test)
+        async with opened_url(url) as store:
+            assert await store.put(A, block_of("a"))
+            assert shown() == cert.read_text().strip()
+            key.write_bytes(next_key.read_bytes())  # for a moment they do not fit together
+            cert.write_bytes(next_cert.read_bytes())
+            new = next_cert.read_text().strip()
+            await asyncio.to_thread(lambda: poll(lambda: shown() == new, "the new one is shown"))
+            assert await read(store, A) == block_of("a")  # over the connection that is open
+            other = open_store(parse_sources(url), FRAME, depth=2)  # needs a new connection
+            with pytest.raises(StoreUnavailable):
+                await read(other, A)
+            failures = other.counters.failures
+            ca.write_bytes(cert.read_bytes())
+            assert await read(other, A) == block_of("a")
+            assert other.counters.failures == failures
+            await other.close()
     finally:
         assert server.stop() == 0
 

@@ -1,11 +1,10 @@
 """The client passes the shipped contract against real servers: ours in all its forms, and nginx."""
 
-import asyncio
 import secrets
 from dataclasses import replace
 
 import pytest
-from http_servers import A, B, Nginx, OurServer, make_certificate, with_client, write_token
+from http_servers import A, B, Nginx, OurServer, make_certificate, opened_client, write_token
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.namespace import Namespace
@@ -119,41 +118,34 @@ class TestHttpStoreBelowAPath(TestHttpStore):
         self.base = f"{proxy.base}/kv/"
 
 
-def test_http_store_block_put_through_store_serve_is_read_through_nginx(open_server, places):
+async def test_http_store_block_put_through_store_serve_is_read_through_nginx(open_server, places):
     """The same folder, two servers: the paths are those of a file store."""
     folder = places / "beside"
     folder.mkdir()
     nginx, frame = Nginx(folder, places / "open"), fresh_frame()
     try:
-
-        async def write(store):
+        async with opened_client(open_server.base, frame=frame) as store:
             assert await store.put(A, block_of("a"))
-
-        async def look(store):
+        async with opened_client(nginx.base, frame=frame) as store:
             assert await store.contains([A, B]) == [True, False]
             assert await read(store, A) == block_of("a")
             assert await store.put(A, block_of("a")) is False
             with pytest.raises(StoreUnavailable, match="cannot list"):
                 await anext(aiter(store.list_blocks()))
-
-        with_client(open_server.base, write, frame=frame)
-        with_client(nginx.base, look, frame=frame)
     finally:
         nginx.stop()
 
 
-def test_http_source_namespaces_are_listed_by_store_serve_not_nginx(open_server, nginx):
+async def test_http_source_namespaces_are_listed_by_store_serve_not_nginx(open_server, nginx):
     frame = fresh_frame()
-
-    async def write(store):
-        assert await store.put(A, block_of("a"))
 
     async def look(base):
         (source,) = parse_sources(base)
         return await source.namespaces()
 
-    with_client(open_server.base, write, frame=frame)
+    async with opened_client(open_server.base, frame=frame) as store:
+        assert await store.put(A, block_of("a"))
     told = StoredNamespace(frame.digest, frame.namespace.describe())
-    assert told in asyncio.run(look(open_server.base))
+    assert told in await look(open_server.base)
     with pytest.raises(StoreUnavailable, match="cannot list"):
-        asyncio.run(look(nginx.base))
+        await look(nginx.base)

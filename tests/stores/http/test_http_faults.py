@@ -1,6 +1,7 @@
 """Servers that are down, slow or lying: an error of the store's, soon, and never a wrong block."""
 
 import asyncio
+import contextlib
 import gzip
 import time
 
@@ -31,20 +32,17 @@ class Clock:
 clock = Clock()
 
 
-def against(answer, test, **kwargs):
-    """Run `test(store, server)` with a client of a server that does `answer(asked)`. Its breaker's
-    clock stands still until the test moves it on, so that no probe comes unexpected."""
+@contextlib.asynccontextmanager
+async def client_and_server(answer, **kwargs):
+    """A client, and its server, which does `answer(asked)`. The clock of the client's breaker
+    stands still until the test moves it on, so that no probe comes unexpected."""
     clock.now_s = 0.0
-
-    async def main():
-        async with bad_server(answer) as server:
-            store = opened(server.base, clock=clock, **kwargs)
-            try:
-                return await test(store, server)
-            finally:
-                await store.close()
-
-    return asyncio.run(main())
+    async with bad_server(answer) as server:
+        store = opened(server.base, clock=clock, **kwargs)
+        try:
+            yield store, server
+        finally:
+            await store.close()
 
 
 async def get_a(store):
@@ -101,28 +99,24 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_http_store_wrong_block_bytes_are_corrupt_and_reported(lie):
-    async def test(store, server):
+async def test_http_store_wrong_block_bytes_are_corrupt_and_reported(lie):
+    async with client_and_server(lie) as (store, server):
         with pytest.raises(BlockCorrupt):
             await get_a(store)
         # A lie is not asked for again, and the server is told of it.
         assert [asked.method for asked in server.asked] == ["GET", "POST"]
         assert store.counters.corrupt == 1
 
-    against(lie, test)
 
-
-def test_http_store_answer_longer_than_its_length_is_an_error():
-    async def test(store, server):
+async def test_http_store_answer_longer_than_its_length_is_an_error():
+    async with client_and_server(answers(200, GOOD, length=FRAMED_BYTES - 1)) as (store, _):
         with pytest.raises((BlockCorrupt, StoreUnavailable)) as error:  # whatever comes first
             await get_a(store)
         assert len(str(error.value)) < 500
 
-    against(answers(200, GOOD, length=FRAMED_BYTES - 1), test)
 
-
-def test_http_store_repeated_corrupt_reads_open_the_breaker():
-    async def test(store, server):
+async def test_http_store_repeated_corrupt_reads_open_the_breaker():
+    async with client_and_server(answers(200, flipped(-1))) as (store, server):
         for _ in range(20):
             with pytest.raises((BlockCorrupt, StoreUnavailable)):
                 await get_a(store)
@@ -131,8 +125,6 @@ def test_http_store_repeated_corrupt_reads_open_the_breaker():
         assert store.counters.breaker_openings == 1
         assert store.counters.corrupt == reads
         assert store.counters.refused == 20 - reads
-
-    against(answers(200, flipped(-1)), test)
 
 
 async def resets_at_once(asked):
@@ -174,8 +166,8 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE.keys())
-def test_http_store_persistent_fault_is_retried_and_then_unavailable(trouble):
-    async def test(store, server):
+async def test_http_store_persistent_fault_is_retried_and_then_unavailable(trouble):
+    async with client_and_server(trouble) as (store, _):
         for call in (get_a(store), get_a(store), store.contains([A]), store.stats()):
             before = store.counters.requests
             with pytest.raises(StoreUnavailable):
@@ -185,11 +177,9 @@ def test_http_store_persistent_fault_is_retried_and_then_unavailable(trouble):
         assert store.counters.failures >= 5
         assert store.counters.breaker_openings >= 1  # of reads
 
-    against(trouble, test)
-
 
 @pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE.keys())
-def test_http_store_passing_fault_is_hidden_by_retries(trouble):
+async def test_http_store_passing_fault_is_hidden_by_retries(trouble):
     async def answer(asked):
         if len(gone) < 2:
             gone.append(1)
@@ -197,30 +187,25 @@ def test_http_store_passing_fault_is_hidden_by_retries(trouble):
         else:
             asked.answer(200, GOOD)
 
-    async def test(store, server):
+    gone = []
+    async with client_and_server(answer) as (store, _):
         assert await get_a(store) == block_of("a")
         assert store.counters.failures >= 1
         assert store.counters.breaker_openings == 0
 
-    gone = []
-    against(answer, test)
 
-
-def test_http_store_server_down_opens_the_breaker_after_few_requests():
-    async def main():
-        store = opened(f"http://127.0.0.1:{free_port()}", clock=Clock())
-        for _ in range(30):
-            for call in (get_a(store), store.contains([A]), store.put(A, block_of("a"))):
-                with pytest.raises(StoreUnavailable):
-                    await call
-        counters = store.counters
-        assert counters.breaker_openings == 2  # of lookups and reads: before a put it is asked
-        assert counters.requests < 15
-        assert counters.refused >= 80
-        assert counters.disconnects == counters.failures
-        await store.close()
-
-    asyncio.run(main())
+async def test_http_store_server_down_opens_the_breaker_after_few_requests():
+    store = opened(f"http://127.0.0.1:{free_port()}", clock=Clock())
+    for _ in range(30):
+        for call in (get_a(store), store.contains([A]), store.put(A, block_of("a"))):
+            with pytest.raises(StoreUnavailable):
+                await call
+    counters = store.counters
+    assert counters.breaker_openings == 2  # of lookups and reads: before a put it is asked
+    assert counters.requests < 15
+    assert counters.refused >= 80
+    assert counters.disconnects == counters.failures
+    await store.close()
 
 
 async def silent(asked):
@@ -232,25 +217,23 @@ async def stops_in_the_middle(asked):
 
 
 @pytest.mark.parametrize("slow", [silent, stops_in_the_middle])
-def test_http_store_silent_server_times_out_without_a_retry(slow):
-    async def test(store, server):
+async def test_http_store_silent_server_times_out_without_a_retry(slow):
+    async with client_and_server(slow, first_s=0.2, floor_s=0.1) as (store, server):
         with pytest.raises(StoreUnavailable):
             await get_a(store)
         assert store.counters.timeouts == 1
         assert store.counters.requests == 1
         assert len(server.asked) <= 1  # none: given up before the server had read it
 
-    against(slow, test, first_s=0.2, floor_s=0.1)
 
-
-def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
+async def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
     """No limit loses data for ever: each one that was too short makes the next one longer."""
 
     async def answer(asked):
         await asyncio.sleep(0.5)
         asked.answer(200, GOOD)
 
-    async def test(store, server):
+    async with client_and_server(answer, first_s=0.1, floor_s=0.05) as (store, _):
         tries = 0
         while True:
             tries += 1
@@ -261,10 +244,8 @@ def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
                 assert tries < 5  # the breaker would open
                 assert store.counters.timeouts == tries
 
-    against(answer, test, first_s=0.1, floor_s=0.05)
 
-
-def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
+async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
     async def answer(asked):
         times.append(time.monotonic())
         if len(times) == 1:
@@ -274,51 +255,46 @@ def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
         else:
             asked.answer(200, GOOD)
 
-    async def test(store, server):
+    times = []
+    async with client_and_server(answer) as (store, _):
         assert await get_a(store) == block_of("a")
         assert store.counters.retries == 2
         assert times[1] - times[0] >= 0.99
         assert times[2] - times[1] >= MAX_RETRY_AFTER_S - 0.01
 
-    times = []
-    against(answer, test)
-
 
 @pytest.mark.parametrize("status", [204, 206, 301, 302, 304, 307, 400, 401, 403, 429])
-def test_http_store_unexpected_status_is_unavailable_and_not_followed(status):
+async def test_http_store_unexpected_status_is_unavailable_and_not_followed(status):
     async def answer(asked):
         asked.answer(status, headers=f"Location: {asked.path}x\r\n")
 
-    async def test(store, server):
+    async with client_and_server(answer, token=TOKEN) as (store, server):
         with pytest.raises(StoreUnavailable, match=str(status)):
             await get_a(store)
         assert [asked.path for asked in server.asked] == [block_path(FRAME.digest, A)]
         assert server.asked[0].headers["authorization"] == f"Bearer {TOKEN}"
 
-    against(answer, test, token=TOKEN)
-
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_http_store_missing_block_counts_as_no_failure(status):
-    async def test(store, server):
+async def test_http_store_missing_block_counts_as_no_failure(status):
+    async with client_and_server(answers(status, b"no such block\n")) as (store, server):
         for _ in range(10):
             with pytest.raises(BlockMissing):
                 await get_a(store)
         assert store.counters.failures == 0
         assert server.connections == 1
 
-    against(answers(status, b"no such block\n"), test)
 
-
-def test_http_store_server_error_text_is_short_and_printable():
-    async def test(store, server):
+async def test_http_store_server_error_text_is_short_and_printable():
+    async with client_and_server(answers(403, b"denied\r\n\x1b[2J\0" + b"x" * 10_000)) as (
+        store,
+        _,
+    ):
         with pytest.raises(StoreUnavailable) as error:
             await get_a(store)
         assert "denied" in str(error.value)
         assert len(str(error.value)) < 500
         assert str(error.value).isprintable()
-
-    against(answers(403, b"denied\r\n\x1b[2J\0" + b"x" * 10_000), test)
 
 
 NO_ANSWERS = {
@@ -332,32 +308,26 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize("body", NO_ANSWERS.values(), ids=NO_ANSWERS.keys())
-def test_http_store_malformed_lookup_answer_is_unavailable(body):
-    async def test(store, server):
+async def test_http_store_malformed_lookup_answer_is_unavailable(body):
+    async with client_and_server(answers(200, body)) as (store, server):
         with pytest.raises(StoreUnavailable):
             await store.contains([A, B])
         assert len(server.asked) == 1
-
-    against(answers(200, body), test)
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"1", b'{"blocks": "many"}', b"[" * 100_000, b"\xff"], ids=repr
 )
-def test_http_store_malformed_stats_are_unavailable(body):
-    async def test(store, server):
+async def test_http_store_malformed_stats_are_unavailable(body):
+    async with client_and_server(answers(200, body)) as (store, _):
         with pytest.raises(StoreUnavailable):
             await store.stats()
 
-    against(answers(200, body), test)
 
-
-def test_http_store_stats_above_the_size_limit_are_unavailable():
-    async def test(store, server):
+async def test_http_store_stats_above_the_size_limit_are_unavailable():
+    async with client_and_server(answers(200, b" " * (MAX_ANSWER_BYTES + 1))) as (store, _):
         with pytest.raises(StoreUnavailable, match="more than"):
             await store.stats()
-
-    against(answers(200, b" " * (MAX_ANSWER_BYTES + 1)), test)
 
 
 async def listed(store, keys):
@@ -377,26 +347,24 @@ BAD_LISTS = {
 
 
 @pytest.mark.parametrize("body", BAD_LISTS.values(), ids=BAD_LISTS.keys())
-def test_http_store_malformed_list_is_unavailable(body):
-    async def test(store, server):
+async def test_http_store_malformed_list_is_unavailable(body):
+    async with client_and_server(
+        answers(200, body, headers="Content-Type: application/x-ndjson\r\n")
+    ) as (store, _):
         with pytest.raises(StoreUnavailable):
             await listed(store, [])
 
-    against(answers(200, body, headers="Content-Type: application/x-ndjson\r\n"), test)
 
-
-def test_http_store_list_that_stalls_is_unavailable():
+async def test_http_store_list_that_stalls_is_unavailable():
     async def answer(asked):
         headers = "Content-Type: application/x-ndjson\r\n"
         asked.answer(200, LINE, length=2 * len(LINE), headers=headers)
 
-    async def test(store, server):
+    async with client_and_server(answer, first_s=1.0) as (store, _):
         got = []
         with pytest.raises(StoreUnavailable, match="broke off"):
             await listed(store, got)
         assert got == [A]
-
-    against(answer, test, first_s=1.0)
 
 
 def ours(put):
@@ -415,37 +383,31 @@ def ours(put):
     return answer
 
 
-def test_http_store_put_to_a_full_server_sends_no_block():
-    async def test(store, server):
+async def test_http_store_put_to_a_full_server_sends_no_block():
+    async with client_and_server(ours(answers(507, b"full"))) as (store, server):
         with pytest.raises(StoreFull):
             await store.put(A, block_of("a"))
         assert server.asked[-1].headers["expect"] == "100-continue"
         assert store.counters.sent_bytes == 0
         assert store.counters.failures == 0
 
-    against(ours(answers(507, b"full")), test)
 
-
-def test_http_store_forgotten_namespace_is_described_once_more():
+async def test_http_store_forgotten_namespace_is_described_once_more():
     async def forgets_once(asked):
         asked.answer(409 if len(puts) == 0 else 204)
         puts.append(asked.path)
 
-    async def test(store, server):
+    puts = []
+    async with client_and_server(ours(forgets_once)) as (store, server):
         assert await store.put(A, block_of("a")) is False
         told = [asked.path for asked in server.asked if asked.path.endswith(".json")]
         assert len(told) == 4  # looked, told; looked, told
-
-    async def always(store, server):
+    async with client_and_server(ours(answers(409))) as (store, server):
         with pytest.raises(StoreUnavailable, match="forgets"):
             await store.put(A, block_of("a"))
 
-    puts = []
-    against(ours(forgets_once), test)
-    against(ours(answers(409)), always)
 
-
-def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
+async def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
     """The server writes it to its disk; also where the last one was quick."""
     puts, claims = [], []
 
@@ -461,28 +423,24 @@ def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
             await asyncio.sleep(2 * LOOKUP_S if len(claims) == 2 else 0)
         await usual(asked)
 
-    async def test(store, server):
+    async with client_and_server(answer, floor_s=LOOKUP_S) as (store, _):
         assert await store.put(A, block_of("a")) is False
         assert len(claims) == 2
         assert store.counters.failures == 0
 
-    against(answer, test, floor_s=LOOKUP_S)
 
+async def test_http_store_namespace_with_another_meaning_is_unavailable():
+    async def answer(asked):
+        asked.answer(200, b"" if asked.method == "POST" else b'{"model": "other"}')
 
-def test_http_store_namespace_with_another_meaning_is_unavailable():
-    async def test(store, server):
+    async with client_and_server(answer) as (store, server):
         with pytest.raises(StoreUnavailable, match="another namespace"):
             await store.put(A, block_of("a"))
         assert not [asked for asked in server.asked if asked.method == "PUT"]
 
-    async def answer(asked):
-        asked.answer(200, b"" if asked.method == "POST" else b'{"model": "other"}')
-
-    against(answer, test)
-
 
 @pytest.mark.parametrize("there", [0, 1, 16, 613, 999, 1000])
-def test_http_store_lookup_on_a_plain_server_sends_few_heads(there):
+async def test_http_store_lookup_on_a_plain_server_sends_few_heads(there):
     keys = [key_of(number) for number in range(1000)]
     paths = {block_path(FRAME.digest, key) for key in keys[:there]}
 
@@ -494,15 +452,13 @@ def test_http_store_lookup_on_a_plain_server_sends_few_heads(there):
         else:
             asked.answer(404)
 
-    async def test(store, server):
+    async with client_and_server(answer) as (store, server):
         assert await store.contains(keys) == [True] * there + [False] * (1000 - there)
         heads = [asked for asked in server.asked if asked.method == "HEAD"]
         assert len(heads) <= HEADS_AT_ONCE * HEAD_ROUNDS
 
-    against(answer, test)
 
-
-def test_http_store_after_an_outage_detects_the_server_kind_again():
+async def test_http_store_after_an_outage_detects_the_server_kind_again():
     async def answer(asked):
         if broken:
             asked.answer(500)
@@ -511,7 +467,8 @@ def test_http_store_after_an_outage_detects_the_server_kind_again():
         else:
             asked.answer(405)
 
-    async def test(store, server):
+    broken = []
+    async with client_and_server(answer) as (store, server):
         assert await store.contains([A]) == [False]
         assert [asked.method for asked in server.asked] == ["POST", "HEAD"]
         assert await store.contains([A]) == [False]
@@ -526,11 +483,8 @@ def test_http_store_after_an_outage_detects_the_server_kind_again():
         assert await store.contains([A]) == [False]
         assert [asked.method for asked in server.asked] == ["POST", "HEAD"]
 
-    broken = []
-    against(answer, test)
 
-
-def test_http_store_head_lookups_are_bounded_and_one_error_fails_them():
+async def test_http_store_head_lookups_are_bounded_and_one_error_fails_them():
     async def answer(asked):
         if asked.method == "POST":
             asked.answer(501)
@@ -541,11 +495,9 @@ def test_http_store_head_lookups_are_bounded_and_one_error_fails_them():
         there = any(asked.path.endswith(key_of(n).hex()) for n in range(2))
         asked.answer(200 if there else 404, length=FRAMED_BYTES)
 
-    async def test(store, server):
+    async with client_and_server(answer) as (store, server):
         keys = [key_of(n) for n in range(40)]
         assert await store.contains(keys) == [n < 2 for n in range(40)]
         assert server.connections <= 17
         with pytest.raises(StoreUnavailable, match="403"):
             await store.contains([key_of(n) for n in range(40, 100)])
-
-    against(answer, test)

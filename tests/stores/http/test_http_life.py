@@ -19,12 +19,12 @@ from http_servers import (
     framed,
     metrics,
     opened,
+    opened_client,
     poll,
     put_block,
     read_status,
     start_put,
     start_request,
-    with_client,
 )
 
 from sglang_cake.cli import main
@@ -82,7 +82,7 @@ def test_store_serve_killed_during_a_put_stores_no_block(tmp_path):
         assert server.stop() == 0
 
 
-def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_path):
+async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_path):
     moments, stored = random.Random(11), set()
 
     async def write(store, turn):
@@ -94,17 +94,17 @@ def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_path):
                 return
             stored.add(name)
 
-    async def one_turn(turn):
+    for turn in range(4):
         server = OurServer(tmp_path / "root")
         store = opened(server.base)
         writing = asyncio.create_task(write(store, turn))
-        await until(lambda: (turn, 0) in stored)
+        await until(lambda turn=turn: (turn, 0) in stored)
         await asyncio.sleep(moments.uniform(0, 0.1))  # random moments are the point of this test
         await asyncio.to_thread(server.kill)
         await writing
         await store.close()
-
-    async def check(store):
+    server = OurServer(tmp_path / "root")
+    async with opened_client(server.base) as store:
         names = sorted(stored)
         assert all(await store.contains([key_of(name) for name in names]))
         for name in names:
@@ -113,73 +113,57 @@ def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_path):
             path = block_path(FRAME.digest, block.key)
             body = await asyncio.to_thread(lambda path=path: ask(server, "GET", path)[2])
             assert len(body) == FRAMED_BYTES
-
-    for turn in range(4):
-        asyncio.run(one_turn(turn))
-    server = OurServer(tmp_path / "root")
-    with_client(server.base, check)
     assert server.stop() == 0
 
 
-def test_http_store_after_server_restarts_reads_and_puts_again(tmp_path):
+async def test_http_store_after_server_restarts_reads_and_puts_again(tmp_path):
     server = OurServer(tmp_path / "root")
     port = server.port
-
-    async def main():
-        nonlocal server
-        store = opened(server.base)
-        assert await store.put(A, block_of("a"))
-        for stop in (OurServer.stop, OurServer.kill):
-            await asyncio.to_thread(stop, server)
-            while not store.counters.refused:  # until the breaker is open
-                with pytest.raises(StoreUnavailable):
-                    await read(store, A)
+    store = opened(server.base)
+    assert await store.put(A, block_of("a"))
+    for stop in (OurServer.stop, OurServer.kill):
+        await asyncio.to_thread(stop, server)
+        while not store.counters.refused:  # until the breaker is open
             with pytest.raises(StoreUnavailable):
-                await store.put(key_of("b"), block_of("b"))
-            server = await asyncio.to_thread(lambda: OurServer(tmp_path / "root", port=port))
-            until_s = time.monotonic() + WAIT_S
-            while time.monotonic() < until_s:
-                try:
-                    assert await read(store, A) == block_of("a")
-                    break
-                except StoreUnavailable:
-                    await asyncio.sleep(0.01)
-            assert await read(store, A) == block_of("a")
-            store.counters.refused = 0
-        assert store.counters.breaker_openings >= 2
-        assert store.counters.corrupt == 0
-        assert await store.put(key_of("b"), block_of("b"))
-        await store.close()
-
-    asyncio.run(main())
-    assert server.stop() == 0
-
-
-def test_http_store_server_with_a_new_empty_folder_is_filled_again(tmp_path):
-    server = OurServer(tmp_path / "root")
-
-    async def main():
-        nonlocal server
-        store = opened(server.base)
-        assert await store.put(A, block_of("a"))
-        await asyncio.to_thread(server.stop)
-        server = OurServer(tmp_path / "other root", port=server.port)
-        with pytest.raises(BlockMissing):
-            await read(store, A)
-        assert await store.put(A, block_of("a"))  # the namespace is told once more
+                await read(store, A)
+        with pytest.raises(StoreUnavailable):
+            await store.put(key_of("b"), block_of("b"))
+        server = await asyncio.to_thread(lambda: OurServer(tmp_path / "root", port=port))
+        until_s = time.monotonic() + WAIT_S
+        while time.monotonic() < until_s:
+            try:
+                assert await read(store, A) == block_of("a")
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(0.01)
         assert await read(store, A) == block_of("a")
-        await store.close()
-
-    asyncio.run(main())
+        store.counters.refused = 0
+    assert store.counters.breaker_openings >= 2
+    assert store.counters.corrupt == 0
+    assert await store.put(key_of("b"), block_of("b"))
+    await store.close()
     assert server.stop() == 0
 
 
-def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_path, capfd):
+async def test_http_store_server_with_a_new_empty_folder_is_filled_again(tmp_path):
+    server = OurServer(tmp_path / "root")
+    store = opened(server.base)
+    assert await store.put(A, block_of("a"))
+    await asyncio.to_thread(server.stop)
+    server = OurServer(tmp_path / "other root", port=server.port)
+    with pytest.raises(BlockMissing):
+        await read(store, A)
+    assert await store.put(A, block_of("a"))  # the namespace is told once more
+    assert await read(store, A) == block_of("a")
+    await store.close()
+    assert server.stop() == 0
+
+
+async def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_path, capfd):
     server = OurServer(tmp_path)
     name = A.hex()
     path = tmp_path / FRAME.digest.hex() / name[:2] / name[2:4] / name
-
-    async def test(store):
+    async with opened_client(server.base) as store:
         await store.put(A, block_of("a"))
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
@@ -191,8 +175,6 @@ def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_path, cap
         assert await store.contains([A]) == [False]
         assert await store.put(A, block_of("a")) is True
         assert await read(store, A) == block_of("a")
-
-    with_client(server.base, test)
     assert ask(server, "POST", block_path(FRAME.digest, A))[0] == 204  # whole: left where it is
     assert ask(server, "POST", block_path(FRAME.digest, key_of("nobody")))[0] == 404
     assert path.exists()

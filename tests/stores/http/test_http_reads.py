@@ -1,11 +1,12 @@
 """Whose bytes end up in the caller's memory, when reads are hedged, cancelled or many."""
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
 from bad_server import bad_server, until
-from http_servers import FRAMED_BYTES, A, framed, opened
+from http_servers import FRAMED_BYTES, A, framed, opened_client
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.buffers import Buffer, on_page
@@ -18,16 +19,10 @@ GOOD = framed("a")
 BAD = GOOD[:-100] + bytes(100)
 
 
-def against(answer, test, **kwargs):
-    async def main():
-        async with bad_server(answer) as server:
-            store = opened(server.base, **kwargs)
-            try:
-                return await test(store, server)
-            finally:
-                await store.close()
-
-    return asyncio.run(main())
+@contextlib.asynccontextmanager
+async def client_and_server(answer, **kwargs):
+    async with bad_server(answer) as server, opened_client(server.base, **kwargs) as store:
+        yield store, server
 
 
 def ready_to_hedge():
@@ -38,13 +33,14 @@ def ready_to_hedge():
     return hedging
 
 
-def test_http_store_hedge_that_wins_discards_the_late_answer():
+async def test_http_store_hedge_that_wins_discards_the_late_answer():
     async def answer(asked):
         first.append(asked)
         if len(first) > 1:
             asked.answer(200, GOOD)
 
-    async def test(store, server):
+    first = []
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, server):
         out = bytearray(LAYOUT.block_bytes)
         await store.get_into(A, memoryview(out))
         assert out == block_of("a")
@@ -56,26 +52,21 @@ def test_http_store_hedge_that_wins_discards_the_late_answer():
         assert await read(store, A) == block_of("a")
         assert out == bytes(len(out))
 
-    first = []
-    against(answer, test, hedging=ready_to_hedge())
 
-
-def test_http_store_first_answer_before_the_hedge_is_used():
+async def test_http_store_first_answer_before_the_hedge_is_used():
     async def answer(asked):
         first.append(asked)
         if len(first) == 2:  # the hedge is never answered
             first[0].answer(200, GOOD)
 
-    async def test(store, server):
+    first = []
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         assert await read(store, A) == block_of("a")
         assert (store.counters.hedges, store.counters.hedges_won) == (1, 0)
 
-    first = []
-    against(answer, test, hedging=ready_to_hedge())
-
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_http_store_hedged_read_survives_one_failed_request(bad):
+async def test_http_store_hedged_read_survives_one_failed_request(bad):
     async def answer(asked):
         both.append(asked)
         if len(both) == 2:
@@ -83,15 +74,13 @@ def test_http_store_hedged_read_survives_one_failed_request(bad):
             await asyncio.sleep(0)
             both[1 - bad].answer(200, GOOD)
 
-    async def test(store, server):
+    both = []
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         assert await read(store, A) == block_of("a")
         assert store.counters.retries == 0
 
-    both = []
-    against(answer, test, hedging=ready_to_hedge())
 
-
-def test_http_store_hedged_read_with_two_failures_counts_one():
+async def test_http_store_hedged_read_with_two_failures_counts_one():
     async def answer(asked):
         both.append(asked)
         if len(both) == 2:
@@ -100,22 +89,21 @@ def test_http_store_hedged_read_with_two_failures_counts_one():
         elif len(both) > 2:
             asked.answer(200, GOOD)
 
-    async def test(store, server):
+    both = []
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         assert await read(store, A) == block_of("a")
         assert store.counters.failures == 1
         assert store.counters.retries == 1
 
-    both = []
-    against(answer, test, hedging=ready_to_hedge())
 
-
-def test_http_store_cancelled_hedged_read_closes_both_requests():
+async def test_http_store_cancelled_hedged_read_closes_both_requests():
     async def answer(asked):
         both.append(asked)
         if len(both) == 2:
             asked_twice.set()
 
-    async def test(store, server):
+    both, asked_twice = [], asyncio.Event()
+    async with client_and_server(answer, hedging=ready_to_hedge()) as (store, _):
         out = bytearray(LAYOUT.block_bytes)
         task = asyncio.create_task(store.get_into(A, memoryview(out)))
         await asked_twice.wait()
@@ -127,16 +115,14 @@ def test_http_store_cancelled_hedged_read_closes_both_requests():
         assert out == bytes(len(out))
         assert store.counters.failures == 0
 
-    both, asked_twice = [], asyncio.Event()
-    against(answer, test, hedging=ready_to_hedge())
 
-
-def test_http_store_cancelled_read_returns_and_leaves_its_buffer_alone():
+async def test_http_store_cancelled_read_returns_and_leaves_its_buffer_alone():
     async def answer(asked):
         asked.answer(200, GOOD[:-100], length=FRAMED_BYTES)
         half_sent.append(asked)
 
-    async def test(store, server):
+    half_sent = []
+    async with client_and_server(answer) as (store, _):
         out = bytearray(LAYOUT.block_bytes)
         task = asyncio.create_task(store.get_into(A, memoryview(out)))
         await until(lambda: any(out))
@@ -150,18 +136,16 @@ def test_http_store_cancelled_read_returns_and_leaves_its_buffer_alone():
         assert out == bytes(len(out))
         assert store.counters.failures == 0
 
-    half_sent = []
-    against(answer, test)
 
-
-def test_http_store_reads_are_bounded_by_depth_and_delay_no_lookup():
+async def test_http_store_reads_are_bounded_by_depth_and_delay_no_lookup():
     async def answer(asked):
         if asked.method == "POST":
             asked.answer(200, b"\1")
         else:
             waiting.append(asked)
 
-    async def test(store, server):
+    waiting = []
+    async with client_and_server(answer, depth=3) as (store, server):
         tasks = [asyncio.create_task(read(store, A)) for _ in range(10)]
         await until(lambda: len(waiting) == 3)
         assert await store.contains([A]) == [True]
@@ -172,46 +156,39 @@ def test_http_store_reads_are_bounded_by_depth_and_delay_no_lookup():
         assert await asyncio.gather(*tasks) == [block_of("a")] * 10
         assert server.connections <= 4
 
-    waiting = []
-    against(answer, test, depth=3)
 
-
-def test_http_store_close_fails_a_running_read():
+async def test_http_store_close_fails_a_running_read():
     async def answer(asked):
         seen.set()
 
-    async def test(store, server):
+    seen = asyncio.Event()
+    async with client_and_server(answer) as (store, _):
         task = asyncio.create_task(read(store, A))
         await seen.wait()
         await store.close()
         with pytest.raises(StoreUnavailable):
             await task
 
-    seen = asyncio.Event()
-    against(answer, test)
 
-
-def test_http_store_progress_is_reported_while_bytes_arrive():
+async def test_http_store_progress_is_reported_while_bytes_arrive():
     async def answer(asked):
         asked.answer(200, GOOD[:100], length=FRAMED_BYTES)
         for begin, end in itertools.pairwise((100, *parts)):
             await until(lambda begin=begin: told.counts[-1:] == [max(0, begin - HEADER_BYTES)])
             asked.send(GOOD[begin:end])
 
-    async def test(store, server):
+    parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
+    out = bytearray(LAYOUT.block_bytes)
+    told = ProgressRecord(out, block_of("a"))
+    async with client_and_server(answer) as (store, _):
         await store.get_into(A, memoryview(out), told)
         assert told.wrong == []
         assert told.grew
         assert {part - HEADER_BYTES for part in parts} <= set(told.counts)
 
-    parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
-    out = bytearray(LAYOUT.block_bytes)
-    told = ProgressRecord(out, block_of("a"))
-    against(answer, test)
-
 
 @pytest.mark.parametrize("used", [True, False])
-def test_http_store_retried_read_restarts_its_progress(used):
+async def test_http_store_retried_read_restarts_its_progress(used):
     async def answer(asked):
         tries.append(asked)
         if len(tries) > 1:
@@ -222,7 +199,10 @@ def test_http_store_retried_read_restarts_its_progress(used):
         assert not used or reading.wait(LAYOUT.block_bytes - 50, 0.0)
         asked.reset()
 
-    async def test(store, server):
+    tries, counts, buffer = [], [], Buffer(on_page(LAYOUT.block_bytes))
+    reading = BlockRead(buffer)
+    async with client_and_server(answer) as (store, _):
+
         def came(count):
             counts.append(count)
             reading.received(count)
@@ -238,36 +218,28 @@ def test_http_store_retried_read_restarts_its_progress(used):
         assert counts[-1] == LAYOUT.block_bytes
         assert reading.wait_whole(0.0) is not used
 
-    tries, counts, buffer = [], [], Buffer(on_page(LAYOUT.block_bytes))
-    reading = BlockRead(buffer)
-    against(answer, test)
 
-
-def test_http_store_wrong_header_reports_no_payload():
+async def test_http_store_wrong_header_reports_no_payload():
     async def answer(asked):
         asked.answer(200, framed("b"))
 
-    async def test(store, server):
+    async with client_and_server(answer) as (store, _):
         counts = []
         with pytest.raises(BlockCorrupt):
             await store.get_into(A, memoryview(bytearray(LAYOUT.block_bytes)), counts.append)
         assert counts == [0]
 
-    against(answer, test)
 
-
-def test_http_store_corrupt_last_bytes_raise_after_full_progress():
+async def test_http_store_corrupt_last_bytes_raise_after_full_progress():
     """The last byte decides: all that came before it was in `out` already."""
 
     async def answer(asked):
         asked.answer(200, BAD)
 
-    async def test(store, server):
+    async with client_and_server(answer) as (store, _):
         out = bytearray(LAYOUT.block_bytes)
         counts = []
         with pytest.raises(BlockCorrupt):
             await store.get_into(A, memoryview(out), counts.append)
         assert any(out)
         assert counts[-1] == LAYOUT.block_bytes
-
-    against(answer, test)

@@ -19,13 +19,13 @@ from http_servers import (
     framed,
     metrics,
     opened,
+    opened_client,
     poll,
     put_block,
     read_status,
     serve_command,
     start_put,
     start_request,
-    with_client,
     write_token,
 )
 
@@ -114,7 +114,7 @@ def test_store_serve_put_of_a_wrong_body_stores_no_block(server, body, expected)
     assert put_block(server, "a") == 204
 
 
-def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_path):
+async def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_path):
     server = OurServer(tmp_path / "root")
     claim(server, BIG_FRAME)
     half_bytes = BIG_FRAME.framed_bytes // 2
@@ -123,21 +123,22 @@ def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_
     def is_half_written():
         return any(path.stat().st_size > half_bytes // 2 for path in tmp_path.rglob(".tmp-*"))
 
-    async def look(store):
-        assert await store.contains([A]) == [False]
-        with pytest.raises(BlockMissing):
-            await read(store, A, BIG_LAYOUT)
-        assert [block async for block in store.list_blocks()] == []
+    async def has_no_block():
+        async with opened_client(server.base, frame=BIG_FRAME) as store:
+            assert await store.contains([A]) == [False]
+            with pytest.raises(BlockMissing):
+                await read(store, A, BIG_LAYOUT)
+            return not [block async for block in store.list_blocks()]
 
     poll(is_half_written, "half of the body is written")
-    with_client(server.base, look, frame=BIG_FRAME)
+    assert await has_no_block()
     assert not list(tmp_path.rglob(A.hex()))
     second, _ = start_put(server, "a", BIG_FRAME, 0)
     assert read_status(second) == 204  # it is being written
     writing.close()
     poll(lambda: metrics(server)["puts_in_progress"] == 0, "the put is given up")
     assert not list(tmp_path.rglob(".tmp-*"))
-    with_client(server.base, look, frame=BIG_FRAME)
+    assert await has_no_block()
     assert put_block(server, "a", BIG_FRAME) == 201
     path = block_path(BIG_FRAME.digest, A)
     assert ask(server, "GET", path)[2] == framed("a", frame=BIG_FRAME)
@@ -202,15 +203,14 @@ def test_store_serve_namespace_needs_its_true_description_first(server):
     assert ask(server, "PUT", block, body)[0] == 201
 
 
-def test_store_serve_equal_namespaces_with_two_names_share_blocks(server):
+async def test_store_serve_equal_namespaces_with_two_names_share_blocks(server):
     names = (Namespace((("name", name), ("dtype", "shared"))) for name in ("M", "org/M"))
     one, two = (BlockFrame(namespace, LAYOUT) for namespace in names)
 
-    async def write(store):
-        return await store.put(A, block_of("a"))
-
-    assert with_client(server.base, write, frame=one)
-    assert with_client(server.base, write, frame=two) is False  # it is there
+    async with opened_client(server.base, frame=one) as store:
+        assert await store.put(A, block_of("a"))
+    async with opened_client(server.base, frame=two) as store:
+        assert await store.put(A, block_of("a")) is False  # it is there
     assert ask(server, "GET", block_path(two.digest, A))[0] == 200
 
 
@@ -276,7 +276,7 @@ def test_store_serve_parallel_puts_are_bounded_in_number_and_memory(tmp_path):
     assert server.stop() == 0
 
 
-def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
+async def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{TOKEN}\n\nan-older-token-still-good\n")
     tokens.chmod(0o600)
@@ -301,64 +301,52 @@ def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
             assert ask(server, "DELETE", PATH, headers=headers, token=None)[0] == 401
         for token in (TOKEN, "an-older-token-still-good"):
             assert ask(server, "GET", "/stats", token=token)[0] == 200
-
-        async def refused(store):
-            for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
-                with pytest.raises(StoreUnavailable, match="401"):
-                    await call
-
-        async def accepted(store):
+        for token in (None, "not-the-right-token"):
+            async with opened_client(server.base, token=token) as store:
+                for call in (store.contains([A]), read(store, A), store.put(A, block_of("a"))):
+                    with pytest.raises(StoreUnavailable, match="401"):
+                        await call
+        async with opened_client(server.base, token=TOKEN) as store:
             assert await store.put(A, block_of("a"))
             assert await read(store, A) == block_of("a")
-
-        with_client(server.base, refused, token=None)
-        with_client(server.base, refused, token="not-the-right-token")
-        with_client(server.base, accepted, token=TOKEN)
     finally:
         assert server.stop() == 0
 
 
-def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
+async def put_many(store, stored):
+    for n in range(100):
+        await store.put(key_of(n), block_of(n))
+        stored.append(n)
+
+
+async def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
     server = OurServer(tmp_path / "root", "--namespace-quota", "60kB")
     try:
-
-        async def fill(store):
-            stored = []
-
-            async def put_many():
-                for n in range(100):
-                    await store.put(key_of(n), block_of(n))
-                    stored.append(n)
-
-            with pytest.raises(StoreFull, match="quota of 60000 bytes"):
-                await put_many()
-            assert stored
-            with pytest.raises(StoreFull):
-                await store.put(key_of("more"), block_of("more"))
-            assert store.counters.failures == 0
-            for n in stored:
-                assert await read(store, key_of(n)) == block_of(n)
-                await store.delete(key_of(n))
-            assert await store.put(key_of(stored[0]), block_of(stored[0]))
-
-        with_client(server.base, fill)
-        other = BlockFrame(Namespace((("model", "other"),)), LAYOUT)
-        with_client(server.base, fill, frame=other)
+        for frame in (FRAME, BlockFrame(Namespace((("model", "other"),)), LAYOUT)):
+            async with opened_client(server.base, frame=frame) as store:
+                stored = []
+                with pytest.raises(StoreFull, match="quota of 60000 bytes"):
+                    await put_many(store, stored)
+                assert stored
+                with pytest.raises(StoreFull):
+                    await store.put(key_of("more"), block_of("more"))
+                assert store.counters.failures == 0
+                for n in stored:
+                    assert await read(store, key_of(n)) == block_of(n)
+                    await store.delete(key_of(n))
+                assert await store.put(key_of(stored[0]), block_of(stored[0]))
     finally:
         assert server.stop() == 0
 
 
-def test_store_serve_without_free_space_refuses_puts_as_full(tmp_path):
+async def test_store_serve_without_free_space_refuses_puts_as_full(tmp_path):
     server = OurServer(tmp_path / "root", "--min-free", "900PB")
     try:
-
-        async def test(store):
+        async with opened_client(server.base) as store:
             with pytest.raises(StoreFull):
                 await store.put(B, block_of("b"))
             assert store.counters.sent_bytes == 0
             assert await store.contains([B]) == [False]
-
-        with_client(server.base, test)
     finally:
         assert server.stop() == 0
 
@@ -375,22 +363,19 @@ def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
         assert server.stop() == 0
 
 
-def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
-    async def main():
-        stores = [opened(server.base, depth=4) for _ in range(6)]
+async def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
+    stores = [opened(server.base, depth=4) for _ in range(6)]
 
-        async def work(store):
-            for n in range(10):
-                await store.put(key_of(("many", n)), block_of(("many", n)))
-            return [await read(store, key_of(("many", n))) for n in range(10)]
+    async def work(store):
+        for n in range(10):
+            await store.put(key_of(("many", n)), block_of(("many", n)))
+        return [await read(store, key_of(("many", n))) for n in range(10)]
 
-        got = await asyncio.gather(*(work(store) for store in stores))
-        assert got == [[block_of(("many", n)) for n in range(10)]] * 6
-        for store in stores:
-            assert store.counters.failures == 0
-            await store.close()
-
-    asyncio.run(main())
+    got = await asyncio.gather(*(work(store) for store in stores))
+    assert got == [[block_of(("many", n)) for n in range(10)]] * 6
+    for store in stores:
+        assert store.counters.failures == 0
+        await store.close()
 
 
 def test_store_serve_invalid_options_are_one_line_and_exit_status_2(tmp_path, server, capsys):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from http_servers import OurServer
 from moto_process import moto
-from storetools import ALICE, BOB, told
+from storetools import ALICE, BOB, closing, told
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.stores.open_store import parse_sources
@@ -32,24 +32,18 @@ def url(request, tmp_path):
         assert server.stop() == 0
 
 
-def in_store(url, frame, work):
-    async def run():
-        (source,) = parse_sources(url)
-        store = source.open(frame, depth=4)
-        try:
-            return await work(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(run())
+def opened_store(url, frame):
+    (source,) = parse_sources(url)
+    return closing(source.open(frame, depth=4))
 
 
 def fill(url, frame, names):
-    async def put(store):
-        for name in names:
-            await store.put(key_of(name), block_of(name))
+    async def main():
+        async with opened_store(url, frame) as store:
+            for name in names:
+                await store.put(key_of(name), block_of(name))
 
-    in_store(url, frame, put)
+    asyncio.run(main())
 
 
 def listed(capsys, url):
@@ -68,18 +62,15 @@ def test_store_bench_and_clear_of_a_remote_store_leave_no_namespace(url, capsys)
     assert listed(capsys, url) == {}
 
 
-def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys, monkeypatch):
+async def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys, monkeypatch):
     monkeypatch.setattr("sglang_cake.stores.s3.s3_store.DESCRIBE_EVERY_S", 0.0)
-
-    async def work(store):
+    async with opened_store(url, ALICE) as store:
         await store.put(key_of("a"), block_of("a"))
         await asyncio.to_thread(told, capsys, "clear", url, "--yes")
         assert await store.contains([key_of("a")]) == [False]
         assert await store.put(key_of("b"), block_of("b")) is True
         assert await read(store, key_of("b")) == block_of("b")
-
-    in_store(url, ALICE, work)
-    assert listed(capsys, url) == {ALICE.digest.hex(): 1}
+    assert await asyncio.to_thread(listed, capsys, url) == {ALICE.digest.hex(): 1}
 
 
 def test_store_gc_of_a_remote_store_shrinks_it_to_the_given_size(url, capsys):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from http_servers import OurServer, own_token
 from moto_process import moto
-from storetools import with_store
+from storetools import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
@@ -124,7 +124,7 @@ def served(request, tmp_path_factory):
 
 
 @pytest.fixture
-def remote(served, monkeypatch):
+async def remote(served, monkeypatch):
     kind, port, make_bucket = served
     # Waits before a request is tried again are nobody's outcome.
     monkeypatch.setattr("sglang_cake.stores.http.http_transport.MAX_RETRY_AFTER_S", 0.0)
@@ -133,12 +133,10 @@ def remote(served, monkeypatch):
     proxy = FaultProxy(port, trickle_s=0.01)
     remote = StoreBehindProxy(kind, proxy, make_bucket())
 
-    async def fill(store):
+    async with closing(remote.opened(Clock())) as store:
         for number, key in enumerate(KEYS):
             await store.put(key, block_of(number))
         assert await read(store, KEYS[0]) == block_of(0)  # comes in the place of another block
-
-    with_store(remote.opened(Clock()), fill)
     try:
         yield remote
     finally:
@@ -157,10 +155,9 @@ def lines_in(caplog):
 
 
 @pytest.mark.parametrize("fault", READS)
-def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fault, caplog):
+async def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fault, caplog):
     expected, clock = remote.expected(fault), Clock()
-
-    async def test(store):
+    async with closing(remote.opened(clock, remote.patience(fault))) as store:
         remote.begin(fault)
         for number in range(1, FAILURES + 3):
             assert isinstance(await outcome(read(store, KEYS[number])), StoreError)
@@ -172,9 +169,6 @@ def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fault, c
             clock.now_s += LAST_S
             await outcome(store.put(KEYS[2], block_of(2)))
             until_right = await outcome(read(store, KEYS[2]))
-        return events
-
-    events = with_store(remote.opened(clock, remote.patience(fault)), test)
     lines = lines_in(caplog)
     assert "secret" not in caplog.text
     assert "signature" not in caplog.text
@@ -195,11 +189,10 @@ def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fault, c
 
 
 @pytest.mark.parametrize("fault", ["reset", "silent", "503"])
-def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, fault):
+async def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, fault):
     """Of the requests of a lookup one is the probe, and the others fail at once."""
     clock = Clock()
-
-    async def test(store):
+    async with closing(remote.opened(clock, remote.patience(fault))) as store:
         remote.begin(fault, methods=None)
         for _ in range(FAILURES):
             assert isinstance(await outcome(store.contains(KEYS)), StoreUnavailable)
@@ -210,8 +203,6 @@ def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, fault):
         while await outcome(store.contains(KEYS)) != [True] * BLOCKS:
             clock.now_s += LAST_S
             assert clock.now_s < 20 * LAST_S
-
-    with_store(remote.opened(clock, remote.patience(fault)), test)
 
 
 @pytest.mark.parametrize("fault", READS)
@@ -279,26 +270,20 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
 
 
 @pytest.mark.parametrize("fault", READS)
-def test_remote_store_puts_under_a_fault_store_whole_blocks_or_none(remote, fault, caplog):
+async def test_remote_store_puts_under_a_fault_store_whole_blocks_or_none(remote, fault, caplog):
     more = {key_of(f"more {n}"): block_of(f"more {n}") for n in range(2 * FAILURES)}
-
-    async def test(store):
+    async with closing(remote.opened(Clock(), IMPATIENT)) as store:
         remote.begin(fault, methods=None)
         asked = await outcome(store.contains([*KEYS[:2], *more]))
         puts = [await outcome(store.put(key, block)) for key, block in more.items()]
         remote.end()
         assert isinstance(asked, list | StoreUnavailable)
         assert all(isinstance(put, bool | StoreUnavailable) for put in puts)
-        return puts
-
-    async def look(store):
+    async with closing(remote.opened(Clock())) as store:
         for (key, block), put in zip(more.items(), puts, strict=True):
             got = await outcome(read(store, key))
             assert got == block or isinstance(got, BlockMissing)
             assert put is not True or got == block
-
-    puts = with_store(remote.opened(Clock(), IMPATIENT), test)
-    with_store(remote.opened(Clock()), look)
     # An answer to a put has nothing in it that could be corrupt.
     if remote.expected(fault) not in (None, Fault.CORRUPT):
         assert all(isinstance(put, StoreUnavailable) for put in puts)
