@@ -72,7 +72,7 @@ def models() -> str:
 
 
 def proof(row: Supported) -> tuple[str, str]:
-    """What a table says of how a row was proven: on a CPU, and on a GPU."""
+    """The cells of a row with its proofs: on a CPU, and on a GPU."""
     return row.proven, ", ".join(row.gpu) or "not yet"
 
 
