@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import facts
 from sglang_cake.cli.text_tables import table
 from sglang_cake.simulator.hardware import GPUS, Medium, load_cost, prefill_cost
-from sglang_cake.simulator.machine import Clock, Hub, Machine
+from sglang_cake.simulator.machine import Clock, Machine, SharedStore
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.simulator.simulated_server import Prompt, SimulatedServer
 
@@ -36,9 +36,11 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
     """One fleet, one way: times to first token of all requests."""
     shape = find_shape("llama-3.1-8b")
     cost = prefill_cost(shape, GPUS["h100"], chunk_tokens=CHUNK)
-    clock, hub, results = Clock(), Hub(links), []
+    clock, shared_store, results = Clock(), SharedStore(links), []
     for number in range(servers):
-        machine = Machine(cost, load_cost(shape.read_bytes(1), LINK, BLOCK), hub=hub)
+        machine = Machine(
+            cost, load_cost(shape.read_bytes(1), LINK, BLOCK), shared_store=shared_store
+        )
         server = SimulatedServer(
             machine,
             clock,

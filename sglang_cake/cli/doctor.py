@@ -199,7 +199,7 @@ def _repairs() -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class KvSizes:
-    """What the KV of a model takes on a server.
+    """The sizes of a model's KV on a server.
 
     Attributes:
         block_bytes: of a block of one rank.
@@ -336,7 +336,7 @@ def _space(files: FileSource, kv: KvSizes | None) -> Finding:
 def gain_finding(
     model: str, server: "ResolvedServer", block_tokens: int, gpu: str | None, bytes_per_s: float
 ) -> Finding:
-    """What `sglang-cake plan` says of this model and the measured speed of its store.
+    """The prediction of `sglang-cake plan` for this model and the measured speed of its store.
 
     Args:
         model: path of its config.json.

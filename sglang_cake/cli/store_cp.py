@@ -1,4 +1,4 @@
-"""`sglang-cake store cp`: copy what another store lacks."""
+"""`sglang-cake store cp`: copy the blocks that another store lacks."""
 
 import argparse
 import json

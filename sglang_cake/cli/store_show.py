@@ -1,4 +1,4 @@
-"""`sglang-cake store ls`, `stat` and `describe`: what a store holds, and its layers."""
+"""`sglang-cake store ls`, `stat` and `describe`: the content of a store, and its layers."""
 
 import argparse
 import json
@@ -29,8 +29,8 @@ from sglang_cake.stores.open_store import describe_store, parse_sources
 
 
 @dataclass(slots=True)
-class Held:
-    """What one namespace holds, counted block by block."""
+class NamespaceContent:
+    """The blocks of one namespace, counted one by one."""
 
     blocks: int = 0
     bytes: int = 0
@@ -125,17 +125,17 @@ async def _describe(named: NamedStore, stored: StoredNamespace) -> dict[str, Any
     return told | asdict(await count(named, frame))
 
 
-async def count(named: NamedStore, frame: BlockFrame) -> Held:
+async def count(named: NamedStore, frame: BlockFrame) -> NamespaceContent:
     """Look at every block of a namespace. Raises: StoreUnavailable."""
-    held = Held()
+    content = NamespaceContent()
     with progress("counting") as bar:
         async for block in blocks_in(named, frame):
-            held.blocks += 1
-            held.bytes += block.stored_bytes
+            content.blocks += 1
+            content.bytes += block.stored_bytes
             if block.used_s is not None:
-                held.last_used_s = max(held.last_used_s or 0.0, block.used_s)
+                content.last_used_s = max(content.last_used_s or 0.0, block.used_s)
             bar.update(1)
-    return held
+    return content
 
 
 def _namespace_table(named: NamedStore, found: list[dict[str, Any]]) -> str:
@@ -210,8 +210,8 @@ async def _totals(named: NamedStore) -> dict[str, Any]:
     stats = await stats_of(named, [frame for _, frame in good])
     blocks, block_bytes = stats.blocks, stats.block_bytes
     if blocks is None or block_bytes is None:  # it does not keep count: do it here
-        held = [await count(named, frame) for _, frame in good]
-        blocks, block_bytes = sum(h.blocks for h in held), sum(h.bytes for h in held)
+        contents = [await count(named, frame) for _, frame in good]
+        blocks, block_bytes = sum(h.blocks for h in contents), sum(h.bytes for h in contents)
     used_bytes = block_bytes if stats.used_bytes is None else stats.used_bytes
     capacity = stats.capacity_bytes
     return {

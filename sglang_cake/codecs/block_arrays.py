@@ -132,7 +132,7 @@ def relative_error(layout: BlockLayout, exact: memoryview, decoded: memoryview) 
     blocks must be finite.
 
     The KL divergence of a model's answer goes with the square of this error: on a real model it is
-    0.5 to 1.4 times the square (docs/codecs.md). The error of the worst plane predicts it less
+    0.5 to 0.9 times the square (docs/codecs.md). The error of the worst plane predicts it less
     well, since errors of all layers add up.
     """
     one, other = Block.over(layout, exact), Block.over(layout, decoded)

@@ -1,4 +1,4 @@
-"""Every step and every named codec; from the text in front of a block to the steps that made it."""
+"""All steps and named codecs, and the parser of the text in front of a block."""
 
 import json
 from dataclasses import replace

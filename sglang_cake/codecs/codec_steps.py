@@ -1,4 +1,4 @@
-"""What a codec is made of: typed steps, as in zarr, so that a wrong order does not type-check.
+"""The steps of a codec: typed, as in zarr, so that a wrong order does not type-check.
 
     Leading?     numbers -> numbers     the first token of a prompt is kept beside them
     ArrayStep*   numbers -> numbers     e.g. keys rotated back to before RoPE

@@ -5,7 +5,7 @@ arithmetic coder has a distribution for each channel of each layer. Three things
 paper, each because it gives a real model less KL at equal bytes (docs/codecs.md):
 
 - A number is coded as its difference to its channel's mean in the block, and not to a nearby token.
-  Neighbouring tokens are hardly alike (correlation 0.2), so their difference is the larger one.
+  In most planes, neighbouring tokens are hardly alike, so their difference is the larger one.
   Keys are taken before RoPE (`rope`), where a channel has a mean.
 - Steps are the same share of the size of a plane in every layer, and twice as large for values. The
   later two thirds of the layers do not matter less.

@@ -1,4 +1,4 @@
-"""What every compiled loop shares: how numbers are read and written, and how loops are compiled.
+"""Common parts of all compiled loops: reading and writing of numbers, and compilation.
 
 A kernel works on a whole part of a block in one call, without the GIL: a thread that took the GIL
 back after every small step would wait for the scheduler's Python code each time. Loops over

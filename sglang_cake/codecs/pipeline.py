@@ -222,7 +222,7 @@ class Chain:
 
 RAW_CHAIN = Chain()
 _RAW_TEXT = RAW_CHAIN.describe().encode()
-# What stands in front of a block that is stored as it is.
+# The text in front of a block that is stored as it is.
 RAW_HEAD_BYTES = -(-(_LENGTH.size + len(_RAW_TEXT)) // _ALIGN) * _ALIGN
 
 

@@ -1,4 +1,4 @@
-"""What every other part uses: settings, keys, layouts, errors. No SGLang, no torch.
+"""Basic types of all packages: settings, keys, layouts, errors. Imports neither SGLang nor torch.
 
 Terms: docs/glossary.md (block, plane, group, namespace, shard, key).
 """

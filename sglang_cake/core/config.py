@@ -145,7 +145,7 @@ def _setting(default: _T, read: "_Reader", value: str, text: str) -> _T:
 
     Args:
         read: `(spelled, value)` checks a given value; raises ConfigError.
-        value: what the value is called in help texts.
+        value: name of the value in help texts.
         text: the help text, in whole sentences.
     """
     metadata = {"read": read, "value": value, "text": text}
@@ -182,8 +182,8 @@ class CakeConfig:
         0.0,
         _share,
         "SHARE",
-        "Largest relative error of K and of V, in any layer, that the codec auto may cause. "
-        "0 keeps every bit.",
+        "Largest error of a block that the codec auto may cause: the root mean square of the "
+        "relative errors of K and V of all layers. 0 keeps every bit.",
     )
     block_tokens: int | None = _setting(
         None,
@@ -242,8 +242,9 @@ class CakeConfig:
         None,
         _size,
         "BYTES",
-        "Host memory, per rank, for blocks that are being stored. While it is full, new blocks are "
-        "not stored, and counted. Default: two chunks of prefill, at least 256MiB.",
+        "Host memory, per rank, for blocks that are being stored. A block that finds it full until "
+        "its request ends is not stored, and counted. Default: two chunks of prefill, at least "
+        "256MiB.",
     )
     queue_depth: int = _setting(
         4, _integer(1, _MAX_QUEUE_DEPTH), "N", "Concurrent reads of the store, per rank."
@@ -325,10 +326,10 @@ def as_variable(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """What a user is told of a setting.
+    """The help of a setting.
 
     Attributes:
-        value: what its value is called, as a metavar of argparse.
+        value: name of its value, as a metavar of argparse.
         text: whole sentences.
         default: as it is written; None where `text` says it.
     """
@@ -414,7 +415,7 @@ def resolve(
     for name in variables:
         if name != name.upper():
             raise ConfigError(f"{ENVIRONMENT_PREFIX}{name}: write it in capital letters")
-    # In order of precedence, so that the first error is the one of what counts most.
+    # In order of precedence, so that the first error is about the source that counts most.
     layers = [
         _read(given, spell),
         _read({name.lower(): value for name, value in variables.items()}, as_variable),
@@ -432,7 +433,7 @@ def resolve(
 def to_environment(config: CakeConfig) -> dict[str, str]:
     """The variables from which a child's `from_environment` reads the same settings again.
 
-    With ENABLED_ENV beside them they are all there is: no file is read a second time.
+    With ENABLED_ENV beside them the child reads no settings file.
     """
     return {
         as_variable(name): str(value) for name, value in asdict(config).items() if value is not None

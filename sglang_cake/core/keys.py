@@ -30,7 +30,7 @@ def sized(part: str | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeySeed:
-    """What precedes the tokens in a key: all that the KV depends on but the tokens."""
+    """The part of a key before the tokens: all facts but the tokens that the KV depends on."""
 
     namespace: Digest
     extra_key: str | None = None
@@ -49,7 +49,7 @@ class MediaItem:
     """An image, a video or an audio track of a prompt.
 
     Attributes:
-        digest: 32 bytes; equal digests mean that the model sees the same.
+        digest: 32 bytes; equal digests mean equal inputs of the model.
         spans: `[start, stop)` of the tokens that stand for it, ascending.
     """
 
@@ -59,7 +59,7 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """What the KV of a prompt depends on beside its tokens, if it has images, videos or audio.
+    """The facts beside its tokens that the KV of a prompt with images, videos or audio depends on.
 
     Attributes:
         items: in the order of their first tokens. Their spans do not overlap.

@@ -51,7 +51,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     same prefix whose processes were killed are known by their free locks. They are removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # in use, somebody else's, or gone
+        with contextlib.suppress(OSError):  # in use, of another user, or gone
             _remove_unlocked(left)
     folder, held = _locked_folder(prefix)
     try:

@@ -1,6 +1,6 @@
-"""Which SGLang this package works with: the versions, and every name of it that is used here.
+"""The supported versions of SGLang, and every name of SGLang that this package uses.
 
-`compat.toml` lists the names: what is hooked, overridden, imported or read, with the parameters of
+`compat.toml` lists the names that are hooked, overridden, imported or read, with the parameters of
 functions as they were in the checked versions. `require` compares them with the installed SGLang
 before anything is loaded. It searches SGLang's sources, which takes 0.1 s, and imports
 nothing of them, so that it sees no patch of another plugin.
@@ -278,7 +278,7 @@ def _written(names: Names) -> str:
         for name, forms in sorted(names[owner].items()):
             found = signature(owner, name)
             text = MISSING if found is None else found
-            # Forms of other versions stay until somebody deletes them.
+            # Forms of other versions stay until they are deleted by hand.
             several = isinstance(forms, list) and sorted({*forms, text})
             lines.append(f"{name} = {json.dumps(several or text)}")
     return "\n".join(lines) + "\n"

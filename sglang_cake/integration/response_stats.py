@@ -1,4 +1,4 @@
-"""What responses say of cake: `meta_info["cake"]`, a dictionary with statistics of the request, and
+"""Cake's part of responses: `meta_info["cake"]`, a dictionary with statistics of the request, and
 loaded tokens in SGLang's own statistics, where they count as `storage`, like those of HiCache.
 
 SGLang counts the tokens before the first one that a step computes as cached (`Req.cached_tokens`),

@@ -1,4 +1,4 @@
-"""What the flags of a server come to on this machine, for `sglang-cake doctor`: none is started.
+"""The server that flags describe, on this machine, for `sglang-cake doctor`. None is started.
 
 SGLang's plug-ins are not loaded here, so cake's hooks do not act. Nothing is downloaded.
 """
@@ -46,7 +46,7 @@ class ResolvedServer:
         page_tokens: of the KV pool.
         pool_tokens: size of a KV pool, if it is set.
         kv_value_bytes: of a value in the KV pool.
-        kinds: what the support table says of the model.
+        kinds: of the model, by the support table.
     """
 
     device: str
@@ -90,7 +90,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[ServerArgs, CakeConfig]:
 
 
 def setting_faults(record: ServerArgs, config: CakeConfig) -> list[str]:
-    """What is wrong with the settings, whatever the model and the store are."""
+    """The faults of the settings, whatever the model and the store are."""
     reason = flags.reason_as_given(record, config)
     found = [] if reason is None else [reason]
     checks: list[Callable[[], None]] = [

@@ -43,7 +43,7 @@ class StepTimer(Protocol):
 
 
 class CudaTimer:
-    """A `StepTimer`: events around what is launched on the current stream between construction and
+    """A `StepTimer`: events around the launches on the current stream between construction and
     `stop`."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class StepCosts:
         return self._fit.cost, self._loader.costs
 
     def recall(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> None:
-        """Start from what an earlier process measured."""
+        """Start from the costs that an earlier process measured."""
         self._fit.recall(prefill)
         self._loader.recall(loads)
         self.agreed = self._fit.cost

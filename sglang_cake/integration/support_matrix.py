@@ -1,5 +1,5 @@
-"""What cake supports and what not, by kinds of models and by settings. Each reason for a refusal is
-one line, reported before a model is loaded.
+"""The supported and the refused models and settings. Each reason for a refusal is one line,
+reported before a model is loaded.
 
 SGLang changes settings while it resolves them: the page size, and the radix cache, which is off for
 some models. So `unsupported` checks the settings as they were given, and again when they are
@@ -128,10 +128,10 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supported:
-    """What README's tables have beside the columns of a row's own.
+    """The common columns of README's tables.
 
     Attributes:
-        stored: what a block has of a token, and what else is stored.
+        stored: data of a token in a block, and further stored data.
         proofs: one for each model or pool that is tested.
         gpu: models that ran on a GPU.
     """
@@ -534,8 +534,8 @@ RULES: tuple[_Rule, ...] = (
     ),
 )
 
-# What cake needs and SGLang turns off for some models while it resolves their settings: the rule's
-# field, what it is, and such models.
+# Features that cake needs and SGLang turns off for some models while it resolves their settings:
+# field of the rule -> (the feature, such models).
 TURNED_OFF: dict[str, tuple[str, str]] = {
     "disable_radix_cache": ("the radix cache", "MiniCPM-SALA, HRM-Text"),
     "chunked_prefill_size": ("chunked prefill", "LLaVA of Llama"),

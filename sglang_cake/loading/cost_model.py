@@ -324,7 +324,7 @@ class PromptCosts:
 
     Attributes:
         others_s: time of a step that does the other requests' part of these steps alone; 0: there
-            is no such part, and the device rests while this prompt waits.
+            is no such part, and the device is idle while this prompt waits.
         backlog_s: device time of other requests before this prompt's next step: the rest of the
             step under way, and prompts that are served first.
         pipelined: steps are planned while the one before runs, so no step begins at once.

@@ -230,7 +230,7 @@ class BlockRead:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What the loader is asked for one prompt: to look its blocks up, and to read them.
+    """The request to look up, and to read, the blocks of one prompt.
 
     Attributes:
         load_id: names this request, never another one.
@@ -239,7 +239,7 @@ class LoadRequest:
         first_block: blocks before this one are in the tree already.
         should_load: whether to load at once, given the stored blocks that are of use, and the cost
             of loading them. `set_load_from` changes that decision later.
-        facts: what the store is told about the request.
+        facts: about the request, for the store.
         take: called with each block whose checked bytes are in host memory, on the I/O thread and
             before its `Fetched`. It must be quick. It returns whether it takes the block over; then
             it releases it once, and the `Fetched` has no bytes.
@@ -326,7 +326,7 @@ class _PromptQueue:
 
     @property
     def asks(self) -> bool:
-        """Whether a block is worth loading that is not being read."""
+        """Whether a block that is not being read is worth loading."""
         return bool(self.todo) and self.todo[-1] >= self.load_from
 
     def count_ahead(self) -> None:
@@ -566,7 +566,7 @@ class Loader:
         return ends
 
     def _pump(self) -> None:
-        """Take what the store has in memory, and start reads."""
+        """Take the blocks that the store has in memory, and start reads."""
         self._start_reads()
         if self._borrowers:
             self._count_costs(time.monotonic())

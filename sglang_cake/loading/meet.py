@@ -34,7 +34,7 @@ blocks. One end is the *target*, and the front jumps there or nowhere:
 
 Only the unbroken run of blocks up to the target is wanted. A hole in the run makes the blocks left
 of it useless, and a lost end state makes all of them useless. Then either a lower end inside the
-run becomes the target, or the rest of the run is kept; what is not needed any more is given up.
+run becomes the target, or the rest of the run is kept; blocks without a use are given up.
 """
 
 from collections.abc import Sequence, Set

@@ -8,8 +8,8 @@ or compute from the front while blocks are loaded from the back.
 - `should_load` decides whether blocks of a waiting prompt are loaded.
 - `overlap_span` decides whether the last step begins before the last loads are over.
 
-Decisions are not final: a prompt that is only computed is loaded once that pays, and the other way
-round.
+Decisions are not final: a prompt that is only computed is loaded once that saves time, and the
+other way round.
 
 The split is greedy: each step starts from the blocks that have landed by then, which takes 1.02
 times as long as the best split with all speeds known (docs/theory.md). Only the length of a step is
@@ -51,7 +51,7 @@ _PAD = bytes(256 - len(BlockState))
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How the loads of a prompt come on.
+    """The progress of a prompt's loads.
 
     Attributes:
         since_s: time since the last block landed, or since the link began to serve the prompt.
@@ -91,7 +91,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What to do now.
+    """The decision about the next step.
 
     Attributes:
         stop: compute up to this token.
@@ -110,7 +110,7 @@ class StepPlan:
 def look_ahead(
     view: View, *, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
 ) -> Outlook:
-    """Predict the three ways over block borders x: C(x) = l (n - x)
+    """Predict the three ways over block boundaries x: C(x) = l (n - x)
     (docs/theory.md#the-meeting-point).
 
     End blocks are loads that come first, unless all is computed.

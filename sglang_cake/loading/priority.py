@@ -1,4 +1,4 @@
-"""Which prompt gets the budget of a step, and the link, first when several want them.
+"""The order in which prompts get the budget of a step, and the link.
 
 The order is Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3), as derived in
 docs/theory.md:
@@ -14,9 +14,9 @@ that arrive within `remaining_s / AGEING` seconds after it. All prompts age alik
 two of them changes only with their remaining times.
 
 Priorities, where they count, come before all of that. With `--cake-priority fair`, tenants come
-next (`TenantTokens`): all prompts of a tenant that was given fewer tokens go before those of one
-that was given more. The link serves prompts in the same order. `preempts` says when a prompt that
-is being computed in chunks is interrupted between two of them.
+next (`TenantTokens`): all prompts of a tenant with a lower count of tokens go before those of a
+tenant with a higher one. The link serves prompts in the same order. `preempts` says when a prompt
+that is being computed in chunks is interrupted between two of them.
 """
 
 from collections import Counter
@@ -94,9 +94,9 @@ class QueueEntry:
 def order(entries: Sequence[QueueEntry]) -> list[int]:
     """Indices into `entries`, in the order of service. Stable.
 
-    Prompts that are only computed stay in the given order. So each
-    counts as having waited no longer than any before it. Otherwise an old prompt late in the given
-    order would take the newer ones before it past a loaded prompt.
+    Prompts that are only computed stay in the given order. So each counts as having waited no
+    longer than any prompt before it. Otherwise an old prompt late in the given order would pull the
+    newer prompts before it past a loaded prompt.
     """
     youngest_s: dict[tuple[int, int], float] = {}
 

@@ -1,11 +1,11 @@
 """KV from one member to another, encrypted: bulk data, for which CurveZMQ is too slow.
 
 KV has a path of its own. Each member has a second port, chosen by the system. `Hello` contains the
-port, and a password that connections need. The password keeps strangers out, but no eavesdropper:
-it crosses the network in plain text. KV is protected by encryption: each part is encrypted with
-AES-256-GCM, by a key that the receiver made for this path and sent on the CurveZMQ connection. The
-nonce counts parts, so that a changed, repeated, missing or reordered part is detected. Why not
-CurveZMQ (docs/runahead.md#the-link-between-two-members).
+port, and a password that connections need. The password crosses the network in plain text, so it
+stops only hosts that cannot read the network. KV is protected by encryption: each part is encrypted
+with AES-256-GCM, by a key that the receiver made for this path and sent on the CurveZMQ connection.
+The nonce counts parts, so that a changed, repeated, missing or reordered part is detected.
+docs/runahead.md#the-link-between-two-members says why CurveZMQ does not carry KV.
 
     [path] [PartHead] [KV of the part, sealed; its tag]
 """
@@ -49,7 +49,7 @@ class EncryptedKvSender:
         self._timeout_s = timeout_s
         self.over = False  # the receiver is gone, or has another path
         self._lock = threading.Lock()
-        self._seal = _Seal(key)
+        self._seal = _PartCipher(key)
         self._sealed = bytearray(0)
         self._before = (0, 0)
 
@@ -90,7 +90,7 @@ class EncryptedKvReceiver:
     def __init__(self, buffer: bytearray | memoryview) -> None:
         self.name: Final = secrets.token_bytes(PATH_BYTES)
         self.key: Final = os.urandom(KEY_BYTES)
-        self._seal = _Seal(self.key)
+        self._seal = _PartCipher(self.key)
         self._buffer = memoryview(buffer)
 
     def take(self, frames: list[zmq.Frame]) -> tuple[PartHead, memoryview]:
@@ -131,7 +131,7 @@ class KvServer:
             self._socket.close()
 
 
-class _Seal:
+class _PartCipher:
     """AES-256-GCM over parts in their order; a key serves one path in one direction."""
 
     def __init__(self, key: bytes) -> None:

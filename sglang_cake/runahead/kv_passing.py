@@ -379,7 +379,7 @@ class KvPassing:
         self.patience_s = patience_s
         self._broken: tuple[str, int | None] | None = None
         # The forward's thread calls it at each layer, and repeatedly while it waits there. It
-        # raises a RunaheadError if nobody needs the job any more.
+        # raises a RunaheadError if the job is not needed any more.
         self.watch: Callable[[], None] | None = None
 
     @property

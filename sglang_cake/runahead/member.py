@@ -36,11 +36,11 @@ from sglang_cake.runahead.messages import (
     Accept,
     Cancel,
     Failed,
+    HelpOffer,
     LayerPart,
     Message,
-    Offer,
-    Ours,
     Refuse,
+    TransportMessage,
     new_job,
 )
 from sglang_cake.runahead.partition import Partition
@@ -100,7 +100,7 @@ class Helping:
     """A job of another member that this one accepted."""
 
     passing: KvPassing
-    offer: Offer
+    offer: HelpOffer
     owner: int
     span: Span  # of this member
 
@@ -109,7 +109,7 @@ class Member:
     """Proposes and accepts jobs in the scheduler's thread; receives in the transport's threads.
 
     Args:
-        wake: called when the scheduler should look: an offer, an answer or a failure. Any thread.
+        wake: called after an offer, an answer or a failure, for the scheduler. Any thread.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Member:
         self._lock = threading.Condition()  # notified when a job begins or ends here
         self._owned: Owned | None = None
         self._helping: Helping | None = None
-        self._offers: deque[tuple[int, Offer]] = deque()
+        self._offers: deque[tuple[int, HelpOffer]] = deque()
         self._backoffs: dict[int, Backoff] = {}  # rank -> when it may be asked again
         self._over: deque[str] = deque(maxlen=MAX_OVER)  # ended jobs
         transport.start(self)
@@ -188,7 +188,7 @@ class Member:
             assert self._helping is None
             self._owned = owned
         for rank, stop in zip(chain[:-1], partition.bounds[1:], strict=False):
-            offer = Offer(
+            offer = HelpOffer(
                 job, chain, partition.bounds, namespace, extra_key, cache_salt, tokens[:stop]
             )
             try:
@@ -222,7 +222,7 @@ class Member:
 
     # ---- the helper ----
 
-    def next_offer(self) -> tuple[int, Offer] | None:
+    def next_offer(self) -> tuple[int, HelpOffer] | None:
         """An offer that the caller accepts or refuses at once. A busy member refuses all here."""
         while True:
             with self._lock:
@@ -236,7 +236,7 @@ class Member:
             elif not cancelled:
                 return owner, offer
 
-    def accept(self, owner: int, offer: Offer, *, matched: int) -> Helping:
+    def accept(self, owner: int, offer: HelpOffer, *, matched: int) -> Helping:
         """Accept an offer. Raises: PeerGone if the owner cannot be reached any more."""
         place = offer.chain.index(self.rank)
         before, after = offer.chain[place - 1] if place else None, offer.chain[place + 1]
@@ -275,7 +275,7 @@ class Member:
             raise
         return helping
 
-    def refuse(self, owner: int, offer: Offer, reason: str) -> None:
+    def refuse(self, owner: int, offer: HelpOffer, reason: str) -> None:
         """Refuse an offer."""
         with self._lock:
             self._end(offer.job)
@@ -301,10 +301,10 @@ class Member:
     # ---- `Handler`; the transport's threads ----
 
     def on_message(self, rank: int, message: Message) -> None:
-        if isinstance(message, Offer):
+        if isinstance(message, HelpOffer):
             self._offered(rank, message)
             return
-        if isinstance(message, Ours):  # from another kind of transport
+        if isinstance(message, TransportMessage):  # from another kind of transport
             return
         with self._lock:
             owned = self._owned
@@ -348,7 +348,7 @@ class Member:
 
     # ---- inside ----
 
-    def _offered(self, rank: int, offer: Offer) -> None:
+    def _offered(self, rank: int, offer: HelpOffer) -> None:
         reason = None
         place = offer.chain.index(self.rank) if self.rank in offer.chain else -1
         if offer.chain[-1] != rank or not 0 <= place < len(offer.chain) - 1:

@@ -68,7 +68,7 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages. Raises: ValueError from a subclass whose fields disagree."""
 
 
-class Offer(_Message, frozen=True, tag=1):
+class HelpOffer(_Message, frozen=True, tag=1):
     """Asks the receiver to compute its span of this job, on top of the previous worker's KV.
 
     `bounds` are those of the partition: span j belongs to worker `chain[j]`. The chain sends KV
@@ -168,8 +168,9 @@ class Hello(_Message, frozen=True, tag=9):
             raise ValueError("a member that takes KV names a path and a key")
 
 
-Ours = ReceiveBuffer | Landed | Credit | Hello  # between transports; `Member` never gets them
-Message = Offer | Accept | Refuse | Cancel | Failed | Ours
+# Between transports; `Member` never gets them.
+TransportMessage = ReceiveBuffer | Landed | Credit | Hello
+Message = HelpOffer | Accept | Refuse | Cancel | Failed | TransportMessage
 
 
 class BadMessage(RunaheadError):

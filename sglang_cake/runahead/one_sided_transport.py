@@ -188,7 +188,7 @@ class _Link:
 
 
 class OneSidedTransport:
-    """See `transport.py` for what it promises.
+    """Implements `Transport`, with its guarantees.
 
     Args:
         connect: makes the connections, given the function that makes the greeting of a member.

@@ -1,4 +1,4 @@
-"""Which worker of a chain computes which span of a prompt (KV-Runahead, arXiv 2405.05329).
+"""The division of a prompt among the workers of a chain (KV-Runahead, arXiv 2405.05329).
 
 Worker j of a chain computes span j on top of all earlier tokens. So a later span costs more per
 token, and the spans of an even split (KVR-E) end at different times. The splits here:

@@ -82,7 +82,7 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Hub:
+class SharedStore:
     """A store whose bandwidth several links share.
 
     Attributes:
@@ -110,7 +110,7 @@ class StoreLink:
 
     load: LoadCost
     speed: Speed = field(default_factory=Speed)
-    hub: Hub | None = None
+    shared_store: SharedStore | None = None
     holds: int | None = None
 
 
@@ -139,14 +139,14 @@ class Machine:
     noise: Callable[[int], float] = lambda step: 1.0
     others: Callable[[int], int] | None = None
     further: tuple[StoreLink, ...] = ()
-    hub: Hub | None = None
+    shared_store: SharedStore | None = None
     layers: int = 1
     plan_s: float | None = None
     end_blocks: int = 0
 
     @property
     def store_links(self) -> tuple[StoreLink, ...]:
-        return (StoreLink(self.load, self.link, self.hub), *self.further)
+        return (StoreLink(self.load, self.link, self.shared_store), *self.further)
 
 
 @dataclass(slots=True)

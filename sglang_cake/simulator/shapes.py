@@ -63,7 +63,7 @@ WINDOW_POOLS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A transformer: what costs, memory and support depend on.
+    """A transformer: the properties on which costs, memory and support depend.
 
     Attributes:
         heads, kv_heads: that tensor parallelism divides; MLA has one row of KV for all heads.

@@ -36,7 +36,7 @@ from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, 
 
 Policy = Literal["adaptive", "fcfs"]
 NOTHING = StepWork(0, 0.0)
-POLL_S = 0.0005  # how often a real server looks while nothing can run but a load is awaited
+POLL_S = 0.0005  # between two polls of a real server that only waits for a load
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,9 +458,9 @@ class SimulatedServer:
         live.reading.add(block)
         live.since_s = now if live.since_s is None else live.since_s
         work_s = store_link.load.block_s
-        if store_link.hub is not None:
-            store_link.hub.active += 1
-            work_s *= store_link.hub.slowdown
+        if store_link.shared_store is not None:
+            store_link.shared_store.active += 1
+            work_s *= store_link.shared_store.slowdown
         crossing = Crossing(live, block, store_link, now, work_s, first)
         self._links[number][1].append(crossing)
         self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
@@ -478,8 +478,8 @@ class SimulatedServer:
 
     @staticmethod
     def _left(store_link: StoreLink) -> None:
-        if store_link.hub is not None:
-            store_link.hub.active -= 1
+        if store_link.shared_store is not None:
+            store_link.shared_store.active -= 1
 
     def _step(self) -> None:
         """Launch the next step, unless one is running."""

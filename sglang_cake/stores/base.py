@@ -1,4 +1,4 @@
-"""What a store is: blocks by key. Every implementation passes `testing.store_contract`.
+"""The interface of stores of blocks. Every implementation passes `testing.store_contract`.
 
 `Store` is required, and `StoreSource` for a store that a URL names. The other protocols are
 optional: `AccessListener`, `KnowsFirst`, `Counting`, `Describing`, `Lending` for any store,
@@ -133,7 +133,7 @@ class Store(Protocol):
 class AccessListener(Protocol):
     """A store whose eviction depends on what requests access, or a wrapper of one."""
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """Record that the prompt of a request begins with the blocks `keys`, stored or not.
 
         A request may be reported again with more keys. Only the further keys are new accesses.
@@ -143,9 +143,9 @@ class AccessListener(Protocol):
 
 
 async def report_access(store: object, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-    """Call `AccessListener.touched`, if the store has it. Raises: StoreUnavailable."""
+    """Call `AccessListener.on_access`, if the store has it. Raises: StoreUnavailable."""
     if isinstance(store, AccessListener):
-        await store.touched(keys, facts)
+        await store.on_access(keys, facts)
 
 
 @runtime_checkable
@@ -204,9 +204,9 @@ class LentBlock:
     """A block where the store keeps it, in memory of this process. It stays until `release`.
 
     Attributes:
-        buffer: begins with the checked payload, which is at least as large as a block. Nobody
-            writes into it.
-        release: to be called once, from any thread, when nobody uses the bytes any more.
+        buffer: begins with the checked payload, which is at least as large as a block. It must not
+            be written.
+        release: to be called once, from any thread, when the bytes are not used any more.
     """
 
     buffer: Buffer

@@ -39,28 +39,28 @@ class AdaptiveTimeout:
 
     The limit is SLACK times the expected duration of a request of this size, by the mean and the
     deviation of the measured time per byte. Each timeout doubles later limits, up to the ceiling,
-    until a request is answered. So a link that becomes slow costs some requests and is then waited
-    for.
+    until a request is answered. So after a link became slow, some requests fail, and later ones get
+    enough time.
     """
 
     SLACK = 8.0
     GAIN = 0.2  # weight of the newest measurement
 
-    def __init__(self, patience: TimeoutLimits) -> None:
-        self._patience = patience
+    def __init__(self, limits: TimeoutLimits) -> None:
+        self._limits = limits
         self._mean_s: float | None = None  # per byte
         self._deviation_s = 0.0
         self.backoff = 1.0  # factor of every limit
 
     def timeout_s(self, size_bytes: int) -> float:
         """Limit for a request that transfers `size_bytes`, at least 1."""
-        patience = self._patience
+        limits = self._limits
         if self._mean_s is None:
-            usual_s = patience.first_s
+            usual_s = limits.first_s
         else:
             usual_s = self.SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
-        most_s = max(patience.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
-        return min(max(usual_s, patience.floor_s) * self.backoff, most_s)
+        most_s = max(limits.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
+        return min(max(usual_s, limits.floor_s) * self.backoff, most_s)
 
     def answered(self, size_bytes: int, took_s: float) -> None:
         """Record a request that transferred `size_bytes` in `took_s`."""
@@ -143,7 +143,7 @@ class Breaker:
         self._backoff.skip()
 
     def abandoned(self, ticket: int) -> None:
-        """The call was cancelled. If it was the probe, the next call is one."""
+        """The call was cancelled. If it was the probe, the next call is the probe."""
         if ticket == self._ticket and self._probing:
             self._probing = False
             self._ticket += 1
@@ -212,7 +212,7 @@ class Circuit:
         where: str,
         kind: str,
         counters: RemoteCounters,
-        patience: TimeoutLimits,
+        limits: TimeoutLimits,
         *,
         group: "list[Circuit]",
         redial: Callable[[], None],
@@ -223,7 +223,7 @@ class Circuit:
         where: name of the server in messages, without passwords.
         kind: of calls, in the plural, for messages.
         counters: events are counted there.
-        patience: limits of the time limit.
+        limits: bounds of the time limit.
         group: circuits of the same server; this one is added. When calls of one kind succeed
             again, the others are tried at once.
         redial: called when the breaker opens because calls take too long: later calls then make new
@@ -237,7 +237,7 @@ class Circuit:
         self._redial = redial
         self._on_outage = on_outage
         self._clock = clock
-        self._timeout = AdaptiveTimeout(patience)
+        self._timeout = AdaptiveTimeout(limits)
         self._breaker = Breaker(failures=FAILURES, first_s=FIRST_S, last_s=LAST_S)
         self._fault = ""  # last failure, for messages
         self._failing_since_s: float | None = None

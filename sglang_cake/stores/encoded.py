@@ -125,7 +125,7 @@ class EncodedStore(WrapperStore):
         return LentBlock(Buffer(block), lent.release)
 
     async def _get(self, key: BlockKey, payload: memoryview, read: Callable[[int], object]) -> int:
-        """Read a payload, and call `read` with its size. What a processor has to decode is decoded
+        """Read a payload, and call `read` with its size. A payload that the CPU decodes is decoded
         before it moves up to memory, and not at each read from there. Raises: also Malformed."""
         sizes: list[int] = []
 

@@ -73,7 +73,7 @@ class HeadSliceStore:
         found = await _all(store.contains(keys) for store in self._stores)
         return [all(each) for each in zip(*found, strict=True)]
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`."""
         await _all(report_access(store, keys, facts) for store in self._stores)
 

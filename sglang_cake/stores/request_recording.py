@@ -74,13 +74,13 @@ class RequestRecordingStore(WrapperStore):
         super().__init__(inner)
         self._trace = trace
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`."""
         try:
             self._trace.write(keys, facts)
         except OSError as error:
             raise StoreUnavailable(f"the trace cannot be written: {error}") from error
-        await super().touched(keys, facts)
+        await super().on_access(keys, facts)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
         """As in `Lending`."""

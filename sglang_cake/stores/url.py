@@ -24,7 +24,7 @@ _SIZE = re.compile(_NUMBER + r" ?(?:([kKMGTP]i?)?B)?")
 _BANDWIDTH = re.compile(_NUMBER + r" ?([kKMGTP]i?)?(B/s|bit/s|bps)")
 
 
-# From `://` on: a user, a user and a password whatever is in it; then options that hold a secret.
+# Behind `://`: a user, or a user and any password; then options that hold a secret.
 _USER = re.compile(
     r"(?i)(://|%3a%2f%2f)(?:[^/?#\s]*:(?:(?!,\w+://)\S)*|(?:(?!,\w+://)[^/?#\s])*)(@|%40)"
 )
@@ -100,8 +100,8 @@ class StoreUrl:
     scheme: str
     place: str  # between `://` and `?`, still percent-encoded
     options: dict[str, str]  # decoded
-    policy: str = DEFAULT_POLICY  # of eviction, where the URL does not say
-    reads_count: bool = True  # as use, for eviction; False for tools that look at every block
+    policy: str = DEFAULT_POLICY  # of eviction, where the URL names none
+    reads_count: bool = True  # reads are accesses, for eviction; False for tools
     sharers: int = 1  # processes of this machine that open it
     pin: Pin | None = None  # for host memory that a device copies from
     behind_memory: bool = False  # a tier before it is memory
@@ -134,7 +134,7 @@ class StoreUrl:
         return ConfigError(f"store URL {self.shown!r}: {redacted(message)}")
 
     def is_place_of(self, other: "StoreUrl") -> bool:
-        """Whether both name the same place, however they want it to be used. Looks at links."""
+        """Whether both name the same place, with any options. Follows links."""
         return self._place == other._place
 
     @property
@@ -161,8 +161,8 @@ def split_urls(
     """Take apart `URL[,URL...]`; a comma that belongs to a URL is written %2C.
 
     Args:
-        policy: of eviction, for those that do not say.
-        reads_count: as use, for eviction.
+        policy: of eviction, for URLs that name none.
+        reads_count: reads are accesses, for eviction.
         sharers: processes of this machine that open the stores.
         pin: for host memory that a device copies from.
 

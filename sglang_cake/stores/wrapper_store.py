@@ -35,7 +35,7 @@ class WrapperStore:
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self.inner.contains(keys)
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`."""
         await report_access(self.inner, keys, facts)
 

@@ -139,7 +139,7 @@ class CodecContract:
         "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
     )
     def test_codec_first_token_of_a_prompt_is_restored_exactly(self, layout: BlockLayout) -> None:
-        """It is a sink, and far out: what is lost of the others does not grow by it."""
+        """It is a sink with large numbers, which must not raise the error of other tokens."""
         whole = memoryview(bytearray(kv_like(layout)))
         source = Block.over(layout, whole)
         for plane in source.planes():

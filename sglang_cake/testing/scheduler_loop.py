@@ -39,7 +39,7 @@ POLL_S = 0.0005  # SGLang's pause while only loads are awaited
 
 @dataclass(eq=False)
 class LoopRequest:
-    """What the coordinator touches of SGLang's request."""
+    """The part of SGLang's request that the coordinator uses."""
 
     rid: str
     origin_input_ids: "array[int]"
@@ -71,7 +71,7 @@ class LoopRequest:
 
 @dataclass(slots=True)
 class PromptRun:
-    """How one prompt went."""
+    """The results of one prompt."""
 
     req: LoopRequest
     arrive_s: float
@@ -86,9 +86,9 @@ class SchedulerLoop(ABC):
     Args:
         io: the I/O thread, which also has the clock: `now_s`, and `until`, which waits.
         allocator: of slots, as `DeviceSlots` has it.
-        copier: makes the copier from what is called with the time of each copy.
+        copier: makes the copier, given the function that gets the time of each copy.
         staging, write_queue: host memory for blocks.
-        prior: what steps are believed to cost before any was measured.
+        prior: cost of steps before any was measured.
         overlap: SGLang's overlap scheduler; otherwise it waits for each step before the next.
         decodes: other requests, which decode one token in every step while there are prompts.
 

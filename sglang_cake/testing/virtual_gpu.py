@@ -133,7 +133,7 @@ class Engine:
 
 
 class VirtualStream:
-    """What is launched in it runs in order. `tail_s`: when all that was launched so far ends."""
+    """Launches in it run in order. `tail_s`: the end of the last one."""
 
     tail_s = 0.0
 
@@ -143,7 +143,7 @@ class VirtualStream:
 
 @dataclass
 class HostTime:
-    """What a host thread spent on the GPU."""
+    """The time that a host thread spent on the GPU."""
 
     launches: int = 0
     launch_s: float = 0.0
@@ -252,7 +252,7 @@ class VirtualKV:
     """Copies as `CudaKV` launches them.
 
     Attributes:
-        launched_s: when the copier's thread has launched all that it was given.
+        launched_s: when the copier's thread has launched all its copies.
     """
 
     encoded = False
@@ -520,7 +520,7 @@ class VirtualScheduler(SchedulerLoop):
         overlap, decodes: as `SchedulerLoop`.
 
     Attributes:
-        poll_launches: what the scheduler thread launched in each iteration of its loop.
+        poll_launches: launches of the scheduler thread in each iteration of its loop.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ class VirtualIo:
 
 @contextlib.contextmanager
 def virtual_time() -> Iterator[VirtualIo]:
-    """Integration, loader and writer live by the clock of the value."""
+    """A context in which integration, loader and writer use the clock of the `VirtualIo`."""
     io = VirtualIo()
     clock = SimpleNamespace(monotonic=lambda: io.now_s, perf_counter=lambda: io.now_s)
     with contextlib.ExitStack() as patches:

@@ -342,7 +342,7 @@ async def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -
             super().__init__()
             self.told: list[tuple[list[BlockKey], RequestFacts]] = []
 
-        async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
             self.told.append((list(keys), facts))
 
         def sources(self, keys: Sequence[BlockKey]) -> list[int]:

@@ -21,7 +21,7 @@ from sglang_cake.integration.runahead import runahead_scheduler as module
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.runahead.member import MemberSettings
-from sglang_cake.runahead.messages import Accept, Cancel, Failed, LayerPart, Message, Offer
+from sglang_cake.runahead.messages import Accept, Cancel, Failed, HelpOffer, LayerPart, Message
 from sglang_cake.runahead.partition_table import WatchedTable
 from sglang_cake.runahead.transport import LinkTimes, PeerGone
 from sglang_cake.runahead.zeromq import ZmqTransport
@@ -57,7 +57,7 @@ class Helper:
     def on_message(self, rank: int, message: Message) -> None:
         if isinstance(message, Cancel):
             self.cancelled.set()
-        elif isinstance(message, Offer):
+        elif isinstance(message, HelpOffer):
             self._transport.send(OWNER, Accept(message.job, 0))
             self._then(self._transport, message.job)
 

@@ -11,7 +11,7 @@ import torch
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner, forward_stream
-from sglang_cake.runahead.messages import Offer, new_job
+from sglang_cake.runahead.messages import HelpOffer, new_job
 
 RANK, OWNER = 0, 1
 
@@ -24,7 +24,7 @@ class _Member:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def refuse(self, owner: int, offer: Offer, reason: str) -> None:
+    def refuse(self, owner: int, offer: HelpOffer, reason: str) -> None:
         assert owner == OWNER
         self.reasons.append(reason)
 
@@ -50,9 +50,11 @@ def _scheduler(**changes: Any) -> Any:
     return SimpleNamespace(**fields | changes)
 
 
-def _offer(tokens: int, token: int = 7) -> Offer:
+def _offer(tokens: int, token: int = 7) -> HelpOffer:
     bounds = (0, tokens, tokens + 64)
-    return Offer(new_job(), (RANK, OWNER), bounds, "00", None, None, array("i", [token] * tokens))
+    return HelpOffer(
+        new_job(), (RANK, OWNER), bounds, "00", None, None, array("i", [token] * tokens)
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,9 @@ def _offer(tokens: int, token: int = 7) -> Offer:
         (_scheduler(), _offer(320), "longer span"),
     ],
 )
-def test_span_runner_unservable_offer_is_refused(scheduler: Any, offer: Offer, says: str) -> None:
+def test_span_runner_unservable_offer_is_refused(
+    scheduler: Any, offer: HelpOffer, says: str
+) -> None:
     member: Any = _Member()
     gate: Any = None
     runner = SpanRunner(member, gate, Counters(), page_tokens=16, limit_tokens=256)

@@ -243,7 +243,7 @@ def test_loader_end_is_reported_to_the_store_before_its_blocks(harness: EndsHarn
     touched: list[tuple[str, list[BlockKey]]] = []
 
     class Listening(PassingStore):
-        async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
             touched.append((facts.id, list(keys)))
 
     tokens = tokens_of(0, 4)

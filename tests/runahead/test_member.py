@@ -18,7 +18,7 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.kv_passing import Broken, KvReceiver, Late, Predecessor
 from sglang_cake.runahead.member import Member, Owned
-from sglang_cake.runahead.messages import Cancel, Failed, LayerPart, Offer, Refuse, new_job
+from sglang_cake.runahead.messages import Cancel, Failed, HelpOffer, LayerPart, Refuse, new_job
 from sglang_cake.runahead.partition import Partition, even
 
 SIZE = 3
@@ -351,9 +351,9 @@ def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
     transports[2].start(record)
     until(lambda: transports[2].reachable() == {0}, "the worker is there")
     tokens = prompt(10)
-    wrong = Offer(new_job(), (1, 2), (0, 10, 20), "00", None, None, tokens)
+    wrong = HelpOffer(new_job(), (1, 2), (0, 10, 20), "00", None, None, tokens)
     transports[2].send(0, wrong)  # this member is not in the chain
-    ours = Offer(new_job(), (0, 1), (0, 10, 20), "00", None, None, tokens)
+    ours = HelpOffer(new_job(), (0, 1), (0, 10, 20), "00", None, None, tokens)
     transports[2].send(0, ours)  # its owner is somebody else
     until(lambda: len(record.heard) == 2, "answers")
     refusals = [Refuse(each.job, "this offer is not for me") for each in (wrong, ours)]
@@ -444,7 +444,7 @@ def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
     workers = [Worker(rank, t) for rank, t in enumerate(transports)]
     middle = workers[1]
     until(lambda: all(len(each.reachable()) == 2 for each in transports), "all are there")
-    offer = Offer(new_job(), (0, 1, 2), (0, 4, 8, 12), "00", None, None, prompt(8))
+    offer = HelpOffer(new_job(), (0, 1, 2), (0, 4, 8, 12), "00", None, None, prompt(8))
     workers[0].rows.put(0, [0, 1, 2, 3], offer.tokens[:4])
     payload = memoryview(bytearray(4 * workers[0].rows.token_bytes))
     workers[0].rows.read(0, [0, 1, 2, 3], payload)

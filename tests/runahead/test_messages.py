@@ -15,10 +15,10 @@ from sglang_cake.runahead.messages import (
     Cancel,
     Failed,
     Hello,
+    HelpOffer,
     Landed,
     LayerPart,
     Message,
-    Offer,
     PartHead,
     Refuse,
     decode,
@@ -48,7 +48,7 @@ MESSAGES = st.one_of(
         st.integers(0, 2**62 - 1),
     ),
     st.builds(
-        lambda tokens, salt: Offer(
+        lambda tokens, salt: HelpOffer(
             JOB, (2, 0), (0, len(tokens), len(tokens) + 5), "ab", None, salt, array("i", tokens)
         ),
         st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50),
@@ -93,7 +93,7 @@ def plain(message: Message) -> dict[str, object]:
     return fields
 
 
-OFFER = Offer(JOB, (0, 1), (0, 5, 9), "ab", None, None, array("i", range(5)))
+OFFER = HelpOffer(JOB, (0, 1), (0, 5, 9), "ab", None, None, array("i", range(5)))
 
 
 @pytest.mark.parametrize(

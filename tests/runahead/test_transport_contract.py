@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from members import GROUPS, JOB, WAIT_S, MessageRecord, until
 
-from sglang_cake.runahead.messages import Accept, Cancel, LayerPart, Message, Offer, new_job
+from sglang_cake.runahead.messages import Accept, Cancel, HelpOffer, LayerPart, Message, new_job
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
 
 
@@ -33,7 +33,7 @@ Group = tuple[list[Transport], list[MessageRecord]]
 def test_transport_messages_arrive_equal_and_in_order(group: Group) -> None:
     members, records = group
     sent: list[Message] = [
-        Offer(JOB, (0, 1), (0, 64, 128), "00" * 32, None, "salt", array("i", range(64))),
+        HelpOffer(JOB, (0, 1), (0, 64, 128), "00" * 32, None, "salt", array("i", range(64))),
         Accept(JOB, 17),
         *(Cancel(new_job(), f"reason {i}") for i in range(50)),
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.planner import Mode
 from sglang_cake.loading.priority import AGEING
-from sglang_cake.simulator.machine import Clock, Hub, Machine, Speed, StoreLink
+from sglang_cake.simulator.machine import Clock, Machine, SharedStore, Speed, StoreLink
 from sglang_cake.simulator.simulated_server import (
     Policy,
     Prompt,
@@ -221,14 +221,14 @@ def test_simulated_server_decoding_requests_share_the_steps_of_others() -> None:
 
 def test_simulated_server_hub_slows_the_servers_that_share_it() -> None:
     def load_s(servers: int) -> float:
-        clock, hub = Clock(), Hub(links=2.0)
-        machine = Machine(PREFILL, MACHINE.load, hub=hub)
+        clock, shared_store = Clock(), SharedStore(links=2.0)
+        machine = Machine(PREFILL, MACHINE.load, shared_store=shared_store)
         fleet = [
             SimulatedServer(machine, clock, chunk_tokens=CHUNK, mode="load") for _ in range(servers)
         ]
         results = [server.submit(Prompt(4096)) for server in fleet]
         clock.run()
-        assert hub.active == 0
+        assert shared_store.active == 0
         return max(result.ttft_s for result in results)
 
     assert load_s(2) == pytest.approx(load_s(1))

@@ -115,7 +115,7 @@ async def fill(root, policy):
     for number in itertools.count():
         for name in FILL:
             facts = RequestFacts(f"{os.getpid()}-{number}-{name}", 256, f"w{name[1] % 3}")
-            await store.touched([key_of(name)], facts)
+            await store.on_access([key_of(name)], facts)
             await log.put(store, key_of(name), block_of(name, LAYOUT))
 
 

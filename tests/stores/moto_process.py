@@ -87,9 +87,9 @@ class Moto:
         """Its stores wait for long; tests of time limits set others."""
         (source,) = parse_sources(self.url(place) + options)
         if hasattr(source, "inner"):
-            patient = dataclasses.replace(source.inner, patience=PATIENT)
+            patient = dataclasses.replace(source.inner, limits=PATIENT)
             return dataclasses.replace(source, inner=patient)
-        return dataclasses.replace(source, patience=PATIENT)
+        return dataclasses.replace(source, limits=PATIENT)
 
     def open(self, place, frame=FRAME, depth=4, options=""):
         return self.source(place, options).open(frame, depth=depth)

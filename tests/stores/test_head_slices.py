@@ -287,7 +287,7 @@ class AccessRecordingStore(MemoryStore):
     def sources(self, keys: Sequence[object]) -> list[int]:
         return [self.tier] * len(keys)
 
-    async def touched(self, keys: Sequence[object], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[object], facts: RequestFacts) -> None:
         self.seen += keys
 
 

@@ -63,7 +63,7 @@ def names_in(memory, names):
 
 def touch(memory, names, request, tenant=0):
     facts = RequestFacts(id=str(request), tokens=len(names), tenant=tenant)
-    memory.touched(DIGEST, [key_of(name) for name in names], facts)
+    memory.on_access(DIGEST, [key_of(name) for name in names], facts)
 
 
 class Held:
@@ -541,7 +541,7 @@ async def test_memory_tier_evicts_written_blocks_before_others():
         held.gate.clear()
         await held.put("c", "d", "e", "f")
         assert await held.in_memory("abcdef") == ["c", "d", "e", "f"]
-        await held.store.touched([key_of("c")], RequestFacts(id="1", tokens=1))
+        await held.store.on_access([key_of("c")], RequestFacts(id="1", tokens=1))
         held.gate.set()
         await held.quiet()
         assert all(held.is_below(name) for name in "abcdef")

@@ -64,7 +64,7 @@ def test_block_folder_refused_class_is_admitted_once_it_is_reused(tmp_path, monk
 
         def written(number):
             """Of one more request for the same blocks, which takes none of them to the disk."""
-            folder.touched(DIGEST, keys, RequestFacts(f"r{number}", 10_000, "batch"))
+            folder.on_access(DIGEST, keys, RequestFacts(f"r{number}", 10_000, "batch"))
             return sum(is_written(folder, key) for key in keys)
 
         assert written(0) == 0

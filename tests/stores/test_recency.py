@@ -22,7 +22,7 @@ def keys(prompt, blocks):
 
 
 def tell(folder, prompt, blocks):
-    folder.touched(DIGEST, keys(prompt, blocks), RequestFacts(prompt, 1000))
+    folder.on_access(DIGEST, keys(prompt, blocks), RequestFacts(prompt, 1000))
 
 
 def store(folder, prompt, blocks):
@@ -63,7 +63,7 @@ def test_block_folder_reused_prompt_is_evicted_from_its_tail(tmp_path, policy, r
     folder = opened(tmp_path, policy=policy)
     tell(folder, "one", 4)
     store(folder, "one", 4)
-    folder.touched(DIGEST, keys("one", 4), RequestFacts("again", 1000))
+    folder.on_access(DIGEST, keys("one", 4), RequestFacts("again", 1000))
     for at in (3, 2, 1):  # what it loads; the head is computed
         get(folder, ("one", at))
     if reopened:

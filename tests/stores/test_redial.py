@@ -66,7 +66,7 @@ def http(port, clock):
 
 def s3(port, clock, limits=LIMITS):
     place = S3Place("bucket", endpoint=f"http://127.0.0.1:{port}", region="us-east-1")
-    bucket = S3Bucket(place, connections=CONNECTIONS, patience=limits, clock=clock)
+    bucket = S3Bucket(place, connections=CONNECTIONS, limits=limits, clock=clock)
     return lambda: bucket.has("a"), bucket.close
 
 

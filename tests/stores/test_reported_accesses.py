@@ -51,7 +51,7 @@ def keys(*names):
 def test_block_folder_request_facts_reach_stored_and_later_blocks(tmp_path):
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         put(folder, 0)
-        folder.touched(DIGEST, keys(0, 1), FACTS)
+        folder.on_access(DIGEST, keys(0, 1), FACTS)
         put(folder, 1)
         first, second = booked(folder, (0, 1))
         assert first.context == AccessContext("chat", 1, 0, 2, 7)
@@ -61,13 +61,13 @@ def test_block_folder_request_facts_reach_stored_and_later_blocks(tmp_path):
 
 def test_block_folder_extended_prompt_is_turn_two_after_a_restart(tmp_path):
     with contextlib.closing(opened_folder(tmp_path)) as folder:
-        folder.touched(DIGEST, keys(0, 1), FACTS)
+        folder.on_access(DIGEST, keys(0, 1), FACTS)
         put(folder, 0)
         put(folder, 1)
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         with folder.supervisor.open() as index:
             assert folder.evictor.learn(index, time.sleep)
-        folder.touched(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
+        folder.on_access(DIGEST, keys(0, 1, 2), RequestFacts("r2", 1500, "chat", 7))
         assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
 
@@ -110,12 +110,12 @@ def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(
         object.__setattr__(bad, "workload", "\ud800")
         put(folder, 2)
         monkeypatch.setattr(BlockIndex, "touch", gated)
-        folder.touched(DIGEST, keys(2), RequestFacts("before", 1000))
+        folder.on_access(DIGEST, keys(2), RequestFacts("before", 1000))
         folder.supervisor.wake()
         assert begun.wait(60)  # what is reported now is written together
-        folder.touched(DIGEST, keys(0), FACTS)
-        folder.touched(DIGEST, keys(1), bad)
-        folder.touched(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
+        folder.on_access(DIGEST, keys(0), FACTS)
+        folder.on_access(DIGEST, keys(1), bad)
+        folder.on_access(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
         go.set()
         first, second = booked(folder, (0, 1))
         assert max(written) >= 4
@@ -147,14 +147,14 @@ def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):
     options = {"policy": "cake", "admission": AdmissionPolicy(1.0)}
     with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
         with folder.supervisor.open() as index:
-            folder.touched(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
+            folder.on_access(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute
             folder.evictor.refresh(index)
         assert not put(folder, 0)
         assert put(folder, 1)  # of which nothing is known
         assert folder.stats().evictions.skipped_blocks == 1
         fast = RequestFacts("r2", 1000, benefit=Benefit(load_s=1e-6))
         with folder.supervisor.open() as index:
-            folder.touched(DIGEST, keys(2), fast)
+            folder.on_access(DIGEST, keys(2), fast)
             folder.evictor.refresh(index)
         assert put(folder, 2)
 
@@ -165,7 +165,7 @@ def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
         for name in range(20):
             tenant = 1 if name < 4 else 2
             facts = RequestFacts(f"r{name}", 100, tenant=tenant)
-            folder.touched(DIGEST, keys(name), facts)
+            folder.on_access(DIGEST, keys(name), facts)
             put(folder, name)
         until_room_is_made(folder)
         with folder.supervisor.open() as index:

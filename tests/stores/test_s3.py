@@ -261,7 +261,7 @@ async def test_s3_store_killed_server_is_unavailable_until_restarted():
                 return error
 
         now_s = [0.0]
-        given = {"depth": 4, "patience": PATIENT, "clock": lambda: now_s[-1]}
+        given = {"depth": 4, "limits": PATIENT, "clock": lambda: now_s[-1]}
         async with closing(S3Store(server.source(place).place, LARGE_FRAME, **given)) as store:
             data = block_of("large", LARGE)
             await store.put(A, data)

@@ -11,7 +11,7 @@ from test_s3 import credentials  # noqa: F401 - a fixture
 from sglang_cake.core.errors import BlockCorrupt, StoreFull, StoreUnavailable
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.s3.s3_store import PATIENCE
+from sglang_cake.stores.s3.s3_store import LIMITS
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")
@@ -48,7 +48,7 @@ class Odd:
         return web.Response(status=204 if verb == "DELETE" else 200)
 
     @contextlib.asynccontextmanager
-    async def opened_store(self, patience=PATIENCE):
+    async def opened_store(self, patience=LIMITS):
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{name:.*}", self.handle)
         runner = web.AppRunner(app, shutdown_timeout=1)
@@ -57,7 +57,7 @@ class Odd:
         await site.start()
         port = runner.addresses[0][1]
         (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
-        store = dataclasses.replace(source, patience=patience).open(FRAME, depth=2)
+        store = dataclasses.replace(source, limits=patience).open(FRAME, depth=2)
         try:
             yield store
         finally:

@@ -187,7 +187,7 @@ async def test_s3_store_trickling_answer_times_out_as_unavailable(part):
 
     server = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
     source = source_at(server.sockets[0].getsockname()[1])
-    store = dataclasses.replace(source, patience=impatient).open(FRAME, depth=2)
+    store = dataclasses.replace(source, limits=impatient).open(FRAME, depth=2)
     try:
         with pytest.raises(StoreUnavailable, match="no whole"):
             await read(store, A)

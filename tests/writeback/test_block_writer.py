@@ -226,7 +226,7 @@ def test_store_breaking_its_contract_loses_only_its_blocks(harness: BlockWriterH
 class DeafStore(HeldStore):
     """Breaks its contract when it is told of a request."""
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         raise ZeroDivisionError
 
 

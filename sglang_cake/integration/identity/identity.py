@@ -1,4 +1,4 @@
-"""The fields of the namespace: what the server computes KV with, read from it and from its files.
+"""The fields of the namespace, read from the server and from its files.
 
 Digests of weights and adapters are computed in the background if that takes more than a moment.
 All ranks of a group learn a digest in the same step. Nothing is loaded or stored before the digest

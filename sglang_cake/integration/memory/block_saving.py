@@ -26,7 +26,7 @@ FindEnd = Callable[[int], EndSlots | None]
 
 @dataclass(slots=True, eq=False)
 class _Unsaved:
-    """What is known of a request whose blocks are saved.
+    """The blocks of a request that may still have to be saved.
 
     Attributes:
         tokens: the request's leading tokens whose KV the tree holds, as of the last checkpoint.
@@ -135,8 +135,8 @@ class BlockSaving:
         )
 
     def branch(self, record: PromptRecord) -> int:
-        """The block boundary up to which blocks of other prompts lead, without a gap; 0: none do.
-        Prompts that begin alike part there: the next one will want this end."""
+        """The block boundary up to which blocks of other prompts are stored, without a gap; 0: none
+        are. Prompts that begin alike diverge there: the next one will need this end."""
         stored = record.agreed.stored
         run = stored.index(False) if False in stored else len(stored)
         return min(run, (len(record.tokens) - 1) // self._block_tokens) * self._block_tokens

@@ -348,8 +348,9 @@ class CakeRadixCache(UnifiedRadixCache):
         """Where the next step of a request must stop, if it gets there, so that the tree gets an
         end state that is to be saved; None: anywhere.
 
-        That is where the prompt parts from others, and without SGLang's extra buffers, which keep
-        recurrent states inside of steps, the last whole block before the last token.
+        That is the token at which the prompt diverges from others. Without SGLang's extra buffers,
+        which keep recurrent states inside of steps, it is also the end of the last whole block
+        before the last token.
         """
         if self.ends is None or self.coordinator is None or self.saving is None:
             return None

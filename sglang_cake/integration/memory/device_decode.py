@@ -25,12 +25,12 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def decode_payload(layout: BlockLayout, payload: torch.Tensor, block: torch.Tensor) -> None:
-    """Fill `block` (uint8 `[block_bytes]`, on a device) with what a payload in host memory begins
-    with.
+    """Fill `block` (uint8 `[block_bytes]`, on a device) from the payload with which `payload`
+    begins, in host memory.
 
     Only its encoded bytes are copied to the device, asynchronously: `payload` (uint8) must not
-    change until the copy is done. It has passed `prepare`. What this takes of device memory beside
-    `block` may be used again by what is launched next on the current stream.
+    change until the copy is done. It has passed `prepare`. Later launches on the current stream may
+    reuse the device memory that this takes beside `block`.
     """
     text, body = split(payload.numpy())
     chain = parse(text)
@@ -113,7 +113,7 @@ def restore_nonuniform(
 def put_back_leading(
     layout: BlockLayout, step: Leading, kept: torch.Tensor, block: torch.Tensor
 ) -> None:
-    """Fill the first rows of `block` (uint8 `[block_bytes]`) as `Leading.requeue` does, on the
+    """Fill the first rows of `block` (uint8 `[block_bytes]`) as `Leading.put_back` does, on the
     device of both."""
     (group,) = layout.groups
     words = kept[: step.tokens * group.row_bytes].view(_word(layout)).view(group.layers, -1)

@@ -1,6 +1,6 @@
-"""What a stored prefix needs at its end, beside the KV of its blocks.
+"""End states: data that a stored prefix needs at its end, beside the KV of its blocks.
 
-A model with sliding windows or recurrent layers goes on from a stored prefix only at certain
+A model with sliding windows or recurrent layers can continue a stored prefix only at certain
 tokens, the prefix's ends. At an end it needs an end state:
 
 | layers | end state at token `P` |
@@ -27,7 +27,7 @@ from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
 
-# Pools inside of a KV pool that hold what end states are made of.
+# Pools inside of a KV pool that hold the data of end states.
 END_POOLS = ("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools")
 
 

@@ -18,7 +18,7 @@ class KvShard:
     storing its blocks: each block is stored by one rank of each machine, and read
     by all.
 
-    A block that a rank could not read is stored by that rank, whoever's turn it is. If a rank fails
+    A block that a rank could not read is stored by that rank, in any turn. If a rank fails
     to store a block, the block is absent, and computed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What SGLang's device pools keep for a slot, as groups of planes.
+"""The memory that SGLang's device pools keep for a slot, as groups of planes.
 
 The buffers of a pool decide what is stored, not its class. A pool with further memory for a slot is
 refused: blocks without that memory would be wrong KV.
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 
 def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") -> list[PoolPlanes]:
-    """All that a pool keeps for a slot. In a hybrid, this is the KV of full attention.
+    """All planes that a pool keeps for a slot. In a hybrid, these are the KV of full attention.
 
     Args:
         apart: pools inside of `pool` that the caller stores in another way: end states.
@@ -106,7 +106,7 @@ def _planes(pool: Any, prefix: str) -> Iterator[PoolPlanes]:
 
 
 def _tails(pool: Any) -> Iterator[torch.Tensor]:
-    """What a pooled index keeps for requests: tokens whose key is not complete yet. There are none
+    """Memory of a pooled index for tokens whose key is not complete yet. There are no such tokens
     at the end of a page, and blocks are whole pages."""
     for name in _INNER:
         if (inner := getattr(pool, name, None)) is not None:

@@ -4,7 +4,7 @@ SGLang tells media apart by 64 bits of a hash, which a client may choose (`mm_ha
 not cover the grid of an image. Its tree and its cache of embeddings find KV and embeddings by these
 bits. So the KV of a request with images may be that of other images, and must not be stored.
 
-Here each item gets an identity first: 32 bytes that nobody else can compute, made from a digest of
+Here each item gets an identity first: 32 bytes that no client can compute, made from a digest of
 all that the model sees of the item. SGLang derives its own numbers from the identity, so its tree
 and its cache tell the items apart, too. An item that got none, or whose identity was changed since,
 leaves its request to SGLang.
@@ -122,7 +122,7 @@ def item_digest(item: "MultimodalDataItem") -> bytes | None:
 
 
 def media_of(req: "Req") -> Media | None:
-    """What the request has beside tokens; None: it cannot be told, so the request has no keys.
+    """The media of the request; None: they cannot be identified, so the request has no keys.
 
     A request without media must not have the numbers that SGLang puts in the place of media: a
     client may send them as tokens.

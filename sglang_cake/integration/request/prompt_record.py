@@ -54,7 +54,7 @@ LOOKUP_PATIENCE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LoadUpdate:
-    """What all ranks agreed on about one prompt in one poll.
+    """The facts about one prompt that all ranks agreed on in one poll.
 
     Attributes:
         stored: which full blocks are stored; None: known before, or a rank's lookup is under way.
@@ -77,7 +77,7 @@ class LoadUpdate:
 
 @dataclass(slots=True, eq=False)
 class LocalLoads:
-    """What this rank's loader delivered, whether or not the other ranks have it. Writer:
+    """The results of this rank's loader, whether or not the other ranks have them. Writer:
     `PromptLoads`. Times are of this rank's `time.monotonic()`.
 
     Attributes:
@@ -105,9 +105,9 @@ class LocalLoads:
 
 @dataclass(slots=True, eq=False)
 class AgreedLoads:
-    """What all ranks know: equal on every rank, so that decisions on it are equal. Writer:
-    `PromptLoads`, with the updates that the ranks agreed on and the decisions that follow from
-    them.
+    """The facts that all ranks know. They are equal on every rank, so decisions on them are equal.
+    Writer: `PromptLoads`, with the updates that the ranks agreed on and the decisions that follow
+    from them.
 
     Attributes:
         cost: of the loads that the prompt has ahead of it; this rank's own until the first update.
@@ -214,7 +214,7 @@ class PromptRecord:
         rid: SGLang's request id; the same again after a retraction.
         load_id: names this request in the loader, never another one.
         tokens: token ids of the prompt, 'q'.
-        facts: what the store is told about the request.
+        facts: about the request, for the store.
         matched_tokens: gives the number of leading tokens that the tree holds now.
         arrived_s: `time.monotonic()` of this rank.
         may_overlap: the last step may begin before the last loads are over.
@@ -327,7 +327,7 @@ class PromptRecord:
         return not self.agreed.lookup_done and within_patience
 
     def next_step(self, mode: Mode, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
-        """What to do now; its front touches no island."""
+        """The decision about the next step; the front touches no island."""
         return next_step(
             self.meet.view(),
             mode=mode,
@@ -411,7 +411,7 @@ class PromptRecord:
         return "load" if self.stats.loaded_tokens >= sum(usable) * size else None
 
     def report(self) -> dict[str, Any]:
-        """How the prompt was got: `meta_info["cake"]` of the response.
+        """Where the prompt's KV came from: `meta_info["cake"]` of the response.
 
         With a lossy codec, tokens that were matched in memory, here or on another member of the
         group, count as lossy: they may have been loaded for an earlier prompt, or computed after

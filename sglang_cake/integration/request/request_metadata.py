@@ -1,4 +1,4 @@
-"""Facts about a request: whether its tokens decide its KV, its keys, and what the store is told."""
+"""Facts about a request: whether its tokens decide its KV, its keys, and facts for the store."""
 
 import functools
 import hashlib
@@ -84,7 +84,7 @@ def may_overlap_last_step(req: "Req") -> bool:
 def facts_of(
     req: "Req", load_id: str, tokens: "array[int]", costs: PromptCosts, block_tokens: int
 ) -> RequestFacts:
-    """What the store is told. Ids and salts are hashed: the store can compare them and not read
+    """The facts for the store. Ids and salts are hashed: the store can compare them and not read
     them.
 
     Args: load_id: names this request in this process.

@@ -14,8 +14,8 @@ Verdict = Literal["alone", "wait", "share"]
 
 
 class NoHelpers:
-    """All that the core asks of KV-Runahead, for a server that is no member of a group. `Runahead`
-    overrides every method. The scheduler thread owns it."""
+    """The interface of KV-Runahead, for a server that is no member of a group. `Runahead` overrides
+    every method. The scheduler thread owns it."""
 
     is_member = False
 

@@ -18,7 +18,7 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
 from sglang_cake.runahead.member import Helping, Member
-from sglang_cake.runahead.messages import Offer
+from sglang_cake.runahead.messages import HelpOffer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -52,7 +52,7 @@ class SpanRunner:
         self._page_tokens = page_tokens
         self._limit_tokens = limit_tokens
 
-    def serve(self, scheduler: "Scheduler", owner: int, offer: Offer) -> None:
+    def serve(self, scheduler: "Scheduler", owner: int, offer: HelpOffer) -> None:
         """Accept or refuse an offer; compute and send. All resources are freed in any case."""
         if _is_busy(scheduler):
             self._member.refuse(owner, offer, "busy with its own requests")
@@ -88,7 +88,7 @@ class SpanRunner:
         if failure is not None:
             logger.info("cake runahead: a span of member %d ended early: %s", owner, failure)
 
-    def _too_large(self, scheduler: "Scheduler", offer: Offer) -> str | None:
+    def _too_large(self, scheduler: "Scheduler", offer: HelpOffer) -> str | None:
         if max(offer.tokens) >= scheduler.model_config.vocab_size:
             return "tokens that this model does not have"
         if len(offer.tokens) >= scheduler.req_to_token_pool.req_to_token.shape[1]:
@@ -97,7 +97,7 @@ class SpanRunner:
             return "a longer span than a step computes here"
         return None
 
-    def _unfit(self, scheduler: "Scheduler", offer: Offer, req: "Req") -> str | None:
+    def _unfit(self, scheduler: "Scheduler", offer: HelpOffer, req: "Req") -> str | None:
         if req.prefix_len < offer.bounds[0]:
             return "it has less of this prompt than its owner"
         need = len(offer.tokens) - req.prefix_len + self._page_tokens
@@ -181,7 +181,7 @@ def _is_busy(scheduler: "Scheduler") -> bool:
     )
 
 
-def _request(offer: Offer) -> "Req":
+def _request(offer: HelpOffer) -> "Req":
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -68,7 +68,7 @@ _HOOK = "TpModelWorker.forward_batch_generation"
 
 
 @dataclass(slots=True, eq=False)
-class Mine:
+class OwnChain:
     """The own prompt that helpers compute, or were asked to compute."""
 
     rid: str
@@ -126,7 +126,7 @@ class Runahead(NoHelpers):
         self._token_bytes = rows.layers * rows.token_bytes
         self._table = table
         self._handover_s = HANDOVER_S
-        self._mine: Mine | None = None
+        self._chain: OwnChain | None = None
         self._asked: set[str] = set()  # requests for which helpers were asked
         # A byte in this socket wakes an idle scheduler.
         reader, writer = socket.socketpair()
@@ -147,7 +147,7 @@ class Runahead(NoHelpers):
         """Serve the offers of other members. Call between two steps."""
         self._scheduler = scheduler
         self._listen(scheduler)
-        if self._mine is not None and time.monotonic() - self._mine.began_s > BEGIN_S:
+        if self._chain is not None and time.monotonic() - self._chain.began_s > BEGIN_S:
             self._drop("the step did not begin")
         while (found := self.member.next_offer()) is not None:
             owner, offer = found
@@ -173,10 +173,10 @@ class Runahead(NoHelpers):
         """
         tail = self._stored_tail(req)
         stop = len(req.full_untruncated_fill_ids) if tail is None else island_start(tail.view)
-        mine = self._mine
-        if mine is not None and mine.rid == req.rid:
-            return self._answered(mine, req, stop, alone=alone)
-        if mine is not None or not alone or req.rid in self._asked:
+        chain = self._chain
+        if chain is not None and chain.rid == req.rid:
+            return self._answered(chain, req, stop, alone=alone)
+        if chain is not None or not alone or req.rid in self._asked:
             return "alone"
         if not is_plain(req) or self._namespace() is None:
             return "alone"
@@ -188,18 +188,18 @@ class Runahead(NoHelpers):
 
     def extent(self, rid: str) -> Span | None:
         """The tokens that the chain of this request computes; None if it has no chain."""
-        mine = self._mine
-        return mine.span if mine is not None and mine.rid == rid else None
+        chain = self._chain
+        return chain.span if chain is not None and chain.rid == rid else None
 
     def helped_tokens(self, rid: str) -> int:
         """How many of these tokens the helpers compute."""
-        mine = self._mine
-        return 0 if mine is None or mine.rid != rid else mine.owned.split - mine.span.start
+        chain = self._chain
+        return 0 if chain is None or chain.rid != rid else chain.owned.split - chain.span.start
 
     def end(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
-        if self._mine is not None and self._mine.rid == rid:
+        if self._chain is not None and self._chain.rid == rid:
             self._drop("the request is over", label="aborted")
 
     # ---- the forward ----
@@ -209,13 +209,13 @@ class Runahead(NoHelpers):
 
         Raises: errors of SGLang.
         """
-        mine = self._mine
-        if mine is None or batch is None or mine.rid not in [req.rid for req in batch.reqs]:
+        chain = self._chain
+        if chain is None or batch is None or chain.rid not in [req.rid for req in batch.reqs]:
             return original(worker, batch, **kwargs)
-        if not computes(batch, mine.span) or not mine.owned.agreed:
+        if not computes(batch, chain.span) or not chain.owned.agreed:
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
-        owned, span, scheduler, req = mine.owned, mine.span, self._scheduler, batch.reqs[0]
+        owned, span, scheduler, req = chain.owned, chain.span, self._scheduler, batch.reqs[0]
         began_s = time.monotonic()
         try:
             assert owned.passing.receiver is not None
@@ -228,7 +228,7 @@ class Runahead(NoHelpers):
                 result = original(worker, cut_batch(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
             self._counters.add("runahead_failures", label=error.reason)
-            self._end(mine, "cancelled", str(error))
+            self._end(chain, "cancelled", str(error))
             assert scheduler is not None
             give_up(scheduler, req)
             # The least that a step may compute; its result is dropped.
@@ -236,15 +236,15 @@ class Runahead(NoHelpers):
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
-            self._end(mine, "cancelled", str(error))  # after this, no part is written here
+            self._end(chain, "cancelled", str(error))  # after this, no part is written here
             return self._forward_alone(original, worker, batch, span, kwargs)
         except Exception as error:
             if original.error is error:
                 raise
-            self._end(mine, "cancelled", repr(error))
+            self._end(chain, "cancelled", repr(error))
             BOUNDARY.failed(_HOOK, error, rid=req.rid)
             return self._forward_alone(original, worker, batch, span, kwargs)
-        self._shared(req, mine, time.monotonic() - began_s)
+        self._shared(req, chain, time.monotonic() - began_s)
         return result
 
     def close(self) -> None:
@@ -305,15 +305,15 @@ class Runahead(NoHelpers):
         except RunaheadError as error:
             self._counters.add("runahead_failures", label=error.reason)
             return False
-        self._mine = Mine(req.rid, owned, time.monotonic())
+        self._chain = OwnChain(req.rid, owned, time.monotonic())
         return True
 
-    def _answered(self, mine: Mine, req: "Req", stop: int, *, alone: bool) -> Verdict:
-        owned = mine.owned
+    def _answered(self, chain: OwnChain, req: "Req", stop: int, *, alone: bool) -> Verdict:
+        owned = chain.owned
         why = owned.refused or owned.passing.broken
-        if req.prefix_len != mine.span.start or stop < mine.span.stop or not alone:
+        if req.prefix_len != chain.span.start or stop < chain.span.stop or not alone:
             why = "the step became another one"
-        elif why is None and not owned.agreed and time.monotonic() - mine.began_s > ANSWER_S:
+        elif why is None and not owned.agreed and time.monotonic() - chain.began_s > ANSWER_S:
             why = "no answer"
         if why is not None:
             logger.info("cake runahead: request %s alone: %s", req.rid, why)
@@ -322,15 +322,15 @@ class Runahead(NoHelpers):
         return "share" if owned.agreed else "wait"
 
     def _drop(self, reason: str, label: str = "refused") -> None:
-        assert self._mine is not None
-        if self._mine.owned.passing.broken is not None:
+        assert self._chain is not None
+        if self._chain.owned.passing.broken is not None:
             label = "broken"
         self._counters.add("runahead_failures", label=label)
-        self._end(self._mine, "cancelled", reason)
+        self._end(self._chain, "cancelled", reason)
 
-    def _end(self, mine: Mine, outcome: Outcome, reason: str = "") -> None:
-        self._mine = None
-        self.member.end_owned(mine.owned, outcome, reason)
+    def _end(self, chain: OwnChain, outcome: Outcome, reason: str = "") -> None:
+        self._chain = None
+        self.member.end_owned(chain.owned, outcome, reason)
 
     def _forward_alone(
         self, original: OriginalFunction, worker: Any, batch: Any, span: Span, kwargs: Any
@@ -343,33 +343,33 @@ class Runahead(NoHelpers):
         return original(worker, cut_batch(batch, start, span.stop), **kwargs)
 
     @guarded(_HOOK)
-    def _shared(self, req: "Req", mine: Mine, took_s: float) -> None:
-        self._learn(mine, took_s)
-        self._end(mine, "done")
-        self._tell(req, mine)
+    def _shared(self, req: "Req", chain: OwnChain, took_s: float) -> None:
+        self._learn(chain, took_s)
+        self._end(chain, "done")
+        self._tell(req, chain)
 
-    def _learn(self, mine: Mine, took_s: float) -> None:
-        receiver = mine.owned.passing.receiver
+    def _learn(self, chain: OwnChain, took_s: float) -> None:
+        receiver = chain.owned.passing.receiver
         assert receiver is not None
         if self._step_costs.measured:
             prefill = self._step_costs.agreed
-            slowest_s = max(prefill.step_s(*span) for span in mine.owned.partition.spans)
-            lost_s = max(0.0, time.monotonic() - mine.began_s - slowest_s)
+            slowest_s = max(prefill.step_s(*span) for span in chain.owned.partition.spans)
+            lost_s = max(0.0, time.monotonic() - chain.began_s - slowest_s)
             self._handover_s += _NEWEST * (lost_s - self._handover_s)
         logger.info(
             "cake runahead: request %s shared as %s: %.3f s, of which waited %.3f s",
-            mine.rid,
-            mine.owned.partition.bounds,
+            chain.rid,
+            chain.owned.partition.bounds,
             took_s,
             receiver.waited_s,
         )
 
-    def _tell(self, req: "Req", mine: Mine) -> None:
-        """What the others did, in counters and in the report of the response."""
-        receiver = mine.owned.passing.receiver
+    def _tell(self, req: "Req", chain: OwnChain) -> None:
+        """Report the part of the other members, in counters and in the response."""
+        receiver = chain.owned.passing.receiver
         assert receiver is not None
-        helped_tokens = mine.owned.split - mine.span.start
-        self._counters.add("runahead_hops", len(mine.owned.helpers))
+        helped_tokens = chain.owned.split - chain.span.start
+        self._counters.add("runahead_hops", len(chain.owned.helpers))
         self._counters.add("helped_tokens", helped_tokens)
         self._counters.add("runahead_bytes", receiver.bytes)
         record = self._record_of(req.rid)
@@ -379,7 +379,7 @@ class Runahead(NoHelpers):
         record.helped["helped_tokens"] = helped_tokens
         if asked_for(req) is not None:  # a search or a benchmark
             record.helped.update(
-                bounds=list(mine.owned.partition.bounds),
+                bounds=list(chain.owned.partition.bounds),
                 received_bytes=receiver.bytes,
                 waited_s=round(receiver.waited_s, 6),
                 table=None if self._table.path is None else self._table.path.name,

@@ -1,5 +1,5 @@
-"""What each step prefills: SGLang's admission, which attaches landed blocks and leaves the rest to
-the loader.
+"""The admission of prompts to each step: SGLang's own, extended to attach landed blocks and to
+leave other blocks to the loader.
 
 Each method that SGLang calls decides in a guarded part (`Run`, `Share`, `OverlapLastStep`,
 `Requeue`, `Park` or `Skip`), acts on it around one call of SGLang's own method, and updates cake's
@@ -86,7 +86,7 @@ def decide_chunked(
     begin_overlap: Callable[[], Span | None],
     may_yield: Callable[[], bool],
 ) -> Requeue | Run | OverlapLastStep | Park:
-    """What becomes of the chunked request.
+    """The decision about the chunked request.
 
     Args: each function is called in this order, and only if the decision depends on it.
         preemptor: a waiting request that goes before it.
@@ -114,7 +114,7 @@ def decide_waiting(
     prompt_tokens: int,
     chunk_taken: bool,
 ) -> Run | OverlapLastStep | Skip:
-    """What becomes of a waiting request.
+    """The decision about a waiting request.
 
     Args:
         step: its next step; None: no stored block is to come.

@@ -154,7 +154,7 @@ def _send_prefix(original: Any, scheduler: "Scheduler", req: "Req", **options: b
 def _hand_over(
     scheduler: "Scheduler", req: "Req", last_chunk: bool = False, end_idx: int | None = None
 ) -> None:
-    """With the last KV of a prompt goes what that KV depends on."""
+    """Send the digest of a prompt with its last KV, for the decode server to compare."""
     if last_chunk and isinstance(scheduler.tree_cache, CakeRadixCache):
         spare = spare_metadata(scheduler.disagg_metadata_buffers, req.metadata_buffer_index)
         spare.zero_()
@@ -177,7 +177,7 @@ def _received(_: None, transfers: "DecodeTransferQueue", decode_req: "DecodeRequ
 def _idle(_: None, scheduler: "Scheduler") -> None:
     coordinator = _coordinator(scheduler)
     if coordinator is not None and coordinator.live and _handshaking(scheduler):
-        time.sleep(_POLL_PAUSE_S)  # a handshake wakes nobody, and loads need the interpreter
+        time.sleep(_POLL_PAUSE_S)  # a handshake wakes no thread, and loads need the interpreter
         return
     if coordinator is None or not coordinator.waiting:
         return

@@ -1,4 +1,4 @@
-"""Turn of a conversation that a request is, found from the blocks that its prompt begins with."""
+"""The turn of its conversation in which a request is, found from the first blocks of its prompt."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ A file is read and written in pieces, between which the call can be cancelled.
 A file that is not in the page cache is read by direct I/O into the caller's pages: without a copy,
 and without pages in the cache. That takes a fraction of the CPU time and is at least as fast. A
 cached file, above all a block that was written a moment ago, is copied from the cache. Behind a
-tier in memory, which has what was written a moment ago, files are written by direct I/O too.
+tier in memory, which has the blocks that were just written, files are written by direct I/O too.
 """
 
 import contextlib

@@ -169,8 +169,8 @@ class BlockFolder:
             found.append(size is not None and framed_bytes in (None, size))
         return found
 
-    def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As `AccessListener.touched`. The index is updated in the background."""
+    def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As `AccessListener.on_access`. The index is updated in the background."""
         if facts.benefit is not None:
             self.evictor.set_benefit(facts.benefit)
         self.supervisor.was_touched(digest, self._accesses.report(keys, facts, time.time()))

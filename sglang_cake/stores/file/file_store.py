@@ -79,9 +79,9 @@ class FileStore:
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await run_stoppable(self._lookups, functools.partial(self._contains, list(keys)))
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`. The index is updated in the background."""
-        self._folder.touched(self._frame.digest, keys, facts)
+        self._folder.on_access(self._frame.digest, keys, facts)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

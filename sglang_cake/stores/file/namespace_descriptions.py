@@ -1,6 +1,6 @@
 """The descriptions of namespaces: `namespace.json` in the folder of each.
 
-A description may have been written by anybody, and is checked when it is read.
+A description is untrusted, and is checked when it is read.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""What is on the disk below the root of a store.
+"""The files and folders below the root of a store.
 
-Used to build an index, to remove what killed writers left, and to list a store without a change.
+Used to build an index, to remove files of killed writers, and to list a store without a change.
 """
 
 import contextlib

@@ -35,13 +35,13 @@ class Place:
 
     def __init__(self, places: "Places", drop: Callable[[], object]) -> None:
         self._places = places
-        self._among = places.strangers
+        self._among = places.unauthenticated
         self.drop = drop
 
     @property
     def is_known(self) -> bool:
         """Whether a request with a valid token has come over the connection."""
-        return self._among is not self._places.strangers
+        return self._among is not self._places.unauthenticated
 
     def begin(self) -> None:
         """A request with a valid token has come."""
@@ -66,12 +66,12 @@ class Places:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.strangers: dict[Place, None] = {}  # no valid token so far
+        self.unauthenticated: dict[Place, None] = {}  # no valid token so far
         self.idle: dict[Place, None] = {}
         self.busy: dict[Place, None] = {}
 
     def __len__(self) -> int:
-        return len(self.strangers) + len(self.idle) + len(self.busy)
+        return len(self.unauthenticated) + len(self.idle) + len(self.busy)
 
     def take(self, drop: Callable[[], object]) -> tuple[Place | None, Place | None]:
         """A place for a new connection, and the place that was left for it, whose connection the
@@ -81,12 +81,12 @@ class Places:
         """
         left = None
         if len(self) >= self._most:
-            left = next(iter(self.strangers or self.idle), None)
+            left = next(iter(self.unauthenticated or self.idle), None)
             if left is None:
                 return None, None
             left.leave()
         place = Place(self, drop)
-        self.strangers[place] = None
+        self.unauthenticated[place] = None
         return place, left
 
 
@@ -152,7 +152,7 @@ class ConnectionServer(web.Server):
 def _count_bad_requests(server: StoreServer) -> logging.Logger:
     """A logger for aiohttp, which logs a traceback for every request that is not valid HTTP.
 
-    Those are only counted, because anybody could fill a disk with them. The server itself logs
+    Those are only counted, because any client could fill a disk with them. The server itself logs
     errors in the handling of requests.
     """
 

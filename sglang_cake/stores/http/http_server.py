@@ -176,7 +176,7 @@ class StoreServer:
             facts = RequestFacts.from_json(request.headers.get(protocol.FACTS_HEADER, ""))
         except (ValueError, RecursionError):
             raise RefusedRequest(400, f"the header {protocol.FACTS_HEADER} is malformed") from None
-        self._folder.touched(digest, await self._read_keys(request), facts)
+        self._folder.on_access(digest, await self._read_keys(request), facts)
         return web.Response(status=204)
 
     async def _list(self, request: web.BaseRequest, digest: Digest) -> web.StreamResponse:

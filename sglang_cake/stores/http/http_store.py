@@ -27,11 +27,11 @@ from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.stores.http.http_transport import (
+    CredentialsRenewed,
     Endpoint,
     Hedging,
     HttpCounters,
     HttpTransport,
-    Renewed,
     read_lines,
     read_whole,
     refuse,
@@ -115,7 +115,7 @@ class HttpStore:
             )
         return found
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`, for MAX_CONTAINS_KEYS keys at most; nothing on a plain server."""
         if self._is_plain:
             return
@@ -193,7 +193,7 @@ class HttpStore:
         if self._is_plain:
             return
         path = protocol.block_path(self._frame.digest, key)
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, Renewed):
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, CredentialsRenewed):
             async with asyncio.timeout(REPORT_S), self._transport.request("POST", path):
                 pass  # the answer does not matter: the block is computed
 

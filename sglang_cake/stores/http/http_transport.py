@@ -68,7 +68,7 @@ class TryAgain(RemoteError):
         self.after_s = after_s
 
 
-class Renewed(Exception):
+class CredentialsRenewed(Exception):
     """A request failed with an outdated token or CA file, which has been read again."""
 
 
@@ -197,7 +197,7 @@ class HttpTransport:
             try:
                 async with circuit.call(size_bytes):
                     return await _translated(attempt)
-            except Renewed as error:
+            except CredentialsRenewed as error:
                 if last:
                     raise StoreUnavailable(f"{self._endpoint.base}: {error}") from error
                 self.counters.retries += 1
@@ -300,11 +300,11 @@ class HttpTransport:
             )
         except aiohttp.ClientConnectorCertificateError as error:
             if await self._is_renewed(endpoint):
-                raise Renewed("the certificates to trust were replaced") from error
+                raise CredentialsRenewed("the certificates to trust were replaced") from error
             raise
         if response.status == 401 and await self._is_renewed(endpoint):
             response.close()
-            raise Renewed("the token was replaced")
+            raise CredentialsRenewed("the token was replaced")
         return response
 
     async def _is_renewed(self, used: Endpoint) -> bool:

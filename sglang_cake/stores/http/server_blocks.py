@@ -150,8 +150,8 @@ class BlockService:
     ) -> None:
         """Send the headers and `count` bytes of the file. A failure closes the connection.
 
-        A reader that takes nothing is given up by the system (TCP_USER_TIMEOUT), a reader that is
-        too slow by the time limit here.
+        The system drops a reader that takes nothing (TCP_USER_TIMEOUT); the time limit here drops a
+        reader that is too slow.
 
         Raises: OSError, TimeoutError.
         """

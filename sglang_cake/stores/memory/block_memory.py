@@ -35,7 +35,7 @@ class HeldBlock:
         users: reads, leases, and the write that fills it. A block in use is not evicted.
         unwritten: number of lower tiers that do not have the block yet (`BlockMemory.keep`).
         whole: all bytes are there.
-        gone: evicted or deleted; its buffer is free once nobody uses it.
+        gone: evicted or deleted; its buffer is free when `users` is 0.
     """
 
     ident: int
@@ -116,8 +116,8 @@ class BlockMemory:
             found = [self._blocks.get((digest, key)) for key in keys]
             return [block is not None and block.whole for block in found]
 
-    def touched(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As `AccessListener.touched`."""
+    def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        """As `AccessListener.on_access`."""
         accesses = self._accesses.report(keys, facts, time.time())
         with self._lock:
             for access in accesses:
@@ -190,7 +190,7 @@ class BlockMemory:
                 self._stride_bytes,
                 now_s,
                 access.at_s,
-                int(must_earn_place),  # what wants a place was read a moment ago
+                int(must_earn_place),  # such a block was read a moment ago
                 ident_of(key),
                 access.context,
             )

@@ -1,7 +1,7 @@
 """`memory://64GB`: blocks in the host memory of this process, usually in front of other tiers.
 
-The memory ends with its process. It is private to it, so what a killed server leaves behind is
-nothing. Schedulers on one machine divide the capacity.
+The memory is private to its process and is freed when that ends, so a killed server leaves nothing
+behind. Schedulers on one machine divide the capacity.
 """
 
 import functools
@@ -56,11 +56,11 @@ class HostMemoryStore:
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._opened().has(self._frame.digest, keys)
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`."""
         memory = self._opened()
         await run_stoppable(
-            self._writers, lambda stop: memory.touched(self._frame.digest, keys, facts)
+            self._writers, lambda stop: memory.on_access(self._frame.digest, keys, facts)
         )
 
     async def get_into(
@@ -195,7 +195,7 @@ class HostMemorySource:
         return HostMemoryStore(shared, frame, threads=threads, reads_count=self.reads_count)
 
     async def namespaces(self) -> list[StoredNamespace]:
-        """None. Tools ask, and the memory of a server is not theirs."""
+        """None: a tool cannot read the memory of a server."""
         return []
 
     def new_memory(self, block_bytes: int) -> BlockMemory:

@@ -137,12 +137,12 @@ class S3Bucket:
         place: S3Place,
         *,
         connections: int,
-        patience: TimeoutLimits,
+        limits: TimeoutLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         connections: limit; further calls wait for one, within their time limit.
-        patience, clock: as in `Circuit`.
+        limits, clock: as in `Circuit`.
         """
         self.place = place
         self._connections = connections
@@ -154,7 +154,7 @@ class S3Bucket:
                 str(place),
                 kind,
                 self.counters,
-                patience,
+                limits,
                 group=self._circuits,
                 redial=self._redial,
                 clock=clock,

@@ -41,7 +41,7 @@ DESCRIPTION = "namespace.json"
 CHECK_S = 8.0  # limit for the check at start
 MAX_DESCRIPTION_BYTES = 2**16
 MAX_NAMESPACES = 10_000
-PATIENCE = TimeoutLimits()
+LIMITS = TimeoutLimits()
 MAX_PREFIX_BYTES = 512  # a name may have 1024 bytes, and a block needs 136 of them
 
 _NAME = re.compile(r"([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
@@ -74,18 +74,18 @@ class S3Store:
         frame: BlockFrame,
         *,
         depth: int,
-        patience: TimeoutLimits,
+        limits: TimeoutLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         depth: concurrent reads, and concurrent writes.
-        patience: limits of time limits.
+        limits: bounds of the time limits.
         clock: seconds, monotonic.
         """
         self._frame = frame
         self._place = place
         connections = 2 * depth + LOOKUPS_AT_ONCE  # enough that lookups do not wait for reads
-        self._bucket = S3Bucket(place, connections=connections, patience=patience, clock=clock)
+        self._bucket = S3Bucket(place, connections=connections, limits=limits, clock=clock)
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
@@ -204,7 +204,7 @@ class S3Source:
     """Implements `StoreSource`."""
 
     place: S3Place
-    patience: TimeoutLimits = PATIENCE
+    limits: TimeoutLimits = LIMITS
     most_namespaces: int = MAX_NAMESPACES  # a longer listing is an error
 
     def check(self) -> None:
@@ -230,11 +230,11 @@ class S3Source:
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         """Connects with the first call. The description of the namespace is not compared, since
         every block names its namespace."""
-        return S3Store(self.place, frame, depth=depth, patience=self.patience)
+        return S3Store(self.place, frame, depth=depth, limits=self.limits)
 
     async def namespaces(self) -> list[StoredNamespace]:
         start = self.place.name("")
-        bucket = S3Bucket(self.place, connections=1, patience=self.patience)
+        bucket = S3Bucket(self.place, connections=1, limits=self.limits)
         try:
             digests: list[str] = []
             async for page in bucket.pages(start, delimiter="/"):
@@ -261,7 +261,7 @@ class S3Source:
         return StoreLayer("S3Store", settings)
 
     async def _ask(self) -> None:
-        bucket = S3Bucket(self.place, connections=1, patience=self.patience)
+        bucket = S3Bucket(self.place, connections=1, limits=self.limits)
         try:
             await bucket.page(self.place.name(""), MaxKeys=1)
         finally:

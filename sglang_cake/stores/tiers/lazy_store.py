@@ -45,7 +45,7 @@ class LazyStore:
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await (await self._opened()).contains(keys)
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         await report_access(await self._opened(), keys, facts)
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:

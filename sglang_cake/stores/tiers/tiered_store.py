@@ -194,7 +194,7 @@ class TieredStore:
 
     @property
     def given_up_calls(self) -> int:
-        """Number of calls that nobody waits for and that have not ended."""
+        """Number of running calls whose result is not awaited any more."""
         return len(self._given_up)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -209,7 +209,7 @@ class TieredStore:
             self._locations.learn(key, asked=asked, having=having)
         return [having > 0 for having in havings]
 
-    async def touched(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`, for every tier that is well. Failures do not count for health,
         since most stores do nothing here."""
         self._check_open()
@@ -414,8 +414,8 @@ class TieredStore:
     async def _move_up(
         self, key: BlockKey, out: memoryview, size_bytes: int, tier: Tier, unpack: Unpack | None
     ) -> int:
-        """Move up the payload at the start of `out`, which `unpack` may change. Returns the size of
-        the one that is there now."""
+        """Move up the payload at the start of `out`, which `unpack` may change. Returns its size
+        afterwards."""
         above = [t for t in self.tiers[: tier.index] if not t.bit & self._locations.of(key).having]
         slow = [target for target in above if target.memory is None]
         if slow and self._rereads.read(key, self._clock()):

@@ -143,7 +143,7 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
                     await store.put(B, block_of("b"))
                 with pytest.raises(StoreUnavailable, match="only read"):
                     await store.delete(A)
-            await store.touched([A], RequestFacts("id", 1))
+            await store.on_access([A], RequestFacts("id", 1))
             assert [block.key async for block in store.list_blocks()] == [A]
             assert await read(store, A) == block_of("a")
             assert store.counters.failures == store.counters.sent_bytes == 0

@@ -94,7 +94,7 @@ class StoreBehindProxy:
             endpoint = Endpoint(base, own_token())
             return HttpStore(lambda: endpoint, FRAME, depth=2, limits=patience, clock=clock)
         place = S3Place(self.bucket, endpoint=base, region="us-east-1")
-        return S3Store(place, FRAME, depth=2, patience=patience, clock=clock)
+        return S3Store(place, FRAME, depth=2, limits=patience, clock=clock)
 
     def patience(self, fault):
         return IMPATIENT if READS[fault] is Fault.TIMEOUTS else PATIENT
