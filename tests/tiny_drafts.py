@@ -154,6 +154,77 @@ def build_mimo(path: Path) -> Path:
     return path
 
 
+def build_qwen3_next_mtp(path: Path) -> Path:
+    """Write a random Qwen3-Next to `path`, with its MTP layer in the same files.
+
+    The MTP layer is the target's last one, with full attention. It does not use the target's hidden
+    states, and sees all tokens but the first one. The target's other layers, which have recurrent
+    states, add little to what the last one gets: most of the MTP layer's tokens are accepted, and
+    wrong states change logprobs by about 1.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    hidden, layers = 128, 4
+    config = Qwen3NextConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCAB,
+        max_position_embeddings=8192,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        intermediate_size=256,
+        full_attention_interval=layers,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    config.full_attention_interval = layers  # SGLang reads it, and transformers drops it
+
+    def change(model: Any) -> None:
+        embeddings = model.model.embed_tokens.weight.data
+        embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
+        for name, weight in model.named_parameters():
+            if name.endswith("q_norm.weight"):
+                weight.data += 2  # a peaked softmax
+            elif name.endswith("A_log"):  # half of a state is forgotten in 10 to 1,000 tokens
+                weight.data = torch.linspace(-7.5, -3, weight.numel()).view_as(weight)
+            elif "self_attn.o_proj" in name:
+                weight.data *= 2
+            elif "linear_attn.out_proj" in name or (
+                "down_proj" in name and f"layers.{layers - 1}." not in name
+            ):
+                weight.data *= 0.01
+
+    write_model(path, Qwen3NextForCausalLM, config, change=change)
+    tensors = load_file(path / "model.safetensors")
+    last = f"model.layers.{layers - 1}."
+    tensors |= {
+        name.replace(last, "mtp.layers.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    tensors |= {
+        "mtp.fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1),
+        "mtp.pre_fc_norm_embedding.weight": torch.zeros(hidden),  # 1 is added
+        "mtp.pre_fc_norm_hidden.weight": torch.zeros(hidden),
+        "mtp.norm.weight": tensors["model.norm.weight"].clone(),
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def _sharpen(model: Any) -> None:
     """The prompt decides each token. Embeddings are normalized."""
     embeddings = model.model.embed_tokens.weight.data

@@ -229,6 +229,16 @@ def has_tracked_state(kv: Any, place: int) -> bool:
     return bool(kv.mamba_ping_pong_track_buffer[place] != -1) if empty is None else not empty[place]
 
 
+def drops_states_beyond_answers() -> bool:
+    """Whether SGLang keeps no state that is behind the last token of an answer: a step that
+    accepts drafts may go on beyond it."""
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
+
+    return hasattr(SchedulerBatchResultProcessor, "_mamba_can_cache_finished_req")  # not in 0.5.22
+
+
 def take_deferred_requests(scheduler: "Scheduler") -> list[Any]:
     """Receive new requests into the scheduler's list of deferred requests, which it handles after
     the step. Returns that list, not a copy."""

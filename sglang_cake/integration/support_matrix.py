@@ -354,6 +354,7 @@ SPECULATION: tuple[Speculation, ...] = (
         proofs=(
             Proof("Llama", f"{_SERVERS}::ngram-both"),
             Proof("Mellum", f"{_SERVERS}::ngram-windows-both"),
+            Proof("Qwen3-Next", f"{_SERVERS}::ngram-states-load"),
         ),
     ),
     Speculation(
@@ -374,7 +375,10 @@ SPECULATION: tuple[Speculation, ...] = (
     Speculation(
         "NEXTN",
         stored="K and V, or the latent row, of the MTP layers",
-        proofs=(Proof("MiMo", f"{_SERVERS}::mtp-load"),),
+        proofs=(
+            Proof("MiMo", f"{_SERVERS}::mtp-load"),
+            Proof("Qwen3-Next", f"{_SERVERS}::mtp-states-both"),
+        ),
     ),
     Speculation(  # SGLang's, for NEXTN with Gemma 4
         "FROZEN_KV_MTP",
@@ -579,11 +583,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                 needed, _ = TURNED_OFF[field]
                 return f"cake needs {needed}, which SGLang turns off {why}: remove --enable-cake"
             return f"cake {reason}"
-    return (
-        _unsupported_ngrams(args, model)
-        or _unsupported_speculation(args, model)
-        or _page_mismatch(args.page_size, block_tokens)
-    )
+    return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
 
 def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
@@ -601,17 +601,6 @@ def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
     if remedy is None:
         return None
     return f"cake cannot store n-gram embeddings that SGLang takes from a stale table: {remedy}"
-
-
-def _unsupported_speculation(args: Any, model: ModelTraits | None) -> str | None:
-    if model is None or args.speculative_algorithm is None:
-        return None
-    if model.is_hybrid_ssm:
-        return (
-            "cake does not support speculative decoding with recurrent states: remove "
-            "--speculative-algorithm"
-        )
-    return None
 
 
 def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
@@ -719,7 +708,7 @@ def unsupported_head_groups(args: Any, model: ModelTraits | None, config: CakeCo
 
 
 def check_context(
-    ctx: "TreeCacheBuildContext", config: CakeConfig, drafts: Sequence[object] = ()
+    ctx: "TreeCacheBuildContext", config: CakeConfig, drafts: Sequence[Any] = ()
 ) -> None:
     """The last check, in a scheduler process, with the actual settings and pools.
 
@@ -746,23 +735,41 @@ def check_context(
             or unsupported_group(view, traits, config)
             or unsupported_codec(view, traits, config)
             or unsupported_head_groups(view, traits, config)
-            or unsupported_drafts(view, drafts)
+            or unsupported_drafts(view, drafts, params.req_to_token_pool)
         )
     if reason is not None:
         raise ConfigError(reason)
 
 
-def unsupported_drafts(args: Any, drafts: Sequence[object]) -> str | None:
+def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str | None:
     """Why the draft models of this process cannot be restored with a prompt; None if they can, or
     if there are none. Without its KV of a prompt, a draft model proposes wrong tokens, so that a
-    hit would be slower than a miss."""
+    hit would be slower than a miss.
+
+    Args: drafts: as `LoadedDraft`. requests: the pool of requests of the model itself.
+    """
     from sglang.srt.environ import envs
+
+    from sglang_cake.integration.compat import drops_states_beyond_answers
 
     if has_draft_kv(args) != bool(drafts):
         return (
             f"cake did not see the draft model of {args.speculative_algorithm} being loaded: "
             "remove --speculative-algorithm"
         )
+    own = getattr(requests, "mamba_pool", None)
+    if args.speculative_algorithm and own is not None and not drops_states_beyond_answers():
+        return (
+            "cake does not support speculative decoding with recurrent states of SGLang 0.5.22: "
+            "install 0.5.23"
+        )
+    for draft in drafts:
+        states = getattr(draft.runner.req_to_token_pool, "mamba_pool", None)
+        if states is not None and states is not own:
+            return (
+                "cake does not support a draft model with recurrent states: remove "
+                "--speculative-algorithm"
+            )
     if drafts and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
         return (
             "cake needs the KV of the draft model for all tokens: unset "
@@ -811,6 +818,8 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"
         if pool.mamba_pool.replayssm_write_pos is not None:
             return "cake does not support ReplaySSM: remove --enable-linear-replayssm"
+        if pool.mamba_pool.enable_linear_replayssm_spec:
+            return "cake does not support ReplaySSM: remove --enable-linear-replayssm-spec"
         if envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get():  # a loaded state is copied from the tree
             return "cake needs locks on states: unset SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"
     return None

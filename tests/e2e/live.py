@@ -142,7 +142,8 @@ class StoreView:
         stored."""
         found: list[Path] = []
         for namespace in self.namespaces():
-            last = block_keys(KeySeed(namespace.digest), tokens, BLOCK)[-1]
+            seed = KeySeed(namespace.digest)
+            last = block_keys(seed, tokens, BLOCK, next_tokens=self.next_tokens)[-1]
             files = [namespace.block(key) for key in end_keys(last, MOST_END_BLOCKS)]
             if not files[0].exists():
                 return []

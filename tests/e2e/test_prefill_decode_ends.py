@@ -3,12 +3,14 @@ windows or the states with the KV of a prompt, computed or loaded. Every answer 
 one of transformers."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from live import BLOCK, TOLERANCE, Start, distance, forge
+from live import BLOCK, DRAFT_CHAIN, TOLERANCE, Start, accepted, distance, forge
 from server_pair import COMMON, Pair
-from tiny_hybrids import VOCAB, Transformers, build_mellum, build_qwen3_next
+from tiny_drafts import VOCAB, build_qwen3_next_mtp
+from tiny_hybrids import Transformers, build_mellum, build_qwen3_next
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.demo.sglang_server import free_port
@@ -26,12 +28,17 @@ STATES = (  # SGLang's default on a GPU
 )
 
 
-@pytest.mark.parametrize("state", ["windows", "states"])
+@pytest.mark.parametrize("state", ["windows", "states", "states-mtp"])
 def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
     start: Start, folder: Path, standins: dict[str, str], prompt: Make, state: str
 ) -> None:
     at = folder / f"{state}-disaggregated" / "model"
-    path = build_mellum(at, window_tokens=64) if state == "windows" else build_qwen3_next(at)
+    builders = {
+        "windows": partial(build_mellum, window_tokens=64),
+        "states": build_qwen3_next,
+        "states-mtp": build_qwen3_next_mtp,
+    }
+    path, has_drafts = builders[state](at), state == "states-mtp"
     model, port, store = Transformers(path), free_port(), folder / f"store-pair-{state}"
     env = standins | {
         "CAKE_TEST_DISAGGREGATION": "1",
@@ -39,6 +46,9 @@ def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
     }
     flags = (*COMMON, *(WINDOWS if state == "windows" else STATES))
+    if has_drafts:
+        env |= {"CAKE_TEST_SPECULATIVE": "1"}
+        flags = (*flags, "--speculative-algorithm", "NEXTN", *DRAFT_CHAIN)
     of_prefill = (
         *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port)),
         *("--cake-mode", "load"),
@@ -53,23 +63,28 @@ def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
         start(path, (*flags, *of_decode), env=env) as decode,
     ):
         pair = Pair(prefill, decode, port)
+        steps = []
 
         def check(*, loaded: int, same: bool) -> None:
             answer, prefilled = pair.ask(document, new_tokens=2 * BLOCK)
             assert prefilled.loaded == loaded
             assert (answer.tokens == expected.tokens) == same
+            if has_drafts:
+                steps.append(accepted(answer))
             if same:
                 assert distance(answer.logprobs, expected.logprobs) <= TOLERANCE
 
         check(loaded=0, same=True)
         pair.ask(other)
         assert prefill.store is not None
+        prefill.store.next_tokens = int(has_drafts)
         ends, foreign = [], []
         for ids, files in ((document, ends), (other, foreign)):
-            prefill.store.until_stored(ids[: 10 * BLOCK])
-            files += prefill.store.until_end_stored(ids[: 10 * BLOCK])
+            prefill.store.until_stored(ids)
+            files += prefill.store.until_end_stored(ids)
         pair.flush()
         check(loaded=10 * BLOCK, same=True)
+        assert len(set(map(tuple, steps))) <= 1
         for file, source in zip(ends, foreign, strict=True):
             forge(file, source.read_bytes()[HEADER_BYTES:])
         pair.flush()

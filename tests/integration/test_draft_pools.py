@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from kv_pools import as_bytes, deepseek_v4, mha, rows_of, states_of, windows
+from kv_pools import as_bytes, deepseek_v4, hybrid, mha, rows_of, states_of, windows
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import ConfigError
@@ -49,6 +49,12 @@ def test_draft_pools_windows_of_the_target_are_apart_from_its_slots() -> None:
     assert found.windows == (mtp.swa_kv_pool, both.swa_kv_pool)
     assert DraftPools.of([], of) == DraftPools()
     assert DraftPools.of([plain], mha(SLOTS)).rows == (plain,)
+
+
+def test_draft_pools_of_a_hybrid_have_rows_beside_the_states_of_the_target() -> None:
+    """SGLang gives a draft model of such a target the target's own states."""
+    of, mtp = hybrid(SLOTS), hybrid(SLOTS)
+    assert DraftPools.of([mtp], of) == DraftPools(rows=(mtp.full_kv_pool,))
 
 
 def test_draft_pools_windows_in_slots_of_the_target_are_rows_of_blocks() -> None:

@@ -24,7 +24,8 @@ class FakeEnds:
 
     count = COUNT
 
-    def __init__(self) -> None:
+    def __init__(self, window_tokens: int = 0) -> None:
+        self.window_tokens = window_tokens
         self.ordered = 0
         self.at = 0
 
@@ -120,6 +121,27 @@ def test_end_saving_stores_the_last_boundary_of_a_prompt(harness: EndHarness) ->
     harness.tell(record, 6 * BLOCK + 3)
     assert harness.stored_ends(record) == [6 * BLOCK]
     assert harness.buffers.free == harness.buffers.capacity
+
+
+def test_end_saving_with_a_draft_model_waits_for_windows_and_not_for_states(
+    harness: EndHarness,
+) -> None:
+    """A draft model's rows at an end depend on the token behind it, and so do keys."""
+    record = known(6, extra_tokens=1, next_tokens=1)
+    harness.tell(record, 6 * BLOCK)
+    assert harness.stored_ends(record) == harness.asked == [6 * BLOCK]
+    harness.ends.window_tokens = 8
+    other = known(6, extra_tokens=1, next_tokens=1)
+    harness.tell(other, 6 * BLOCK)
+    assert harness.asked == [6 * BLOCK]
+    harness.tell(other, 6 * BLOCK + 1)
+    assert harness.asked == [6 * BLOCK, 6 * BLOCK]
+
+
+def test_end_saving_never_stores_an_end_whose_key_is_not_known(harness: EndHarness) -> None:
+    record = known(6, next_tokens=1)
+    harness.tell(record, 6 * BLOCK, last=True)
+    assert harness.asked == [5 * BLOCK]
 
 
 def test_end_saving_of_a_prompt_shorter_than_its_end_state_stores_none(

@@ -313,7 +313,9 @@ def _pools(**changes: Any) -> Any:
     allocator._kvcache = windows.__new__(windows)
     states = memory.HybridReqToTokenPool.__new__(memory.HybridReqToTokenPool)
     states.mamba_ckpt_pool = None
-    states.mamba_pool = SimpleNamespace(replayssm_write_pos=None)
+    states.mamba_pool = SimpleNamespace(
+        replayssm_write_pos=None, enable_linear_replayssm_spec=False
+    )
     params = {
         "token_to_kv_pool_allocator": allocator,
         "req_to_token_pool": states,
@@ -388,11 +390,13 @@ def test_support_matrix_forms_of_compressed_pools_are_refused_by_what_helps(
 
 
 def test_support_matrix_states_of_other_forms_are_refused_by_flag_name() -> None:
-    int8, replay = _pools(), _pools()
+    int8, replay, verify = _pools(), _pools(), _pools()
     int8.params.req_to_token_pool.mamba_ckpt_pool = object()
     replay.params.req_to_token_pool.mamba_pool.replayssm_write_pos = object()
+    verify.params.req_to_token_pool.mamba_pool.enable_linear_replayssm_spec = True
     assert "--enable-int8-mamba-checkpoint" in str(unsupported_pools(int8, CakeConfig()))
     assert "--enable-linear-replayssm" in str(unsupported_pools(replay, CakeConfig()))
+    assert "--enable-linear-replayssm-spec" in str(unsupported_pools(verify, CakeConfig()))
 
 
 def _graphs(backend: str) -> dict[str, Any]:
@@ -550,19 +554,14 @@ def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_grou
 
 
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)
-def test_support_matrix_draft_kv_is_served_without_states_and_lossy_codecs(
+def test_support_matrix_draft_kv_is_served_with_end_states_and_without_lossy_codecs(
     speculation: Speculation,
 ) -> None:
     for name in (speculation.name, speculation.name.lower()):
         args = _args(speculative_algorithm=name)
         assert unsupported(args, PLAIN, 128) is None
-        for kind, is_served in (
-            ("is_hybrid_swa", True),
-            ("is_hybrid_ssm", False),
-        ):
-            reason = unsupported(args, replace(PLAIN, **{kind: True}), 128)
-            assert (reason is None) == is_served
-            assert reason is None or "--speculative-algorithm" in reason
+        for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
+            assert unsupported(args, replace(PLAIN, **{kind: True}), 128) is None
         coded = _cache("auto", name)
         for codec in CHOICES:
             reason = unsupported_codec(coded, PLAIN, CakeConfig(codec=codec))
@@ -572,25 +571,49 @@ def test_support_matrix_draft_kv_is_served_without_states_and_lossy_codecs(
 @pytest.mark.parametrize(
     ("algorithm", "drafts", "skips", "advice"),
     [
-        (None, 0, False, None),
-        ("NGRAM", 0, False, None),
-        ("FROZEN_KV_MTP", 0, False, None),
-        ("EAGLE", 1, False, None),
-        ("EAGLE", 0, False, "did not see the draft model of EAGLE"),
-        ("EAGLE", 1, True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
+        (None, [], False, None),
+        ("NGRAM", [], False, None),
+        ("FROZEN_KV_MTP", [], False, None),
+        ("EAGLE", [None], False, None),
+        ("EAGLE", ["target's"], False, None),
+        ("EAGLE", ["target's", "own"], False, "a draft model with recurrent states"),
+        ("EAGLE", [], False, "did not see the draft model of EAGLE"),
+        ("EAGLE", [None], True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
     ],
 )
 def test_support_matrix_draft_model_whose_kv_would_be_missing_is_refused(
-    algorithm: str | None, drafts: int, skips: bool, advice: str | None
+    algorithm: str | None, drafts: list[str | None], skips: bool, advice: str | None
 ) -> None:
+    """Args: drafts: the recurrent states of each draft model."""
     pytest.importorskip("sglang")
     from sglang.srt.environ import envs
 
     args = SimpleNamespace(speculative_algorithm=algorithm)
+    pools = [SimpleNamespace(mamba_pool=states) for states in drafts]
+    models = [SimpleNamespace(runner=SimpleNamespace(req_to_token_pool=pool)) for pool in pools]
+    requests = SimpleNamespace(mamba_pool="target's")
     with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(skips):
-        reason = unsupported_drafts(args, [object()] * drafts)
+        reason = unsupported_drafts(args, models, requests)
     assert (reason is None) == (advice is None)
     assert reason is None or (str(advice) in reason and "\n" not in reason)
+
+
+def test_support_matrix_states_of_drafts_are_refused_where_sglang_keeps_those_beyond_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "sglang.srt.managers.scheduler_components.batch_result_processor"
+    processor = pytest.importorskip(module).SchedulerBatchResultProcessor
+    args = SimpleNamespace(speculative_algorithm="NGRAM")
+    states, none = SimpleNamespace(mamba_pool=object()), SimpleNamespace()
+    monkeypatch.setattr(processor, "_mamba_can_cache_finished_req", None, raising=False)
+    assert unsupported_drafts(args, [], states) is None
+    monkeypatch.delattr(processor, "_mamba_can_cache_finished_req")
+    reason = unsupported_drafts(args, [], states)
+    assert "install 0.5.23" in str(reason)
+    assert "\n" not in str(reason)
+    assert unsupported_drafts(args, [], none) is None
+    args.speculative_algorithm = None
+    assert unsupported_drafts(args, [], states) is None
 
 
 def test_support_matrix_rules_use_existing_server_args() -> None:

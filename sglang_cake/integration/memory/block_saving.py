@@ -110,6 +110,10 @@ class BlockSaving:
         unsaved.next_block = max(unsaved.next_block, full)
         unsaved.tokens = tokens
         unsaved.row = row
+        if self._ends is not None and not self._ends.window_tokens:
+            # States do not depend on the next tokens, as draft models' rows in windows do. So a
+            # key is enough.
+            full = record.chain.blocks(max(len(tokens), len(record.tokens)))
         end = min(held_tokens // self._block_tokens, full) * self._block_tokens
         if find_end is not None and self.wants_end(record, end, last=last):
             unsaved.end = end
@@ -196,13 +200,14 @@ class BlockSaving:
             self._writer.put_back(buffers)
             return
         slots = self._ends.prepare(slots)
+        tokens = max(unsaved.tokens, record.tokens, key=len)  # a key may cover the next ones
         launch = partial(self._ends.save, slots, buffers, self._kv.fence())
         save = self._copier.launch_save(launch)
         self._saves.append(_Saving(None, save, self._ends.order_forwards_after))
         self._writer.offer(
             WriteJob(
                 chain=record.chain,
-                tokens=unsaved.tokens[: unsaved.end + record.chain.next_tokens],
+                tokens=tokens[: unsaved.end + record.chain.next_tokens],
                 blocks=tuple(range(self._ends.count)),
                 buffers=tuple(buffers),
                 copied=save.ended,

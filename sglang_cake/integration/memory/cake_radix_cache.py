@@ -350,7 +350,8 @@ class CakeRadixCache(UnifiedRadixCache):
 
         That is the token at which the prompt diverges from others. Without SGLang's extra buffers,
         which keep recurrent states inside of steps, it is also the end of the last whole block
-        before the last token.
+        before the last token. A draft model's rows in a window need the next tokens, so the step
+        has these too.
         """
         if self.ends is None or self.coordinator is None or self.saving is None:
             return None
@@ -361,9 +362,11 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.supports_mamba() and not self.enable_mamba_extra_buffer:
             last = len(req.full_untruncated_fill_ids) - 1
             stops.append(last - last % self.coordinator.block_tokens)
+        behind = 0 if self.supports_mamba() else self.coordinator.next_tokens
+        behind += -behind % int(self.page_size)
         for stop in stops:
-            if stop > req.prefix_len and self.saving.wants_end(record, stop):
-                return stop
+            if stop + behind > req.prefix_len and self.saving.wants_end(record, stop):
+                return stop + behind
         return None
 
     def track_end(self, req: "Req") -> None:
@@ -371,7 +374,9 @@ class CakeRadixCache(UnifiedRadixCache):
         last block boundary that it reaches."""
         if self.ends is None or self.coordinator is None or not self.enable_mamba_extra_buffer:
             return
-        stop = min(req.extend_end, req.mamba_branching_seqlen or req.extend_end)
+        keyed = len(req.full_untruncated_fill_ids) - self.coordinator.next_tokens
+        last = min(req.extend_end, keyed)
+        stop = min(last, req.mamba_branching_seqlen or last)
         end = stop - stop % self.coordinator.block_tokens
         if end > req.prefix_len:
             req.mamba_branching_seqlen = end

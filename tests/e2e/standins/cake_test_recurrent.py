@@ -6,7 +6,8 @@ is [value heads, value width, key width] here, and the state of a convolution is
 oldest first: SGLang's own shapes.
 
 With these stand-ins a CPU also has what the strategy `extra_buffer` of SGLang's Mamba cache needs:
-the states at every 64th token of a step, and copies of states while tokens are generated.
+the states at every 64th token of a step, and copies of states while tokens are generated; and what
+the verification of drafts needs: the state behind each draft, and copies of those of the accepted.
 """
 
 import os
@@ -44,18 +45,26 @@ def register() -> None:
     from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
-    from sglang.srt.models import lfm2, qwen2_moe, qwen3_5
+    from sglang.srt.models import lfm2, qwen2_moe, qwen3_5, qwen3_next
     from sglang.srt.models.registry import ModelRegistry
 
     FusedRMSNormGated.forward = norm  # type: ignore[method-assign]
     RMSNorm.forward = norm  # type: ignore[method-assign]
     model = qwen3_5.Qwen3_5ForConditionalGeneration
     ModelRegistry.models[model.__name__] = model
+    qwen3_next.Qwen3NextForCausalLM.set_embed_and_head = share_head  # type: ignore[method-assign]
     qwen2_moe.fused_gate_sigmoid_mul_add = add_shared_expert
     lfm2.causal_conv1d_fn = convolve
     lfm2.causal_conv1d_update = convolve_token
     hybrid_linear_attn_backend.track_mamba_states_all_layers = copy_states
+    hybrid_linear_attn_backend.scatter_mamba_states_after_mtp_verify = keep_accepted
     mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+
+def share_head(model: Any, embeddings: Tensor, head: Tensor) -> None:
+    """Give a draft model those of its target. SGLang's own empties the memory of a GPU."""
+    model.model.embed_tokens.weight = embeddings
+    model.lm_head.weight = head
 
 
 def convolve(
@@ -90,12 +99,51 @@ def convolve_token(
     activation: str | None,
     *,
     conv_state_indices: Tensor,
+    intermediate_conv_window: Tensor | None = None,
+    retrieve_next_token: Tensor | None = None,
+    retrieve_next_sibling: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
-    """As `convolve`, for one token of each request: [requests, channels] to the same shape."""
+    """As `convolve`, for one token of each request: [requests, channels] to the same shape.
+
+    With a window for each draft, for trees of drafts: [requests, channels, nodes] to the same
+    shape. The states behind the drafts are written there, and those of the requests stay.
+    """
     slots = conv_state_indices.long()
-    known = torch.cat([conv_states[slots].to(inputs.dtype), inputs[..., None]], dim=2)
-    conv_states[slots] = known[..., 1:].to(conv_states.dtype)
-    return _activated(known, weight, bias, activation)[..., 0]
+    if intermediate_conv_window is None:
+        known = torch.cat([conv_states[slots].to(inputs.dtype), inputs[..., None]], dim=2)
+        conv_states[slots] = known[..., 1:].to(conv_states.dtype)
+        return _activated(known, weight, bias, activation)[..., 0]
+    output = torch.empty_like(inputs)
+    if retrieve_parent_token is not None:
+        assert retrieve_next_token is not None
+        assert retrieve_next_sibling is not None
+        retrieve_parent_token.copy_(_parents(retrieve_next_token, retrieve_next_sibling))
+    for row, (slot, request) in enumerate(zip(slots, inputs, strict=True)):
+        for node, parent in enumerate(_parents_of(row, inputs.shape[2], retrieve_parent_token)):
+            before = conv_states[slot] if parent < 0 else intermediate_conv_window[row, parent]
+            known = torch.cat([before.to(inputs.dtype), request[:, node, None]], dim=1)
+            intermediate_conv_window[row, node] = known[:, 1:]
+            output[row, :, node] = _activated(known[None], weight, bias, activation)[0, :, 0]
+    return output
+
+
+def _parents(child: Tensor, sibling: Tensor) -> Tensor:
+    """The parent of each node of some trees, which is before it; -1: none."""
+    parents = torch.full_like(child, -1)
+    for row, children in enumerate(child.tolist()):
+        for node, found in enumerate(children):
+            while found >= 0:
+                parents[row, found] = node
+                found = int(sibling[row, found])
+    return parents
+
+
+def _parents_of(row: int, nodes: int, parents: Tensor | None) -> list[int]:
+    """The same for one request. Args: parents: None: each draft continues the one before it."""
+    found: list[int] = [*range(-1, nodes - 1)] if parents is None else parents[row].tolist()
+    return found
 
 
 def _activated(
@@ -157,24 +205,48 @@ def attend_token(
     b: Tensor,
     initial_state_source: Tensor,
     initial_state_indices: Tensor,
+    intermediate_states_buffer: Tensor | None = None,
+    cache_steps: int = 1,
+    retrieve_parent_token: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """As `attend`, for one token of each request."""
+    """As `attend`, for one token of each request.
+
+    With a buffer for the states behind drafts, for the `cache_steps` nodes of each request's tree
+    of drafts. The states of the requests stay.
+    """
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
     g, beta = gates(A_log, a, b, dt_bias)
     slots = initial_state_indices.long()
-    by_request = (tensor.transpose(0, 1) for tensor in (_for_values(q, v), _for_values(k, v), v))
-    output, state = torch_recurrent_gated_delta_rule(
-        *by_request,
-        g=g.transpose(0, 1),
-        beta=beta.transpose(0, 1),
-        initial_state=initial_state_source[slots].transpose(-1, -2).float(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    initial_state_source[slots] = state.transpose(-1, -2).to(initial_state_source.dtype)
-    return output.transpose(0, 1)
+    tensors = [tensor.transpose(0, 1) for tensor in (_for_values(q, v), _for_values(k, v), v)]
+    g, beta = g.transpose(0, 1), beta.transpose(0, 1)
+
+    def step(at: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        output, state = torch_recurrent_gated_delta_rule(
+            *(tensor[at] for tensor in tensors),
+            g=g[at],
+            beta=beta[at],
+            initial_state=states.transpose(-1, -2).float(),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return output, state.transpose(-1, -2).to(states.dtype)
+
+    if intermediate_states_buffer is None:
+        output, states = step(slice(None), initial_state_source[slots])
+        initial_state_source[slots] = states
+        return output.transpose(0, 1)
+    outputs = []
+    for row, slot in enumerate(slots.tolist()):
+        behind = intermediate_states_buffer[row]
+        for node, parent in enumerate(_parents_of(row, cache_steps, retrieve_parent_token)):
+            before = initial_state_source[slot] if parent < 0 else behind[parent]
+            at = row * cache_steps + node
+            output, states = step(slice(at, at + 1), before[None])
+            behind[node] = states[0]
+            outputs.append(output)
+    return torch.cat(outputs).transpose(0, 1)
 
 
 def _for_values(heads: Tensor, values: Tensor) -> Tensor:
@@ -249,3 +321,25 @@ def copy_states(
     source, target = sources[:requests][chosen].long(), targets[:requests][chosen].long()
     for pool in (conv_states, states):
         pool[:, target] = pool[:, source]
+
+
+def keep_accepted(
+    states: Any,
+    slots: Tensor,
+    accepted: Tensor,
+    tracked_slots: Tensor | None,
+    tracked: Tensor | None,
+    **_: Any,
+) -> None:
+    """Copy the states behind the last accepted draft of each request to the slot of the request,
+    and those behind the draft that is tracked to another slot; -1: none is."""
+    kept = [(states.temporal, states.intermediate_ssm)]
+    kept += zip(states.conv, states.intermediate_conv_window, strict=True)
+    for target, source in kept:
+        for chosen, nodes in ((slots, accepted), (tracked_slots, tracked)):
+            if chosen is not None and nodes is not None:
+                for row, (slot, node) in enumerate(
+                    zip(chosen.tolist(), nodes.tolist(), strict=True)
+                ):
+                    if node >= 0:
+                        target[:, slot] = source[:, row, node]
