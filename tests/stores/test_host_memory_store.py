@@ -416,6 +416,30 @@ def test_memory_promoted_block_displaces_none_that_is_not_written():
     assert names_in(memory, "abc") == ["a", "c"]
 
 
+def test_memory_tenant_evicts_its_own_block_if_those_of_a_larger_tenant_are_in_use():
+    memory = memory_of(3, rules=TenantRules(fair=True))
+    touch(memory, ["mine", "mine too"], 0, tenant=1)
+    assert stored(memory, "mine")
+    for name in ("theirs", "theirs too"):  # being filled
+        memory.add(DIGEST, key_of(name), BLOCK, must_earn_place=False)
+    with pytest.raises(StoreFull):  # the larger tenant gets no block of another one
+        memory.add(DIGEST, key_of("one more of theirs"), BLOCK, must_earn_place=False)
+    assert stored(memory, "mine too")
+    assert names_in(memory, ["mine", "mine too"]) == ["mine too"]
+
+
+def test_memory_block_in_use_of_a_tenant_within_its_share_is_passed_over():
+    memory = memory_of(3, rules=TenantRules(fair=True))
+    for tenant, name in enumerate("abc"):
+        touch(memory, [name], tenant, tenant=tenant)
+        assert stored(memory, name)
+    block = memory.use(DIGEST, key_of("a"), counts=False)
+    touch(memory, ["d"], 3, tenant=3)
+    assert stored(memory, "d")
+    assert names_in(memory, "abcd") == ["a", "c", "d"]
+    memory.release(block)
+
+
 NAMES = st.integers(0, 5)
 STEPS = st.lists(
     st.tuples(
@@ -438,8 +462,8 @@ def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, polic
         if what in ("add", "promote"):
             try:
                 block = memory.add(DIGEST, key_of(name), BLOCK, must_earn_place=what == "promote")
-            except StoreFull:
-                assert len(fillings) + len(uses) + len(loans) >= 3
+            except StoreFull:  # with fair shares, a tenant cannot evict the blocks of others
+                assert len(fillings) + len(uses) + len(loans) >= (2 if fair else 3)
             else:
                 if block is not None:
                     block.data[:] = block_of(name)

@@ -80,6 +80,11 @@ class TenantPolicy(BasePolicy):
         self.remove(first.block)
         return first.block, usage
 
+    @property
+    def breaks_rule(self) -> bool:
+        """Whether a tenant breaks a rule: `pop` takes its blocks first."""
+        return self._tenant_to_evict() is not None
+
     def over_quota_bytes(self) -> int:
         quota_bytes = self._rules.quota_bytes
         if quota_bytes is None:

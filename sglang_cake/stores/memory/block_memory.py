@@ -88,9 +88,9 @@ class BlockMemory:
         self._lent = 0
         self._free = arena.buffers
         self._policy_name = policy
-        self._tenant_rules = tenant_rules
         order = new_policy(policy)
-        self._policy = TenantPolicy(order, tenant_rules) if tenant_rules else order
+        self._tenants = TenantPolicy(order, tenant_rules) if tenant_rules else None
+        self._policy = order if self._tenants is None else self._tenants
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._by_number: dict[int, HeldBlock] = {}
@@ -179,7 +179,7 @@ class BlockMemory:
             must_earn_place: None as well if the policy would evict this block before others, or
                 only blocks that are not written below could be evicted for it.
 
-        Raises: StoreFull if all blocks are in use.
+        Raises: StoreFull if all blocks that could be evicted for it are in use.
         """
         now_s = time.time()
         with self._lock:
@@ -197,11 +197,11 @@ class BlockMemory:
             number = next(self._numbers)
             if must_earn_place and not self._free:
                 self._policy.add(number, usage)
-                if not self._evict(now_s, before=number):
+                if not self._evict(now_s, own=access.context.tenant, before=number):
                     self._policy.remove(number)
                     return None
-            elif not self._free and not self._evict(now_s):
-                raise StoreFull("all blocks of the memory are in use")
+            elif not self._free and not self._evict(now_s, own=access.context.tenant):
+                raise StoreFull("all blocks of the memory that may be evicted are in use")
             block = HeldBlock(number, digest, key, self._free.pop(), size_bytes)
             self._by_number[number] = self._blocks[digest, key] = block
             self._policy.add(number, usage)
@@ -285,14 +285,23 @@ class BlockMemory:
 
     # ---- with the lock held ----
 
-    def _evict(self, now_s: float, *, before: int | None = None, in_order: bool = False) -> bool:
+    def _evict(
+        self,
+        now_s: float,
+        *,
+        own: int | None = None,
+        before: int | None = None,
+        in_order: bool = False,
+    ) -> bool:
         """Evict one block; False if none can be.
 
         Blocks in use are passed over. Blocks that are not written below are passed over if there is
-        another one among the first MOST_PASSED. With tenant rules, that is a block of the same
-        tenant: a tenant that stores faster than the disk writes costs no other tenant a block.
+        another one among the first MOST_PASSED. With tenant rules, only one tenant loses a block:
+        the one that breaks a rule, or else that of the first block that is not in use. So a tenant
+        that stores faster than the disk writes costs no other tenant a block.
 
         Args:
+            own: the tenant that the block is evicted for, which may lose one, too.
             before: a block in the policy only. None that comes later in the order is evicted, and
                 none that is not written.
             in_order: evict a block that is not written as readily as another one.
@@ -301,6 +310,7 @@ class BlockMemory:
         passed: list[tuple[int, Usage]] = []
         victim: HeldBlock | None = None
         unwritten: HeldBlock | None = None  # the first that was passed over
+        bound = self._tenants is not None and self._tenants.breaks_rule
         tenant: int | None = None
         while victim is None and (popped := self._policy.pop(now_s)) is not None:
             passed.append(popped)
@@ -308,8 +318,9 @@ class BlockMemory:
             if number == before:
                 break
             block = self._by_number[number]
-            tenant = usage.context.tenant if tenant is None else tenant
-            same = not self._tenant_rules or usage.context.tenant == tenant
+            if self._tenants is not None and tenant is None and (bound or not block.users):
+                tenant = usage.context.tenant
+            same = tenant is None or usage.context.tenant in (tenant, own)
             if same and not block.users and (in_order or not block.unwritten):
                 victim = block
             elif same and not block.users:
