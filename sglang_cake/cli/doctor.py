@@ -142,7 +142,7 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
     if server is not None and shape is not None:
         kv = KvSizes.of(server, shape, config.block_tokens_in(server.page_tokens))
         can_pin = server_check.can_pin if server.device == "cuda" else None
-        found.append(memory_finding(server, kv, config, can_pin))
+        found.append(memory_finding(server, kv, config, available_bytes(), can_pin))
     speeds = []
     for store in stores_of(config):
         lines, bytes_per_s = await store_findings(store, config.queue_depth, kv)
@@ -237,13 +237,15 @@ def memory_finding(
     server: "ResolvedServer",
     kv: KvSizes,
     config: CakeConfig,
+    free_bytes: int,
     can_pin: Callable[[int], bool] | None = None,
 ) -> Finding:
     """Whether the host memory of all ranks is there.
 
-    Args: can_pin: size in bytes -> whether a GPU takes that much as pinned; None: need not.
+    Args:
+        free_bytes: of host memory, for this process.
+        can_pin: size in bytes -> whether a GPU takes that much as pinned; None: need not.
     """
-    free_bytes = available_bytes()
     block_tokens = config.block_tokens_in(server.page_tokens)
     try:
         counts = buffer_counts(

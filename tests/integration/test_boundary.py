@@ -70,8 +70,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> "dict[str, list[Any]]":
     monkeypatch.setattr(HookRegistry, "_hooks", hooks)
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
-    parts = {name: list(places) for name, places in BOUNDARY.hooks.items()}
-    monkeypatch.setattr(BOUNDARY, "hooks", defaultdict(list, parts))
     monkeypatch.setattr("sglang.srt.mem_cache.registry._RADIX_CACHE_REGISTRY", {})
     monkeypatch.setenv(ENABLED_ENV, "1")
     plugin.register()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import mmap
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 BLOCK, CPU = 16, torch.device("cpu")
+FREE_BYTES = 2**36
 
 
 class FakeCudart:
@@ -136,7 +138,7 @@ def test_pin_refused_clears_the_error_that_the_next_launch_would_report(
 def test_host_pools_have_the_sizes_of_their_blocks() -> None:
     kv = kv_of(encoded=True)
     config = CakeConfig(block_tokens=BLOCK, staging_bytes=2**21, write_queue_bytes=2**20)
-    loads, writes = host_pools(kv, config, chunk_tokens=64)
+    loads, writes = host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES)
     assert kv.load_buffer_bytes > kv.layout.block_bytes == 4 * PAGE_BYTES
     assert loads.capacity == loads.free == 2**21 // (5 * PAGE_BYTES)
     assert writes.capacity == writes.free == 2**20 // (4 * PAGE_BYTES)
@@ -150,7 +152,9 @@ def test_host_pools_have_the_sizes_of_their_blocks() -> None:
 def test_host_pools_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sglang_cake")
     kv = kv_of()
-    loads, writes = host_pools(kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
+    loads, writes = host_pools(
+        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES
+    )
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     message = record.getMessage()
@@ -160,20 +164,20 @@ def test_host_pools_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_host_pools_of_a_machine_with_little_memory_say_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     kv = kv_of()
     few_bytes = 40 * kv.layout.block_bytes
-    monkeypatch.setattr(
-        "sglang_cake.integration.memory.host_pools.available_bytes", lambda: few_bytes
+    loads, writes = host_pools(
+        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=few_bytes
     )
-    loads, writes = host_pools(kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
     assert loads.capacity + writes.capacity <= 20
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "less than the default" in record.getMessage()
+    large = CakeConfig(block_tokens=BLOCK, staging_bytes=2**20)
     with pytest.raises(ConfigError, match="--cake-staging-bytes"):
-        host_pools(kv, CakeConfig(block_tokens=BLOCK, staging_bytes=2**20), chunk_tokens=64)
+        host_pools(kv, large, chunk_tokens=64, free_bytes=few_bytes)
 
 
 def test_host_pools_that_cannot_be_mapped_are_a_config_error(
@@ -182,6 +186,8 @@ def test_host_pools_that_cannot_be_mapped_are_a_config_error(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("sglang_cake.integration.memory.host_pools.HostArena", fail)
+    monkeypatch.setattr(mmap, "mmap", fail)
     with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-bytes"):
-        host_pools(kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
+        host_pools(
+            kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES
+        )

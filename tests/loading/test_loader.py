@@ -850,6 +850,7 @@ def ends(harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch) -> list[End]:
 
     found: list[End] = []
     real = BlockRead.end
+    # No thread that waits for the end would look soon enough to see a wrong order.
     monkeypatch.setattr(BlockRead, "end", end)
     return found
 
