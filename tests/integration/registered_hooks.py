@@ -18,5 +18,6 @@ def hooks_of(install: Callable[[], None]) -> Hooks:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HookRegistry, "register", register)
+        patch.setattr(HookRegistry, "apply_hooks", lambda: None)
         install()
     return found

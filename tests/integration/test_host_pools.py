@@ -1,6 +1,7 @@
 """Host memory of a scheduler process: its pools, and its registration with a GPU."""
 
 import asyncio
+import errno
 import gc
 import logging
 import mmap
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kv_pools import mha
+from system_calls import failing
 
 from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.core.config import CakeConfig
@@ -183,10 +185,7 @@ def test_host_pools_of_a_machine_with_little_memory_say_so(
 def test_host_pools_that_cannot_be_mapped_are_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", fail)
+    monkeypatch.setattr(mmap, "mmap", failing(errno.ENOMEM))
     with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-bytes"):
         host_pools(
             kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -10,22 +11,25 @@ import threading
 import time
 
 import pytest
-from filestore import A, B, files_below, opened, path_of, put_a, read_a, with_store
-from hostile import patched_wait
+from filestore import (
+    A,
+    B,
+    files_below,
+    opened,
+    path_of,
+    put_a,
+    read_a,
+    waiting_for_the_index,
+    with_store,
+)
+from hostile import SHORT_WAIT_S
+from system_calls import Disk, failing
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
-from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
-
-
-def failing(number):
-    def fail(*args, **kwargs):
-        raise OSError(number, os.strerror(number))
-
-    return fail
 
 
 FAILURES = [
@@ -188,22 +192,11 @@ def test_file_store_removed_root_is_not_created_again(tmp_path):
     with_store(root, test)
 
 
-def free_bytes(monkeypatch, get_free):
-    class Stat:
-        f_frsize, f_blocks, f_files = 1, 1 << 40, 0
-
-        @property
-        def f_bavail(self):
-            return get_free()
-
-    monkeypatch.setattr(os, "statvfs", lambda folder: Stat())
-
-
 STORED_BYTES = 2 * 4096  # what a block takes on the disk
 
 
 def test_file_store_below_min_free_evicts_old_blocks(tmp_path, monkeypatch):
-    free_bytes(monkeypatch, lambda: 1000 + 2 * STORED_BYTES - 1)
+    Disk(monkeypatch).f_bavail = 1000 + 2 * STORED_BYTES - 1
 
     async def test(store):
         await put_a(store)
@@ -217,7 +210,7 @@ def test_file_store_below_min_free_evicts_old_blocks(tmp_path, monkeypatch):
 
 def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(tmp_path, monkeypatch):
     with_store(tmp_path, put_a)
-    free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
+    Disk(monkeypatch).f_bavail = 1000 + STORED_BYTES - 1
 
     async def test(store):
         other = contextlib.closing(BlockFolder(tmp_path, min_free_bytes=0))
@@ -233,22 +226,16 @@ def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(tmp_path
 
 
 def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monkeypatch):
-    now, free, asked = 0.0, 100, 0
-
-    def get_free():
-        nonlocal asked
-        asked += 1
-        return free
-
-    free_bytes(monkeypatch, get_free)
+    now, disk = 0.0, Disk(monkeypatch)
+    disk.f_bavail = 100
     free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
     assert [free_space.take(n).bytes for n in (30, 30, 3)] == [0, 0, 3]
     free_space.freed(Amount(2))
     assert [free_space.take(n).bytes for n in (3, 2, 1)] == [1, 0, 1]
-    assert asked == 1
-    free, now = 41, FRESH_S
+    assert disk.asked == [tmp_path]
+    disk.f_bavail, now = 41, FRESH_S
     assert not free_space.take(1)
-    assert asked == 2
+    assert disk.asked == [tmp_path] * 2
 
 
 def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
@@ -326,7 +313,7 @@ def test_file_store_mounted_read_only_reads_and_refuses_writes(tmp_path):
     try:
         with_store(tmp_path, fill)
         assert mounted(tmp_path, "-o", "remount,ro")
-        with patched_wait():
+        with waiting_for_the_index(SHORT_WAIT_S):
             with_store(tmp_path, test)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -397,18 +384,15 @@ def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_path, slo
 
 
 def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(tmp_path, monkeypatch, caplog):
-    ask, mistakes = BlockIndex.clean_boot_id, []
+    flock, mistakes = fcntl.flock, []
 
-    def once(index):
+    def once(*args):
         if not mistakes:
-            mistakes.append(index)
+            mistakes.append(args)
             raise KeyError("a mistake")
-        return ask(index)
+        return flock(*args)
 
-    monkeypatch.setattr(BlockIndex, "clean_boot_id", once)
-    monkeypatch.setattr(
-        "sglang_cake.stores.file.index_supervisor.TICK_S", 0.01
-    )  # rests after a mistake
+    monkeypatch.setattr(fcntl, "flock", once)
     with_store(tmp_path, put_a)
     assert mistakes
     with_store(tmp_path, read_a)

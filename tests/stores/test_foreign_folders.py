@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from filestore import put_a, read_a, with_store
+from filestore import put_a, read_a, waiting_for_the_index, with_store
 from storetools import ALICE, file_of, fill, held, store, told, url_of
 
 from sglang_cake.cli import main
@@ -171,7 +171,7 @@ def test_store_ls_of_an_empty_folder_creates_no_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkeypatch):
+def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog):
     """And no more than some: one more stays where it is, and the store without an index."""
     with_store(tmp_path, put_a)
     index, damage = tmp_path / "index.db", []
@@ -198,8 +198,8 @@ def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkey
             await put_a(store)
         return await read_a(store)
 
-    monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.5)
-    assert with_store(tmp_path, left) == block_of("a")
+    with waiting_for_the_index(0.5):
+        assert with_store(tmp_path, left) == block_of("a")
     assert "damaged too: see to the disk" in caplog.text
     assert index.read_bytes() == damage[-1]
     assert [path.read_bytes() for path in asides] == damage[:2]

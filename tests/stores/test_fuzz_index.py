@@ -5,14 +5,15 @@ import asyncio
 import sqlite3
 import time
 from contextlib import closing, suppress
+from functools import partial
 
 import pytest
-from filestore import A, B, put_a, read_a, with_store
+from filestore import A, B, put_a, read_a, waiting_for_the_index, with_store
 from hostile import (
+    SHORT_WAIT_S,
     anything,
     changes_of_bytes,
     folder_with_blocks,
-    patched_wait,
     put_in_place,
     rewrite,
     use,
@@ -21,7 +22,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.file import index as index_module
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.schema import APPLICATION_ID, PREPARE, SCHEMA_VERSION
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -114,17 +114,24 @@ def test_file_store_foreign_index_is_kept_and_blocks_are_read(tmp_path, script, 
         with pytest.raises(StoreUnavailable):
             await store.put(B, block_of("b"))
 
-    with patched_wait():
+    with waiting_for_the_index(SHORT_WAIT_S):
         with_store(tmp_path, test)
     assert index.read_bytes() == before
     assert f"{index} " in caplog.text
     assert "remove it" in caplog.text
 
 
+class Failing(sqlite3.Connection):
+    """Fails at the end of what creates the tables."""
+
+    def executescript(self, script):
+        return super().executescript(script.replace("COMMIT", "CREATE TABLE this is no SQL"))
+
+
 def test_index_creation_that_fails_leaves_no_tables(tmp_path, monkeypatch):
-    path = tmp_path / "index.db"
+    path, connect = tmp_path / "index.db", sqlite3.connect
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "PREPARE", PREPARE + "CREATE TABLE this is no SQL;")
+        patch.setattr(sqlite3, "connect", partial(connect, factory=Failing))
         with pytest.raises(sqlite3.Error):
             BlockIndex(path)
     with closing(sqlite3.connect(path)) as found:
@@ -245,7 +252,7 @@ def test_index_that_is_a_symlink_is_not_followed(tmp_path, name, there):
         with pytest.raises(StoreUnavailable):
             await store.put(B, block_of("b"))
 
-    with patched_wait():
+    with waiting_for_the_index(SHORT_WAIT_S):
         with_store(root, test)
     assert target.exists() == there
     assert there is False or target.read_bytes() == before

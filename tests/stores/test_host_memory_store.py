@@ -67,7 +67,7 @@ def touch(memory, names, request, tenant=0):
 class Held:
     """A memory of some blocks before a second tier that a test can stop, and look into."""
 
-    def __init__(self, blocks, policy="lru"):
+    def __init__(self, blocks, policy="lru", **options):
         (source,) = parse_sources(f"memory://{blocks * PAGE}", policy)
         self.memory = source.open(FRAME, depth=2)
         self.below = MemoryStore()
@@ -75,7 +75,9 @@ class Held:
         self.gate = asyncio.Event()
         self.gate.set()
         self.calls = RecordingStore(Gated(self.outage, self.gate))
-        self.store = TieredStore([self.memory, self.calls], block_bytes=BLOCK, copy_bytes=0)
+        self.store = TieredStore(
+            [self.memory, self.calls], block_bytes=BLOCK, copy_bytes=0, **options
+        )
 
     async def put(self, *names):
         for name in names:
@@ -686,8 +688,7 @@ def test_memory_tier_block_evicted_behind_the_locations_is_read_below():
 
 def test_memory_tier_closed_releases_what_was_not_written():
     async def main():
-        held = Held(4)
-        held.store._drain_s = 0.01
+        held = Held(4, drain_s=0.01)
         held.gate.clear()
         await held.put("a", "b")
         await held.store.close()

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
+import sqlite3
 import stat
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -27,7 +27,6 @@ from sglang_cake.stores.eviction import (
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
@@ -72,54 +71,48 @@ def test_block_folder_extended_prompt_is_turn_two_after_a_restart(tmp_path):
         assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
 
-def test_block_folder_read_being_recorded_protects_its_block(tmp_path, monkeypatch):
-    touch, evictions = BlockIndex.touch, []
+@contextlib.contextmanager
+def recording(folder, root):
+    """What was reported is being written to the index, and waits for another process."""
+    with contextlib.closing(sqlite3.connect(root / "index.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        folder.supervisor.wake()
+        deadline_s = time.monotonic() + 60
+        while folder.supervisor.pending:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        yield
+        other.execute("ROLLBACK")
 
-    def slow(index, touches):
-        evictions.append(pool.submit(folder.evict, STORED_BYTES))
-        wait(evictions, 0.5)  # an eviction that does not wait for the index has happened by then
-        return touch(index, touches)
 
+def test_block_folder_read_being_recorded_protects_its_block(tmp_path):
     folder = opened_folder(tmp_path, policy="lru")
     with ThreadPoolExecutor(1) as pool, contextlib.closing(folder):
         put(folder, 0)
         put(folder, 1)
-        monkeypatch.setattr(BlockIndex, "touch", slow)
         get(folder, 0)
-        with folder.supervisor.open() as index:
-            folder.supervisor.flush(index)  # here, or in the background already
-        assert evictions[0].result(60) == STORED_BYTES
+        with recording(folder, tmp_path):
+            eviction = pool.submit(folder.evict, STORED_BYTES)
+            wait([eviction], 0.5)  # one that does not wait for the index has happened by then
+        assert eviction.result(60) == STORED_BYTES
         assert there(folder, (0, 1)) == [0]
 
 
-def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(
-    tmp_path, monkeypatch
-):
+def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(tmp_path):
     """Facts are checked before; whatever else may come, it is one request's own loss."""
-    begun, go, written, touch = threading.Event(), threading.Event(), [], BlockIndex.touch
-
-    def gated(index, touches):
-        begun.set()
-        assert go.wait(60)
-        written.append(len(touches))
-        return touch(index, touches)
-
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         put(folder, 0)
         put(folder, 1)
         bad = RequestFacts("bad", 1000)
         object.__setattr__(bad, "workload", "\ud800")
         put(folder, 2)
-        monkeypatch.setattr(BlockIndex, "touch", gated)
         folder.touched(DIGEST, keys(2), RequestFacts("before", 1000))
-        folder.supervisor.wake()
-        assert begun.wait(60)  # what is reported now is written together
-        folder.touched(DIGEST, keys(0), FACTS)
-        folder.touched(DIGEST, keys(1), bad)
-        folder.touched(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
-        go.set()
+        with recording(folder, tmp_path):
+            folder.touched(DIGEST, keys(0), FACTS)
+            folder.touched(DIGEST, keys(1), bad)
+            folder.touched(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
+            assert len(folder.supervisor.pending) == 4  # which are written together
         first, second = booked(folder, (0, 1))
-        assert max(written) >= 4
         assert (first.uses, first.context.workload) == (2, "good")
         assert second.uses == 0
 

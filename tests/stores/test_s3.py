@@ -60,7 +60,7 @@ def credentials(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def server():
-    with moto() as server:
+    with moto(MOTO_S3_DEFAULT_MAX_KEYS="3") as server:  # a page of a listing
         yield server
 
 
@@ -145,9 +145,7 @@ def test_s3_source_namespaces_are_those_of_stored_blocks(server, bucket):
     }
 
 
-def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket, monkeypatch):
-    monkeypatch.setattr("sglang_cake.stores.s3.bucket.NAMES_AT_ONCE", 3)
-
+def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket):
     async def test(store):
         await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in range(8)))
         return {block.key: block async for block in store.list_blocks()}

@@ -30,7 +30,7 @@ from storetools import (
 
 import sglang_cake
 from sglang_cake.cli import PIPE_STATUS
-from sglang_cake.cli.store_cp import _lacking
+from sglang_cake.cli.store_cp import lacking
 from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.testing.faulty import PassingStore
@@ -364,8 +364,8 @@ def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
         for number in range(300):
             for each in (origin, target)[: 1 + number % 2]:
                 await each.put(key_of(number), block_of(number))
-        lacking = _lacking(origin, InRounds(target), lambda blocks: None)
-        return {key async for key in lacking}
+        missing = lacking(origin, InRounds(target), lambda blocks: None)
+        return {key async for key in missing}
 
     assert asyncio.run(main()) == {key_of(number) for number in range(0, 300, 2)}
 

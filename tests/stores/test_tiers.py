@@ -1,7 +1,6 @@
 """Several stores as one: the contract, lookups, reads, opening."""
 
 import asyncio
-import functools
 import heapq
 import itertools
 import threading
@@ -28,9 +27,9 @@ from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, k
 DOWN = StoreUnavailable("down")
 
 
-def opened(sources, frame=FRAME, *, depth=2):
+def opened(sources, frame=FRAME, *, depth=2, **options):
     """Real stores. However busy their disks are, no tier is passed over for a late answer."""
-    store = open_store(sources, frame, depth=depth)
+    store = open_store(sources, frame, depth=depth, **options)
     assert isinstance(store, TieredStore)
     store.late_answer_s = 60.0
     return store
@@ -588,17 +587,15 @@ def test_tiered_store_stats_sum_known_values_and_list_each_tier():
 # ---- opening ----
 
 
-def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path, monkeypatch):
+def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
     clock = Clock()
-    tiered = functools.partial(TieredStore, clock=clock)
-    monkeypatch.setattr("sglang_cake.stores.open_store.TieredStore", tiered)
 
     async def main():
         sources = parse_sources(
             f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0"
         )
         (tmp_path / "a").write_text("in the way of the folder")
-        store = opened(sources, depth=1)
+        store = opened(sources, depth=1, clock=clock)
         assert await store.put(key_of("a"), block_of("a"))
         for _ in range(FAILURES_IN_A_ROW):
             assert await store.contains([key_of("a")]) == [True]

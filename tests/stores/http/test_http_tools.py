@@ -1,6 +1,7 @@
 """`sglang-cake store` over HTTP and S3: what it leaves behind, and to which size it shrinks."""
 
 import asyncio
+import time
 
 import pytest
 from http_servers import OurServer
@@ -9,6 +10,7 @@ from storetools import ALICE, BOB, told
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.s3.s3_store import DESCRIBE_EVERY_S, S3Source, S3Store
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 BENCH = ("--sizes", "8KiB", "--depths", "1,3", "--bytes", "64KiB")
@@ -32,10 +34,15 @@ def url(request, tmp_path):
         assert server.stop() == 0
 
 
-def in_store(url, frame, work):
+def in_store(url, frame, work, clock=time.monotonic):
+    """Args: clock: of a store in S3."""
+
     async def run():
         (source,) = parse_sources(url)
-        store = source.open(frame, depth=4)
+        if isinstance(source, S3Source):
+            store = S3Store(source.place, frame, depth=4, patience=source.patience, clock=clock)
+        else:
+            store = source.open(frame, depth=4)
         try:
             return await work(store)
         finally:
@@ -68,17 +75,19 @@ def test_store_bench_and_clear_of_a_remote_store_leave_no_namespace(url, capsys)
     assert listed(capsys, url) == {}
 
 
-def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys, monkeypatch):
-    monkeypatch.setattr("sglang_cake.stores.s3.s3_store.DESCRIBE_EVERY_S", 0.0)
+def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys):
+    now_s = 0.0
 
     async def work(store):
+        nonlocal now_s
         await store.put(key_of("a"), block_of("a"))
         await asyncio.to_thread(told, capsys, "clear", url, "--yes")
+        now_s += DESCRIBE_EVERY_S
         assert await store.contains([key_of("a")]) == [False]
         assert await store.put(key_of("b"), block_of("b")) is True
         assert await read(store, key_of("b")) == block_of("b")
 
-    in_store(url, ALICE, work)
+    in_store(url, ALICE, work, clock=lambda: now_s)
     assert listed(capsys, url) == {ALICE.digest.hex(): 1}
 
 
