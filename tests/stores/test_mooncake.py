@@ -29,7 +29,6 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient
 from sglang_cake.stores.mooncake.mooncake_store import PIECE_BYTES
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import (

@@ -22,11 +22,11 @@ from sglang_cake.stores.eviction import (
     AccessContext,
     Benefit,
     ReuseFit,
-    new_policy,
 )
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
+from sglang_cake.stores.file.index import ScannedFile
 from sglang_cake.stores.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
@@ -117,24 +117,26 @@ def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(
         assert second.uses == 0
 
 
-def test_block_folder_policy_fits_are_restored_after_a_restart(tmp_path, monkeypatch):
-    fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
-    learned, resumed = {}, []
-
-    def taught(name, benefit):
-        policy = new_policy("lru", benefit)
-        policy.fits_to_save = lambda: learned
-        policy.resume = lambda given, now_s: resumed.append(given)
-        return policy
-
-    monkeypatch.setattr("sglang_cake.stores.file.evictor.new_policy", taught)
-    folder = opened_folder(tmp_path)
+def test_block_folder_learned_fits_are_restored_after_a_restart(tmp_path, monkeypatch):
+    now_s = time.time()
+    monkeypatch.setattr("time.time", lambda: now_s)
+    options = {"policy": "workload", "capacity_bytes": None}
+    prompt = keys(*range(2000))
+    folder = opened_folder(tmp_path, **options)
     with contextlib.closing(folder), folder.supervisor.open() as index:
-        assert resumed[-1] == {}
-        learned.update(fits)
+        index.add_found(DIGEST, 0, (ScannedFile(key, 4096, now_s, now_s) for key in prompt))
+        while not folder.evictor.learn(index, time.sleep):
+            pass
+        assert folder.evictor.fits == {}
+        for number in range(3):
+            now_s += 60.0
+            folder.touched(DIGEST, prompt, RequestFacts(f"r{number}", 10_000, "chat"))
+            folder.supervisor.flush(index)
         folder.evictor.refresh(index)
-    with contextlib.closing(opened_folder(tmp_path)):
-        assert resumed[-1] == fits
+        learned = dict(folder.evictor.fits)
+    assert POOLED in learned
+    with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
+        assert folder.evictor.fits == learned
 
 
 def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):
