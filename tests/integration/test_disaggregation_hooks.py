@@ -1,7 +1,7 @@
 """What differs on a prefill server: where its requests wait, and what its sender may send."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 

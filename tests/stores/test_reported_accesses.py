@@ -17,12 +17,7 @@ from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import AccessListener, report_access
-from sglang_cake.stores.eviction import (
-    UNKNOWN_CONTEXT,
-    AccessContext,
-    Benefit,
-    ReuseFit,
-)
+from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
