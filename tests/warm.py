@@ -1,9 +1,9 @@
 """Programs forked from a process that has imported SGLang already: imports are most of a start.
 
 What `warm_process.py` forks becomes what `python -m sglang.launch_server` would have become, or
-`python program.py`: the leader of a session, with its own `sys.argv`, environment and log, that runs
-the module as `__main__`. The processes that it starts in its turn are forked, too, each from its
-parent as that was before it ran. Servers started as a user starts them are in the tests, too
+`python program.py`: the leader of a session, with its own `sys.argv`, environment and log, that
+runs the module as `__main__`. The processes that it starts in its turn are forked, too, each from
+its parent as that was before it ran. Servers started as a user starts them are in the tests, too
 (`start(..., warm=False)`).
 """
 

@@ -187,6 +187,4 @@ def test_host_pools_that_cannot_be_mapped_are_a_config_error(
 ) -> None:
     monkeypatch.setattr(mmap, "mmap", failing(errno.ENOMEM))
     with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-bytes"):
-        host_pools(
-            kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES
-        )
+        host_pools(kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES)

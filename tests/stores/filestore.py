@@ -7,8 +7,8 @@ import time
 import pytest
 
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file import index_supervisor
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 

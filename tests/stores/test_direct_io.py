@@ -122,9 +122,7 @@ def beside_a_page(size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
-    tmp_path, size, new_out, is_cold
-):
+def test_file_store_read_of_any_size_and_alignment_is_bit_exact(tmp_path, size, new_out, is_cold):
     async def test(stored):
         if is_cold:
             await stored.make_cold()
@@ -193,9 +191,7 @@ def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
-    disk, monkeypatch, number
-):
+def test_direct_read_refused_by_the_disk_falls_back_to_buffered(disk, monkeypatch, number):
     def refuse(direct):
         if direct:
             raise OSError(number, "not like this")
@@ -394,7 +390,9 @@ def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
     assert direct == written(tmp_path / "cached", size, new_data)
 
 
-@pytest.mark.parametrize("sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, PIECE_BYTES + 900), (1,)])
+@pytest.mark.parametrize(
+    "sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, PIECE_BYTES + 900), (1,)]
+)
 def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, sizes):
     parts = [on_page(size) for size in sizes]
     for number, part in enumerate(parts, 1):
@@ -409,9 +407,7 @@ def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, sizes):
     assert (tmp_path / "name").read_bytes() == b"".join([*parts, parts[0]])
 
 
-def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(
-    disk, monkeypatch
-):
+def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(disk, monkeypatch):
     writes = Writes(monkeypatch)
     written(disk, 3 * PIECE, direct_writes=True)
     assert writes.direct

@@ -31,7 +31,6 @@ from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
-
 FAILURES = [
     ("writev", errno.ENOSPC, "full"),
     ("writev", errno.EDQUOT, "full"),

@@ -202,9 +202,7 @@ def test_default_source_takes_half_of_the_room_and_leaves_a_fifth_free(
     disk.f_bavail = 1_024_000
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     room_bytes = 1_024_000 + own_bytes
-    expected = FileSource(
-        folder, min_free_bytes=room_bytes // 5, capacity_bytes=room_bytes // 2
-    )
+    expected = FileSource(folder, min_free_bytes=room_bytes // 5, capacity_bytes=room_bytes // 2)
     assert default_source() == expected
     assert disk.asked == [folder if names else tmp_path]  # the nearest folder that is there
     assert names or list(tmp_path.iterdir()) == []
