@@ -7,9 +7,11 @@ which come the processes that `multiprocessing` spawns (SGLang's scheduler, deto
 become children of the process that spawns them, since that adopts orphans among its descendants.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import json
 import os
 import runpy
@@ -20,13 +22,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES, MOST_FDS = 2**17, 64  # of a request
 ANSWER_BYTES = 64  # more than a number has
 SET_CHILD_SUBREAPER = 36  # of prctl(2)
+STATUS = [0]  # that this process ends with
 
 
 def ask(
@@ -114,6 +116,8 @@ def _take_files(files: Mapping[int, int]) -> None:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the program of these arguments of an interpreter, until its SystemExit."""
+    from multiprocessing import util  # with a handler that is called before `end`
+
     warm, asked = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         warm.close()
@@ -131,19 +135,32 @@ def run(arguments: Sequence[str]) -> None:
             return int(reply.recv(ANSWER_BYTES))
 
     util.spawnv_passfds = spawn  # there is no public way to start processes in another way
-    option, *rest = arguments
+    try:
+        _run(*arguments)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        STATUS[0] = code if isinstance(code, int) else int(code is not None)
+        raise
+
+
+def _run(option: str, *rest: str) -> None:
+    sys.path[0] = ""
     if option == "-m":
-        sys.argv = rest
-        sys.path[0] = ""
+        sys.argv = [*rest]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif option == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        sys.path[0] = ""
+        sys.argv = [option, *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.path[0] = str(Path(option).parent)
         runpy.run_path(option, run_name="__main__")
-    return None
+
+
+def end() -> None:
+    """Do without freeing all that was imported, which takes seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(STATUS[0])
 
 
 def import_all() -> None:
@@ -161,6 +178,8 @@ def import_all() -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(end)  # the first that is registered is the last that is called
     import_all()
+    gc.freeze()  # a forked process that collected what is imported would copy all of it
     serve(socket.socket(fileno=int(sys.argv[1])))
     run(sys.argv)

@@ -195,6 +195,7 @@ def test_default_source_takes_half_of_the_room_and_leaves_a_fifth_free(
     """Of the space that is free or its own, however full of other files the disk is."""
     folder = tmp_path / "sglang_cake/store"
     if names:
+        folder.parent.mkdir(parents=True)
         fill(folder, ALICE, *names)
     own_bytes = stats_in(folder).used_bytes or 0
     assert (own_bytes > 0) == bool(names)
