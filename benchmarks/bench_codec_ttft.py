@@ -113,6 +113,7 @@ class Bench:
 
     varied: ClassVar[str] = "bandwidth_ratio"
     chunk_tokens: ClassVar[int] = 256
+    server: ClassVar[type[FrozenServer]] = FrozenServer
 
     args: argparse.Namespace
     work: Path
@@ -130,7 +131,7 @@ class Bench:
         flags += [*servers.cake_flags(self._url(codec), mode), "--cake-codec", codec]
         flags += ["--admin-api-key", KEY["Authorization"].removeprefix("Bearer ")]
         log = self.work / f"server-{name.replace(' ', '-')}.log"
-        with FrozenServer(OUT, flags, log=log, **self.settings()) as server:
+        with self.server(OUT, flags, log=log, **self.settings()) as server:
             self.progress.say(f"{name}: healthy after {server.start_s:.1f} s")
             self.arms[name] = server
             try:
@@ -141,7 +142,7 @@ class Bench:
     def cells(self) -> Iterator[dict[str, Any]]:
         """Every codec at every point, raw first: it says what balanced is."""
         with self.arm(COMPUTE, RAW, COMPUTE) as compute, self.arm(BASE, RAW, "auto") as base:
-            self._fill(RAW, base)
+            self.fill(RAW, base)
             compute_s = min(self.cold(compute) for _ in range(3))
             self.balanced = self.stored_bytes[RAW] / compute_s
             self.progress.say(
@@ -151,7 +152,7 @@ class Bench:
                 with contextlib.ExitStack() as stack:
                     if codec != RAW:
                         auto = stack.enter_context(self.arm(f"{codec} auto", codec, "auto"))
-                        self._fill(codec, auto)
+                        self.fill(codec, auto)
                     stack.enter_context(self.arm(f"{codec} load", codec, "load"))
                     for point in self.points():
                         yield self.cell(codec, point)
@@ -169,8 +170,8 @@ class Bench:
         self.pace(point)
         return point
 
-    def _fill(self, codec: str, server: FrozenServer) -> None:
-        """Have the prompt stored."""
+    def fill(self, codec: str, server: FrozenServer) -> None:
+        """Have the prompt stored, and note the bytes of it."""
         self.cold(server)
         at_least = BLOCK_TOKENS * len(self.prompt)
         with server.thawed():

@@ -91,7 +91,11 @@ class Others:
     def step(self, scheduler: Any) -> None:
         """Compute the others' part of a step."""
         if self.tokens:
-            compute(scheduler.tp_worker.model_runner.model.model, self.tokens)
+            self.compute(scheduler.tp_worker.model_runner.model.model)
+
+    def compute(self, model: Any) -> None:
+        """Compute so many tokens with SGLang's model."""
+        compute(model, self.tokens)
 
 
 # SGLang starts its processes with "spawn", which imports the main module again under this name.

@@ -41,13 +41,13 @@ def test_bench_codec_ttft_cells_have_ratios_with_four_servers_at_once(
     up: list[str] = []
     most = 0
 
-    class Fake:
+    class FakeServer:
         start_s = 0.0
 
         def __init__(self, model: Path, flags: list[str], *, log: Path) -> None:
             self.arm = log.stem.removeprefix("server-").replace("-", " ")
 
-        def __enter__(self) -> "Fake":
+        def __enter__(self) -> "FakeServer":
             nonlocal most
             up.append(self.arm)
             most = max(most, len(up))
@@ -56,23 +56,24 @@ def test_bench_codec_ttft_cells_have_ratios_with_four_servers_at_once(
         def __exit__(self, *_: object) -> None:
             up.remove(self.arm)
 
-    def fill(bench: bench_codec_ttft.Bench, codec: str, server: Fake) -> None:
-        assert server.arm == f"{codec} auto"
-        bench.stored_bytes[codec] = {"raw": 200, "int8": 100, "kvquant3": 40}[codec]
+    class FakeBench(bench_codec_ttft.Bench):
+        server: Any = FakeServer
 
-    def cold(bench: bench_codec_ttft.Bench, server: Fake) -> float:
-        assert server.arm in up
-        return CODEC_TOOK_S[server.arm]
+        def pace(self, ratio: float) -> None:
+            pass
+
+        def fill(self, codec: str, server: Any) -> None:
+            assert server.arm == f"{codec} auto"
+            self.stored_bytes[codec] = {"raw": 200, "int8": 100, "kvquant3": 40}[codec]
+
+        def cold(self, server: Any) -> float:
+            assert server.arm in up
+            return CODEC_TOOK_S[server.arm]
 
     args = SimpleNamespace(codecs=["raw", "int8", "kvquant3"], repeats=2, bandwidths=[0.5, 2.0])
     progress = SimpleNamespace(say=lambda text: None)
-    bench = bench_codec_ttft.Bench(args, tmp_path, [1] * 257, progress)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_codec_ttft, "FrozenServer", Fake)
-        patch.setattr(bench_codec_ttft.Bench, "pace", lambda self, ratio: None)
-        patch.setattr(bench_codec_ttft.Bench, "cold", cold)
-        patch.setattr(bench_codec_ttft.Bench, "_fill", fill)
-        cells = list(bench.cells())
+    bench = FakeBench(args, tmp_path, [1] * 257, progress)  # type: ignore[arg-type]
+    cells = list(bench.cells())
     assert (most, up) == (4, [])
     assert [(cell["codec"], cell["bandwidth_ratio"]) for cell in cells] == [
         (codec, ratio) for codec in args.codecs for ratio in args.bandwidths
@@ -98,9 +99,7 @@ def test_bench_codec_ttft_codec_raw_is_required_and_comes_first() -> None:
 # ---- a shared device ----
 
 
-def test_bench_shared_device_others_compute_the_rest_of_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_shared_device_others_compute_the_rest_of_every_step(tmp_path: Path) -> None:
     done: list[Any] = []
 
     class Scheduler:
@@ -119,9 +118,12 @@ def test_bench_shared_device_others_compute_the_rest_of_every_step(
         def on_idle(self) -> None:
             done.append("idle")
 
-    monkeypatch.setattr(shared_device, "compute", lambda model, tokens: done.append(tokens))
+    class FakeOthers(shared_device.Others):
+        def compute(self, model: Any) -> None:
+            done.append(self.tokens)
+
     share = tmp_path / "share"
-    shared_device.Others(share).install(Scheduler)
+    FakeOthers(share).install(Scheduler)
     scheduler = Scheduler()
     prefill, decode = (
         SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda yes=yes: yes))
@@ -189,16 +191,19 @@ def test_share_report_sections_compare_with_the_papers_statements(tmp_path: Path
 def test_bench_codec_share_writes_the_share_file_and_keeps_the_link(tmp_path: Path) -> None:
     args = bench_codec_share.parse_args(["--small", "--link", "0.5"])
     progress = SimpleNamespace(say=lambda text: None)
-    bench = bench_codec_share.SharedBench(args, tmp_path, [1], progress)  # type: ignore[arg-type]
+    paced: list[float] = []
+
+    class FakeBench(bench_codec_share.SharedBench):
+        def pace(self, ratio: float) -> None:
+            paced.append(ratio)
+
+    bench = FakeBench(args, tmp_path, [1], progress)  # type: ignore[arg-type]
     settings = bench.settings()
     share = Path(settings["env"][shared_device.SHARE_ENV])
     assert settings["launcher"][-1] == "benchmarks.shared_device"
     assert share.read_text() == "1.0"
     assert bench.points() == [0.9, 0.1]
-    paced: list[float] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_codec_share.SharedBench, "pace", lambda self, link: paced.append(link))
-        assert [bench.go_to(0.1), share.read_text(), *paced] == [0.5, "0.1", 0.5]
+    assert [bench.go_to(0.1), share.read_text(), *paced] == [0.5, "0.1", 0.5]
     for wrong in (["--shares", "1.5"], ["--link", "0"], ["--codecs", "int8"]):
         with pytest.raises(SystemExit):
             bench_codec_share.parse_args(wrong)

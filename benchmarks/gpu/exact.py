@@ -17,7 +17,7 @@ from benchmarks.gpu.measuring import (
 )
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.buffers import Buffer
-from sglang_cake.integration.memory.kv_pool import Copy, CudaKV, DeviceKV
+from sglang_cake.integration.memory.kv_pool import Copy, CopyMemory, CopyStreams, CudaKV, DeviceKV
 
 CPU = torch.device("cpu")
 MHA = PoolForm(layers=4, heads=8, dim=128, v_dim=128)
@@ -50,16 +50,32 @@ def copies(size: Size, device: torch.device) -> Iterator[Finding]:
     for name, page in CASES:
         wrong = copies_of(FORMS[name], page, load, device)
         yield Finding(f"{name}, page {page}", wrong or "equal", ok=not wrong)
+    wrong = copies_of(MHA, 64, load, device, ring_bytes=2**19)
+    yield Finding("bf16, in two pieces", wrong or "equal", ok=not wrong)
 
 
-def copies_of(form: PoolForm, page: int, load: Load | None, device: torch.device) -> str:
+def copies_of(
+    form: PoolForm,
+    page: int,
+    load: Load | None,
+    device: torch.device,
+    *,
+    ring_bytes: int | None = None,
+) -> str:
     """What differs between a pool on `device` and one on the CPU after the same copies; nothing if
-    all is right."""
+    all is right.
+
+    Args: ring_bytes: of device memory for copies, each way; None: as much as a block takes.
+    """
     ours, plain = (
         make_pool(form, SLOTS, page_tokens=page, device=where) for where in (device, CPU)
     )
     forward = None if load is None else load.stream
-    kv = CudaKV(ours, block_tokens=BLOCK_TOKENS, forward_stream=forward)
+    streams = None
+    if ring_bytes is not None:
+        memory = CopyMemory(ring_bytes, ring_bytes, decodes=False, decoding_bytes=0)
+        streams = CopyStreams(device, memory, forward)
+    kv = CudaKV(ours, block_tokens=BLOCK_TOKENS, forward_stream=forward, streams=streams)
     reference = DeviceKV(plain, block_tokens=BLOCK_TOKENS)
     _fill(kv, reference)
     buffers = pinned([kv.layout.block_bytes] * 2 * BLOCKS, device)

@@ -26,6 +26,7 @@ from benchmarks.gpu.stand_ins import SlotAllocator, make_pool
 from sglang_cake.core.buffers import BufferPool, TellBytes
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import BlockMissing
+from sglang_cake.core.host_memory import available_bytes
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.integration.memory.copier import CopyThread
@@ -233,7 +234,10 @@ class Gpu:
         self.model = Model(size, self.kv)
         self.allocator = SlotAllocator(slots, self.device)
         self.staging, self.write_queue = host_pools(
-            self.kv, self.config("auto"), chunk_tokens=size.chunk_tokens
+            self.kv,
+            self.config("auto"),
+            chunk_tokens=size.chunk_tokens,
+            free_bytes=available_bytes(),
         )
 
     def config(self, mode: Mode) -> CakeConfig:

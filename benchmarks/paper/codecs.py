@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.facts import RESULTS
@@ -113,14 +114,14 @@ def speed_up(faster: float, cores: int, threads: int) -> float:
     return 1 / (serial + (1 - serial) / threads)
 
 
-def codecs() -> dict[str, Any]:
+def codecs(measured_file: Path = MEASURED) -> dict[str, Any]:
     """Our codecs with their measured sizes and speeds: 13B, 16k tokens, a whole A100.
 
     Decoding runs beside the link, block by block: a block takes the longer of the two. `device`
     decodes at no cost, which is what a GPU would have to come near; `cpu` has as many threads as a
     server at most, and of them the `speed_up` over the one core that was measured.
     """
-    result = json.loads(MEASURED.read_text())
+    result = json.loads(measured_file.read_text())
     cores = result["settings"]["cores"]
     measured = {row["codec"]: row for row in result["speeds"] if row["shape"] == SHAPE}
     cells = []

@@ -142,7 +142,7 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
     if server is not None and shape is not None:
         kv = KvSizes.of(server, shape, config.block_tokens_in(server.page_tokens))
         can_pin = server_check.can_pin if server.device == "cuda" else None
-        found.append(memory_finding(server, kv, config, can_pin))
+        found.append(memory_finding(server, kv, config, available_bytes(), can_pin))
     speeds = []
     for store in stores_of(config):
         lines, bytes_per_s = await store_findings(store, config.queue_depth, kv)
@@ -237,13 +237,15 @@ def memory_finding(
     server: "ResolvedServer",
     kv: KvSizes,
     config: CakeConfig,
+    free_bytes: int,
     can_pin: Callable[[int], bool] | None = None,
 ) -> Finding:
     """Whether the host memory of all ranks is there.
 
-    Args: can_pin: size in bytes -> whether a GPU takes that much as pinned; None: need not.
+    Args:
+        free_bytes: of host memory, for this process.
+        can_pin: size in bytes -> whether a GPU takes that much as pinned; None: need not.
     """
-    free_bytes = available_bytes()
     block_tokens = config.block_tokens_in(server.page_tokens)
     try:
         counts = buffer_counts(
@@ -284,22 +286,29 @@ def stores_of(config: CakeConfig) -> list[NamedStore]:
 
 
 async def store_findings(
-    store: NamedStore, queue_depth: int, kv: KvSizes | None
+    store: NamedStore,
+    queue_depth: int,
+    kv: KvSizes | None,
+    *,
+    budget_bytes: int = BENCH_BYTES,
+    limit_s: float = BENCH_S,
 ) -> tuple[list[Finding], float | None]:
     """Whether a store can be reached and used, and how many bytes per second it reads.
 
-    Args: kv: None if the model is not known.
+    Args:
+        kv: None if the model is not known.
+        budget_bytes: written and read, in that time.
     """
     block_bytes = UNKNOWN_BLOCK_BYTES if kv is None else kv.block_bytes
     block_bytes = max(4096, min(block_bytes, LARGEST_BLOCK_BYTES))
     try:
         store.source.check()
         with progress(f"measuring {store.url}", total=2, unit="run") as bar:
-            async with asyncio.timeout(BENCH_S):
-                (speed,) = await measure_size(store, block_bytes, [queue_depth], BENCH_BYTES, bar)
+            async with asyncio.timeout(limit_s):
+                (speed,) = await measure_size(store, block_bytes, [queue_depth], budget_bytes, bar)
     except TimeoutError:
-        text = f"{store.url}: {BENCH_S:g} s were not enough to write and read "
-        text += f"{size_text(max(BENCH_BYTES, 2 * queue_depth * block_bytes))}: use a faster one"
+        text = f"{store.url}: {limit_s:g} s were not enough to write and read "
+        text += f"{size_text(max(budget_bytes, 2 * queue_depth * block_bytes))}: use a faster one"
         return [Finding("mend", "store", text)], None
     except ConfigError as error:
         return [Finding("mend", "store", redacted(str(error)))], None

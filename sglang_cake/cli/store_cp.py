@@ -118,12 +118,13 @@ async def _copy(
                 result.there_already += blocks
                 bar.update(blocks)
 
-            await for_each(_lacking(origin, there, passed), copy, at_once)
+            await for_each(lacking(origin, there, passed), copy, at_once)
 
 
-async def _lacking(
+async def lacking(
     origin: Store, target: Store, passed: Callable[[int], None]
 ) -> AsyncIterator[BlockKey]:
+    """The blocks of `origin` that `target` does not have. Args: passed: gets how many it has."""
     batch: list[BlockKey] = []
     async for block in origin.list_blocks():
         batch.append(block.key)

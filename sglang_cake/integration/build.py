@@ -23,7 +23,7 @@ from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.config import CakeConfig, from_environment
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreError
-from sglang_cake.core.host_memory import HostArena
+from sglang_cake.core.host_memory import HostArena, available_bytes
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.layout import BlockLayout
@@ -221,6 +221,7 @@ class CakeService:
             self.kv,
             config,
             chunk_tokens=-(-_chunk_tokens(ctx) // shard.turns),
+            free_bytes=available_bytes(),
             end_blocks=end_blocks,
         )
         self.waker = Waker()

@@ -559,7 +559,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
         block_tokens: None: none are set.
     """
     # The model is checked first: for some kinds SGLang turns off what the rules below require.
-    kind = None if model is None else _unsupported_model(model)
+    kind = None if model is None else unsupported_model(model)
     if kind is not None:
         return kind
     if args.disaggregation_mode == "decode":
@@ -888,7 +888,8 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
     return args.device == "cpu" and traits.is_generation and _unfit_device(args, traits) is None
 
 
-def _unsupported_model(model: ModelTraits) -> str | None:
+def unsupported_model(model: ModelTraits) -> str | None:
+    """Why a model is refused, whatever the settings; None: it is not."""
     for family in FAMILIES:
         if family.refused is not None and family.trait and getattr(model, family.trait):
             return f"cake does not support {family.refused}"

@@ -59,6 +59,7 @@ HELPER_PATIENCE_S = 60.0  # an upper bound: a helper waits as long as its owner 
 class MemberSettings:
     """Times of a member in seconds, and the size of its parts."""
 
+    answer_s: float = 0.05  # how long a request waits for answers; an idle member needs one step
     left_out_s: tuple[float, float] = (2.0, 120.0)  # after the first failure, and at most
     busy_s: float = 0.25  # pause after a refusal: the member is healthy, but busy
     first_wait_s: float = 1.0  # how long a part waits whose offer was not accepted yet

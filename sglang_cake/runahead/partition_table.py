@@ -21,7 +21,6 @@ from sglang_cake.runahead.partition import Partition, scaled
 
 _VERSION = 1
 _MAX_FILE_BYTES = 2**20
-_LOOK_S = 0.5  # how often the file of a table is checked for changes
 
 _Workers = Annotated[int, Meta(ge=1, le=1024)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
@@ -63,10 +62,12 @@ class WatchedTable:
 
     Args:
         path: None: the table stays empty.
+        look_s: how often the file is checked for changes.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, look_s: float = 0.5) -> None:
         self.path = path
+        self._look_s = look_s
         self._table = PartitionTable()
         self._seen: tuple[int, int] | None = None
         self._next_s = 0.0
@@ -75,7 +76,7 @@ class WatchedTable:
         """The table as it was a moment ago; empty if there is none."""
         now_s = time.monotonic()
         if self.path is not None and now_s >= self._next_s:
-            self._next_s = now_s + _LOOK_S
+            self._next_s = now_s + self._look_s
             try:
                 status = self.path.stat()
             except OSError:

@@ -16,6 +16,7 @@ here. Outermost first; a layer in brackets exists only with the setting beside i
 import asyncio
 import importlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -167,7 +168,13 @@ def open_slices(
     return store if trace is None else RequestRecordingStore(store, trace)
 
 
-def open_store(sources: list[StoreSource], frame: BlockFrame, *, depth: int) -> Store:
+def open_store(
+    sources: list[StoreSource],
+    frame: BlockFrame,
+    *,
+    depth: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Store:
     """Open a namespace without codec; the caller closes it. May block on a disk for a moment.
 
     Several sources are the tiers of one store, fastest first. A tier that cannot be opened now is
@@ -175,6 +182,7 @@ def open_store(sources: list[StoreSource], frame: BlockFrame, *, depth: int) -> 
 
     Args:
         depth: calls of each kind that should be served at once.
+        clock: seconds, monotonic; for pauses of tiers that fail.
 
     Raises: StoreUnavailable; ConfigError if the namespace that is there is another one.
     """
@@ -194,7 +202,7 @@ def open_store(sources: list[StoreSource], frame: BlockFrame, *, depth: int) -> 
     except (ConfigError, StoreUnavailable):
         _close_all(stores)
         raise
-    return TieredStore(stores, block_bytes=frame.payload_bytes)
+    return TieredStore(stores, block_bytes=frame.payload_bytes, clock=clock)
 
 
 def _close_all(stores: list[Store]) -> None:

@@ -10,11 +10,7 @@ from sglang_cake.stores.base import BlockInfo, Store, StoreStats
 from sglang_cake.stores.wrapper_store import WrapperStore
 
 
-class PassingStore(WrapperStore):
-    """Forwards every call. Subclasses override some."""
-
-
-class SlowStore(PassingStore):
+class SlowStore(WrapperStore):
     """Every read waits until the test releases it."""
 
     def __init__(self, inner: Store) -> None:
@@ -50,7 +46,7 @@ class SlowStore(PassingStore):
         return self._gates.setdefault(key, asyncio.Event())
 
 
-class FaultyStore(PassingStore):
+class FaultyStore(WrapperStore):
     """Fails for chosen keys."""
 
     def __init__(self, inner: Store) -> None:
@@ -93,7 +89,7 @@ class FaultyStore(PassingStore):
         return await self.inner.put(key, data)
 
 
-class RecordingStore(PassingStore):
+class RecordingStore(WrapperStore):
     """Records every call, in order."""
 
     def __init__(self, inner: Store) -> None:
@@ -123,7 +119,7 @@ class RecordingStore(PassingStore):
         await super().delete(key)
 
 
-class OutageStore(PassingStore):
+class OutageStore(WrapperStore):
     """Every call fails while `error` is set, and never returns while `hangs` is true."""
 
     def __init__(self, inner: Store) -> None:

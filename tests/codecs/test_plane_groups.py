@@ -1,12 +1,12 @@
 """Blocks with more than K and V of equal layers: an index, or layers of several shapes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from sglang_cake.codecs import catalogue
 from sglang_cake.codecs.catalogue import chain_of, decode, prepare
 from sglang_cake.codecs.codec_choice import AutoCodec
 from sglang_cake.codecs.codec_steps import Malformed
@@ -104,9 +104,15 @@ def test_plane_groups_lossy_codecs_are_refused_in_one_line(codec: str, kind: str
 
 
 def test_plane_groups_codecs_of_other_packages_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(catalogue, "registered_chain", lambda codec: Chain(Raw()))
+    info = tmp_path / "own_codec-1.0.dist-info"  # a distribution as pip installs it
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own_codec\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang_cake.codecs]\nown = sglang_cake.codecs.pipeline:RAW_CHAIN\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     assert chain_of("own", BlockLayout((KV,), 128)) == Chain(Raw())
     with pytest.raises(ConfigError, match="use raw or zstd"):
         chain_of("own", SPARSE)

@@ -1,5 +1,6 @@
 """A file is replaced whole, or stays as it was; a temporary folder goes with its processes."""
 
+import errno
 import os
 import signal
 import stat
@@ -9,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from system_calls import failing
 
 from sglang_cake.core.local_files import atomic_write, temporary_folder
 
@@ -32,10 +34,7 @@ def test_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(
     path = tmp_path / "some.json"
     path.write_bytes(b"old")
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space"):
         atomic_write(path, b"new", durable=True)
     assert path.read_bytes() == b"old"

@@ -2,17 +2,22 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_cake.demo import sglang_server as module
-from sglang_cake.demo.sglang_server import ServerDied, SglangServer, flush_cache, generate
+from sglang_cake.demo.sglang_server import (
+    ServerDied,
+    SglangServer,
+    flush_cache,
+    free_port,
+    generate,
+)
 
 # Answers like SGLang, and starts a child that ignores SIGTERM as a busy scheduler would.
 STAND_IN = r"""
@@ -70,10 +75,11 @@ def test_testing_server_streams_events_and_stops_its_process_tree(
 ) -> None:
     def loads(text: bytes) -> Any:
         (tmp_path / "seen").touch()
-        return json.loads(text)
+        return read(text)
 
     # Events are read when the time of the first one was taken.
-    monkeypatch.setattr(module, "json", SimpleNamespace(dumps=json.dumps, loads=loads))
+    read = json.loads
+    monkeypatch.setattr(json, "loads", loads)
     with server(tmp_path, STAND_IN) as running:
         reply = generate(running.base_url, [1, 2, 3])
         assert reply.output_ids == [5, 6]
@@ -111,14 +117,15 @@ def test_free_port_is_given_away_once_as_long_as_its_process_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two tests that start servers at the same time would else talk to one of them."""
-    port = module.free_port()
-    monkeypatch.setattr(module, "_NO_CLIENTS", [port])
+    port = free_port()
+    monkeypatch.setattr(secrets, "choice", lambda ports: port)
     with pytest.raises(OSError, match="no free port"):
-        module.free_port()
+        free_port()
     code = f"""
-from sglang_cake.demo import sglang_server
-sglang_server._NO_CLIENTS = [{port}]
-sglang_server.free_port()
+import secrets
+from sglang_cake.demo.sglang_server import free_port
+secrets.choice = lambda ports: {port}
+free_port()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "no free port" in done.stderr

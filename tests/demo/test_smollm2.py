@@ -2,6 +2,7 @@
 and what codecs do to it."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,10 @@ from benchmarks.real_texts import real_texts  # noqa: E402
 def test_smollm2_without_its_package_demo_exits_with_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "PACKAGE", "no-such-package")
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", missing)
     assert cake(["demo", "--model", "smollm2", "--out", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert (said.out + said.err).splitlines() == [

@@ -19,6 +19,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -42,6 +43,43 @@ class FakeReq(LoopRequest):
         default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=8)
     )
     owned: list[torch.Tensor] = field(default_factory=list)
+
+
+class ShortKV(DeviceKV):
+    """A pool on a device that has no memory to copy some blocks.
+
+    Args: no_memory: the contents of these blocks.
+    """
+
+    def __init__(self, pool: Any, no_memory: set[bytes], *, block_tokens: int) -> None:
+        super().__init__(pool, block_tokens=block_tokens)
+        self._no_memory = no_memory
+
+    def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
+        if bytes(block.view) in self._no_memory:
+            raise torch.OutOfMemoryError("no memory")
+        return super().load(block, slots, after)
+
+
+class KnownLoader(Loader):
+    """Attributes: known_cost: of loads from now on; None: what was measured."""
+
+    known_cost: LoadCost | None = None
+
+    def cost_of(self, load_id: str) -> LoadCost:
+        return super().cost_of(load_id) if self.known_cost is None else self.known_cost
+
+
+class CountedStepCosts(StepCosts):
+    """Attributes: judged: the requests of which it was asked whether they should load."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.judged: list[str] = []
+
+    def should_load(self, record: PromptRecord, *args: Any) -> bool:
+        self.judged.append(record.rid)
+        return super().should_load(record, *args)
 
 
 class CoordinatorHarness(HeldReads):
@@ -73,11 +111,12 @@ class CoordinatorHarness(HeldReads):
         self.end_blocks = end_blocks
         self.next_tokens = next_tokens
         self.no_end_memory = False
+        self.no_memory: set[bytes] = set()  # blocks, and those of ends, that cannot be copied
         if tree is None:
             self.pool = mha(slots, page=PAGE)
             scramble(self.pool, 1)
             self.allocator = allocator_of(self.pool, PAGE)
-            self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
+            self.kv = ShortKV(self.pool, self.no_memory, block_tokens=BLOCK)
         else:
             self.allocator, self.kv = tree.full_allocator, tree.kv
         self.size = self.allocator.size
@@ -87,7 +126,7 @@ class CoordinatorHarness(HeldReads):
         self.adapter_error: Exception | None = None  # raised where an adapter's files are read
         self.counters = Counters()
         self.staging = BufferPool(buffers_for(self.kv, staging))
-        loader = self.loader = Loader(
+        loader = self.loader = KnownLoader(
             self.front,
             self.staging,
             self.io,
@@ -95,7 +134,7 @@ class CoordinatorHarness(HeldReads):
             queue_depth=load.depth,
             prior=load,
         )
-        self.step_costs = StepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
+        self.step_costs = CountedStepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
         self.device_slots = DeviceSlots(
             self.kv,
             Copier(self.kv, loader.copied),
@@ -188,6 +227,8 @@ class CoordinatorHarness(HeldReads):
         return end
 
     def load(self, index: int, buffer: Buffer, end: dict[int, bytes], after: Fence) -> Copy:
+        if bytes(buffer.view) in self.no_memory:
+            raise torch.OutOfMemoryError("no memory")
         end[index] = bytes(buffer.view)
         return Copy()
 

@@ -217,7 +217,13 @@ class _Cudart:
         return 0
 
 
-def install(monkeypatch: pytest.MonkeyPatch, seed: int, *, eager: bool = False) -> FakeCuda:
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    *,
+    eager: bool = False,
+    kernel: type[PlainRowKernel] = PlainRowKernel,
+) -> FakeCuda:
     """In place of what `sglang_cake` and its benchmarks use of `torch.cuda`."""
     cuda = FakeCuda(seed, eager=eager)
     for name, value in (
@@ -234,5 +240,6 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int, *, eager: bool = False) 
         ("reset_peak_memory_stats", lambda device: None),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(row_kernel, "RowKernel", PlainRowKernel)
+    # It is what runs on the GPU. A parameter would go through every maker of a `CudaKV`.
+    monkeypatch.setattr(row_kernel, "RowKernel", kernel)
     return cuda

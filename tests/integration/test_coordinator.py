@@ -19,9 +19,7 @@ from coordinator_harness import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
-from sglang_cake.integration.memory.kv_pool import Copy, Fence
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.priority import TURN_TOKENS
@@ -72,18 +70,10 @@ def test_coordinator_wholly_stored_prompt_is_loaded(
 
 @pytest.mark.parametrize("failing", [{0}, {2}, {1, 3}, {0, 1, 2, 3}])
 def test_coordinator_blocks_without_device_memory_are_computed(
-    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch, failing: set[int]
+    harness: CoordinatorHarness, failing: set[int]
 ) -> None:
     """They are lost blocks: no error, however many there are."""
-    contents = {harness.block(number) for number in failing}
-    load = harness.kv.load
-
-    def full(block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
-        if bytes(block.view) in contents:
-            raise torch.OutOfMemoryError("no memory")
-        return load(block, slots, after)
-
-    monkeypatch.setattr(harness.kv, "load", full)
+    harness.no_memory.update(harness.block(number) for number in failing)
     req = req_of(4.5)
     harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
     harness.arrive(req)
@@ -200,7 +190,7 @@ def auto() -> Iterator[CoordinatorHarness]:
 
 
 def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
-    auto: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+    auto: CoordinatorHarness,
 ) -> None:
     req = req_of(4.5)
     keys = auto.fill(req.origin_input_ids, set(range(4)))
@@ -208,7 +198,7 @@ def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
     auto.coordinator.poll([req.rid])
     assert auto.slow.waiting == []
     assert not auto.coordinator.loading(req.rid)
-    monkeypatch.setattr(auto.loader, "cost_of", lambda load_id: LoadCost(0.0, 1e-4, error=0.0))
+    auto.loader.known_cost = LoadCost(0.0, 1e-4, error=0.0)
     auto.coordinator.poll([req.rid])
     auto.settle()
     assert auto.slow.waiting == [keys[3], keys[2]]
@@ -254,7 +244,7 @@ def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
 
 
 def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
-    auto: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+    auto: CoordinatorHarness,
 ) -> None:
     reqs = [req_of(4.5, str(i)) for i in range(3 * RECONSIDERED)]
     auto.fill(reqs[0].origin_input_ids, set(range(4)))
@@ -262,14 +252,8 @@ def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
         auto.arrive(req)
     rids = [req.rid for req in reqs]
     auto.coordinator.poll(rids)
-    asked: list[str] = []
-    should_load = auto.step_costs.should_load
-
-    def counted(load: Any, *args: Any) -> bool:
-        asked.append(load.rid)
-        return should_load(load, *args)
-
-    monkeypatch.setattr(auto.step_costs, "should_load", counted)
+    asked = auto.step_costs.judged
+    asked.clear()
     for poll in range(1, 4):
         auto.coordinator.poll(rids)
         assert len(asked) == poll * RECONSIDERED

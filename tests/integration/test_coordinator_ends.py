@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 
 import pytest
-import torch
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from held_reads import PATIENCE_S
 from hypothesis import given, settings
@@ -56,12 +55,9 @@ def test_coordinator_prompt_is_loaded_up_to_its_stored_end(harness: CoordinatorH
 
 
 def test_coordinator_end_state_without_device_memory_is_computed(
-    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+    harness: CoordinatorHarness,
 ) -> None:
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(harness, "load", full)
+    harness.no_memory.update(harness.end_block(4 * BLOCK, number) for number in range(ENDS))
     req = req_of(6.5)
     keys = harness.fill(req.origin_input_ids, set(range(6)))
     harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))

@@ -18,11 +18,11 @@ from sglang_cake.codecs.catalogue import chain_of
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory import kv_pool, row_kernel
 from sglang_cake.integration.memory.end_states import EndSlots, RecurrentStates
 from sglang_cake.integration.memory.kv_pool import (
     COPY_BYTES,
     OUT_BLOCKS,
+    PIECE_BYTES,
     Copy,
     CopyMemory,
     CopyStreams,
@@ -32,23 +32,33 @@ from sglang_cake.integration.memory.kv_pool import (
 from sglang_cake.integration.runahead.layer_gate_cuda import CudaRows
 
 BLOCK, SEEDS = 16, range(12)
+RING_BYTES = 4096  # of which a block takes several
 
 
 class GpuHarness:
-    """A `CudaKV`, and forwards that write to slots and read them."""
+    """A `CudaKV`, and forwards that write to slots and read them.
+
+    Args: ring_bytes: of device memory for copies, each way; None: its own choice.
+    """
 
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
         seed: int,
         pool: Any = None,
-        kernel: type = PlainRowKernel,
+        kernel: type[PlainRowKernel] = PlainRowKernel,
+        ring_bytes: int | None = None,
     ) -> None:
-        self.cuda: FakeCuda = install(monkeypatch, seed)
-        monkeypatch.setattr(row_kernel, "RowKernel", kernel)
+        self.cuda: FakeCuda = install(monkeypatch, seed, kernel=kernel)
         self.pool = mha(12 * BLOCK) if pool is None else pool
         self.forward: Any = torch.cuda.Stream()
-        self.kv = CudaKV(self.pool, block_tokens=BLOCK, forward_stream=self.forward)
+        streams = None
+        if ring_bytes is not None:
+            memory = CopyMemory(ring_bytes, ring_bytes, decodes=False, decoding_bytes=0)
+            streams = CopyStreams(torch.device("cpu"), memory, self.forward)
+        self.kv = CudaKV(
+            self.pool, block_tokens=BLOCK, forward_stream=self.forward, streams=streams
+        )
         order = torch.randperm(12 * BLOCK, generator=torch.Generator().manual_seed(seed)) + 1
         self.slots = list(order.split(BLOCK))
 
@@ -175,7 +185,7 @@ def test_copy_memory_of_blocks_of_any_size_is_within_its_bound(
     memory = CopyMemory.of_blocks(block_bytes, encoded=encoded)
     assert memory.all_bytes <= COPY_BYTES == 128 * 2**20
     assert memory.decodes <= encoded
-    assert memory.out_bytes >= memory.in_bytes >= min(block_bytes, kv_pool.PIECE_BYTES)
+    assert memory.out_bytes >= memory.in_bytes >= min(block_bytes, PIECE_BYTES)
 
 
 def test_copy_memory_blocks_of_16_mib_are_decoded_on_the_device_and_larger_ones_are_not() -> None:
@@ -189,7 +199,7 @@ def test_pieces_of_a_block_are_its_planes_in_order(layers: int, tokens: int, wid
     pieces = pieces_of(layout)
     numbers = [n for piece in pieces for n in range(*piece.planes.indices(2 * layers))]
     assert numbers == list(range(2 * layers))
-    assert max(piece.size_bytes for piece in pieces) <= kv_pool.PIECE_BYTES
+    assert max(piece.size_bytes for piece in pieces) <= PIECE_BYTES
     starts = [layout.planes[piece.planes.start].start for piece in pieces]
     assert starts == [piece.start for piece in pieces]
     assert sum(piece.size_bytes for piece in pieces) == layout.block_bytes
@@ -258,12 +268,11 @@ def test_cuda_kv_takes_no_more_device_memory_than_it_says(
 def test_cuda_kv_block_of_several_pieces_is_ordered_like_one(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(kv_pool, "PIECE_BYTES", 4096)
     pool = mha(12 * BLOCK, heads=2, dim=16)
-    harness = GpuHarness(monkeypatch, seed, pool)
-    assert len(pieces_of(harness.kv.layout)) > 1
+    harness = GpuHarness(monkeypatch, seed, pool, ring_bytes=RING_BYTES)
+    assert len(pieces_of(harness.kv.layout, RING_BYTES)) > 1
     assert harness.wrong_loads() == 0
-    assert GpuHarness(monkeypatch, seed, pool).wrong_saves() == 0
+    assert GpuHarness(monkeypatch, seed, pool, ring_bytes=RING_BYTES).wrong_saves() == 0
 
 
 def test_cuda_kv_pools_share_streams_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +297,9 @@ def test_cuda_kv_pools_share_streams_and_memory(monkeypatch: pytest.MonkeyPatch)
 
 def test_cuda_kv_failed_launch_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots of a load that fails are free at once."""
-    monkeypatch.setattr(kv_pool, "PIECE_BYTES", 4096)
     for seed in SEEDS:
-        harness = GpuHarness(monkeypatch, seed, mha(12 * BLOCK, heads=2, dim=16), Failing)
+        pool = mha(12 * BLOCK, heads=2, dim=16)
+        harness = GpuHarness(monkeypatch, seed, pool, Failing, RING_BYTES)
         block = harness.block(1)
         with pytest.raises(torch.OutOfMemoryError):
             harness.kv.load(block, harness.slots[0], ())

@@ -1,8 +1,7 @@
 """What differs on a prefill server: where its requests wait, and what its sender may send."""
 
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,33 +13,21 @@ pytest.importorskip("sglang")
 from adder_harness import BareTree
 from coordinator_harness import BLOCK, NAMESPACE, CoordinatorHarness, FakeReq, req_of
 from kv_pools import Staging, mha, record_of
+from registered_hooks import Hooks, hooks_of
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration import boundary
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.runahead_interface import NoHelpers
-
-Hooks = dict[str, Callable[..., Any]]
+from sglang_cake.integration.scheduler import scheduler_hooks
 
 
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
-    """Our hooks by the name of SGLang's method."""
-    found: Hooks = {}
-    monkeypatch.setattr(boundary.BOUNDARY, "hooks", defaultdict(list))
-    monkeypatch.setattr(
-        boundary.HookRegistry,
-        "register",
-        lambda target, hook, kind: found.update({target.rpartition(".")[2]: hook}),
-    )
-    from sglang_cake.integration.scheduler import scheduler_hooks  # its parts are guarded here
-
-    scheduler_hooks.install()
-    return found
+def hooks() -> Hooks:
+    return hooks_of(scheduler_hooks.install)
 
 
 class PrefillServer:

@@ -285,37 +285,35 @@ def test_doctor_fewer_gpus_than_ranks_are_to_mend() -> None:
     assert device_finding("npu", 1, []).state == "mend"
 
 
-def test_doctor_memory_is_what_all_ranks_together_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_memory_is_what_all_ranks_together_need() -> None:
     """A block of an 8B model is 16 MiB; a chunk of 8,192 tokens is 64 of them."""
-    limit = {"bytes": 64 * GIB}
-    monkeypatch.setattr(doctor, "available_bytes", lambda: limit["bytes"])
-    assert memory_finding(SERVER, KV_8B, CakeConfig()).state == "ok"
-    limit["bytes"] = 4 * GIB  # of a container, for example
-    assert memory_finding(SERVER, KV_8B, CakeConfig()).state == "note"
-    limit["bytes"] = 200 * MIB
-    line = memory_finding(SERVER, KV_8B, CakeConfig())
-    assert line.state == "mend"
-    assert "half of the 200 MiB" in line.text
-    assert "--cake-staging-bytes" in line.text
-    limit["bytes"] = 8 * GIB
+
+    def line(free_bytes: int, server: ResolvedServer = SERVER) -> doctor.Finding:
+        return memory_finding(server, KV_8B, CakeConfig(), free_bytes)
+
+    assert line(64 * GIB).state == "ok"
+    assert line(4 * GIB).state == "note"  # of a container, for example
+    short = line(200 * MIB)
+    assert short.state == "mend"
+    assert "half of the 200 MiB" in short.text
+    assert "--cake-staging-bytes" in short.text
     eight = ResolvedServer("cuda", 8, 8, 8192, 1, None, 2, "")
-    assert memory_finding(SERVER, KV_8B, CakeConfig()).state == "ok"
-    assert memory_finding(eight, KV_8B, CakeConfig()).state == "note"
+    assert line(8 * GIB).state == "ok"
+    assert line(8 * GIB, eight).state == "note"
 
 
-def test_doctor_memory_that_cannot_be_pinned_is_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "available_bytes", lambda: 64 * GIB)
+def test_doctor_memory_that_cannot_be_pinned_is_to_mend() -> None:
     asked: list[int] = []
 
     def refuse(size_bytes: int) -> bool:
         asked.append(size_bytes)
         return False
 
-    line = memory_finding(SERVER, KV_8B, CakeConfig(), refuse)
+    line = memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, refuse)
     assert line.state == "mend"
     assert "ulimit -l" in line.text
     assert asked == [3 * GIB], "1 GiB to load, and two chunks to store"
-    assert memory_finding(SERVER, KV_8B, CakeConfig(), lambda size: True).state == "ok"
+    assert memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, lambda size: True).state == "ok"
 
 
 @pytest.mark.parametrize(

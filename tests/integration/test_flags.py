@@ -506,7 +506,7 @@ def test_flags_differing_sglang_is_refused_only_with_enable_cake(
 
     names = tmp_path / "compat.toml"
     names.write_text('["sglang.srt.managers.scheduler.Scheduler"]\nno_such_name = ""\n')
-    monkeypatch.setattr(compat, "NAMES_FILE", names)
+    monkeypatch.setattr(compat, "NAMES_FILE", names)  # the installed SGLang cannot be changed
     record = SimpleNamespace(radix_cache_backend=None)
     with pytest.raises(SystemExit) as caught:
         flags.from_cli_args(lambda cls, args: record, object, Namespace(enable_cake=True))

@@ -1,13 +1,16 @@
 """Host memory of a scheduler process: its pools, and its registration with a GPU."""
 
+import errno
 import gc
 import logging
+import mmap
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from kv_pools import mha
+from system_calls import failing
 
 from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.core.config import CakeConfig
@@ -20,6 +23,7 @@ from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 BLOCK, CPU = 16, torch.device("cpu")
+FREE_BYTES = 2**36
 
 
 class FakeCudart:
@@ -135,7 +139,7 @@ def test_pin_refused_clears_the_error_that_the_next_launch_would_report(
 def test_host_pools_have_the_sizes_of_their_blocks() -> None:
     kv = kv_of(encoded=True)
     config = CakeConfig(block_tokens=BLOCK, staging_bytes=2**21, write_queue_bytes=2**20)
-    loads, writes = host_pools(kv, config, chunk_tokens=64)
+    loads, writes = host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES)
     assert kv.load_buffer_bytes > kv.layout.block_bytes == 4 * PAGE_BYTES
     assert loads.capacity == loads.free == 2**21 // (5 * PAGE_BYTES)
     assert writes.capacity == writes.free == 2**20 // (4 * PAGE_BYTES)
@@ -149,7 +153,9 @@ def test_host_pools_have_the_sizes_of_their_blocks() -> None:
 def test_host_pools_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sglang_cake")
     kv = kv_of()
-    loads, writes = host_pools(kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
+    loads, writes = host_pools(
+        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES
+    )
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     message = record.getMessage()
@@ -159,28 +165,25 @@ def test_host_pools_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_host_pools_of_a_machine_with_little_memory_say_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     kv = kv_of()
     few_bytes = 40 * kv.layout.block_bytes
-    monkeypatch.setattr(
-        "sglang_cake.integration.memory.host_pools.available_bytes", lambda: few_bytes
+    loads, writes = host_pools(
+        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=few_bytes
     )
-    loads, writes = host_pools(kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
     assert loads.capacity + writes.capacity <= 20
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "less than the default" in record.getMessage()
+    large = CakeConfig(block_tokens=BLOCK, staging_bytes=2**20)
     with pytest.raises(ConfigError, match="--cake-staging-bytes"):
-        host_pools(kv, CakeConfig(block_tokens=BLOCK, staging_bytes=2**20), chunk_tokens=64)
+        host_pools(kv, large, chunk_tokens=64, free_bytes=few_bytes)
 
 
 def test_host_pools_that_cannot_be_mapped_are_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr("sglang_cake.integration.memory.host_pools.HostArena", fail)
+    monkeypatch.setattr(mmap, "mmap", failing(errno.ENOMEM))
     with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-bytes"):
-        host_pools(kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64)
+        host_pools(kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("sglang")
 
+from registered_hooks import hooks_of
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -415,14 +416,9 @@ def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, drafts: int
 ) -> None:
     """That of Gemma 4 reads the target's KV, and has a pool for show."""
-    hooks: dict[str, Any] = {}
-    monkeypatch.setattr(
-        weight_hooks, "register", lambda target, hook, *_, **__: hooks.update({target: hook})
-    )
     loaded = LoadedFiles()
-    monkeypatch.setattr(weight_hooks, "LOADED", loaded)
-    weight_hooks.install()
-    load = hooks["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
+    monkeypatch.setattr(weight_hooks, "LOADED", loaded)  # the hooks know that of the process
+    load = hooks_of(weight_hooks.install)["load_model"]
     args = ServerArgs(model_path="/models/m", speculative_algorithm=algorithm)
     model = SimpleNamespace(model_path="/models/none", revision=None)
     for is_draft in (False, True, True, True):

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("sglang.srt.multimodal.modality")  # from SGLang 0.5.23 on media have keys
 
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq
+from registered_hooks import hooks_of
 from sglang.srt.environ import envs
 from sglang.srt.managers.mm_utils import (
     extend_mrope_positions_for_retracted_request,
@@ -23,15 +24,14 @@ from sglang.srt.managers.schedule_batch import (
     MultimodalProcessorOutput,
 )
 from sglang.srt.multimodal.modality import Modality, MultimodalInputFormat
-from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_cake.core.keys import NO_MEDIA, KeyChain, KeySeed, Media
-from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.request import media
 from sglang_cake.integration.request.media import identify, item_digest, media_of
 
 IMAGE_TOKEN = 7
 TEXT = array("q", range(100, 140))
+HOOKS = hooks_of(media.install)
 
 
 def image(number: int = 1, **changes: Any) -> MultimodalDataItem:
@@ -86,7 +86,8 @@ def prepared(output: MultimodalProcessorOutput, *, keys_media: bool = True) -> M
     coordinator = SimpleNamespace(keys_media=keys_media)
     scheduler: Any = SimpleNamespace(tree_cache=SimpleNamespace(coordinator=coordinator))
     original = lambda _, mm_inputs: MultimodalInputs.from_processor_output(mm_inputs)  # noqa: E731
-    return media._prepared(original, scheduler, output)
+    found: MultimodalInputs = HOOKS["_get_multimodal_inputs"](original, scheduler, output)
+    return found
 
 
 def request(output: MultimodalProcessorOutput, tokens: "array[int]", **changes: Any) -> FakeReq:
@@ -483,16 +484,8 @@ def test_coordinator_request_that_keys_do_not_cover_is_counted(
 def test_media_hook_fails_and_sglang_prepares_the_items_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hooks: list[Any] = []
-    monkeypatch.setitem(BOUNDARY.hooks, "Scheduler._get_multimodal_inputs", hooks)
-    monkeypatch.setattr(HookRegistry, "register", lambda *args: None)
-    monkeypatch.setattr(media, "identify", lambda _: 1 / 0)
-    media.install()
+    monkeypatch.setattr(MultimodalDataItem, "set_identity", lambda *_: 1 / 0)
     output, _ = processed(image(1))
-    scheduler = SimpleNamespace(
-        tree_cache=SimpleNamespace(coordinator=SimpleNamespace(keys_media=True))
-    )
-    original = lambda _, mm_inputs: MultimodalInputs.from_processor_output(mm_inputs)  # noqa: E731
-    found = hooks[0](original, scheduler, output)
+    found = prepared(output)
     assert found.mm_items[0].pad_value is not None
     assert not hasattr(found, "cake_media_digests")

@@ -27,7 +27,7 @@ from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.loading.cost_model import PrefillCost
-from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.stores.wrapper_store import WrapperStore
 
 LAYERS = 2
 TOKEN_S = 1.0
@@ -35,7 +35,7 @@ Make = Callable[..., "LastStepHarness"]
 Fate = Literal["whole", "corrupt", "anew", "never"]
 
 
-class PieceStore(PassingStore):
+class PieceStore(WrapperStore):
     """Reads get as much as the test says; `fates` says what comes of them."""
 
     def __init__(self, inner: Any) -> None:

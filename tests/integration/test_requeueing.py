@@ -16,6 +16,7 @@ from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.cost_model import LoadCost
 
 Make = Callable[..., "ChunkedAdmission"]
@@ -48,6 +49,7 @@ class ChunkedAdmission:
     def __init__(self, priority: str, **settings: bool) -> None:
         # In this mode a prompt waits until all that is stored has landed.
         self.base = CoordinatorHarness(mode="load", priority=priority)
+        self.coordinator: Any = self.base.coordinator
         self.scheduler = Scheduler(**settings)
         self.returns = 0
         self.full = False
@@ -82,7 +84,7 @@ class ChunkedAdmission:
         """One step of the chunked request; what SGLang takes for its chunked request after it."""
         adder = prefill_adder(
             self.scheduler,
-            BareTree(self.base.coordinator),
+            BareTree(self.coordinator),
             chunk_tokens=64,
             slots=self.slots,
             batch_is_full=self.full,
@@ -164,22 +166,28 @@ def test_chunked_request_without_computable_others_stays(admissions: Make, prior
     assert admission.returns == 0
 
 
-def test_chunked_request_checks_only_eight_loading_requests(
-    admissions: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class CountingCoordinator:
+    """A coordinator. Attributes: asked: the requests of which it was asked whether they wait."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.asked: list[str] = []
+
+    def would_wait(self, rid: str, chunk_tokens: int) -> bool:
+        self.asked.append(rid)
+        return self._coordinator.would_wait(rid, chunk_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coordinator, name)
+
+
+def test_chunked_request_checks_only_eight_loading_requests(admissions: Make) -> None:
     admission = admissions("fcfs")
     stored = admission.req("stored", stored=True)
     admission.queue.extend(admission.req(f"like-{i}", stored=True) for i in range(20))
-    asked: list[str] = []
-    would_wait = admission.base.coordinator.would_wait
-
-    def counted(rid: str, chunk_tokens: int) -> bool:
-        asked.append(rid)
-        return would_wait(rid, chunk_tokens)
-
-    monkeypatch.setattr(admission.base.coordinator, "would_wait", counted)
+    counting = admission.coordinator = CountingCoordinator(admission.base.coordinator)
     assert admission.chunk(stored) is stored
-    assert len(asked) == 8
+    assert len(counting.asked) == 8
     admission.queue.append(admission.req("other"))
     assert admission.chunk(stored) is None  # found all the same
 
@@ -299,9 +307,10 @@ def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slo
 ) -> None:
     admission = admissions()
     running = admission.req("running")
+    admits = SimpleNamespace(prefix_len=0, extend_len=BLOCK, is_chunked=False)
     monkeypatch.setattr(
         "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
-        lambda *args, **kwargs: "admitted",
+        lambda *args, **kwargs: admits,
     )
 
     def admitted(total_tokens: int, *, chunked: bool) -> bool:
@@ -311,13 +320,12 @@ def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slo
             chunk_tokens=64,
             slots=admission.slots,
         )
-        monkeypatch.setattr(adder, "_shorten", lambda *args: None)
         if chunked:
             adder.can_run_list.append(running)
             assert adder.add_chunked_req(running) is running
             assert adder.rem_chunk_tokens > 0
         found = adder._select_prefill_admission(req_of(1.5, "other"), total_tokens=total_tokens)
-        return bool(found == "admitted")
+        return found is admits
 
     rest = queue_order.most_slots(running) - BLOCK
     admission.slots = rest + 100

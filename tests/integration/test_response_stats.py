@@ -4,11 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from registered_hooks import hooks_of
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_cake.integration.response_stats import _unwrap
+from sglang_cake.integration.response_stats import install_meta_info
 
+HOOKS = hooks_of(install_meta_info)
 STATISTICS = {"loaded_tokens": 1280}
 OTHER = "of_another_plugin"
 
@@ -26,7 +28,7 @@ def output(state: Any, offset: int, **told: list[Any]) -> dict[str, Any]:
     )
     info = {key: [values] for key, values in told.items()}
     TokenizerManager.update_request_meta_info(manager, meta_info, state, info, 0, None)
-    _unwrap(None, manager, meta_info, state, info, 0, None)
+    HOOKS["update_request_meta_info"](None, manager, meta_info, state, info, 0, None)
     tokenizer_manager._slice_streaming_output_meta_info(
         meta_info, offset, state.customized_info_accumulated.keys()
     )

@@ -28,8 +28,8 @@ from triton.compiler import ASTSource
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory import kv_pool, row_kernel
-from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory import row_kernel
+from sglang_cake.integration.memory.kv_pool import DeviceKV, pieces_of
 from sglang_cake.integration.memory.row_kernel import RowKernel
 
 SLOTS = 320
@@ -43,7 +43,7 @@ def interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         kernel = triton.jit(SOURCE)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:  # Triton decides when the module is imported
         patch.setattr(row_kernel, "copy_rows", kernel)
         yield
 
@@ -182,16 +182,13 @@ def test_row_kernel_copies_of_every_group_equal_those_of_the_plain_path(kind: st
 
 
 @pytest.mark.parametrize("kind", ["index pages", "index rows", "packed KV"])
-def test_row_kernel_pieces_of_a_block_are_copied_like_all_of_it(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_row_kernel_pieces_of_a_block_are_copied_like_all_of_it(kind: str) -> None:
     make, options = GROUPS[kind]
     page, block_tokens = options["page"], options["block_tokens"]
     whole, parted = make(), make()
     kv, of_parted = (DeviceKV(pool, block_tokens=block_tokens) for pool in (whole, parted))
     largest = max(plane.rows * plane.row_bytes for plane in kv.layout.planes)
-    monkeypatch.setattr(kv_pool, "PIECE_BYTES", largest)
-    pieces = kv_pool.pieces_of(kv.layout)
+    pieces = pieces_of(kv.layout, largest)
     assert len(pieces) > 1
     block, slots = random_bytes(1, kv.layout.block_bytes), slots_in_pages(whole.size, page, 1)
     index, slots = torch.tensor([0]), slots[:block_tokens].contiguous()
@@ -243,6 +240,7 @@ def test_row_kernel_any_number_of_blocks_is_one_launch(
     layout = BlockLayout.plain(32, (("k", (8, 128)), ("v", (8, 128))), "bfloat16", 128)
     planes = [torch.empty(1, plane.row_bytes, dtype=torch.uint8) for plane in layout.planes]
     kernel, launches = RowKernel(planes, layout), Launches()
+    # The interpreter would take minutes for the largest grid, and tells nobody of launches.
     monkeypatch.setattr(row_kernel, "copy_rows", launches)
     memory = torch.empty((1, layout.block_bytes), dtype=torch.uint8)
     index, slots = (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
@@ -17,7 +18,6 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.boundary import OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
-from sglang_cake.integration.runahead import runahead_scheduler as module
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.runahead.member import MemberSettings
@@ -118,7 +118,9 @@ class Setup:
             page_tokens=16,
             limit_tokens=SPLIT,
             table=WatchedTable(None),
-            member_settings=MemberSettings(**{"bind_timeout_s": 60.0, **changes}),
+            member_settings=MemberSettings(
+                **{"answer_s": 20.0, "bind_timeout_s": 60.0, **changes}  # two slow cores
+            ),
         )
         params = SimpleNamespace(custom_params={"cake_runahead": [SPLIT, STOP]})
         nothing = dict.fromkeys(
@@ -180,7 +182,9 @@ class Setup:
             seq_lens=torch.tensor([STOP]),
             seq_lens_cpu=torch.tensor([STOP]),
         )
-        found: tuple[int, int] = self.owner.forward(OriginalFunction(self.compute), None, batch)
+        model_runner = SimpleNamespace(forward=lambda part: self.compute(None, part))
+        worker = SimpleNamespace(model_runner=model_runner)
+        found: tuple[int, int] = self.owner.forward(OriginalFunction(self.compute), worker, batch)
         return found
 
     def compute(self, worker: object, part: Any) -> tuple[int, int]:
@@ -200,8 +204,7 @@ class Setup:
 
 
 @pytest.fixture
-def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
-    monkeypatch.setattr(module, "ANSWER_S", 20.0)  # two slow cores
+def setup() -> Iterator[Callable[..., Setup]]:
     made: list[Setup] = []
 
     def make(then: Callable[[ZmqTransport, str], None], **changes: Any) -> Setup:
@@ -239,7 +242,7 @@ def test_runahead_scheduler_helper_failure_is_computed_in_the_same_step(
 
     one = setup(fail_when_shared, left_out_s=(60.0, 120.0))
     shared.set()  # the owner has seen that the helper accepted
-    monkeypatch.setattr(module, "run_forward", lambda worker, part: one.compute(worker, part))
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
     assert one.run() == (SPLIT, STOP)
     assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes
     assert one.failures() == {"broken": 1}

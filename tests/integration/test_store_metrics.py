@@ -14,7 +14,7 @@ from sglang_cake.stores.base import EvictionCounts, StoreStats
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RequestRecordingStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
@@ -22,7 +22,7 @@ LABELS = {"model": "m"}
 COSTS = PromptCosts(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 
 
-class Unwritable(PassingStore):
+class Unwritable(WrapperStore):
     async def put(self, key, data):
         raise StoreUnavailable("down")
 

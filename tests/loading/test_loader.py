@@ -35,7 +35,8 @@ from sglang_cake.loading.loader import (
 from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.testing.faulty import PassingStore, RecordingStore
+from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 
 BLOCK, BYTES = 4, 32
@@ -61,7 +62,7 @@ def bytes_of(key: BlockKey) -> bytes:
     return bytes(key)[:BYTES].ljust(BYTES, b".")
 
 
-class BrokenStore(PassingStore):
+class BrokenStore(WrapperStore):
     """Raises what no store may raise."""
 
     def __init__(self, inner: Store, *, reads: bool = True, lookups: bool = True) -> None:
@@ -79,7 +80,7 @@ class BrokenStore(PassingStore):
         raise ZeroDivisionError
 
 
-class TellingStore(PassingStore):
+class TellingStore(WrapperStore):
     """Bytes that have come are told of by the test."""
 
     def __init__(self, inner: Store) -> None:
@@ -94,7 +95,7 @@ class TellingStore(PassingStore):
         return await super().get_into(key, out)
 
 
-class HookedStore(PassingStore):
+class HookedStore(WrapperStore):
     """Calls a test's function in the I/O thread when the read of a key ends, before the loader
     handles that end."""
 
@@ -272,7 +273,7 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     assert harness.loader.cost.block_s != 1.0
 
 
-class TwoPlaces(PassingStore):
+class TwoPlaces(WrapperStore):
     """Every third block of a prompt is in another place."""
 
     def __init__(self, inner: Store, keys: Sequence[BlockKey]) -> None:
@@ -309,7 +310,7 @@ def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness)
     assert harness.loader.cost_of("b") == harness.loader.cost  # of a prompt that is not there
 
 
-class Broken(PassingStore):
+class Broken(WrapperStore):
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         return []
 
@@ -472,7 +473,7 @@ def test_loader_staged_block_serves_a_later_prompt_without_a_read(harness: Loade
     assert len(harness.read_keys()) == 4  # staging holds them no more
 
 
-class LendingStore(PassingStore):
+class LendingStore(WrapperStore):
     """Lends some of its blocks."""
 
     def __init__(self, inner: Store, keys: Sequence[BlockKey], error: Exception | None = None):
@@ -850,6 +851,7 @@ def ends(harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch) -> list[End]:
 
     found: list[End] = []
     real = BlockRead.end
+    # No thread that waits for the end would look soon enough to see a wrong order.
     monkeypatch.setattr(BlockRead, "end", end)
     return found
 
@@ -1146,7 +1148,7 @@ def test_loader_end_before_the_lookup_begins_reads_nothing(harness: LoaderHarnes
 
 
 def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> None:
-    class SlowLookup(PassingStore):
+    class SlowLookup(WrapperStore):
         async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
             asked.set()
             await answer.wait()
@@ -1341,7 +1343,7 @@ def seen_under_way(harness: LoaderHarness, rids: Iterable[str]) -> set[BlockRead
     return harness.io.run(look(), PATIENCE_S)
 
 
-class StuckStore(PassingStore):
+class StuckStore(WrapperStore):
     """A source that trickles: its reads begin, and never end."""
 
     def __init__(self, inner: Store) -> None:

@@ -12,7 +12,7 @@ from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Fetched, LoadRequest, LookedUp, Lost
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.stores.wrapper_store import WrapperStore
 
 ENDS = 2
 
@@ -101,7 +101,7 @@ def test_loader_run_counts_from_the_first_block_that_the_tree_lacks(harness: End
     harness.release()
 
 
-class SparseLookups(PassingStore):
+class SparseLookups(WrapperStore):
     """As a store that asks for one key per request: of many keys, it looks some up."""
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -195,7 +195,7 @@ def test_loader_failed_lookup_of_ends_counts_as_a_failed_lookup(harness: EndsHar
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
 
-    class NoEnds(PassingStore):
+    class NoEnds(WrapperStore):
         async def contains(self, asked: Sequence[BlockKey]) -> list[bool]:
             if not set(asked) <= set(keys):
                 raise StoreUnavailable("gone")
@@ -242,7 +242,7 @@ def test_loader_waiting_prompt_reads_an_end_only_if_it_leaves_a_quarter_of_the_b
 def test_loader_end_is_reported_to_the_store_before_its_blocks(harness: EndsHarness) -> None:
     touched: list[tuple[str, list[BlockKey]]] = []
 
-    class Listening(PassingStore):
+    class Listening(WrapperStore):
         async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
             touched.append((facts.id, list(keys)))
 

@@ -1,5 +1,6 @@
 """`sglang-cake runahead search`, and the table that a server takes from it while it runs."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 from sglang_cake.cli import main, runahead_search
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead import partition_table
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import (
     PartitionTable,
@@ -46,7 +46,7 @@ class FakeServer:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(runahead_search, "PAUSE_S", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda pause_s: None)
     return tmp_path / "sglang_cake" / "runahead"
 
 
@@ -128,12 +128,9 @@ def test_runahead_search_wrong_flags_exit_with_one_line(
     assert error.count("\n") == 1
 
 
-def test_watched_table_changed_file_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partition_table, "_LOOK_S", 0.0)
+def test_watched_table_changed_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    watched = WatchedTable(path)
+    watched = WatchedTable(path, look_s=0.0)
     assert not watched.read().entries
     found = PartitionTable()
     for tokens in (1024, 2048):

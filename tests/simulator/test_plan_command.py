@@ -221,9 +221,9 @@ def test_command_closed_stdout_ends_quietly_with_the_pipe_status(
 
 
 def test_command_other_broken_pipe_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_args: object) -> int:
+    def broken(_result: object) -> str:
         raise BrokenPipeError
 
-    monkeypatch.setattr("sglang_cake.cli.plan.run", broken)
+    monkeypatch.setattr(json, "dumps", broken)
     with pytest.raises(BrokenPipeError):
-        main(["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"])
+        main(["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme", "--json"])

@@ -167,10 +167,10 @@ def _served(config: dict[str, Any], folder: Path) -> tuple[str | None, int]:
     """What the server says of it: refused or not, and the context."""
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_cake.integration.support_matrix import ModelTraits, _unsupported_model
+    from sglang_cake.integration.support_matrix import ModelTraits, unsupported_model
 
     model = ModelConfig(str(_written(folder, config)), trust_remote_code=False)
-    return _unsupported_model(ModelTraits.of(model)), model.context_len
+    return unsupported_model(ModelTraits.of(model)), model.context_len
 
 
 QWEN = {**MODELS["qwen3-8b"], "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}

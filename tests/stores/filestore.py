@@ -3,7 +3,10 @@
 import contextlib
 import time
 
+import pytest
+
 from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
@@ -52,6 +55,16 @@ def nobody_evicts(*folders):
     with contextlib.ExitStack() as held:
         for folder in folders:
             held.enter_context(folder.evictor.lock)
+        yield
+
+
+@contextlib.contextmanager
+def waiting_for_the_index(seconds):
+    """So long a call waits for an index that is being opened. No URL says how long, since nobody
+    wants another time outside of tests: 5 s are little for a busy disk, and much for an index that
+    never comes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_supervisor, "OPEN_WAIT_S", seconds)
         yield
 
 

@@ -8,31 +8,21 @@ import tempfile
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from filestore import opened
+from filestore import opened, waiting_for_the_index
 from hypothesis import strategies as st
 
 from sglang_cake.core.errors import ConfigError, StoreError
-from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 NAMES = ["a", "b", "c"]
 KEYS = [key_of(name) for name in NAMES]
 HUGE_BYTES = 1 << 42
+SHORT_WAIT_S = 0.1  # for an index that may never come
 # What a call may read from all files beside the block: the index, folders, the system's own.
 SPARE_BYTES = 8 << 20
 _NUMBERS = itertools.count()
 OUTSIDE = b"somebody else's file\n"
-
-
-@contextmanager
-def patched_wait():
-    """Nobody waits long for an index that may never come."""
-    wait_s, index_supervisor.OPEN_WAIT_S = index_supervisor.OPEN_WAIT_S, 0.1
-    try:
-        yield
-    finally:
-        index_supervisor.OPEN_WAIT_S = wait_s
 
 
 @asynccontextmanager
@@ -43,7 +33,7 @@ async def folder_with_blocks(damage):
         root, outside = Path(place) / "kv", Path(place) / "outside"
         outside.write_bytes(OUTSIDE)
         await _fill(root)
-        with patched_wait():
+        with waiting_for_the_index(SHORT_WAIT_S):
             damage(root, outside)
             yield root
         assert outside.read_bytes() == OUTSIDE

@@ -20,7 +20,6 @@ from pathlib import Path
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.file import block_files, nofollow
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.request_facts import RequestFacts
@@ -31,9 +30,18 @@ FRAME = BlockFrame(NAMESPACE, LAYOUT)
 NAMES = range(12)
 FILL = [("fill", number) for number in range(80)]
 BLOCKS = [block_of(name, LAYOUT) for name in NAMES]  # 256 KiB each
-block_files.PIECE_BYTES = LAYOUT.block_bytes // 4  # several writes a block
 DEADLINE_S = 120.0
+KEY_CHARS = 64  # names of block files
 LINE_BYTES = 128  # no line of a log lies in two pages, so none is cut when its writer is killed
+
+
+def in_pieces(writev):
+    """As `writev` of a disk that takes a quarter of a block at a time: several writes a block."""
+    most = LAYOUT.block_bytes // 4
+    return lambda fd, views: writev(fd, [view[:most] for view in views[:1]])
+
+
+os.writev = in_pieces(os.writev)
 
 
 def log_of(root):
@@ -74,13 +82,14 @@ class Log:
 
     def evictions(self):
         """Write down from now on what this process evicts."""
-        remove = nofollow.remove_unread
+        unlink = os.unlink
 
-        def say_and_remove(root, *names):
-            self.say("gone", bytes.fromhex(names[-1]))
-            return remove(root, *names)
+        def say_and_unlink(path, **kwargs):
+            if len(str(path)) == KEY_CHARS:  # no temporary file
+                self.say("gone", bytes.fromhex(path))
+            unlink(path, **kwargs)
 
-        nofollow.remove_unread = say_and_remove
+        os.unlink = say_and_unlink
 
 
 def opened(root, fsync="off", **options):

@@ -7,34 +7,32 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from system_calls import Held
 
+from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.file import block_files
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.block_files import PIECE_BYTES
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.threads import run_stoppable
-from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+from sglang_cake.testing import store_contract
+from sglang_cake.testing.store_contract import key_of
 
 A, B = key_of("a"), key_of("b")
 
 
-class Held:
-    """Wraps a system call so that its first use waits until the test lets it go."""
-
-    def __init__(self, real):
-        self.real, self.calls = real, 0
-        self.entered, self.go = threading.Event(), threading.Event()
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        self.entered.set()
-        self.go.wait(60)  # bounded, so that a test that fails does not hang
-        return self.real(*args, **kwargs)
+LAYOUT = BlockLayout.plain(1, (("kv", (4 * PIECE_BYTES,)),), "uint8", 1)  # of several pieces
+FRAME = BlockFrame(Namespace((("layout", LAYOUT.describe()),)), LAYOUT)
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(block_files, "PIECE_BYTES", LAYOUT.block_bytes // 8)
+def block_of(name):
+    return store_contract.block_of(name, LAYOUT)
+
+
+async def read(store, key):
+    return await store_contract.read(store, key, LAYOUT)
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +51,7 @@ async def ticks(count=20):
 
 
 async def test_file_store_cancelled_read_waits_for_its_thread_and_stops_early(
-    tmp_path, monkeypatch, small_pieces
+    tmp_path, monkeypatch
 ):
     async with store_with_a(tmp_path) as store:
         held = Held(os.preadv)
@@ -74,9 +72,7 @@ async def test_file_store_cancelled_read_waits_for_its_thread_and_stops_early(
         assert out == bytes(len(out))
 
 
-async def test_file_store_cancelled_put_stops_early_and_stores_no_block(
-    tmp_path, monkeypatch, small_pieces
-):
+async def test_file_store_cancelled_put_stops_early_and_stores_no_block(tmp_path, monkeypatch):
     async with store_with_a(tmp_path) as store:
         held = Held(os.writev)
         monkeypatch.setattr(os, "writev", held)

@@ -1,6 +1,7 @@
 """A folder of blocks never takes more than its capacity, whoever writes, and whenever one dies."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 import signal
@@ -10,7 +11,7 @@ import time
 
 import killed_writers
 import pytest
-from filestore import files_below, nobody_evicts
+from filestore import files_below, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
 from test_crash import SINCE, KilledWriters
 
@@ -18,7 +19,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, Store
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.index import BlockIndex
+from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
@@ -294,25 +295,20 @@ def test_index_from_before_a_reboot_is_rebuilt_once(tmp_path):
     third.close()
 
 
-def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path, monkeypatch):
+def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path):
     folder = opened(tmp_path)
     put(folder, 0)
     folder.close()
     wreck(tmp_path, "absent")
-    go, clear = threading.Event(), BlockIndex.clear
-
-    def slow(index):
-        assert go.wait(60)
-        clear(index)
-
-    monkeypatch.setattr(BlockIndex, "clear", slow)
-    monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.0)
-    again = BlockFolder(tmp_path)
+    held = open_private(tmp_path / "index.lock")
+    assert lock(held, fcntl.LOCK_EX)  # as a process that rebuilds it
+    with waiting_for_the_index(0.0):
+        again = BlockFolder(tmp_path)
     assert there(again, [0, 1]) == [0]
     get(again, 0)
     with pytest.raises(StoreUnavailable, match="is being opened or rebuilt"):
         put(again, 1)
-    go.set()
+    os.close(held)
     until_s = time.monotonic() + 60
     while True:
         with contextlib.suppress(StoreUnavailable):

@@ -11,22 +11,28 @@ import threading
 from pathlib import Path
 
 import pytest
+from system_calls import Held
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
 from sglang_cake.core.buffers import PAGE_BYTES, is_on_page, on_page
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file import block_files
-from sglang_cake.stores.file.block_files import NewFile, is_cached, set_direct
+from sglang_cake.stores.file.block_files import (
+    DIRECT_PIECE_BYTES,
+    PIECE_BYTES,
+    NewFile,
+    is_cached,
+    set_direct,
+)
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import ProgressRecord, block_of, key_of
 
 A = key_of("a")
-SMALL = PAGE_BYTES * 2  # pieces, so that small blocks have several
-SIZES = [1, 511, 4095, 4096, 4097, 3 * SMALL, 3 * SMALL + 4096, 3 * SMALL - 1, 3 * SMALL + 4097]
+PIECE, BUFFERED = DIRECT_PIECE_BYTES, DIRECT_PIECE_BYTES // PIECE_BYTES
+SIZES = [1, 511, 4095, 4096, 4097, 3 * PIECE, 3 * PIECE + 4096, 3 * PIECE - 1, 3 * PIECE + 4097]
 
 
 def layout_of(size):
@@ -93,12 +99,6 @@ class Reads:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(block_files, "PIECE_BYTES", SMALL)
-    monkeypatch.setattr(block_files, "DIRECT_PIECE_BYTES", SMALL)
-
-
-@pytest.fixture
 def disk(tmp_path):
     """A folder whose file system does direct I/O."""
     with tempfile.TemporaryFile(dir=tmp_path) as file:
@@ -122,7 +122,7 @@ def beside_a_page(size):
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
 async def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
-    tmp_path, small_pieces, size, new_out, is_cold
+    tmp_path, size, new_out, is_cold
 ):
     async with stored_block(tmp_path, size) as stored:
         if is_cold:
@@ -131,8 +131,8 @@ async def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
 
 
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
-async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, small_pieces, is_cold):
-    size = 3 * SMALL + 100
+async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, is_cold):
+    size = 3 * PIECE + 100
     async with stored_block(tmp_path, size) as stored:
         if is_cold:
             await stored.make_cold()
@@ -145,75 +145,65 @@ async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, sma
         assert told.counts[-1] == size
 
 
-async def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(
-    disk, monkeypatch, small_pieces
-):
-    async with stored_block(disk, 3 * SMALL) as stored:
+async def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(disk, monkeypatch):
+    async with stored_block(disk, 3 * PIECE) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(3 * SMALL)) == stored.data
+        assert await stored.read(on_page(3 * PIECE)) == stored.data
         assert reads.direct == [True] * 3
         assert not stored.is_cached()
 
 
-async def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch, small_pieces):
-    async with stored_block(disk, 2 * SMALL + 100) as stored:
+async def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch):
+    async with stored_block(disk, 2 * PIECE + 100) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(2 * SMALL + 100)) == stored.data
+        assert await stored.read(on_page(2 * PIECE + 100)) == stored.data
         assert reads.direct == [True, True, False]
 
 
-async def test_direct_read_block_in_the_page_cache_is_read_buffered(
-    disk, monkeypatch, small_pieces
-):
-    async with stored_block(disk, SMALL) as stored:
+async def test_direct_read_block_in_the_page_cache_is_read_buffered(disk, monkeypatch):
+    async with stored_block(disk, PIECE) as stored:
         assert stored.is_cached()  # it was just written
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(SMALL)) == stored.data
-        assert reads.direct == [False]
+        assert await stored.read(on_page(PIECE)) == stored.data
+        assert reads.direct == [False] * BUFFERED
 
 
 async def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
-    async with stored_block(disk, SMALL) as stored:
+    async with stored_block(disk, PIECE) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
-        assert await stored.read(beside_a_page(SMALL)) == stored.data
+        assert await stored.read(beside_a_page(PIECE)) == stored.data
         assert not any(reads.direct)
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-async def test_direct_read_refused_by_the_disk_falls_back_to_buffered(
-    disk, monkeypatch, small_pieces, number
-):
+async def test_direct_read_refused_by_the_disk_falls_back_to_buffered(disk, monkeypatch, number):
     def refuse(direct):
         if direct:
             raise OSError(number, "not like this")
 
-    async with stored_block(disk, 3 * SMALL) as stored:
+    async with stored_block(disk, 3 * PIECE) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, refuse)
-        assert await stored.read(on_page(3 * SMALL)) == stored.data
-        assert reads.direct == [True, False, False, False]
+        assert await stored.read(on_page(3 * PIECE)) == stored.data
+        assert reads.direct == [True] + [False] * 3 * BUFFERED
 
 
-async def test_direct_read_disk_error_is_unavailable_without_a_retry(
-    disk, monkeypatch, small_pieces
-):
+async def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monkeypatch):
     def fail(direct):
         raise OSError(errno.EIO, "broken")
 
-    async with stored_block(disk, 3 * SMALL) as stored:
+    async with stored_block(disk, 3 * PIECE) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, fail)
         with pytest.raises(StoreUnavailable):
-            await stored.read(on_page(3 * SMALL))
+            await stored.read(on_page(3 * PIECE))
         assert reads.direct == [True]
 
 
-async def test_direct_read_unsupported_by_the_file_system_is_buffered(
-    disk, monkeypatch, small_pieces
-):
+async def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monkeypatch):
     real = fcntl.fcntl
 
     def refuse(fd, command, *args):
@@ -221,28 +211,26 @@ async def test_direct_read_unsupported_by_the_file_system_is_buffered(
             raise OSError(errno.EINVAL, "no direct reads")
         return real(fd, command, *args)
 
-    async with stored_block(disk, SMALL) as stored:
+    async with stored_block(disk, PIECE) as stored:
         await stored.make_cold()
         monkeypatch.setattr(fcntl, "fcntl", refuse)
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(SMALL)) == stored.data
-        assert reads.direct == [False]
+        assert await stored.read(on_page(PIECE)) == stored.data
+        assert reads.direct == [False] * BUFFERED
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
-@pytest.mark.parametrize("size", [SMALL, SMALL + 1])
+@pytest.mark.parametrize("size", [PIECE, PIECE + 1])
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
-async def test_file_store_on_tmpfs_block_is_read_back(small_pieces, size, new_out):
+async def test_file_store_on_tmpfs_block_is_read_back(size, new_out):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         async with stored_block(Path(root), size) as stored:
             assert await stored.read(new_out(size)) == stored.data
 
 
-@pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + SMALL, HEADER_BYTES + 2 * SMALL])
-async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(
-    disk, monkeypatch, small_pieces, at
-):
-    async with stored_block(disk, 3 * SMALL) as stored:
+@pytest.mark.parametrize("at", [100, HEADER_BYTES, HEADER_BYTES + PIECE, HEADER_BYTES + 2 * PIECE])
+async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch, at):
+    async with stored_block(disk, 3 * PIECE) as stored:
         with stored.path.open("r+b") as file:
             file.seek(at)
             (byte,) = file.read(1)
@@ -251,66 +239,54 @@ async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(
         await stored.make_cold()
         reads = Reads(monkeypatch)
         with pytest.raises(BlockCorrupt):
-            await stored.read(on_page(3 * SMALL))
+            await stored.read(on_page(3 * PIECE))
         assert all(reads.direct)
         with pytest.raises(BlockMissing):
-            await stored.read(on_page(3 * SMALL))
+            await stored.read(on_page(3 * PIECE))
 
 
-async def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch, small_pieces):
-    async with stored_block(disk, 3 * SMALL) as stored:
+async def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch):
+    async with stored_block(disk, 3 * PIECE) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, lambda direct: os.truncate(stored.path, HEADER_BYTES + 100))
         with pytest.raises(BlockCorrupt, match="ends after"):
-            await stored.read(on_page(3 * SMALL))
+            await stored.read(on_page(3 * PIECE))
         assert reads.direct[0]
 
 
-async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch, small_pieces):
-    entered, go = threading.Event(), threading.Event()
-
-    def hold(direct):
-        entered.set()
-        go.wait(60)  # bounded, so that a test that fails does not hang
-
-    async with stored_block(disk, 3 * SMALL) as stored:
+async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch):
+    held = Held(lambda direct: None)
+    async with stored_block(disk, 3 * PIECE) as stored:
         await stored.make_cold()
-        reads, out = Reads(monkeypatch, hold), on_page(3 * SMALL)
+        reads, out = Reads(monkeypatch, held), on_page(3 * PIECE)
         task = asyncio.create_task(stored.read(out))
-        await asyncio.to_thread(entered.wait)
+        await asyncio.to_thread(held.entered.wait)
         task.cancel()
         for _ in range(20):
             await asyncio.sleep(0)
         assert not task.done(), "returned while the disk could still write"
-        go.set()
+        held.go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert reads.direct == [True], "went on reading"
         out[:] = bytes(len(out))
-        assert await stored.read(on_page(3 * SMALL)) == stored.data
+        assert await stored.read(on_page(3 * PIECE)) == stored.data
         assert bytes(out) == bytes(len(out))
 
 
-async def test_direct_read_cancelled_waits_for_the_running_checksum(
-    disk, monkeypatch, small_pieces
-):
-    real, entered, go = Incoming.check, threading.Event(), threading.Event()
-
-    def hold(block, payload):
-        entered.set()
-        go.wait(60)
-        real(block, payload)
-
-    async with stored_block(disk, 3 * SMALL) as stored:
+async def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch):
+    held = Held(Incoming.check)
+    async with stored_block(disk, 3 * PIECE) as stored:
         await stored.make_cold()
-        monkeypatch.setattr(Incoming, "check", hold)
-        task = asyncio.create_task(stored.read(on_page(3 * SMALL)))
-        await asyncio.to_thread(entered.wait)
+        # A checksum calls nothing of the system that could be held.
+        monkeypatch.setattr(Incoming, "check", lambda *args: held(*args))
+        task = asyncio.create_task(stored.read(on_page(3 * PIECE)))
+        await asyncio.to_thread(held.entered.wait)
         task.cancel()
         for _ in range(20):
             await asyncio.sleep(0)
         assert not task.done(), "returned while a thread still used the memory"
-        go.set()
+        held.go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -375,14 +351,16 @@ async def written(root, size, new_data=on_page, **options):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("new_data", [on_page, beside_a_page])
 async def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_file(
-    tmp_path, small_pieces, size, new_data
+    tmp_path, size, new_data
 ):
     direct = await written(tmp_path / "direct", size, new_data, direct_writes=True)
     assert direct == await written(tmp_path / "cached", size, new_data)
 
 
-@pytest.mark.parametrize("sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, 9000), (1,)])
-def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, small_pieces, sizes):
+@pytest.mark.parametrize(
+    "sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, PIECE_BYTES + 900), (1,)]
+)
+def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, sizes):
     parts = [on_page(size) for size in sizes]
     for number, part in enumerate(parts, 1):
         part[:] = bytes([number]) * len(part)
@@ -396,21 +374,19 @@ def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, small_p
     assert (tmp_path / "name").read_bytes() == b"".join([*parts, parts[0]])
 
 
-async def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(
-    disk, small_pieces, monkeypatch
-):
+async def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(disk, monkeypatch):
     writes = Writes(monkeypatch)
-    await written(disk, 3 * SMALL, direct_writes=True)
+    await written(disk, 3 * PIECE, direct_writes=True)
     assert writes.direct
     assert all(writes.direct)
     writes.direct.clear()
-    await written(disk / "tail", 3 * SMALL + 100, direct_writes=True)
+    await written(disk / "tail", 3 * PIECE + 100, direct_writes=True)
     assert writes.direct == [True] * (len(writes.direct) - 1) + [False]
 
 
 async def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeypatch):
     writes = Writes(monkeypatch)
-    await written(disk, 3 * SMALL)
+    await written(disk, 3 * PIECE)
     assert writes.direct
     assert not any(writes.direct)
 
@@ -418,14 +394,14 @@ async def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeyp
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("after", [0, 1])
 async def test_file_store_refused_direct_write_continues_through_the_cache(
-    disk, small_pieces, monkeypatch, code, after
+    disk, monkeypatch, code, after
 ):
     def refuse(direct):
         if direct and len(writes.direct) > after:
             raise OSError(code, "refused")
 
     writes = Writes(monkeypatch, refuse)
-    await written(disk, 3 * SMALL, direct_writes=True)
+    await written(disk, 3 * PIECE, direct_writes=True)
     assert writes.direct == sorted(writes.direct, reverse=True)
     assert writes.direct.count(True) == after + 1
 
@@ -436,5 +412,5 @@ async def test_file_store_disk_error_of_a_direct_write_is_not_tried_again(disk, 
 
     writes = Writes(monkeypatch, fail)
     with pytest.raises(StoreUnavailable):
-        await written(disk, 3 * SMALL, direct_writes=True)
+        await written(disk, 3 * PIECE, direct_writes=True)
     assert writes.direct == [True]

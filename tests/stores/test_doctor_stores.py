@@ -2,11 +2,10 @@
 
 import asyncio
 
-import pytest
 from moto_process import moto
 from storetools import ALICE, fill, held, url_of
+from system_calls import reads_of_this_process
 
-from sglang_cake.cli import doctor
 from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
@@ -14,20 +13,15 @@ from sglang_cake.demo.sglang_server import free_port
 SMALL = KvSizes(block_bytes=8192, end_blocks=0, stored_token_bytes=1000)
 
 
-@pytest.fixture(autouse=True)
-def _few_bytes(monkeypatch):
-    monkeypatch.setattr(doctor, "BENCH_BYTES", 2**16)
-
-
-def said(url, kv=SMALL):
+def said(url, kv=SMALL, limit_s=60.0):
     """Lines and speed of a store."""
     (store,) = stores_of(CakeConfig(store=url))
-    return asyncio.run(store_findings(store, 2, kv))
+    return asyncio.run(store_findings(store, 2, kv, budget_bytes=2**16, limit_s=limit_s))
 
 
-def refusal(url):
+def refusal(url, **limits):
     """The only line of a store that cannot be used."""
-    (line,), bytes_per_s = said(url)
+    (line,), bytes_per_s = said(url, **limits)
     assert line.state == "mend"
     assert bytes_per_s is None
     assert "\n" not in line.text
@@ -56,7 +50,7 @@ def test_doctor_without_a_model_measures_a_store_too(tmp_path):
 
 
 def test_doctor_reads_from_the_page_cache_are_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("sglang_cake.cli.store_bench.fetched_bytes", lambda: 7)
+    reads_of_this_process(monkeypatch, lambda: 7)
     (speed, _), _ = said(url_of(tmp_path))
     assert speed.state == "note"
     assert "page cache" in speed.text
@@ -83,9 +77,8 @@ def test_doctor_capacity_that_the_disk_lacks_is_a_note(tmp_path):
     assert "no room for the capacity of 999 PB" in space.text
 
 
-def test_doctor_slow_store_is_given_up_and_cleaned(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "BENCH_S", 0.3)
-    text = refusal(f"{url_of(tmp_path)}&bandwidth=1kB/s")
+def test_doctor_slow_store_is_given_up_and_cleaned(tmp_path):
+    text = refusal(f"{url_of(tmp_path)}&bandwidth=1kB/s", limit_s=0.3)
     assert "0.3 s were not enough" in text
     assert not list(tmp_path.rglob("*.cake")), "what it wrote is deleted"
 

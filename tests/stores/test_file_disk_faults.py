@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -10,23 +11,25 @@ import threading
 import time
 
 import pytest
-from filestore import A, B, files_below, opened, opened_store, path_of, put_a, read_a
-from hostile import patched_wait
+from filestore import (
+    A,
+    B,
+    files_below,
+    opened,
+    opened_store,
+    path_of,
+    put_a,
+    read_a,
+    waiting_for_the_index,
+)
+from hostile import SHORT_WAIT_S
+from system_calls import Disk, failing
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
-from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
-
-
-def failing(number):
-    def fail(*args, **kwargs):
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
 
 FAILURES = [
     ("writev", errno.ENOSPC, "full"),
@@ -170,22 +173,11 @@ async def test_file_store_removed_root_is_not_created_again(tmp_path):
         assert not (tmp_path / "mount").exists()
 
 
-def free_bytes(monkeypatch, get_free):
-    class Stat:
-        f_frsize, f_blocks, f_files = 1, 1 << 40, 0
-
-        @property
-        def f_bavail(self):
-            return get_free()
-
-    monkeypatch.setattr(os, "statvfs", lambda folder: Stat())
-
-
 STORED_BYTES = 2 * 4096  # what a block takes on the disk
 
 
 async def test_file_store_below_min_free_evicts_old_blocks(tmp_path, monkeypatch):
-    free_bytes(monkeypatch, lambda: 1000 + 2 * STORED_BYTES - 1)
+    Disk(monkeypatch).f_bavail = 1000 + 2 * STORED_BYTES - 1
     # Within a second: asked again, the file system would name what is free for the first time.
     async with opened_store(tmp_path, min_free_bytes=1000, clock=lambda: 0.0) as store:
         await put_a(store)
@@ -199,7 +191,7 @@ async def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(
 ):
     async with opened_store(tmp_path) as store:
         await put_a(store)
-    free_bytes(monkeypatch, lambda: 1000 + STORED_BYTES - 1)
+    Disk(monkeypatch).f_bavail = 1000 + STORED_BYTES - 1
     async with opened_store(tmp_path, min_free_bytes=1000) as store:
         other = contextlib.closing(BlockFolder(tmp_path, min_free_bytes=0))
         with other as folder, folder.reading(NAMESPACE.digest(), A):  # so that it cannot make way
@@ -212,22 +204,16 @@ async def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(
 
 
 def test_free_space_within_a_second_is_estimated_from_own_writes(tmp_path, monkeypatch):
-    now, free, asked = 0.0, 100, 0
-
-    def get_free():
-        nonlocal asked
-        asked += 1
-        return free
-
-    free_bytes(monkeypatch, get_free)
+    now, disk = 0.0, Disk(monkeypatch)
+    disk.f_bavail = 100
     free_space = FreeSpace(tmp_path, 40, clock=lambda: now)
     assert [free_space.take(n).bytes for n in (30, 30, 3)] == [0, 0, 3]
     free_space.freed(Amount(2))
     assert [free_space.take(n).bytes for n in (3, 2, 1)] == [1, 0, 1]
-    assert asked == 1
-    free, now = 41, FRESH_S
+    assert disk.asked == [tmp_path]
+    disk.f_bavail, now = 41, FRESH_S
     assert not free_space.take(1)
-    assert asked == 2
+    assert disk.asked == [tmp_path] * 2
 
 
 async def test_file_store_full_file_system_raises_store_full_and_recovers(tmp_path):
@@ -276,7 +262,7 @@ async def test_file_store_mounted_read_only_reads_and_refuses_writes(tmp_path):
             for name in names:
                 await store.put(key_of(name), block_of(name))
         assert mounted(tmp_path, "-o", "remount,ro")
-        with patched_wait():
+        with waiting_for_the_index(SHORT_WAIT_S):
             async with opened_store(tmp_path) as store:
                 before = files_below(tmp_path)
                 for _ in range(2):
@@ -362,18 +348,15 @@ async def test_file_store_write_held_by_a_slow_disk_delays_no_other_call(tmp_pat
 async def test_index_supervisor_exception_in_a_tick_is_logged_and_survived(
     tmp_path, monkeypatch, caplog
 ):
-    ask, mistakes = BlockIndex.clean_boot_id, []
+    flock, mistakes = fcntl.flock, []
 
-    def once(index):
+    def once(*args):
         if not mistakes:
-            mistakes.append(index)
+            mistakes.append(args)
             raise KeyError("a mistake")
-        return ask(index)
+        return flock(*args)
 
-    monkeypatch.setattr(BlockIndex, "clean_boot_id", once)
-    monkeypatch.setattr(
-        "sglang_cake.stores.file.index_supervisor.TICK_S", 0.01
-    )  # rests after a mistake
+    monkeypatch.setattr(fcntl, "flock", once)
     async with opened_store(tmp_path) as store:
         await put_a(store)
     assert mistakes

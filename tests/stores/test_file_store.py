@@ -12,7 +12,6 @@ from filestore import A, B, files_below, opened, opened_store, path_of, put_a, r
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file import block_files
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.testing.store_contract import (
     FRAME,
@@ -217,7 +216,6 @@ async def test_file_store_short_reads_and_writes_are_continued(tmp_path, monkeyp
 async def test_file_store_file_truncated_during_a_read_is_corrupt(tmp_path, monkeypatch):
     async with opened_store(tmp_path) as store:
         await put_a(store)
-    monkeypatch.setattr(block_files, "PIECE_BYTES", 256)
     readv = os.preadv
 
     def cut_then_read(fd, buffers, at):

@@ -8,7 +8,7 @@ import sys
 from contextlib import closing
 
 import pytest
-from filestore import opened_store, put_a, read_a
+from filestore import opened_store, put_a, read_a, waiting_for_the_index
 from storetools import ALICE, file_of, fill, held, store, told, url_of
 
 from sglang_cake.cli import main
@@ -171,7 +171,7 @@ def test_store_ls_of_an_empty_folder_creates_no_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, monkeypatch):
+async def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog):
     """And no more than some: one more stays where it is, and the store without an index."""
     async with opened_store(tmp_path) as store:
         await put_a(store)
@@ -191,11 +191,11 @@ async def test_index_damaged_files_are_kept_under_other_names(tmp_path, caplog, 
         assert f"kept as {asides[-1].name}" in caplog.text
     damage.append(os.urandom(8192))
     index.write_bytes(damage[-1])
-    monkeypatch.setattr("sglang_cake.stores.file.index_supervisor.OPEN_WAIT_S", 0.5)
-    async with opened_store(tmp_path) as store:
-        with pytest.raises(StoreUnavailable):
-            await put_a(store)
-        assert await read_a(store) == block_of("a")
+    with waiting_for_the_index(0.5):
+        async with opened_store(tmp_path) as store:
+            with pytest.raises(StoreUnavailable):
+                await put_a(store)
+            assert await read_a(store) == block_of("a")
     assert "damaged too: see to the disk" in caplog.text
     assert index.read_bytes() == damage[-1]
     assert [path.read_bytes() for path in asides] == damage[:2]

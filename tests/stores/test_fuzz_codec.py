@@ -53,7 +53,8 @@ KEY = key_of("a")
 
 @pytest.fixture(scope="module", autouse=True)
 def loops_that_look():
-    """Every loop that decodes raises IndexError where it would read or write elsewhere."""
+    """Every loop that decodes raises IndexError where it would read or write elsewhere. Numba
+    has to know before it compiles, and may have compiled them already."""
     with pytest.MonkeyPatch.context() as patch:
         for module, names in LOOPS.items():
             for name in names:

@@ -5,14 +5,15 @@ import asyncio
 import sqlite3
 import time
 from contextlib import closing, suppress
+from functools import partial
 
 import pytest
-from filestore import A, B, opened_store, put_a, read_a
+from filestore import A, B, opened_store, put_a, read_a, waiting_for_the_index
 from hostile import (
+    SHORT_WAIT_S,
     anything,
     changes_of_bytes,
     folder_with_blocks,
-    patched_wait,
     put_in_place,
     rewrite,
     use,
@@ -21,9 +22,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.file import index as index_module
 from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.stores.file.schema import APPLICATION_ID, PREPARE, SCHEMA_VERSION
+from sglang_cake.stores.file.schema import APPLICATION_ID, SCHEMA_VERSION
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 FEW = settings(
@@ -108,7 +108,7 @@ async def test_file_store_foreign_index_is_kept_and_blocks_are_read(tmp_path, sc
     with closing(sqlite3.connect(index)) as made:
         made.executescript(FOREIGN[script])
     before = index.read_bytes()
-    with patched_wait():
+    with waiting_for_the_index(SHORT_WAIT_S):
         async with opened_store(tmp_path) as store:
             assert await store.contains([A, B]) == [True, False]
             assert await read_a(store) == block_of("a")
@@ -119,10 +119,17 @@ async def test_file_store_foreign_index_is_kept_and_blocks_are_read(tmp_path, sc
     assert "remove it" in caplog.text
 
 
+class Failing(sqlite3.Connection):
+    """Fails at the end of what creates the tables."""
+
+    def executescript(self, script):
+        return super().executescript(script.replace("COMMIT", "CREATE TABLE this is no SQL"))
+
+
 def test_index_creation_that_fails_leaves_no_tables(tmp_path, monkeypatch):
-    path = tmp_path / "index.db"
+    path, connect = tmp_path / "index.db", sqlite3.connect
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "PREPARE", PREPARE + "CREATE TABLE this is no SQL;")
+        patch.setattr(sqlite3, "connect", partial(connect, factory=Failing))
         with pytest.raises(sqlite3.Error):
             BlockIndex(path)
     with closing(sqlite3.connect(path)) as found:
@@ -180,9 +187,11 @@ async def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
 
         rewrite(root / "index.db", flip)
 
-    async with folder_with_blocks(damage) as root, opened_store(root) as store:
-        assert await store.put(key_of("new"), block_of("new"))
-        assert await read(store, key_of("new")) == block_of("new")
+    async with folder_with_blocks(damage) as root:
+        with waiting_for_the_index(60.0):  # it is made anew
+            async with opened_store(root) as store:
+                assert await store.put(key_of("new"), block_of("new"))
+                assert await read(store, key_of("new")) == block_of("new")
 
 
 async def test_index_row_with_invalid_text_still_allows_reads_and_puts(tmp_path):
@@ -227,7 +236,7 @@ async def test_index_that_is_a_symlink_is_not_followed(tmp_path, name, there):
         path.unlink()
     (root / name).symlink_to(target)
     before = target.read_bytes() if there else None
-    with patched_wait():
+    with waiting_for_the_index(SHORT_WAIT_S):
         async with opened_store(root) as store:
             assert await read_a(store) == block_of("a")
             with pytest.raises(StoreUnavailable):

@@ -1,20 +1,19 @@
 """What a store knows after a restart, and while it still learns the order of what it holds."""
 
 import contextlib
-import threading
 import time
 
 import pytest
 from filestore import until_room_is_made
-from test_capacity import DIGEST, STORED_BYTES, opened, put, there
+from test_capacity import DIGEST, opened, there
 
 from sglang_cake.stores.eviction import AccessContext, ReuseFit, Usage, ident_of
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
-from sglang_cake.stores.file import evictor as evictor_module
-from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.disk import Amount
-from sglang_cake.stores.file.index import BlockIndex
+from sglang_cake.stores.file.evictor import LEARN_AT_ONCE, LEARN_MOST, REST_S, Evictor
+from sglang_cake.stores.file.index import BlockIndex, ScannedFile
+from sglang_cake.stores.file.index_supervisor import FREE_AT_ONCE
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
@@ -87,100 +86,83 @@ def is_written(folder, key):
 
 # ---- room is needed before all is learned ----
 
+BYTES = 4096  # of a block that is in the index alone: no policy looks at a file
 
-@pytest.fixture
-def gate(monkeypatch):
-    """Holds the background at its second portion, in the midst of reading the index."""
-    go, held, real = threading.Event(), threading.Event(), BlockIndex.stored
 
-    def stored(index, after, at_most):
-        if after and threading.current_thread().name == "cake-file-index":
-            held.set()
-            go.wait(30)
-        return real(index, after, at_most)
+def index_blocks(index, blocks, stored_bytes=BYTES):
+    """Enter blocks in the order of their last use, as a scan does."""
+    found = (
+        ScannedFile(key_of(number), stored_bytes, 1e9 + number, 1e9 + number)
+        for number in range(blocks)
+    )
+    index.add_found(DIGEST, 0, found)
 
-    monkeypatch.setattr(evictor_module, "LEARN_AT_ONCE", 5)
-    monkeypatch.setattr(BlockIndex, "stored", stored)
-    yield held, go
-    go.set()
+
+def indexed(index):
+    """The numbers of the blocks that are left."""
+    names = {key_of(number): number for number in range(20_000)}
+    return [names[block.key] for block in index.stored(0, 20_000)]
+
+
+@contextlib.contextmanager
+def leading(root, blocks, policy="lru"):
+    """An evictor that knows none of so many blocks, and the index; nobody learns beside it."""
+    with contextlib.closing(opened(root, capacity_bytes=None, policy=policy)) as folder:
+        folder.supervisor.close()
+        with contextlib.closing(BlockIndex(root / "index.db")) as index:
+            index_blocks(index, blocks)
+            folder.evictor.restart(index, leads=True)
+            yield folder.evictor, index
+
+
+def stop(seconds):
+    return True
 
 
 @pytest.mark.parametrize("policy", ["lru", "cake-prefix"])
-def test_block_folder_put_while_learning_evicts_the_oldest_blocks(tmp_path, policy, gate):
-    held, go = gate
-    go.set()
-    with contextlib.closing(opened(tmp_path, policy=policy, capacity_bytes=None)) as folder:
-        for name in range(100):
-            put(folder, name)
-    held.clear()
-    go.clear()
-    options = {"policy": policy, "capacity_bytes": 16 << 20}  # less than is there
-    with contextlib.closing(opened(tmp_path, **options)) as folder:
-        assert held.wait(30)
-        assert put(folder, "new")
-        assert not go.is_set()
-        # What it knew: 10 blocks for a start, and then as many more as it had to.
-        left = there(folder, range(100))
-        assert left == list(range(100 - len(left), 100))
-        evicted = 100 - len(left)
-        assert evicted * STORED_BYTES > (100 * STORED_BYTES) - (16 << 20)
-        assert folder.evictor.known_blocks < len(left) // 2
-        go.set()
-        deadline_s = time.monotonic() + 60
-        while folder.evictor.known_blocks < folder.stats().blocks:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+def test_evictor_eviction_while_learning_takes_the_oldest_blocks(tmp_path, policy):
+    blocks, evicted = 10 * LEARN_AT_ONCE, 3 * LEARN_AT_ONCE + 50
+    with leading(tmp_path, blocks, policy) as (evictor, index):
+        assert not evictor.learn(index, stop)
+        assert evictor.free(index, Amount(evicted * BYTES)) == Amount(evicted * BYTES, evicted)
+        assert indexed(index) == list(range(evicted, blocks))
+        assert evictor.known_blocks == 50  # it has learned no more than it had to
+        while not evictor.learn(index, lambda seconds: None):
+            pass
+        assert evictor.known_blocks == blocks - evicted
 
 
-def test_evictor_eviction_while_learning_reads_one_portion(tmp_path, gate):
-    held, go = gate
-    go.set()
-    with contextlib.closing(opened(tmp_path)) as folder:
-        for name in range(30):
-            put(folder, name)
-    held.clear()
-    go.clear()
-    with contextlib.closing(opened(tmp_path)) as folder:
-        assert held.wait(30)
-        assert folder.evictor.known_blocks == 5
-        with folder.supervisor.open() as index:
-            wanted = Amount(2 * STORED_BYTES)
-            assert folder.evictor.free(index, wanted) == Amount(2 * STORED_BYTES, 2)
-        assert folder.evictor.known_blocks == 8
-        assert there(folder, range(4)) == [2, 3]
-        go.set()
+def test_evictor_eviction_while_learning_reads_one_portion(tmp_path):
+    with leading(tmp_path, 5 * LEARN_AT_ONCE) as (evictor, index):
+        assert not evictor.learn(index, stop)
+        assert evictor.known_blocks == LEARN_AT_ONCE
+        assert evictor.free(index, Amount(2 * BYTES)) == Amount(2 * BYTES, 2)
+        assert evictor.known_blocks == 2 * LEARN_AT_ONCE - 2
+        assert indexed(index)[:3] == [2, 3, 4]
 
 
-def test_evictor_learning_pauses_between_portions_and_stops_on_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(evictor_module, "LEARN_AT_ONCE", 10)
-    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
-        book(folder, 95, 1e9)
-        folder.supervisor.close()  # nobody learns beside us
-        evictor, index = folder.evictor, BlockIndex(tmp_path / "index.db")
-        with contextlib.closing(index):
-            evictor.restart(index, leads=True)
-            known = []
+def test_evictor_learning_pauses_between_portions_and_stops_on_request(tmp_path):
+    with leading(tmp_path, LEARN_MOST + 5) as (evictor, index):
+        known = []
 
-            def rest(seconds):
-                assert seconds == evictor_module.REST_S
-                assert evictor.lock.acquire(blocking=False)  # others get in between
-                evictor.lock.release()
-                known.append(evictor.known_blocks)
-                return len(known) == 4
+        def rest(seconds):
+            assert seconds == REST_S
+            assert evictor.lock.acquire(blocking=False)  # others get in between
+            evictor.lock.release()
+            known.append(evictor.known_blocks)
+            return len(known) == 4
 
-            assert not evictor.learn(index, rest)
-            assert known == [10, 20, 30, 40]
-            assert evictor.learn(index, rest)
-            assert known == [10, 20, 30, 40, 50, 60, 70, 80, 90]
-            assert evictor.known_blocks == 95
-            monkeypatch.setattr(evictor_module, "LEARN_MOST", 30)
-            evictor.restart(index, leads=True)
-            assert not evictor.learn(index, lambda seconds: False)
-            assert evictor.known_blocks == 30
+        assert not evictor.learn(index, rest)
+        assert known == [LEARN_AT_ONCE * portions for portions in (1, 2, 3, 4)]
+        assert evictor.learn(index, rest)
+        assert evictor.known_blocks == LEARN_MOST + 5
+        evictor.restart(index, leads=True)
+        assert not evictor.learn(index, lambda seconds: False)
+        assert evictor.known_blocks == LEARN_MOST
 
 
 def test_evictor_advance_eviction_frees_its_lock_between_portions(tmp_path, monkeypatch):
-    real, asked = evictor_module.Evictor.free, []
+    real, asked = Evictor.free, []
 
     def make(evictor, index, wanted):
         assert evictor.lock.acquire(timeout=30)  # nobody holds it from one portion to the next
@@ -188,15 +170,17 @@ def test_evictor_advance_eviction_frees_its_lock_between_portions(tmp_path, monk
         asked.append(wanted.bytes)
         return real(evictor, index, wanted)
 
-    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
-        for name in range(35):
-            put(folder, name)
-    monkeypatch.setattr(evictor_module, "AHEAD_SHARE", 0.5)
-    monkeypatch.setattr(index_supervisor, "FREE_AT_ONCE", Amount(2 * STORED_BYTES, 1000))
-    monkeypatch.setattr(evictor_module.Evictor, "free", make)
-    with contextlib.closing(opened(tmp_path)) as folder:
+    blocks, stored_bytes = 100, FREE_AT_ONCE.bytes // 4
+    with (
+        contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder,
+        folder.supervisor.open() as index,
+    ):
+        index_blocks(index, blocks, stored_bytes)
+    # Only between two portions can it be seen that the lock is free.
+    monkeypatch.setattr(Evictor, "free", make)
+    with contextlib.closing(opened(tmp_path, capacity_bytes=blocks * stored_bytes // 2)) as folder:
         until_room_is_made(folder)
-        left = there(folder, range(35))
-    assert left == list(range(35 - len(left), 35))
-    assert max(asked) == 2 * STORED_BYTES
-    assert 2 * len(asked) >= 35 - len(left) > 10
+        left = there(folder, range(blocks))
+    assert left == list(range(blocks - len(left), blocks))
+    assert max(asked) == FREE_AT_ONCE.bytes
+    assert 4 * len(asked) >= blocks - len(left) > blocks // 2

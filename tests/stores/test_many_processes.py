@@ -9,6 +9,7 @@ import time
 
 import pytest
 from filestore import until_room_is_made
+from system_calls import Disk
 from test_capacity import (
     CAPACITY_BYTES,
     DIGEST,
@@ -182,21 +183,9 @@ def test_evictor_without_the_lead_still_keeps_the_capacity(tmp_path, policy):
 # ---- free space ----
 
 
-class Disk:
-    """What a file system says of itself."""
-
-    f_frsize = 1
-    f_blocks, f_files = 10**12, 10**6
-
-    def __init__(self):
-        self.f_bavail, self.f_favail = 10**12, 10**6
-
-
 @pytest.fixture
 def disk(monkeypatch):
-    it = Disk()
-    monkeypatch.setattr(os, "statvfs", lambda folder: it)
-    return it
+    return Disk(monkeypatch)
 
 
 def test_block_folder_low_free_space_evicts_without_a_put(tmp_path, disk):
@@ -220,22 +209,11 @@ def test_evictor_of_four_instances_exactly_one_leads(tmp_path, disk):
         ]
         for name in range(10):
             put(folders[0], name)
-        freed = threading.Event()
-        free = type(folders[0].evictor).free
-
-        def once(evictor, index, wanted):
-            if freed.is_set():
-                return Amount()
-            amount = free(evictor, index, wanted)
-            disk.f_bavail = 1000
-            freed.set()
-            return amount
-
-        for folder in folders:
-            folder.evictor.free = once.__get__(folder.evictor)
         disk.f_bavail = 1000 - 2 * STORED_BYTES + 1
-        assert freed.wait(60)
-        assert folders[0].stats().blocks == 8
+        until(lambda: folders[0].stats().blocks == 8)
+        disk.f_bavail = 1000
+        until_room_is_made(folders[0])
+        assert [folder.evictions().evicted_blocks for folder in folders] == [2, 0, 0, 0]
         assert [folder.evictor.leads for folder in folders] == [True, False, False, False]
 
 

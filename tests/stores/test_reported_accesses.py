@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import sqlite3
 import stat
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -16,17 +16,11 @@ from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import AccessListener, report_access
-from sglang_cake.stores.eviction import (
-    UNKNOWN_CONTEXT,
-    AccessContext,
-    Benefit,
-    ReuseFit,
-    new_policy,
-)
+from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit
 from sglang_cake.stores.eviction.policy import AdmissionPolicy
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file.index import BlockIndex
+from sglang_cake.stores.file.index import ScannedFile
 from sglang_cake.stores.reported_accesses import MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
@@ -71,76 +65,72 @@ def test_block_folder_extended_prompt_is_turn_two_after_a_restart(tmp_path):
         assert [usage.context.turn for usage in booked(folder, (0, 1))] == [2, 2]
 
 
-def test_block_folder_read_being_recorded_protects_its_block(tmp_path, monkeypatch):
-    touch, evictions = BlockIndex.touch, []
+@contextlib.contextmanager
+def recording(folder, root):
+    """What was reported is being written to the index, and waits for another process."""
+    with contextlib.closing(sqlite3.connect(root / "index.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        folder.supervisor.wake()
+        deadline_s = time.monotonic() + 60
+        while folder.supervisor.pending:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        yield
+        other.execute("ROLLBACK")
 
-    def slow(index, touches):
-        evictions.append(pool.submit(folder.evict, STORED_BYTES))
-        wait(evictions, 0.5)  # an eviction that does not wait for the index has happened by then
-        return touch(index, touches)
 
+def test_block_folder_read_being_recorded_protects_its_block(tmp_path):
     folder = opened_folder(tmp_path, policy="lru")
     with ThreadPoolExecutor(1) as pool, contextlib.closing(folder):
         put(folder, 0)
         put(folder, 1)
-        monkeypatch.setattr(BlockIndex, "touch", slow)
         get(folder, 0)
-        with folder.supervisor.open() as index:
-            folder.supervisor.flush(index)  # here, or in the background already
-        assert evictions[0].result(60) == STORED_BYTES
+        with recording(folder, tmp_path):
+            eviction = pool.submit(folder.evict, STORED_BYTES)
+            wait([eviction], 0.5)  # one that does not wait for the index has happened by then
+        assert eviction.result(60) == STORED_BYTES
         assert there(folder, (0, 1)) == [0]
 
 
-def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(
-    tmp_path, monkeypatch
-):
+def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(tmp_path):
     """Facts are checked before; whatever else may come, it is one request's own loss."""
-    begun, go, written, touch = threading.Event(), threading.Event(), [], BlockIndex.touch
-
-    def gated(index, touches):
-        begun.set()
-        assert go.wait(60)
-        written.append(len(touches))
-        return touch(index, touches)
-
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         put(folder, 0)
         put(folder, 1)
         bad = RequestFacts("bad", 1000)
         object.__setattr__(bad, "workload", "\ud800")
         put(folder, 2)
-        monkeypatch.setattr(BlockIndex, "touch", gated)
         folder.on_access(DIGEST, keys(2), RequestFacts("before", 1000))
-        folder.supervisor.wake()
-        assert begun.wait(60)  # what is reported now is written together
-        folder.on_access(DIGEST, keys(0), FACTS)
-        folder.on_access(DIGEST, keys(1), bad)
-        folder.on_access(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
-        go.set()
+        with recording(folder, tmp_path):
+            folder.on_access(DIGEST, keys(0), FACTS)
+            folder.on_access(DIGEST, keys(1), bad)
+            folder.on_access(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
+            assert len(folder.supervisor.pending) == 4  # which are written together
         first, second = booked(folder, (0, 1))
-        assert max(written) >= 4
         assert (first.uses, first.context.workload) == (2, "good")
         assert second.uses == 0
 
 
-def test_block_folder_policy_fits_are_restored_after_a_restart(tmp_path, monkeypatch):
-    fits = {("chat", 1, 0): ReuseFit(0.5, 0.1, 60), POOLED: ReuseFit(0.4, 0.2, 600)}
-    learned, resumed = {}, []
-
-    def taught(name, benefit):
-        policy = new_policy("lru", benefit)
-        policy.fits_to_save = lambda: learned
-        policy.resume = lambda given, now_s: resumed.append(given)
-        return policy
-
-    monkeypatch.setattr("sglang_cake.stores.file.evictor.new_policy", taught)
-    folder = opened_folder(tmp_path)
+def test_block_folder_learned_fits_are_restored_after_a_restart(tmp_path, monkeypatch):
+    now_s = time.time()
+    monkeypatch.setattr("time.time", lambda: now_s)
+    options = {"policy": "workload", "capacity_bytes": None}
+    prompt = keys(*range(2000))
+    folder = opened_folder(tmp_path, **options)
     with contextlib.closing(folder), folder.supervisor.open() as index:
-        assert resumed[-1] == {}
-        learned.update(fits)
+        index.add_found(DIGEST, 0, (ScannedFile(key, 4096, now_s, now_s) for key in prompt))
+        while not folder.evictor.learn(index, time.sleep):
+            pass
+        assert folder.evictor.fits == {}
+        for number in range(3):
+            now_s += 60.0
+            folder.on_access(DIGEST, prompt, RequestFacts(f"r{number}", 10_000, "chat"))
+            folder.supervisor.flush(index)
         folder.evictor.refresh(index)
-    with contextlib.closing(opened_folder(tmp_path)):
-        assert resumed[-1] == fits
+        learned = dict(folder.evictor.fits)
+    assert POOLED in learned
+    with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
+        assert folder.evictor.fits == learned
 
 
 def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):

@@ -60,7 +60,7 @@ def credentials(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def server():
-    with moto() as server:
+    with moto(MOTO_S3_DEFAULT_MAX_KEYS="3") as server:  # a page of a listing
         yield server
 
 
@@ -140,8 +140,7 @@ async def test_s3_source_namespaces_are_those_of_stored_blocks(server, bucket):
     }
 
 
-async def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket, monkeypatch):
-    monkeypatch.setattr("sglang_cake.stores.s3.bucket.NAMES_AT_ONCE", 3)
+async def test_s3_store_listing_spans_pages_and_skips_foreign_objects(server, bucket):
     place = f"{bucket}/kv"
     wrong = path_of(place, A).replace(f"/{A.hex()[:2]}/", "/zz/")
     for path in (wrong, f"{place}/{FRAME.digest.hex()}/readme", f"{bucket}/kv2/x"):

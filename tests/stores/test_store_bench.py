@@ -4,6 +4,7 @@ import json
 
 import pytest
 from storetools import ALICE, fill, held, store, told, url_of
+from system_calls import reads_of_this_process
 
 from sglang_cake.cli.store_bench import lines_of, speed_of_model
 from sglang_cake.cli.text_tables import (
@@ -62,14 +63,14 @@ def test_store_bench_with_a_model_reports_tokens_per_second(tmp_path, capsys):
 
 
 def test_store_bench_reads_from_the_page_cache_print_a_warning(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sglang_cake.cli.store_bench.fetched_bytes", lambda: 7)
+    reads_of_this_process(monkeypatch, lambda: 7)
     assert store("bench", url_of(tmp_path), *SMALL) == 0
     assert "warning: blocks were read from the page cache" in capsys.readouterr().out
     counted = iter(range(0, 10**12, 10**9))
-    monkeypatch.setattr("sglang_cake.cli.store_bench.fetched_bytes", lambda: next(counted))
+    reads_of_this_process(monkeypatch, lambda: next(counted))
     assert store("bench", url_of(tmp_path), *SMALL) == 0
     assert "warning" not in capsys.readouterr().out
-    monkeypatch.setattr("sglang_cake.cli.store_bench.fetched_bytes", lambda: None)
+    reads_of_this_process(monkeypatch, lambda: None)
     assert told(capsys, "bench", url_of(tmp_path), *SMALL)["runs"][0]["from_cache"] is None
 
 

@@ -30,10 +30,10 @@ from storetools import (
 
 import sglang_cake
 from sglang_cake.cli import PIPE_STATUS
-from sglang_cake.cli.store_cp import _lacking
+from sglang_cake.cli.store_cp import lacking
 from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
-from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
@@ -355,7 +355,7 @@ def test_store_cp_of_more_blocks_than_one_lookup_copies_all(tmp_path, capsys):
 
 
 async def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
-    class InRounds(PassingStore):
+    class InRounds(WrapperStore):
         async def contains(self, keys):
             async def has(key):
                 return (await self.inner.contains([key]))[0]
@@ -366,8 +366,8 @@ async def test_store_cp_target_with_inexact_lookups_still_gets_all_blocks():
     for number in range(300):
         for each in (origin, target)[: 1 + number % 2]:
             await each.put(key_of(number), block_of(number))
-    lacking = _lacking(origin, InRounds(target), lambda blocks: None)
-    assert {key async for key in lacking} == {key_of(number) for number in range(0, 300, 2)}
+    missing = lacking(origin, InRounds(target), lambda blocks: None)
+    assert {key async for key in missing} == {key_of(number) for number in range(0, 300, 2)}
 
 
 def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, capsys):

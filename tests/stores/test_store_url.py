@@ -1,19 +1,22 @@
 """What may be written as a store URL, and one clear line for everything else."""
 
+import errno
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storetools import refusal_of
+from storetools import ALICE, fill, refusal_of
+from system_calls import Disk, failing
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.stores.base import StoreStats
 from sglang_cake.stores.file import file_store as source_module
 from sglang_cake.stores.file.disk import file_system_type
 from sglang_cake.stores.file.file_store import DEFAULT_MIN_FREE_BYTES, FileSource, default_source
+from sglang_cake.stores.file.scan import stats_in
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import parse_bandwidth, parse_size, split_urls
 
@@ -185,29 +188,25 @@ def test_store_url_random_text_gives_sources_or_one_error_line(text):
         assert all(source.path.is_absolute() for source in sources)
 
 
-@pytest.mark.parametrize("own_bytes", [None, 96000])
+@pytest.mark.parametrize("names", ["", "abc"])
 def test_default_source_takes_half_of_the_room_and_leaves_a_fifth_free(
-    own_bytes, monkeypatch, tmp_path
+    names, monkeypatch, tmp_path
 ):
     """Of the space that is free or its own, however full of other files the disk is."""
-
-    class Stat:
-        f_blocks, f_bavail, f_frsize = 1000, 250, 4096
-
-    asked = []
-    monkeypatch.setattr(source_module.os, "statvfs", lambda path: asked.append(path) or Stat())
-    stats = StoreStats(used_bytes=own_bytes)
-    monkeypatch.setattr(source_module.scan, "stats_in", lambda path: stats)
+    folder = tmp_path / "sglang_cake/store"
+    if names:
+        folder.parent.mkdir(parents=True)
+        fill(folder, ALICE, *names)
+    own_bytes = stats_in(folder).used_bytes or 0
+    assert (own_bytes > 0) == bool(names)
+    disk = Disk(monkeypatch)
+    disk.f_bavail = 1_024_000
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    room_bytes = 1024000 + (own_bytes or 0)
-    expected = FileSource(
-        tmp_path / "sglang_cake/store",
-        min_free_bytes=room_bytes // 5,
-        capacity_bytes=room_bytes // 2,
-    )
+    room_bytes = 1_024_000 + own_bytes
+    expected = FileSource(folder, min_free_bytes=room_bytes // 5, capacity_bytes=room_bytes // 2)
     assert default_source() == expected
-    assert asked == [tmp_path]  # the nearest folder that is there
-    assert list(tmp_path.iterdir()) == []
+    assert disk.asked == [folder if names else tmp_path]  # the nearest folder that is there
+    assert names or list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("value", [None, "", "relative/cache"])
@@ -251,15 +250,13 @@ def test_file_source_check_of_an_impossible_folder_is_one_error_line(tmp_path, b
 
 
 def test_file_source_check_on_a_full_disk_raises_config_error(tmp_path, monkeypatch):
-    def full(**kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(source_module.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", failing(errno.ENOSPC))
     with pytest.raises(ConfigError, match="No space left on device"):
         FileSource(tmp_path).check()
 
 
 def test_file_source_check_on_a_network_file_system_is_refused(tmp_path, monkeypatch):
+    # Only a machine with such a file system has one to test with.
     monkeypatch.setattr(source_module, "file_system_type", lambda folder: 0x6969)
     with pytest.raises(ConfigError, match=r"is on NFS.*store serve") as error:
         FileSource(tmp_path).check()

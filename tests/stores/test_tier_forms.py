@@ -22,8 +22,8 @@ from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.link_speed import RATE_FRESH_S, LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.codec_contract import kv_like
-from sglang_cake.testing.faulty import PassingStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 MB = 1e6
@@ -218,7 +218,7 @@ def test_link_speed_without_reads_is_that_of_writes():
 async def test_tiered_store_links_measure_their_own_reads_and_writes():
     async with opened_tiers() as tiers:
 
-        class Slow(PassingStore):
+        class Slow(WrapperStore):
             async def put(self, key, data):
                 tiers.clock.now_s += 4.0
                 return await super().put(key, data)
@@ -247,7 +247,7 @@ async def test_tiered_store_put_forms_encodes_only_what_the_queue_takes():
     async with opened_tiers(copy_bytes=0) as tiers:
         gate, asked = asyncio.Event(), []
 
-        class Gated(PassingStore):
+        class Gated(WrapperStore):
             async def put(self, key, data):
                 await gate.wait()
                 return await super().put(key, data)

@@ -153,8 +153,7 @@ class BehindMemory(Machine):
 
     def teardown(self):
         self.call(self.tiers.quiet())
-        memory = self.tiers.memory[0].blocks.memory
-        assert not any(block.users or block.unwritten for block in memory._by_number.values())
+        assert self.tiers.memory[0].blocks.held() == []
         super().teardown()
 
 

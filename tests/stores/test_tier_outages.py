@@ -7,7 +7,7 @@ from tiering import opened_tiers, until
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
-from sglang_cake.testing.faulty import PassingStore
+from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import key_of, read
 
 DOWN = StoreUnavailable("down")
@@ -55,7 +55,7 @@ async def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():
 async def test_tiered_store_tier_that_refuses_writes_is_still_read():
     async with opened_tiers() as tiers:
 
-        class ReadOnly(PassingStore):
+        class ReadOnly(WrapperStore):
             async def put(self, key, data):
                 raise StoreUnavailable("read-only")
 

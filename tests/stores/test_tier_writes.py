@@ -11,7 +11,8 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.tiers.tiered_store import REREAD_S
-from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
+from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 DOWN = StoreUnavailable("down")
@@ -63,7 +64,7 @@ async def test_tiered_store_put_that_every_tier_refuses_raises(errors, told):
                 await tiers.store.put(key_of("a"), block_of("a"))
 
 
-class Gated(PassingStore):
+class Gated(WrapperStore):
     """Puts wait until the test opens the gate."""
 
     def __init__(self, inner):

@@ -1,7 +1,6 @@
 """Several stores as one: the contract, lookups, reads, opening."""
 
 import asyncio
-import functools
 import heapq
 import itertools
 import threading
@@ -21,16 +20,17 @@ from sglang_cake.loading.loader import BlockRead
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.testing.faulty import FaultyStore, PassingStore, SlowStore
+from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
 DOWN = StoreUnavailable("down")
 
 
-def opened(sources, frame=FRAME, *, depth=2):
+def opened(sources, frame=FRAME, *, depth=2, **options):
     """Real stores. However busy their disks are, no tier is passed over for a late answer."""
-    store = open_store(sources, frame, depth=depth)
+    store = open_store(sources, frame, depth=depth, **options)
     assert isinstance(store, TieredStore)
     store.late_answer_s = 60.0
     return store
@@ -168,7 +168,7 @@ async def test_tiered_store_hanging_trial_is_abandoned_and_backs_off():
 
 
 async def test_tiered_store_uncancellable_tier_is_asked_once():
-    class Stuck(PassingStore):
+    class Stuck(WrapperStore):
         """A thread in a system call that does not return."""
 
         def __init__(self, inner):
@@ -209,7 +209,7 @@ async def test_tiered_store_cancelled_lookup_leaves_no_task():
 
 
 async def test_tiered_store_lookup_answer_of_wrong_length_is_a_failure():
-    class Short(PassingStore):
+    class Short(WrapperStore):
         async def contains(self, keys):
             return [True]
 
@@ -257,7 +257,7 @@ async def test_tiered_store_read_failing_in_all_tiers_raises_the_worst_error(err
             await read(tiers.store, key_of("a"))
 
 
-class BreaksOff(PassingStore):
+class BreaksOff(WrapperStore):
     """Half of a block comes, told of, and none of it is right."""
 
     def __init__(self, inner, error):
@@ -271,7 +271,7 @@ class BreaksOff(PassingStore):
         raise self.error
 
 
-class TellsNothing(PassingStore):
+class TellsNothing(WrapperStore):
     """As one whose blocks are sealed."""
 
     async def get_into(self, key, out, progress=None):
@@ -369,7 +369,7 @@ async def test_tiered_store_tiers_without_the_block_report_no_progress():
 
 
 async def test_tiered_store_read_over_three_tiers_has_one_writer_at_a_time():
-    class Watched(PassingStore):
+    class Watched(WrapperStore):
         async def get_into(self, key, out, progress=None):
             inside.append(self)
             assert len(inside) == 1
@@ -408,7 +408,7 @@ async def test_tiered_store_cancelled_read_frees_its_link():
 async def test_tiered_store_parallel_reads_add_up_both_links():
     """Two links of 1 and 3 blocks a second, four reads under way, in virtual time."""
 
-    class Link(PassingStore):
+    class Link(WrapperStore):
         def __init__(self, inner, clock, block_s):
             super().__init__(inner)
             self.clock, self.block_s, self.free_s, self.served = clock, block_s, 0.0, 0
@@ -539,13 +539,11 @@ async def test_tiered_store_stats_sum_known_values_and_list_each_tier():
 # ---- opening ----
 
 
-async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path, monkeypatch):
+async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
     clock = Clock()
-    tiered = functools.partial(TieredStore, clock=clock)
-    monkeypatch.setattr("sglang_cake.stores.open_store.TieredStore", tiered)
     sources = parse_sources(f"file://{tmp_path}/kv?min_free=0,file://{tmp_path}/a/kv?min_free=0")
     (tmp_path / "a").write_text("in the way of the folder")
-    store = opened(sources, depth=1)
+    store = opened(sources, depth=1, clock=clock)
     assert await store.put(key_of("a"), block_of("a"))
     for _ in range(FAILURES_IN_A_ROW):
         assert await store.contains([key_of("a")]) == [True]

@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import MutableMapping
+from types import SimpleNamespace
 
 from sglang_cake.core.buffers import PAGE_BYTES
-from sglang_cake.stores.memory.host_memory_store import HostMemorySource
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
+from sglang_cake.stores.memory.block_memory import BlockMemory
+from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.faulty import OutageStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -58,6 +61,13 @@ class HeldBlocks(MutableMapping):
     def __setitem__(self, key, data):
         raise NotImplementedError
 
+    def held(self):
+        """The blocks that somebody reads, or that a tier below is yet to get."""
+        found = [self.memory.use(FRAME.digest, key, counts=False) for key in self]
+        for block in found:
+            self.memory.release(block)
+        return [block.key for block in found if block.users or block.unwritten]
+
 
 class Tiers:
     """A tiered store over memory stores that a test can look into, break and heal.
@@ -70,8 +80,15 @@ class Tiers:
         self.outage = [OutageStore(store) for store in self.memory]
         self.calls = [RecordingStore(store) for store in self.outage]
         if room:
-            self.calls[0] = HostMemorySource(room * PAGE_BYTES, "lru").open(FRAME, depth=2)
-            self.memory[0].blocks = HeldBlocks(self.calls[0]._memory)
+            memory = BlockMemory(
+                capacity_bytes=room * PAGE_BYTES,
+                block_bytes=BLOCK,
+                policy="lru",
+                tenant_rules=NO_TENANT_RULES,
+            )
+            shared = SimpleNamespace(memory=memory, leave=memory.close)
+            self.calls[0] = HostMemoryStore(shared, FRAME, threads=2)
+            self.memory[0].blocks = HeldBlocks(memory)
         self.clock = Clock()
         options = {"late_answer_s": 30.0, "clock": self.clock, "block_bytes": BLOCK} | options
         self.store = TieredStore(self.calls, **options)

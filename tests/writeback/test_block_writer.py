@@ -14,7 +14,8 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.testing.faulty import FaultyStore, PassingStore, RecordingStore
+from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.faulty import FaultyStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
 
@@ -22,7 +23,7 @@ BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
 SEED = KeySeed(Digest(b"n" * 32))
 
 
-class HeldStore(PassingStore):
+class HeldStore(WrapperStore):
     """Puts wait for the test; remembers how many there were at a time."""
 
     def __init__(self, inner: MemoryStore) -> None:

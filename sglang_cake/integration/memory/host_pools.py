@@ -11,14 +11,14 @@ import torch
 from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.host_memory import HostArena, available_bytes, buffer_counts, mib
+from sglang_cake.core.host_memory import HostArena, buffer_counts, mib
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 logger = logging.getLogger("sglang_cake")
 
 
 def host_pools(
-    kv: DeviceKV, config: CakeConfig, *, chunk_tokens: int, end_blocks: int = 0
+    kv: DeviceKV, config: CakeConfig, *, chunk_tokens: int, free_bytes: int, end_blocks: int = 0
 ) -> tuple[BufferPool, BufferPool]:
     """Buffers for blocks that are being loaded, and for blocks that are being stored.
 
@@ -27,6 +27,7 @@ def host_pools(
 
     Args:
         chunk_tokens: the most tokens of one step that this rank stores.
+        free_bytes: of host memory; defaults take at most half of it.
         end_blocks: blocks of an end state. They are held until the last of them is there.
 
     Raises: ConfigError if the machine does not have the memory.
@@ -41,7 +42,7 @@ def host_pools(
         end_blocks=end_blocks,
         staging_bytes=config.staging_bytes,
         write_queue_bytes=config.write_queue_bytes,
-        available_bytes=available_bytes(),
+        available_bytes=free_bytes,
     )
     sizes = [kv.load_buffer_bytes] * counts.loads + [layout.block_bytes] * counts.writes
     try:

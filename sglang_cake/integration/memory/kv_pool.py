@@ -30,20 +30,20 @@ DECODING_BLOCKS = 5.5
 Fence = tuple[torch.cuda.Event, ...]
 
 
-def pieces_of(layout: BlockLayout) -> list[Piece]:
-    """What is copied at a time: as many planes as `PIECE_BYTES` hold. Raises: ConfigError if they
+def pieces_of(layout: BlockLayout, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+    """What is copied at a time: as many planes as `piece_bytes` hold. Raises: ConfigError if they
     do not hold one plane."""
     pieces: list[Piece] = []
     first = start = 0
     for number, plane in enumerate(layout.planes):
         stop = plane.start + plane.rows * plane.row_bytes
-        if stop - plane.start > PIECE_BYTES:
+        if stop - plane.start > piece_bytes:
             raise ConfigError(
                 f"a block of {layout.block_tokens} tokens has {mib(stop - plane.start)} of one "
-                f"layer, and cake copies at most {mib(PIECE_BYTES)} at a time: lower "
+                f"layer, and cake copies at most {mib(piece_bytes)} at a time: lower "
                 "--cake-block-tokens"
             )
-        if stop - start > PIECE_BYTES:
+        if stop - start > piece_bytes:
             pieces.append(Piece(slice(first, number), start, plane.start - start))
             first, start = number, plane.start
     last = layout.block_bytes - start
@@ -320,9 +320,9 @@ class CopyStreams:
 class CudaKV(DeviceKV):
     """The same on a GPU: copies run on two streams of their own, one each way, beside forwards.
 
-    A block goes through device memory, in one piece or several (`pieces_of`): one DMA between host
-    and ring, and one kernel between ring and slots (`row_kernel.py`). The host waits for a copy
-    only if its buffer is not pinned.
+    A block goes through device memory, in one piece or several (`pieces_of`), as the ring has room:
+    one DMA between host and ring, and one kernel between ring and slots (`row_kernel.py`). The host
+    waits for a copy only if its buffer is not pinned.
 
     Args:
         forward_stream: as for `CopyStreams`.
@@ -348,10 +348,10 @@ class CudaKV(DeviceKV):
         super().__init__(
             pool, block_tokens=block_tokens, encoded=encoded, apart=apart, drafts=drafts
         )
-        self._pieces = pieces_of(self.layout)
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
         self.encoded = memory.decodes
         self.streams = streams or CopyStreams(self.device, memory, forward_stream)
+        self._pieces = pieces_of(self.layout, self.streams.ring_in.numel())
         largest = max(piece.size_bytes for piece in self._pieces)
         stride = -(-largest // PAGE_BYTES) * PAGE_BYTES
         count = 1

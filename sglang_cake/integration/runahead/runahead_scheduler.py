@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-# How long a request waits for answers. An idle member answers within its next step.
-ANSWER_S = 0.05
 # How long all members may hold their slots for a step that SGLang does not begin.
 BEGIN_S = 5.0
 HANDOVER_S = 0.02  # assumed until one was measured
@@ -126,6 +124,7 @@ class Runahead(NoHelpers):
         self._token_bytes = rows.layers * rows.token_bytes
         self._table = table
         self._handover_s = HANDOVER_S
+        self._answer_s = member_settings.answer_s
         self._chain: OwnChain | None = None
         self._asked: set[str] = set()  # requests for which helpers were asked
         # A byte in this socket wakes an idle scheduler.
@@ -300,7 +299,7 @@ class Runahead(NoHelpers):
                 extra_key=req.extra_key,
                 cache_salt=req.cache_salt,
                 # The time to compute it: waiting in vain at most doubles that.
-                patience_s=max(alone_s, 10 * ANSWER_S),
+                patience_s=max(alone_s, 10 * self._answer_s),
             )
         except RunaheadError as error:
             self._counters.add("runahead_failures", label=error.reason)
@@ -313,7 +312,7 @@ class Runahead(NoHelpers):
         why = owned.refused or owned.passing.broken
         if req.prefix_len != chain.span.start or stop < chain.span.stop or not alone:
             why = "the step became another one"
-        elif why is None and not owned.agreed and time.monotonic() - chain.began_s > ANSWER_S:
+        elif why is None and not owned.agreed and time.monotonic() - chain.began_s > self._answer_s:
             why = "no answer"
         if why is not None:
             logger.info("cake runahead: request %s alone: %s", req.rid, why)

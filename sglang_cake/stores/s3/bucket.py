@@ -33,7 +33,6 @@ from sglang_cake.stores.circuit_breaker import (
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 10.0  # without a byte
 ATTEMPTS = 2  # of one call, with botocore's own backoff between them
-NAMES_AT_ONCE = 1000  # limit of S3 for one page of a listing
 ASKED_BYTES = 1  # size of calls without a block, for their time limit
 MAX_PAGE_BYTES = 2**24  # of a listing: 1000 names of 1024 characters, escaped, and their fields
 MAX_WORDS_BYTES = 2**16  # of other answers that are read whole: errors, and answers to puts
@@ -253,9 +252,7 @@ class S3Bucket:
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Listed]:
         """All objects whose name begins with `prefix`; with a delimiter, only the top level."""
-        where: dict[str, Any] = {"MaxKeys": NAMES_AT_ONCE}
-        if delimiter:
-            where["Delimiter"] = delimiter
+        where: dict[str, Any] = {"Delimiter": delimiter} if delimiter else {}
         while True:
             page = await self.page(prefix, **where)
             folders = [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]

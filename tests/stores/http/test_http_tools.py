@@ -1,6 +1,7 @@
 """`sglang-cake store` over HTTP and S3: what it leaves behind, and to which size it shrinks."""
 
 import asyncio
+import time
 
 import pytest
 from http_servers import OurServer
@@ -9,6 +10,7 @@ from storetools import ALICE, BOB, closing, told
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.s3.s3_store import DESCRIBE_EVERY_S, S3Source, S3Store
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 BENCH = ("--sizes", "8KiB", "--depths", "1,3", "--bytes", "64KiB")
@@ -32,8 +34,11 @@ def url(request, tmp_path):
         assert server.stop() == 0
 
 
-def opened_store(url, frame):
+def opened_store(url, frame, clock=time.monotonic):
+    """Args: clock: of a store in S3."""
     (source,) = parse_sources(url)
+    if isinstance(source, S3Source):
+        return closing(S3Store(source.place, frame, depth=4, limits=source.limits, clock=clock))
     return closing(source.open(frame, depth=4))
 
 
@@ -62,11 +67,12 @@ def test_store_bench_and_clear_of_a_remote_store_leave_no_namespace(url, capsys)
     assert listed(capsys, url) == {}
 
 
-async def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys, monkeypatch):
-    monkeypatch.setattr("sglang_cake.stores.s3.s3_store.DESCRIBE_EVERY_S", 0.0)
-    async with opened_store(url, ALICE) as store:
+async def test_remote_store_namespace_cleared_while_open_takes_new_puts(url, capsys):
+    now_s = 0.0
+    async with opened_store(url, ALICE, clock=lambda: now_s) as store:
         await store.put(key_of("a"), block_of("a"))
         await asyncio.to_thread(told, capsys, "clear", url, "--yes")
+        now_s += DESCRIBE_EVERY_S
         assert await store.contains([key_of("a")]) == [False]
         assert await store.put(key_of("b"), block_of("b")) is True
         assert await read(store, key_of("b")) == block_of("b")

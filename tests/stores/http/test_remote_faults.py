@@ -126,7 +126,7 @@ def served(request, tmp_path_factory):
 @pytest.fixture
 async def remote(served, monkeypatch):
     kind, port, make_bucket = served
-    # Waits before a request is tried again are nobody's outcome.
+    # Waits before a request is tried again are nobody's outcome. Only the server says how long.
     monkeypatch.setattr("sglang_cake.stores.http.http_transport.MAX_RETRY_AFTER_S", 0.0)
     backoff = "botocore.retries.standard.ExponentialBackoff.delay_amount"
     monkeypatch.setattr(backoff, lambda self, context: 0.0)

@@ -1,0 +1,74 @@
+"""Calls of the operating system that fail, wait, or answer as a test says."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def failing(number: int) -> Callable[..., Any]:
+    """A call that always fails. Args: number: the `errno`."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+class Held:
+    """Wraps a call so that every use waits until the test lets it go.
+
+    Attributes:
+        calls: how many there were.
+        entered: set by the first one.
+        go: set by the test.
+    """
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real = real
+        self.calls = 0
+        self.entered = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.entered.set()
+        self.go.wait(60)  # bounded, so that a test that fails does not hang
+        return self.real(*args, **kwargs)
+
+
+class Disk:
+    """What `os.statvfs` says of every file system. Attributes: asked: the folders, in order."""
+
+    f_frsize = 1
+    f_blocks, f_files = 10**12, 10**6
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.f_bavail, self.f_favail = 10**12, 10**6
+        self.asked: list[object] = []
+        monkeypatch.setattr(os, "statvfs", self._ask)
+
+    def _ask(self, folder: object) -> "Disk":
+        self.asked.append(folder)
+        return self
+
+
+def reads_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, fetched_bytes: Callable[[], int | None]
+) -> None:
+    """From now on the system says that it has fetched so many bytes from disks; None: it does not
+    say."""
+    real = Path.read_text
+
+    def read_text(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path != Path("/proc/self/io"):
+            return real(path, *args, **kwargs)
+        count = fetched_bytes()
+        if count is None:
+            raise PermissionError(path)
+        return f"read_bytes: {count}\n"
+
+    monkeypatch.setattr(Path, "read_text", read_text)
