@@ -1,0 +1,19 @@
+"""Imported by the fork server of `warm` alone: what every server would import."""
+
+import os
+import sys
+import threading
+from importlib import import_module
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # SGLang looks at the platform when it is imported
+
+for name in (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.registry",
+):
+    import_module(name)
+
+assert threading.active_count() == 1, "a forked process would miss these threads"
+assert "prometheus_client" not in sys.modules, "it takes its folder from the environment"
