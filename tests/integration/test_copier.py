@@ -124,7 +124,7 @@ def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: Copi
     assert harness.pool.free == 7
     harness.kv.let_end(harness.kv.launched[0])
     harness.wait_freed()
-    assert harness.reasons == [(True, "unused")]
+    assert harness.reasons == [(True, "")]
     assert harness.took_s == [0.25]
     assert harness.kv.thread is not threading.current_thread()
 
