@@ -36,7 +36,7 @@ class _Staged:
 
     buffer = SimpleNamespace(view=b"")
 
-    def release(self, *, used: bool, reason: str = "unused") -> None: ...
+    def release(self, *, used: bool, reason: str = "") -> None: ...
 
 
 class _Loader:

@@ -122,11 +122,8 @@ async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) ->
 
 
 def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":
-    """A future that is done when `queued` is. Cancelling it does not cancel `queued`.
-
-    It costs one call of the event loop. `asyncio.wrap_future` and `asyncio.wait` cost several times
-    as much, a large part of the time to read a small block.
-    """
+    """A future that is done when `queued` is. Cancelling it does not cancel `queued`, as cancelling
+    the future of `asyncio.wrap_future` would."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
