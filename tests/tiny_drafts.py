@@ -115,7 +115,6 @@ def build_mimo(path: Path) -> Path:
     that it leaves out.
     """
     import torch
-    from safetensors.torch import load_file, save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     hidden = 128
@@ -133,21 +132,18 @@ def build_mimo(path: Path) -> Path:
         eos_token_id=None,
     )
     write_model(path, Qwen2ForCausalLM, config, change=_sharpen)
-    tensors = load_file(path / "model.safetensors")
     mtp = "model.mtp_layers.0."
-    tensors |= {
-        name.replace("model.layers.0.", mtp): tensor.clone()
-        for name, tensor in tensors.items()
-        if name.startswith("model.layers.0.")
-    }
-    mix = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
-    tensors |= {
-        f"{mtp}input_proj.weight": mix,
-        f"{mtp}token_layernorm.weight": torch.ones(hidden),
-        f"{mtp}hidden_layernorm.weight": torch.ones(hidden),
-        f"{mtp}final_layernorm.weight": tensors["model.norm.weight"].clone(),
-    }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    _copy_weights(
+        path,
+        {"model.layers.0.": mtp, "model.norm.": f"{mtp}final_layernorm."},
+        {
+            f"{mtp}input_proj.weight": torch.cat(
+                [torch.zeros(hidden, hidden), torch.eye(hidden)], 1
+            ),
+            f"{mtp}token_layernorm.weight": torch.ones(hidden),
+            f"{mtp}hidden_layernorm.weight": torch.ones(hidden),
+        },
+    )
     facts = json.loads((path / "config.json").read_text())
     facts |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(facts))
@@ -163,7 +159,6 @@ def build_qwen3_next_mtp(path: Path) -> Path:
     wrong states change logprobs by about 1.
     """
     import torch
-    from safetensors.torch import load_file, save_file
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     hidden, layers = 128, 4
@@ -208,21 +203,32 @@ def build_qwen3_next_mtp(path: Path) -> Path:
                 weight.data *= 0.01
 
     write_model(path, Qwen3NextForCausalLM, config, change=change)
-    tensors = load_file(path / "model.safetensors")
     last = f"model.layers.{layers - 1}."
-    tensors |= {
-        name.replace(last, "mtp.layers.0."): tensor.clone()
-        for name, tensor in tensors.items()
-        if name.startswith(last)
-    }
-    tensors |= {
-        "mtp.fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1),
-        "mtp.pre_fc_norm_embedding.weight": torch.zeros(hidden),  # 1 is added
-        "mtp.pre_fc_norm_hidden.weight": torch.zeros(hidden),
-        "mtp.norm.weight": tensors["model.norm.weight"].clone(),
-    }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    _copy_weights(
+        path,
+        {last: "mtp.layers.0.", "model.norm.": "mtp.norm."},
+        {
+            "mtp.fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1),
+            "mtp.pre_fc_norm_embedding.weight": torch.zeros(hidden),  # 1 is added
+            "mtp.pre_fc_norm_hidden.weight": torch.zeros(hidden),
+        },
+    )
     return path
+
+
+def _copy_weights(path: Path, prefixes: dict[str, str], more: dict[str, Any]) -> None:
+    """Add weights to a model: those whose names begin with a prefix, under another prefix, and
+    `more`."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    copies = {
+        name.replace(old, new, 1): tensor.clone()
+        for old, new in prefixes.items()
+        for name, tensor in tensors.items()
+        if name.startswith(old)
+    }
+    save_file(tensors | copies | more, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def _sharpen(model: Any) -> None:

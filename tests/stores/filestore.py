@@ -20,13 +20,17 @@ def opened(root, *, namespace=NAMESPACE, fsync="off", threads=1, **options):
 
 
 @contextlib.asynccontextmanager
-async def opened_store(root, **kwargs):
-    """A store that is closed at the end."""
-    store = opened(root, **kwargs)
+async def closing(store):
+    """The store, which is closed at the end."""
     try:
         yield store
     finally:
         await store.close()
+
+
+def opened_store(root, **kwargs):
+    """A store that is closed at the end."""
+    return closing(opened(root, **kwargs))
 
 
 def path_of(root, key):

@@ -1,10 +1,10 @@
 """What the tests of the store's tools share: real file stores, and the command line."""
 
 import asyncio
-import contextlib
 import json
 
 import pytest
+from filestore import closing
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
@@ -39,15 +39,6 @@ def write_key_file(folder, secret=bytes(range(32))):
 
 def url_of(root):
     return f"file://{root}?min_free=0"
-
-
-@contextlib.asynccontextmanager
-async def closing(store):
-    """The store, which is closed at the end."""
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 def opened_store(root, frame):

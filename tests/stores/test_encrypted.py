@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from storetools import closing
+from filestore import closing
 
 from sglang_cake.codecs.frame import (
     HEADER_BYTES,

@@ -12,9 +12,10 @@ import threading
 import weakref
 
 import pytest
+from filestore import closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storetools import ALICE, BOB, closing, refusal_of
+from storetools import ALICE, BOB, refusal_of
 from tiering import BLOCK, until
 
 from sglang_cake.core.counters import Counters

@@ -15,10 +15,11 @@ try:
 except (ImportError, OSError) as error:
     pytest.skip(f"Mooncake cannot be loaded: {error}", allow_module_level=True)
 
+from filestore import closing
 from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
-from storetools import closing, refusal_of, write_key_file
+from storetools import refusal_of, write_key_file
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame

@@ -8,8 +8,9 @@ import sys
 import warnings
 
 import pytest
+from filestore import closing
 from moto_process import PATIENT, moto
-from storetools import closing, refusal_of, write_key_file
+from storetools import refusal_of, write_key_file
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import (

@@ -48,7 +48,7 @@ class Odd:
         return web.Response(status=204 if verb == "DELETE" else 200)
 
     @contextlib.asynccontextmanager
-    async def opened_store(self, patience=LIMITS):
+    async def opened_store(self, limits=LIMITS):
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{name:.*}", self.handle)
         runner = web.AppRunner(app, shutdown_timeout=1)
@@ -57,7 +57,7 @@ class Odd:
         await site.start()
         port = runner.addresses[0][1]
         (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
-        store = dataclasses.replace(source, limits=patience).open(FRAME, depth=2)
+        store = dataclasses.replace(source, limits=limits).open(FRAME, depth=2)
         try:
             yield store
         finally:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from aiohttp import web
-from storetools import closing
+from filestore import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable

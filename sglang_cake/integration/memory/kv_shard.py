@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class KvShard:
     """The KV of one rank. Ranks that hold the same shard share a namespace, and take turns at
-    storing its blocks: each block is stored by one rank of each machine, and read
-    by all.
+    storing its blocks: each block is stored by one rank of each machine, and read by all.
 
     A block that a rank could not read is stored by that rank, in any turn. If a rank fails
     to store a block, the block is absent, and computed.

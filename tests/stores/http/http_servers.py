@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filestore import closing
 
 import sglang_cake
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -58,14 +59,9 @@ def opened(base, *, depth=2, first_s=WAIT_S, floor_s=WAIT_S, token=OWN, frame=FR
     return HttpStore(lambda: endpoint, frame, depth=depth, limits=limits, **given)
 
 
-@contextlib.asynccontextmanager
-async def opened_client(base, **kwargs):
+def opened_client(base, **kwargs):
     """A client that is closed at the end."""
-    store = opened(base, **kwargs)
-    try:
-        yield store
-    finally:
-        await store.close()
+    return closing(opened(base, **kwargs))
 
 
 def is_open(name):

@@ -1,7 +1,6 @@
 """Tokens and certificates: made by itself, asked for, and replaced while they are in use."""
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -9,6 +8,7 @@ import ssl
 from pathlib import Path
 
 import pytest
+from filestore import closing
 from http_servers import (
     TOKEN,
     A,
@@ -71,13 +71,8 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
         assert server.stop() == 0
 
 
-@contextlib.asynccontextmanager
-async def opened_url(url):
-    store = open_store(parse_sources(url), FRAME, depth=2)
-    try:
-        yield store
-    finally:
-        await store.close()
+def opened_url(url):
+    return closing(open_store(parse_sources(url), FRAME, depth=2))
 
 
 async def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):

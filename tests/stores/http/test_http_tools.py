@@ -4,9 +4,10 @@ import asyncio
 import time
 
 import pytest
+from filestore import closing
 from http_servers import OurServer
 from moto_process import moto
-from storetools import ALICE, BOB, closing, told
+from storetools import ALICE, BOB, told
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.stores.open_store import parse_sources

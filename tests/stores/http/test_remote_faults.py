@@ -7,9 +7,9 @@ from array import array
 from dataclasses import dataclass
 
 import pytest
+from filestore import closing
 from http_servers import OurServer, own_token
 from moto_process import moto
-from storetools import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
