@@ -14,11 +14,13 @@ from test_capacity import CAPACITY_BYTES, DIGEST, STORED_BYTES, du_bytes, opened
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_folder import MOST_UNUSED, BlockFolder
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S, RECLAIM_EVERY_S
 from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
 from sglang_cake.testing.store_contract import NAMESPACE, key_of
 
+NO_SYSTEM_CALL = 100_000  # the kernel answers ENOSYS, as one without `openat2`
 NOW = threading.Event()  # never set: nothing is given up
 SPACES = [Namespace((("weights", f"version {n}"),)) for n in range(100)]
 
@@ -246,9 +248,12 @@ def test_block_folder_corrupt_files_are_removed_after_a_day(tmp_path, monkeypatc
 # ---- links ----
 
 
+@pytest.mark.parametrize("kernel", ["with openat2", "without"])
 @pytest.mark.parametrize("place", ["block", "cd", "ab", "namespace"])
-def test_block_folder_symlinks_are_never_followed(tmp_path, place):
+def test_block_folder_symlinks_are_never_followed(tmp_path, monkeypatch, place, kernel):
     """Neither read, nor written through, nor looked into when the index is built again."""
+    if kernel == "without":
+        monkeypatch.setattr(nofollow, "OPENAT2", NO_SYSTEM_CALL)
     root, outside = tmp_path / "kv", tmp_path / "outside"
     with contextlib.closing(opened(root)) as folder:
         put(folder, 0)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,6 @@ class DeviceKV:
         self._rows = [
             buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
         ]
-        self._words = [rows.view(-1) for rows in self._rows]
         self._plane_words = [
             plane.rows * rows.shape[1]
             for plane, rows in zip(self.layout.planes, self._rows, strict=True)
@@ -247,18 +247,29 @@ class DeviceKV:
         size = self.layout.block_tokens
         return (slots[i : i + size] for i in range(0, len(slots), size))
 
-    def _planes_of(self, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    @cached_property
+    def _pool_words(self) -> list[np.ndarray]:
+        """The words of each plane of the pool. A view that NumPy makes keeps the GIL. One that
+        PyTorch makes lets go of it, and another thread may take it meanwhile: for a block of 20
+        planes that took longer than its copy."""
+        return [rows.view(-1).numpy() for rows in self._rows]
+
+    def _planes_of(self, block: torch.Tensor) -> list[torch.Tensor]:
         """The planes of a block (uint8 `[block_bytes]`), `[words]` each."""
-        words = block[: self.layout.block_bytes].view(self._rows[0].dtype)
-        return words.split_with_sizes(self._plane_words)
+        words = block.numpy()[: self.layout.block_bytes].view(self._pool_words[0].dtype)
+        stops = itertools.accumulate(self._plane_words)
+        return [
+            torch.from_numpy(words[stop - size : stop])
+            for stop, size in zip(stops, self._plane_words, strict=True)
+        ]
 
     def _run(self, start: int) -> list[torch.Tensor]:
         """The same words in the pool, of a block whose slots begin at `start` and lie one behind
         the other."""
         tokens = self.layout.block_tokens
         return [
-            words.narrow(0, start * size // tokens, size)
-            for words, size in zip(self._words, self._plane_words, strict=True)
+            torch.from_numpy(words[(first := start * size // tokens) : first + size])
+            for words, size in zip(self._pool_words, self._plane_words, strict=True)
         ]
 
     def _indexed(

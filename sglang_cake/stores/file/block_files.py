@@ -30,14 +30,13 @@ from sglang_cake.stores.threads import check_stop
 
 MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
 MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
-# Large enough that system calls take a negligible time; small enough that a cancelled caller waits
-# for about a millisecond, and that a piece is still in the CPU's cache when it is hashed.
-PIECE_BYTES = 1 << 20
-# Direct I/O has no read-ahead, so the disk idles between pieces. A fast disk needs 1 ms for one.
-DIRECT_PIECE_BYTES = 2 << 20
+# Large enough that the calls for a piece take a negligible time; small enough that a cancelled
+# caller waits for about a millisecond, and that a piece is still in the CPU's cache when it is
+# hashed. Direct I/O has no read-ahead, so the disk idles between pieces.
+PIECE_BYTES = 2 << 20
 # Errors of file systems and drivers that cannot read directly into this memory.
 _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
-_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _RESIDENT = 1
 
@@ -228,7 +227,7 @@ class _Pieces:
 
     def read(self, block: Incoming) -> int:
         """Read the next piece; returns how many bytes it has, 0 at the end. Raises: OSError."""
-        pages = _whole_pages(block.room(DIRECT_PIECE_BYTES), block.done) if self.direct else []
+        pages = _whole_pages(block.room(PIECE_BYTES), block.done) if self.direct else []
         if pages:
             try:
                 return os.preadv(self._fd, pages, block.done)
@@ -268,18 +267,14 @@ def is_cached(fd: int) -> bool:
         with mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as pages:
             first = ctypes.c_char.from_buffer(pages)  # not accessed: only its address is used
             start = ctypes.addressof(first)
-            last = (len(pages) - 1) // PAGE_BYTES
             del first  # the mapping could not be closed otherwise
-            return all(_is_resident(start + at * PAGE_BYTES) for at in (0, last // 2, last))
+            resident = ctypes.create_string_buffer(-(-len(pages) // PAGE_BYTES))
+            if _mincore(start, len(pages), resident):
+                return True
+            places = (0, (len(resident) - 1) // 2, -1)
+            return all(resident.raw[at] & _RESIDENT for at in places)
     except (OSError, ValueError):  # the file cannot be mapped, or is empty
         return True
-
-
-def _is_resident(address: int) -> bool:
-    answer = ctypes.create_string_buffer(1)
-    if _mincore(address, PAGE_BYTES, answer):
-        raise OSError(ctypes.get_errno(), "mincore")
-    return bool(answer.raw[0] & _RESIDENT)
 
 
 # ---- writing ----

@@ -1,10 +1,13 @@
 """File operations below the root of a store. No symbolic link below the root is followed.
 
 The root itself may be a link, since the operator names it. `O_NOFOLLOW` covers only the last
-component of a path. So every component is opened by itself, which takes 9 us for a block.
+component of a path. The system call `openat2` covers all of them. Where a kernel or a sandbox does
+not have it, every component is opened by itself. A call of the system lets go of the GIL, and many
+threads read at once: so one call takes less time than one for each folder.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -15,13 +18,33 @@ from pathlib import Path
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
+class _OpenHow(ctypes.Structure):
+    """`struct open_how` of `linux/openat2.h`."""
+
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+OPENAT2 = 437  # the same number on all architectures
+_NO_SYMLINKS, _BENEATH = 0x04, 0x08
+_HOW = _OpenHow(_FOLDER, 0, _NO_SYMLINKS | _BENEATH)
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
+_syscall.restype = ctypes.c_long
+
+
 def open_folder(root: Path, *names: str) -> int:
     """A descriptor of the folder root/names[0]/names[1]/..., to be closed by the caller.
 
     Raises: FileNotFoundError; NotADirectoryError, also for a link; OSError.
     """
     folder = os.open(root, _FOLDER)
-    for name in names:
+    if names:
+        path = "/".join(names).encode()
+        inner = _syscall(OPENAT2, folder, path, ctypes.addressof(_HOW), ctypes.sizeof(_HOW))
+        if inner >= 0:
+            os.close(folder)
+            return int(inner)
+    for name in names:  # for an error that says what is wrong, too
         try:
             inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
         finally:
