@@ -49,15 +49,15 @@ class MooncakeEngine:
         shown = f"[{host}]" if ":" in host else host
         self.session = f"{shown}:{self.engine.get_rpc_port()}"
 
-    def lend(self) -> tuple[int, memoryview]:
-        """See `WriteEngine.lend`. Pages cost memory only once they are used."""
+    def allocate(self) -> tuple[int, memoryview]:
+        """See `WriteEngine.allocate`. Pages cost memory only once they are used."""
         memory = mmap.mmap(-1, BUFFER_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if self.engine.register_memory(address, len(memory)) != 0:
             raise OSError("Mooncake's engine does not take memory")
         return address, memoryview(memory)
 
-    def take_back(self, address: int) -> None:
+    def free(self, address: int) -> None:
         self.engine.unregister_memory(address)
 
     def fill(self, slot: memoryview, payload: memoryview) -> None:

@@ -61,11 +61,11 @@ class WriteEngine(Protocol):
         """The address by which a peer's engine finds this one."""
         ...
 
-    def lend(self) -> tuple[int, Payload]:
+    def allocate(self) -> tuple[int, Payload]:
         """Address and bytes of a new buffer of SLOTS slots. Raises: OSError."""
         ...
 
-    def take_back(self, address: int) -> None:
+    def free(self, address: int) -> None:
         """Free a buffer: writes of peers to it fail. No write from it may be running."""
         ...
 
@@ -96,10 +96,10 @@ class _Link:
     def __init__(self, engine: WriteEngine, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        buffer_address, landing = engine.lend()
+        buffer_address, landing = engine.allocate()
         self.buffer_address = buffer_address
         self.landing = landing
-        source_address, source = engine.lend()
+        source_address, source = engine.allocate()
         self._source_address = source_address
         self._source = source
         self._changed = threading.Condition()
@@ -181,10 +181,10 @@ class _Link:
     def close(self) -> None:
         """End all writes. Memory that a write still uses after CLOSE_TIMEOUT_S is never freed."""
         self.met(None)
-        self._engine.take_back(self.buffer_address)
+        self._engine.free(self.buffer_address)
         with self._changed:
             if self._changed.wait_for(lambda: not self.writing, CLOSE_TIMEOUT_S):
-                self._engine.take_back(self._source_address)
+                self._engine.free(self._source_address)
 
 
 class OneSidedTransport:

@@ -83,7 +83,7 @@ def _lend(pipe: Connection) -> None:
     from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 
     engine = IpcEngine(torch.device("cuda", 0), 1, torch.cuda.Stream())
-    address, buffer = engine.lend()
+    address, buffer = engine.allocate()
     pipe.send((engine.session, address))
     pipe.recv()
     pipe.send(buffer[:256].cpu().tolist())
@@ -101,7 +101,7 @@ def test_ipc_engine_written_part_is_in_the_memory_of_the_other_process() -> None
         assert ours.poll(120)
         session, target = ours.recv()
         engine = IpcEngine(torch.device("cuda", 0), 1, torch.cuda.Stream())
-        source, buffer = engine.lend()
+        source, buffer = engine.allocate()
         engine.fill(buffer[:256], torch.arange(256, device="cuda").to(torch.uint8))
         assert engine.write(session, source, target, 256)
         ours.send("look")

@@ -116,8 +116,8 @@ def harness() -> Iterator[CopierHarness]:
 
 def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: CopierHarness) -> None:
     copy, staged = slot_copy(), harness.staged()
-    assert copy.claim()
-    assert not copy.claim()
+    assert copy.begin()
+    assert not copy.begin()
     harness.copier.load(copy, staged)
     (launched,) = harness.copier.launched([copy])
     assert launched.what == ("load", staged.buffer, ())  # type: ignore[union-attr]
@@ -133,7 +133,7 @@ def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> No
     save = harness.copier.save(SLOTS, [host_bytes()], ())
     assert save.launched.result(PATIENCE_S) is not None
     copy, staged = slot_copy(), harness.staged()
-    assert copy.claim()
+    assert copy.begin()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(2)
     harness.kv.let_end(harness.kv.launched[1])
@@ -145,7 +145,7 @@ def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> No
 
 def test_copier_withdrawn_slots_are_not_written(harness: CopierHarness) -> None:
     copy, staged = slot_copy(), harness.staged()
-    assert copy.claim()
+    assert copy.begin()
     assert copy.withdraw() is None
     harness.copier.load(copy, staged)
     harness.wait_freed()
@@ -156,24 +156,24 @@ def test_copier_withdrawn_slots_are_not_written(harness: CopierHarness) -> None:
 
 def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness) -> None:
     copy, staged = slot_copy(), harness.staged()
-    assert copy.claim()
+    assert copy.begin()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(1)
     assert [copy.withdraw()] == harness.copier.launched([copy])
 
 
-def test_copier_cancel_leaves_claimed_slots_alone() -> None:
-    waiting, claimed = slot_copy(), slot_copy()
-    assert claimed.claim()
-    assert not claimed.cancel()
+def test_copier_cancel_leaves_slots_of_a_begun_copy_alone() -> None:
+    waiting, begun = slot_copy(), slot_copy()
+    assert begun.begin()
+    assert not begun.cancel()
     assert waiting.cancel()
-    assert not waiting.claim()
+    assert not waiting.begin()
 
 
 def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: CopierHarness) -> None:
     harness.kv.error = RuntimeError("the device is gone")
     copy, staged = slot_copy(), harness.staged()
-    assert copy.claim()
+    assert copy.begin()
     harness.copier.load(copy, staged)
     harness.wait_freed()
     with pytest.raises(RuntimeError, match="gone"):
@@ -187,7 +187,7 @@ def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: Copier
 def test_copier_load_without_device_memory_is_no_copy_and_no_error(harness: CopierHarness) -> None:
     harness.kv.error = torch.OutOfMemoryError("no memory")
     copy, staged = slot_copy(), harness.staged()
-    assert copy.claim()
+    assert copy.begin()
     harness.copier.load(copy, staged)
     harness.wait_freed()
     assert harness.copier.launched([copy]) == [None]
@@ -219,7 +219,7 @@ def test_copier_late_copies_are_given_up_and_never_launched() -> None:
 
     harness.copier.launch_save(held_up)
     copy, staged = slot_copy(), harness.staged()
-    assert copy.claim()
+    assert copy.begin()
     harness.copier.load(copy, staged)
     save = harness.copier.save(SLOTS, [host_bytes()], ())
     assert harness.copier.launched([copy]) == [None]
@@ -271,6 +271,6 @@ def test_copier_of_the_same_thread_completes_at_once() -> None:
     staged = StagedBlock(buffer, staged_pool.give, lambda _: None)
     kv.ended.add(("load", buffer, ()))
     copy = slot_copy()
-    assert copy.claim()
+    assert copy.begin()
     Copier(kv, lambda took_s: None).load(copy, staged)
     assert staged_pool.free == 1

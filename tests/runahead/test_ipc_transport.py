@@ -112,7 +112,7 @@ def test_ipc_transport_raising_engine_loses_no_slot() -> None:
 
 def test_host_ipc_write_to_unknown_memory_or_past_its_end_fails() -> None:
     engine = HostIpc(1)
-    address, buffer = engine.lend()
+    address, buffer = engine.allocate()
     assert not engine.write("/no/such/memory", address, 0, 4)
     assert not engine.write(engine.session, address, 2 * len(buffer) - 2, 4)  # beyond its end
     assert engine.write(engine.session, address, 0, 4)

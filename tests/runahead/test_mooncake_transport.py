@@ -27,14 +27,14 @@ class WatchedEngine:
 
     def __init__(self, inner: MooncakeEngine) -> None:
         self._inner = inner
-        self.buffers: list[int] = []  # addresses, in the order of `lend`
+        self.buffers: list[int] = []  # addresses, in the order of `allocate`
         self.on_write: Callable[..., bool] = inner.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def lend(self) -> tuple[int, Any]:
-        address, memory = self._inner.lend()
+    def allocate(self) -> tuple[int, Any]:
+        address, memory = self._inner.allocate()
         self.buffers.append(address)
         return address, memory
 

@@ -42,7 +42,7 @@ def du_bytes(root):
 
 def opened(root, **options):
     folder = BlockFolder(root, **({"capacity_bytes": CAPACITY_BYTES} | options))
-    folder.claim(DIGEST, FRAME.namespace.describe())
+    folder.set_description(DIGEST, FRAME.namespace.describe())
     folder.stats()  # waits for the index
     return folder
 

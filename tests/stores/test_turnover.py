@@ -54,7 +54,7 @@ def test_block_folder_refilled_a_thousand_times_keeps_its_bounds(tmp_path):
     booked_bytes, held = 2 << 20, 5  # blocks
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
         for namespace in SPACES:
-            folder.claim(namespace.digest(), namespace.describe())
+            folder.set_description(namespace.digest(), namespace.describe())
         folder.stats()  # waits for the index
         for number in range(1000 * held):
             put_small(folder, SPACES[number % len(SPACES)], number, booked_bytes)
@@ -164,7 +164,7 @@ def test_block_folder_claimed_namespaces_use_no_space(tmp_path):
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
         before = folder.stats().used_bytes
         for namespace in SPACES:
-            folder.claim(namespace.digest(), namespace.describe())
+            folder.set_description(namespace.digest(), namespace.describe())
         assert folders_below(tmp_path) == []
         assert folder.stats().used_bytes == before
 
@@ -174,7 +174,7 @@ def test_block_folder_unused_descriptions_are_counted_and_bounded(tmp_path):
         put(folder, 0)
         for n in range(600):
             long = Namespace((("weights", f"{n}"), ("note", "x" * 60_000)))
-            folder.describe(long.digest(), long.describe())
+            folder.write_description(long.digest(), long.describe())
             assert folder.description(long.digest()) == long.describe()
         assert len(folders_below(tmp_path)) <= MOST_UNUSED + 3
         assert 60_000 * MOST_UNUSED < du_bytes(tmp_path) <= folder.stats().used_bytes
@@ -186,7 +186,7 @@ def test_block_folder_description_beyond_capacity_raises_store_full(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         huge = Namespace((("weights", "x" * CAPACITY_BYTES),))
         with pytest.raises(StoreFull):
-            folder.describe(huge.digest(), huge.describe())
+            folder.write_description(huge.digest(), huge.describe())
         assert folders_below(tmp_path) == []
 
 

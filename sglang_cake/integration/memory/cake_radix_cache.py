@@ -301,7 +301,7 @@ class CakeRadixCache(UnifiedRadixCache):
                 req.last_node, ComponentType.MAMBA
             )
 
-    def lend_running(self, req: "Req", slots: torch.Tensor, start: int) -> None:
+    def give_running(self, req: "Req", slots: torch.Tensor, start: int) -> None:
         """Give `slots` to the row of a request between two chunks, from token `start` on. The
         request owns them; they join the tree with the tokens that it computes next."""
         row = (req.kv.req_pool_idx, slice(start, start + len(slots)))

@@ -42,7 +42,7 @@ class SlotCopy:
     def __init__(self, after: Fence) -> None:
         self.after = after
         self._changed = threading.Condition()
-        self._claimed = False
+        self._begun = False
         self._withdrawn = False
         self._copy: Copy | None = None
         self._error: Exception | None = None
@@ -52,23 +52,23 @@ class SlotCopy:
         """Of slots that hold their block."""
         copy = cls(())
         copy.slots = slots
-        copy._claimed = True
+        copy._begun = True
         copy._copy = Copy()
         return copy
 
-    def claim(self) -> bool:
+    def begin(self) -> bool:
         """The bytes are there: whether the caller must hand the copy to the copier. False: another
         thread has done so, or the slots are withdrawn."""
         with self._changed:
-            first = not (self._claimed or self._withdrawn)
-            self._claimed |= first
+            first = not (self._begun or self._withdrawn)
+            self._begun |= first
             return first
 
     @property
-    def claimed(self) -> bool:
+    def begun(self) -> bool:
         """Whether the copier has the copy, or had it."""
         with self._changed:
-            return self._claimed
+            return self._begun
 
     @property
     def failed(self) -> bool:
@@ -98,7 +98,7 @@ class SlotCopy:
         for. None: it found no device memory, or it is late and the slots are withdrawn. Raises:
         what else the launch raised."""
         with self._changed:
-            assert self._claimed
+            assert self._begun
             self._withdrawn |= not self._changed.wait_for(lambda: self.settled, timeout_s)
             if self._error is not None and not isinstance(self._error, torch.OutOfMemoryError):
                 raise self._error
@@ -107,8 +107,8 @@ class SlotCopy:
     def cancel(self) -> bool:
         """Withdraw the slots, unless the bytes have come. Returns whether it did."""
         with self._changed:
-            self._withdrawn |= not self._claimed
-            return not self._claimed
+            self._withdrawn |= not self._begun
+            return not self._begun
 
     def withdraw(self) -> Copy | None:
         """The slots get another owner. Returns the copy that was launched, which may still write to

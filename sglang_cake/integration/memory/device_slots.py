@@ -77,7 +77,7 @@ class DeviceSlots:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
         I/O thread. Returns whether `staged` was taken over."""
         copy = record.memory.reserved.get(block)
-        if copy is None or not copy.claim():
+        if copy is None or not copy.begin():
             return False
         self._copier.load(copy, staged)
         return True
@@ -92,7 +92,7 @@ class DeviceSlots:
             return
         record.memory.slots[block] = copy
         if staged is not None:  # the slots were reserved after the bytes had come
-            copy.claim()
+            copy.begin()
             self._copier.load(copy, staged)
 
     def refuse(self, record: PromptRecord, staged: StagedBlock | None, reason: str) -> None:
@@ -108,7 +108,7 @@ class DeviceSlots:
         """These blocks are computed: free the slots that are reserved for them. With several ranks,
         every rank gives up the same blocks for good, since one may have copied them."""
         copies = self._free(record.memory.reserved, blocks)
-        self._waste(record, sum(copy.claimed for copy in copies), reason)
+        self._waste(record, sum(copy.begun for copy in copies), reason)
 
     def place(
         self,
@@ -130,7 +130,7 @@ class DeviceSlots:
         memory.slots |= copies
         self.placed_tokens += len(copies) * self._block_tokens
         for block, copy in copies.items():
-            copy.claim()
+            copy.begin()
             self._copier.load(copy, memory.staged[block])
             del memory.staged[block]
         return all(block in memory.slots for block in todo)
@@ -192,7 +192,7 @@ class DeviceSlots:
         for index, block in enumerate(blocks):
             staged = record.memory.staged.pop(block)
             copies.append(SlotCopy(after))
-            copies[-1].claim()
+            copies[-1].begin()
             launch = partial(self._ends.load, index, staged.buffer, end, after)
             self._copier.launch_load(copies[-1], staged, launch)
         launched = self._copier.launched(copies)
@@ -201,7 +201,7 @@ class DeviceSlots:
 
     # ---- from slots to an overlapped last step, and back ----
 
-    def lend(
+    def hand_out(
         self, record: PromptRecord, span: Span, being_read: Collection[int]
     ) -> dict[int, torch.Tensor] | None:
         """Slots of the blocks of `span`, by block: those of landed blocks, and others for blocks
@@ -229,21 +229,27 @@ class DeviceSlots:
         self.placed_tokens -= len(landed) * self._block_tokens
         return {b: copy.slots for b, copy in (fresh | copies).items()}
 
-    def trim(self, lent: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
-        """Of lent slots, those of `span`, which the caller owns from now on; the others are
-        freed."""
-        slots = torch.cat([lent[b] for b in span.blocks(self._block_tokens)])
+    def trim(self, handed_out: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
+        """Of slots that were handed out, those of `span`, which the caller owns from now on. The
+        others are freed."""
+        slots = torch.cat([handed_out[b] for b in span.blocks(self._block_tokens)])
         offset = span.start % self._block_tokens
         stop = offset + span.tokens
         self.free(torch.cat([slots[:offset], slots[stop:]]))
         return slots[offset:stop]
 
     def take_back(
-        self, record: PromptRecord, lent: dict[int, torch.Tensor], being_read: Collection[int]
+        self, record: PromptRecord, handed_out: dict[int, torch.Tensor], being_read: Collection[int]
     ) -> None:
-        """Lent slots are not needed now: those of blocks in `being_read` are freed."""
-        landed = {b: SlotCopy.complete(slots) for b, slots in lent.items() if b not in being_read}
-        self.free(torch.cat([slots[:0] for slots in lent.values()] + [lent[b] for b in being_read]))
+        """Slots handed out are not needed now: those of blocks in `being_read` are freed."""
+        landed = {
+            b: SlotCopy.complete(slots) for b, slots in handed_out.items() if b not in being_read
+        }
+        self.free(
+            torch.cat(
+                [slots[:0] for slots in handed_out.values()] + [handed_out[b] for b in being_read]
+            )
+        )
         record.memory.slots |= landed
         self.placed_tokens += len(landed) * self._block_tokens
 

@@ -52,7 +52,7 @@ class OverlappedStep:
         span: stored tokens that the step finds, or that arrive while it runs.
         reads: the blocks of `span` that are being read.
         patience_s: how long the step may take before blocks that have not arrived are computed.
-        lent: slots of the blocks of `span`, until the step is scheduled.
+        handed_out: slots of the blocks of `span`, until the step is scheduled.
         slots: slots of `span`, int64 `[span.tokens]`, once the step is scheduled.
     """
 
@@ -60,7 +60,7 @@ class OverlappedStep:
     span: Span
     reads: dict[int, BlockRead]
     patience_s: float
-    lent: dict[int, torch.Tensor]
+    handed_out: dict[int, torch.Tensor]
     slots: torch.Tensor | None = None
 
 
@@ -220,8 +220,8 @@ class OverlapRunner:
         if span is None:
             return None
         needed = {b: begun[b] for b in record.meet.blocks_of(span) if b in begun}
-        lent = self._device_slots.lend(record, span, needed)
-        if lent is None:
+        handed_out = self._device_slots.hand_out(record, span, needed)
+        if handed_out is None:
             return None
         step_s = costs.prefill.step_s(span.stop, len(record.tokens))
         # The loads should be over within a step, as far as predictions hold.
@@ -229,15 +229,15 @@ class OverlapRunner:
             record.meet.view(), chunk_tokens=chunk_tokens, costs=costs, progress=record.progress
         )
         most_s = min(left_s, step_s * (1 + min(costs.load.error, MOST_SLACK)))
-        self._step = OverlappedStep(record, span, needed, most_s, lent)
+        self._step = OverlappedStep(record, span, needed, most_s, handed_out)
         return span
 
     def confirm(self, req: "Req") -> torch.Tensor:
         """The step is scheduled. Returns the slots of the tokens that count as present (int64
         `[tokens]`), which the request owns from now on."""
         step = self._begun(req)
-        step.slots = self._device_slots.trim(step.lent, step.span)
-        step.lent = {}
+        step.slots = self._device_slots.trim(step.handed_out, step.span)
+        step.handed_out = {}
         self.due = req
         return step.slots
 
@@ -329,7 +329,7 @@ class OverlapRunner:
         return step
 
     def _take_back(self, step: OverlappedStep) -> None:
-        self._device_slots.take_back(step.record, step.lent, step.reads)
+        self._device_slots.take_back(step.record, step.handed_out, step.reads)
         self._step = None
 
     def _pieces(self, step: OverlappedStep) -> list[StreamedBlock]:

@@ -51,12 +51,12 @@ class IpcEngine:
         with self._lock:
             return list(self._theirs)
 
-    def lend(self) -> tuple[int, torch.Tensor]:
+    def allocate(self) -> tuple[int, torch.Tensor]:
         address = self._lent * BUFFER_BYTES
         self._lent += 1
         return address, self._memory[address : address + BUFFER_BYTES]
 
-    def take_back(self, address: int) -> None:
+    def free(self, address: int) -> None:
         """The memory is not reused."""
 
     def fill(self, slot: torch.Tensor, payload: torch.Tensor) -> None:

@@ -373,7 +373,7 @@ class CakePrefillAdder(PrefillAdder):
         """Admit the overlapped last step of the chunked request."""
         req.prefix_len = span.stop
         rest = super().add_chunked_req(req)
-        if not self._confirm_overlap(req, lend_from=span.start):
+        if not self._confirm_overlap(req, give_from=span.start):
             req.prefix_len = span.start
             req.extend_end = span.start
             self._undo_overlap(req)
@@ -402,18 +402,18 @@ class CakePrefillAdder(PrefillAdder):
         return self._alone(result)
 
     @guarded(_CHUNKED, False)
-    def _confirm_overlap(self, req: "Req", lend_from: int | None = None) -> bool:
+    def _confirm_overlap(self, req: "Req", give_from: int | None = None) -> bool:
         """Whether the step is scheduled and has its slots.
 
-        Args: lend_from: of the chunked request, the first token whose slot goes into its row.
+        Args: give_from: of the chunked request, the first token whose slot goes into its row.
         """
         tree, coordinator = self._cake()
         runner = tree.overlap_runner
         if req not in self.can_run_list or runner is None or coordinator is None:
             return False
         slots = runner.confirm(req)
-        if lend_from is not None:
-            tree.lend_running(req, slots, lend_from)
+        if give_from is not None:
+            tree.give_running(req, slots, give_from)
             coordinator.claimed(req, req.extend_end, overlapped=True)
         return True
 

@@ -114,15 +114,15 @@ class BlockFolder:
             root, self.evictor, self._descriptions, self._allocated_bytes
         )
 
-    def claim(self, digest: Digest, fields: Mapping[str, str]) -> None:
+    def set_description(self, digest: Digest, fields: Mapping[str, str]) -> None:
         """Set the description of a namespace, which is written with its first block.
 
         Raises: StoreUnavailable; ConfigError if the folder has another description.
         """
         self._descriptions.check(digest, fields)
 
-    def describe(self, digest: Digest, fields: Mapping[str, str]) -> None:
-        """As `claim`, but written now, for other processes.
+    def write_description(self, digest: Digest, fields: Mapping[str, str]) -> None:
+        """As `set_description`, but written now, for other processes.
 
         Of more than MOST_UNUSED namespaces without blocks the oldest are removed.
         Raises: StoreFull; StoreUnavailable; ConfigError.
@@ -218,7 +218,7 @@ class BlockFolder:
         """A context with a new file for a block, to be appended to and committed.
 
         Without a commit, the file is removed. None if the block is stored already, being written,
-        or rejected by admission. Other blocks may be evicted. `claim` must have been called.
+        or rejected by admission. Other blocks may be evicted. Call `set_description` before.
 
         Args:
             framed_bytes: size of the file.

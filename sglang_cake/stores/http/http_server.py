@@ -222,7 +222,7 @@ class StoreServer:
 
         try:
             await run_stoppable(
-                self._blocks.askers, lambda stop: self._folder.describe(digest, fields)
+                self._blocks.askers, lambda stop: self._folder.write_description(digest, fields)
             )
         except ConfigError:
             raise RefusedRequest(409, "the namespace has another namespace.json here") from None

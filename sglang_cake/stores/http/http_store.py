@@ -224,7 +224,7 @@ class HttpStore:
             header = self._frame.header(key, body)
             for _ in range(2):
                 if not self._is_claimed:
-                    await self._claim()
+                    await self._write_description()
                 fresh = await self._transport.call(
                     self._transport.writes,
                     len(header) + len(body),
@@ -264,7 +264,7 @@ class HttpStore:
                 await refuse(response)
             return response.status == 201
 
-    async def _claim(self) -> None:
+    async def _write_description(self) -> None:
         """Write the namespace's description unless it is there.
 
         Raises: StoreUnavailable, also if another namespace's is there; StoreFull.

@@ -1,5 +1,5 @@
 import pytest
-from http_servers import STARTED, OurServer, claim
+from http_servers import STARTED, OurServer, put_description
 
 
 @pytest.fixture(autouse=True)
@@ -15,10 +15,10 @@ def _no_server_outlives_its_test():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Our server with the token that it made, and the contract's namespace claimed."""
+    """Our server with the token that it made, and the contract's namespace described."""
     it = OurServer(tmp_path_factory.mktemp("store") / "root")
     try:
-        claim(it)
+        put_description(it)
         yield it
     finally:
         status = it.stop()

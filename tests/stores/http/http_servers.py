@@ -336,7 +336,7 @@ def ask(server, method, path, body=None, headers=None, token=OWN):
         connection.close()
 
 
-def claim(server, frame=FRAME, token=OWN):
+def put_description(server, frame=FRAME, token=OWN):
     """Tell the server what the namespace is."""
     body = json.dumps(frame.namespace.describe())
     path = description_path(frame.digest)

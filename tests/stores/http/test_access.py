@@ -15,12 +15,12 @@ from http_servers import (
     B,
     OurServer,
     ask,
-    claim,
     framed,
     make_certificate,
     own_token,
     poll,
     put_block,
+    put_description,
     write_token,
 )
 
@@ -57,7 +57,7 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
         assert path.parent.stat().st_mode & 0o777 == 0o700
         assert re.fullmatch(r"[0-9a-f]{64}\n", path.read_text())
         assert str(path) in server.process.stdout.readline()
-        claim(server)
+        put_description(server)
         put_block(server, "a")
         for host in ("127.0.0.1", "evil.example"):
             headers = {"Host": host}
@@ -278,7 +278,7 @@ def test_store_serve_request_facts_with_invalid_text_get_400(tmp_path):
     """Half a surrogate pair, which JSON can hold."""
     server = OurServer(tmp_path / "root", "--workers", 1)
     try:
-        claim(server)
+        put_description(server)
         put_block(server, "a")
         good = RequestFacts("id", 1, "good", 7).to_json()
         for workload, status in (("good", 204), (HALF, 400), ("good", 204)):

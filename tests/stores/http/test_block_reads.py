@@ -12,13 +12,13 @@ from http_servers import (
     OurServer,
     ServerInProcess,
     ask,
-    claim,
     fill_root,
     framed,
     is_open,
     make_certificate,
     poll,
     put_block,
+    put_description,
     request_bytes,
 )
 
@@ -184,7 +184,7 @@ def test_reading_stops_when_told_to(fd):
 
 def test_store_serve_cold_block_is_sent_whole_and_as_a_range(tmp_path):
     server = OurServer(tmp_path / "root")
-    claim(server, BIG_FRAME)
+    put_description(server, BIG_FRAME)
     put_block(server, "a", BIG_FRAME)
     (file,) = poll(lambda: list(tmp_path.rglob(A.hex())), "the file")
     os.sync()

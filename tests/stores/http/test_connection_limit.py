@@ -11,12 +11,12 @@ from http_servers import (
     A,
     OurServer,
     ask,
-    claim,
     framed,
     metrics,
     own_token,
     poll,
     put_block,
+    put_description,
     start_request,
 )
 from hypothesis import strategies as st
@@ -89,7 +89,7 @@ TestPlaces = PlacesMachine.TestCase
 def small(tmp_path):
     """A server with places for 16 connections, in one worker."""
     server = OurServer(tmp_path / "root", limits={"workers": 1, "max_connections": 16})
-    claim(server)
+    put_description(server)
     put_block(server, "a")
     yield server
     assert server.stop() == 0
@@ -175,7 +175,7 @@ def test_store_serve_full_never_drops_a_connection_being_answered(tmp_path):
     limits = {"workers": 1, "max_connections": 2}
     server = OurServer(tmp_path / "root", limits=limits)
     try:
-        claim(server, BIG_FRAME)
+        put_description(server, BIG_FRAME)
         put_block(server, "a", BIG_FRAME)
         asked = f"GET {block_path(BIG_FRAME.digest, A)} HTTP/1.1\nHost: x\n"
         readers = [start_request(server, asked) for _ in range(2)]

@@ -11,9 +11,9 @@ from http_servers import (
     B,
     OurServer,
     ask,
-    claim,
     framed,
     put_block,
+    put_description,
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -42,7 +42,7 @@ def guarded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "secret").write_bytes(SECRET)
     server = OurServer(folder / "root")
-    claim(server)
+    put_description(server)
     put_block(server, "a")
     server.folder = folder
     yield server
@@ -240,7 +240,7 @@ def test_store_serve_file_that_is_not_the_block_is_not_sent(tmp_path, what):
     outside.write_bytes(SECRET * 1000)
     server = OurServer(tmp_path / "root")
     try:
-        claim(server)
+        put_description(server)
         put_block(server, "a")
         name = A.hex()
         path = tmp_path / "root" / FRAME.digest.hex() / name[:2] / name[2:4] / name
@@ -259,7 +259,7 @@ def test_store_serve_file_that_is_not_the_block_is_not_sent(tmp_path, what):
 def test_store_serve_folder_that_is_a_symlink_is_not_entered(tmp_path, above):
     server = OurServer(tmp_path / "root")
     try:
-        claim(server)
+        put_description(server)
         put_block(server, "a")
         name = A.hex()
         path = tmp_path / "root" / FRAME.digest.hex() / name[:2] / name[2:4] / name

@@ -14,7 +14,6 @@ from http_servers import (
     A,
     OurServer,
     ask,
-    claim,
     connects,
     framed,
     metrics,
@@ -22,6 +21,7 @@ from http_servers import (
     opened_client,
     poll,
     put_block,
+    put_description,
     read_status,
     start_put,
     start_request,
@@ -37,7 +37,7 @@ BIG_PATH = block_path(BIG_FRAME.digest, A)
 
 def test_store_serve_stopped_finishes_its_open_requests(tmp_path):
     server = OurServer(tmp_path / "root")
-    claim(server, BIG_FRAME)
+    put_description(server, BIG_FRAME)
     put_block(server, "a", BIG_FRAME)
     expected = framed("a", frame=BIG_FRAME)
     idle = start_request(server, "GET /health HTTP/1.1\nHost: x\n")
@@ -61,7 +61,7 @@ def test_store_serve_stopped_finishes_its_open_requests(tmp_path):
 
 def test_store_serve_killed_during_a_put_stores_no_block(tmp_path):
     server = OurServer(tmp_path / "root")
-    claim(server, BIG_FRAME)
+    put_description(server, BIG_FRAME)
     connection, _ = start_put(server, "a", BIG_FRAME, BIG_FRAME.framed_bytes - 1)
 
     def is_being_written():
@@ -187,7 +187,7 @@ async def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_pat
 
 def test_store_serve_reads_of_tools_leave_access_times_unchanged(tmp_path):
     server = OurServer(tmp_path / "root")
-    claim(server)
+    put_description(server)
     for name in ("looked at", "used", "asked for"):
         put_block(server, name)
     listing = f"/{FRAME.digest.hex()}/"

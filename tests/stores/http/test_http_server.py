@@ -15,13 +15,13 @@ from http_servers import (
     B,
     OurServer,
     ask,
-    claim,
     framed,
     metrics,
     opened,
     opened_client,
     poll,
     put_block,
+    put_description,
     read_status,
     serve_command,
     start_put,
@@ -116,7 +116,7 @@ def test_store_serve_put_of_a_wrong_body_stores_no_block(server, body, expected)
 
 async def test_store_serve_half_written_block_is_not_stored_until_it_is_put_again(tmp_path):
     server = OurServer(tmp_path / "root")
-    claim(server, BIG_FRAME)
+    put_description(server, BIG_FRAME)
     half_bytes = BIG_FRAME.framed_bytes // 2
     writing, _ = start_put(server, "a", BIG_FRAME, half_bytes)
 
@@ -197,8 +197,8 @@ def test_store_serve_namespace_needs_its_true_description_first(server):
         assert ask(server, "PUT", path, lie)[0] == 400
     assert ask(server, "PUT", path, b" " * (MAX_DESCRIPTION_BYTES + 1))[0] == 413
     assert ask(server, "GET", path)[0] == 404
-    claim(server, frame)
-    claim(server, frame)
+    put_description(server, frame)
+    put_description(server, frame)
     assert json.loads(ask(server, "GET", path)[2]) == frame.namespace.describe()
     assert ask(server, "PUT", block, body)[0] == 201
 
@@ -261,7 +261,7 @@ def test_store_serve_parallel_puts_are_bounded_in_number_and_memory(tmp_path):
         states = [Path(f"/proc/{pid}/status").read_text() for pid in server.workers()]
         return sum(int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) * 1024 for text in states)
 
-    claim(server, BIG_FRAME)
+    put_description(server, BIG_FRAME)
     before, almost = peak_bytes(), BIG_FRAME.framed_bytes - 1
     puts = [start_put(server, f"big{n}", BIG_FRAME, almost) for n in range(MAX_PUTS)]
     poll(lambda: metrics(server)["puts_in_progress"] == MAX_PUTS, "all have begun")
@@ -353,7 +353,7 @@ async def test_store_serve_without_free_space_refuses_puts_as_full(tmp_path):
 
 def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
     first = OurServer(tmp_path / "root")
-    claim(first)
+    put_description(first)
     put_block(first, "a")
     assert first.stop() == 0
     server = OurServer(tmp_path / "root", "--min-free", "900PB")

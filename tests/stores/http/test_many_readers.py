@@ -5,7 +5,16 @@ import re
 from pathlib import Path
 
 import xxhash
-from http_servers import BIG_FRAME, A, OurServer, claim, framed, poll, put_block, start_request
+from http_servers import (
+    BIG_FRAME,
+    A,
+    OurServer,
+    framed,
+    poll,
+    put_block,
+    put_description,
+    start_request,
+)
 
 from sglang_cake.stores.http.protocol import block_path
 
@@ -34,7 +43,7 @@ def read_rest(connection, got, buffer):
 
 def test_store_serve_256_parallel_readers_use_little_memory(tmp_path):
     server = OurServer(tmp_path / "root")
-    claim(server, BIG_FRAME)
+    put_description(server, BIG_FRAME)
     put_block(server, "a", BIG_FRAME)
     asked = f"GET {block_path(BIG_FRAME.digest, A)} HTTP/1.1\nHost: x\n"
     expected = xxhash.xxh3_128_digest(framed("a", frame=BIG_FRAME))

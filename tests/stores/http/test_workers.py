@@ -12,7 +12,6 @@ from http_servers import (
     A,
     OurServer,
     ask,
-    claim,
     connects,
     framed,
     is_alive,
@@ -20,6 +19,7 @@ from http_servers import (
     own_token,
     poll,
     put_block,
+    put_description,
     read_status,
     start_put,
     start_request,
@@ -39,7 +39,7 @@ def sent_blocks(server):
 @pytest.fixture
 def server(tmp_path):
     it = OurServer(tmp_path / "root", "--workers", 3)
-    claim(it)
+    put_description(it)
     put_block(it, "a")
     return it
 
@@ -119,7 +119,7 @@ def test_store_serve_start_removes_the_temporary_folder_of_a_killed_server(tmp_p
 
 def test_worker_pool_terminated_worker_finishes_its_put(tmp_path):
     server = OurServer(tmp_path / "root", "--workers", 1)
-    claim(server, BIG_FRAME)
+    put_description(server, BIG_FRAME)
     connection, rest = start_put(server, "a", BIG_FRAME, 1000)
     (worker,) = server.workers()
     poll(lambda: metrics(server)["puts_in_progress"] == 1, "the put is in progress")
