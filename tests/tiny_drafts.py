@@ -1,6 +1,7 @@
 """Tiny draft models that propose what their targets would choose."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,17 @@ def build_eagle3(target: Path, draft: Path) -> tuple[Path, Path]:
     tokens but the first one. What it adds up begins without the token's embedding, which is of
     little size in this target.
     """
+    _write_llama(target, embedding_size=0.01)
+    _write_eagle3_draft(target, draft)
+    return target, draft
+
+
+def _write_eagle3_draft(llama: Path, draft: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    hidden = _write_llama(target, embedding_size=0.01)
-    tensors = load_file(target / "model.safetensors")
+    tensors = load_file(llama / "model.safetensors")
+    hidden = tensors["model.norm.weight"].numel()
     copied = {
         "norm.weight": tensors["model.norm.weight"],
         "lm_head.weight": tensors["lm_head.weight"],
@@ -69,7 +76,7 @@ def build_eagle3(target: Path, draft: Path) -> tuple[Path, Path]:
     }
     draft.mkdir(parents=True)
     save_file(copied, draft / "model.safetensors")
-    facts = json.loads((target / "config.json").read_text())
+    facts = json.loads((llama / "config.json").read_text())
     facts |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": VOCAB,
@@ -77,7 +84,6 @@ def build_eagle3(target: Path, draft: Path) -> tuple[Path, Path]:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0]},
     }
     (draft / "config.json").write_text(json.dumps(facts))
-    return target, draft
 
 
 def _write_llama(path: Path, *, embedding_size: float = 1.0) -> int:
@@ -105,6 +111,90 @@ def _write_llama(path: Path, *, embedding_size: float = 1.0) -> int:
 
     write_model(path, LlamaForCausalLM, config, change=change)
     return hidden
+
+
+def build_dflash(target: Path, draft: Path) -> tuple[Path, Path]:
+    """Write a Llama to `target`, and its DFLASH draft model to `draft`.
+
+    The target chooses the token after the one that was `distance` tokens before, which attention
+    of its second layer finds by its position alone: queries are equal for all tokens, and so are
+    keys. The first layer adds nothing. So all that the draft model proposes for a block of masks is
+    accepted, if it has its own KV of the prompt, which is made of what the first layer passes on.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, heads, kv_heads, distance, peak, masked = 32, 4, 2, 100, 12.0, VOCAB - 1
+    hidden = 4 * width  # a constant, the code of a token, the code that was found, nothing
+    codes = torch.randn(VOCAB, width, generator=torch.Generator().manual_seed(0))
+    codes *= (2 / codes.square().mean(1, keepdim=True)).sqrt()
+    constant = torch.full((width,), 2**0.5)
+
+    def from_constant(vector: torch.Tensor, count: int) -> torch.Tensor:
+        """The weights that give each head this vector."""
+        weights = torch.zeros(width, hidden)
+        weights[:, :width] = torch.outer(vector, constant / constant.square().sum())
+        return weights.repeat(count, 1)
+
+    def attention(tokens_back: int, scale: float) -> dict[str, torch.Tensor]:
+        angles = tokens_back * 10000.0 ** (-torch.arange(0, width, 2) / width)
+        query = torch.cat([torch.ones(width // 2), torch.zeros(width // 2)])
+        key = torch.cat([angles.cos(), angles.sin()])  # the query, turned
+        value, output = torch.zeros(width, hidden), torch.zeros(hidden, hidden)
+        value[:, width : 2 * width] = torch.eye(width)
+        output[2 * width : 3 * width, :width] = 4 * torch.eye(width)
+        return {
+            "q_proj": from_constant(query * scale, heads),
+            "k_proj": from_constant(key * scale, kv_heads),
+            "v_proj": value.repeat(kv_heads, 1),
+            "o_proj": output,
+        }
+
+    def change(model: Any) -> None:
+        embeddings, head = model.model.embed_tokens.weight.data, model.lm_head.weight.data
+        embeddings.zero_()
+        embeddings[:, :width], embeddings[:, width : 2 * width] = constant, codes
+        head.zero_()
+        head[:, 2 * width : 3 * width] = codes.roll(1, 0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.down_proj.weight.data.zero_()
+        for name, weights in attention(distance, (peak * width**0.5) ** 0.5).items():
+            getattr(model.model.layers[1].self_attn, name).weight.data = weights
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=VOCAB,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    write_model(target, LlamaForCausalLM, config, change=change)
+    # Queries and keys are normalized, which doubles the squares of these.
+    normed = torch.full((width,), (peak * width**0.5 / 2) ** 0.5)
+    layer = {f"self_attn.{name}": each for name, each in attention(distance + 1, 1.0).items()}
+    layer |= {"self_attn.q_norm": normed, "self_attn.k_norm": normed.clone()}
+    layer |= {f"mlp.{name}_proj": torch.zeros(hidden, hidden) for name in ("gate", "up", "down")}
+    layer |= {f"{name}_layernorm": torch.ones(hidden) for name in ("input", "post_attention")}
+    tensors = {f"layers.0.{name}.weight": each for name, each in layer.items()}
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in ("norm", "hidden_norm")}
+    draft.mkdir(parents=True)
+    save_file(tensors | {"fc.weight": torch.eye(hidden)}, draft / "model.safetensors")
+    facts = json.loads((target / "config.json").read_text()) | {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 1,
+        "num_target_layers": 2,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": masked, "target_layer_ids": [0]},
+    }
+    (draft / "config.json").write_text(json.dumps(facts))
+    return target, draft
 
 
 def build_mimo(path: Path) -> Path:
@@ -154,9 +244,115 @@ def build_qwen3_next_mtp(path: Path) -> Path:
     """Write a random Qwen3-Next to `path`, with its MTP layer in the same files.
 
     The MTP layer is the target's last one, with full attention. It does not use the target's hidden
-    states, and sees all tokens but the first one. The target's other layers, which have recurrent
-    states, add little to what the last one gets: most of the MTP layer's tokens are accepted, and
+    states, and sees all tokens but the first one, so most of its tokens are accepted.
+    """
+    import torch
+
+    def change(model: Any) -> None:
+        embeddings = model.model.embed_tokens.weight.data
+        embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
+        attention = model.model.layers[-1].self_attn
+        attention.q_norm.weight.data += 2  # a peaked softmax
+        attention.o_proj.weight.data *= 2
+
+    hidden, layers = _write_qwen3_next(path, change)
+    _copy_weights(
+        path,
+        {f"model.layers.{layers - 1}.": "mtp.layers.0.", "model.norm.": "mtp.norm."},
+        {
+            "mtp.fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1),
+            "mtp.pre_fc_norm_embedding.weight": torch.zeros(hidden),  # 1 is added
+            "mtp.pre_fc_norm_hidden.weight": torch.zeros(hidden),
+        },
+    )
+    return path
+
+
+def build_qwen3_next_of_llama(target: Path, llama: Path, eagle3: Path) -> tuple[Path, Path, Path]:
+    """Write a random Llama of one layer to `llama`, its EAGLE3 draft model to `eagle3`, and to
+    `target` a Qwen3-Next whose last layer, with full attention, is that of the Llama. So most
+    tokens of both draft models are accepted.
+
+    The experts of the last layer are equal, and its gates are half open. Its queries and keys are
+    rotations of parts of an embedding, which are normalized. So the norms of queries and keys,
+    which a Llama lacks, change nothing.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, parts, kv_parts, peak = 32, 4, 2, 3.0  # a peaked softmax
+    hidden = width * parts
+
+    seeded = torch.Generator().manual_seed(0)
+
+    def rotated(count: int) -> torch.Tensor:
+        """The weights that rotate each of the first parts of an embedding."""
+        weights = torch.zeros(count * width, hidden)
+        random = torch.randn(count, width, width, generator=seeded)
+        weights[:, : count * width] = torch.block_diag(*torch.linalg.qr(random)[0])
+        return weights
+
+    def change_llama(model: Any) -> None:
+        embeddings = model.model.embed_tokens.weight.data.view(VOCAB, parts, width)
+        embeddings /= embeddings.square().mean(-1, keepdim=True).sqrt()
+        layer = model.model.layers[0]
+        layer.self_attn.q_proj.weight.data = rotated(parts) * peak
+        layer.self_attn.k_proj.weight.data = rotated(kv_parts)
+        # The EAGLE3 draft model lacks the embedding in what a layer adds to, so that is small.
+        layer.self_attn.o_proj.weight.data *= 20
+        layer.mlp.down_proj.weight.data *= 12
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=parts,
+        num_key_value_heads=kv_parts,
+        vocab_size=VOCAB,
+        max_position_embeddings=8192,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    write_model(llama, LlamaForCausalLM, config, change=change_llama)
+    _write_eagle3_draft(llama, eagle3)
+    given = load_file(llama / "model.safetensors")
+
+    def change_target(model: Any) -> None:
+        def weight(name: str) -> torch.Tensor:
+            return given[f"model.layers.0.{name}.weight"]
+
+        model.model.embed_tokens.weight.data = given["model.embed_tokens.weight"]
+        model.lm_head.weight.data = given["lm_head.weight"]
+        layer = model.model.layers[-1]
+        attention, experts = layer.self_attn, layer.mlp.experts
+        queries = weight("self_attn.q_proj").view(parts, width, hidden) / peak
+        with_gates = torch.cat([queries, torch.zeros_like(queries)], dim=1)
+        attention.q_proj.weight.data = with_gates.flatten(0, 1)
+        attention.q_norm.weight.data.fill_(peak - 1)  # 1 is added
+        attention.k_proj.weight.data = weight("self_attn.k_proj")
+        attention.v_proj.weight.data = weight("self_attn.v_proj")
+        attention.o_proj.weight.data = 2 * weight("self_attn.o_proj")
+        gate_up = torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")])
+        experts.gate_up_proj.data = gate_up.repeat(experts.num_experts, 1, 1)
+        experts.down_proj.data = weight("mlp.down_proj").repeat(experts.num_experts, 1, 1)
+        layer.mlp.shared_expert.down_proj.weight.data.zero_()
+
+    _write_qwen3_next(target, change_target, partial_rotary_factor=1.0)
+    return target, llama, eagle3
+
+
+def _write_qwen3_next(
+    path: Path, change: Callable[[Any], None], *, partial_rotary_factor: float = 0.25
+) -> tuple[int, int]:
+    """Write a random Qwen3-Next to `path`. Returns its width and its number of layers.
+
+    The layers with recurrent states add little to what the last one gets, which has full attention:
     wrong states change logprobs by about 1.
+
+    Args: change: what is particular to the model.
     """
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -184,36 +380,23 @@ def build_qwen3_next_mtp(path: Path) -> Path:
         shared_expert_intermediate_size=64,
         num_experts=4,
         num_experts_per_tok=2,
+        partial_rotary_factor=partial_rotary_factor,
     )
-    config.full_attention_interval = layers  # SGLang reads it, and transformers drops it
+    config.full_attention_interval = layers  # SGLang reads these, and transformers drops them
+    config.partial_rotary_factor = partial_rotary_factor
 
-    def change(model: Any) -> None:
-        embeddings = model.model.embed_tokens.weight.data
-        embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
+    def change_all(model: Any) -> None:
         for name, weight in model.named_parameters():
-            if name.endswith("q_norm.weight"):
-                weight.data += 2  # a peaked softmax
-            elif name.endswith("A_log"):  # half of a state is forgotten in 10 to 1,000 tokens
+            if name.endswith("A_log"):  # half of a state is forgotten in 10 to 1,000 tokens
                 weight.data = torch.linspace(-7.5, -3, weight.numel()).view_as(weight)
-            elif "self_attn.o_proj" in name:
-                weight.data *= 2
             elif "linear_attn.out_proj" in name or (
                 "down_proj" in name and f"layers.{layers - 1}." not in name
             ):
                 weight.data *= 0.01
+        change(model)
 
-    write_model(path, Qwen3NextForCausalLM, config, change=change)
-    last = f"model.layers.{layers - 1}."
-    _copy_weights(
-        path,
-        {last: "mtp.layers.0.", "model.norm.": "mtp.norm."},
-        {
-            "mtp.fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1),
-            "mtp.pre_fc_norm_embedding.weight": torch.zeros(hidden),  # 1 is added
-            "mtp.pre_fc_norm_hidden.weight": torch.zeros(hidden),
-        },
-    )
-    return path
+    write_model(path, Qwen3NextForCausalLM, config, change=change_all)
+    return hidden, layers
 
 
 def _copy_weights(path: Path, prefixes: dict[str, str], more: dict[str, Any]) -> None:

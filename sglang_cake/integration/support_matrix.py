@@ -360,7 +360,10 @@ SPECULATION: tuple[Speculation, ...] = (
     Speculation(
         "STANDALONE",
         stored="K and V of the draft model",
-        proofs=(Proof("Mellum", f"{_SERVERS}::standalone-windows-load"),),
+        proofs=(
+            Proof("Mellum", f"{_SERVERS}::standalone-windows-load"),
+            Proof("Qwen3-Next", f"{_SERVERS}::standalone-states-load"),
+        ),
     ),
     Speculation(
         "EAGLE",
@@ -370,7 +373,10 @@ SPECULATION: tuple[Speculation, ...] = (
     Speculation(
         "EAGLE3",
         stored="K and V of the draft layers",
-        proofs=(Proof("Llama", f"{_SERVERS}::eagle3-load"),),
+        proofs=(
+            Proof("Llama", f"{_SERVERS}::eagle3-load"),
+            Proof("Qwen3-Next", f"{_SERVERS}::eagle3-states-load"),
+        ),
     ),
     Speculation(
         "NEXTN",
@@ -393,7 +399,7 @@ SPECULATION: tuple[Speculation, ...] = (
     Speculation(
         "DFLASH",
         stored="K and V of the draft model",
-        proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
+        proofs=(Proof("Llama", f"{_SERVERS}::dflash-load"),),
     ),
     Speculation(
         "DSPARK",
@@ -464,17 +470,15 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "takes the place of offloading: remove --disaggregation-decode-enable-offload-kvcache",
     ),
-    (
-        "enable_pd_role_switch",
-        bool,
-        "does not support servers that change roles: remove --enable-pd-role-switch",
-    ),
     ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
-    ("language_only", bool, "does not support encoder servers: remove --language-only"),
     ("pp_size", lambda n: n > 1, "does not support pipeline parallelism: set --pp-size 1"),
     ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
     ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
-    ("use_ray", bool, "does not support Ray: remove --use-ray"),
+    (
+        "use_ray",
+        bool,
+        "does not support Ray, whose workers load no plug-ins of SGLang: remove --use-ray",
+    ),
     (
         "speculative_algorithm",
         lambda name: name is not None and name.upper() == "UNO",
@@ -562,17 +566,16 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
     kind = None if model is None else unsupported_model(model)
     if kind is not None:
         return kind
-    if args.disaggregation_mode == "decode":
+    if _may_decode_for_others(args):
         if not args.disaggregation_decode_enable_radix_cache:
             return (
                 "cake stores what the radix cache of a decode server has: set "
                 "--disaggregation-decode-enable-radix-cache, or remove --enable-cake"
             )
-        if model is not None and model.has_end_states:
-            kind = "recurrent states" if model.is_hybrid_ssm else "sliding windows"
+        if model is not None and model.is_hybrid_swa:
             return (
-                f"cake does not support {kind} on a decode server: remove --enable-cake; prefill "
-                "servers may have it"
+                "cake does not support sliding windows on a decode server: remove --enable-cake; "
+                "prefill servers that do not change roles may have it"
             )
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
@@ -586,13 +589,21 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
 
+def _may_decode_for_others(args: Any) -> bool:
+    """Whether this is a decode server, or may become one."""
+    if args.disaggregation_mode == "null":
+        return False
+    changes_roles = getattr(args, "enable_pd_role_switch", False)
+    return bool(args.disaggregation_mode == "decode" or changes_roles)
+
+
 def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
     """SGLang fills its table of earlier tokens before steps that only prefill, and when it samples
     (NgramEmbeddingManager). After all other steps KV is that of other tokens."""
     if model is None or not model.is_ngram_table:
         return None
     remedy = None
-    if args.disaggregation_mode == "decode":
+    if _may_decode_for_others(args):
         remedy = "remove --enable-cake on decode servers; prefill servers may have it"
     elif args.enable_mixed_chunk:
         remedy = "remove --enable-mixed-chunk"
@@ -793,6 +804,7 @@ def keys_media(ctx: "TreeCacheBuildContext") -> bool:
 def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str | None:
     """Why the pools of sliding windows and of recurrent states cannot be stored; None if they can,
     or if there are none."""
+    from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
@@ -812,7 +824,7 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             return f"cake does not support {reason}"
     if ctx.is_hybrid_ssm:
         pool = params.req_to_token_pool
-        if type(pool) is not HybridReqToTokenPool:
+        if type(pool) not in (HybridReqToTokenPool, HybridMambaDecodeReqToTokenPool):
             return f"cake does not support recurrent states in a {type(pool).__name__}"
         if pool.mamba_ckpt_pool is not None:
             return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"

@@ -35,6 +35,7 @@ except ImportError as error:
 Make = Callable[[int], list[int]]
 # The share of requests, by a digest of their ids, that SGLang lets start over once.
 STARTS_OVER = 1e-4
+CHANGES_ROLES = ("--enable-pd-role-switch", "--disaggregation-decode-enable-radix-cache")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def prefill(
     start: Start, models: dict[str, Path], store: Path, env: dict[str, str], port: int
 ) -> Iterator[Live]:
     flags = (
-        *(*COMMON, "--disaggregation-mode", "prefill", "--cake-mode", "load"),
+        *(*COMMON, *CHANGES_ROLES, "--disaggregation-mode", "prefill", "--cake-mode", "load"),
         *("--disaggregation-bootstrap-port", str(port)),
     )
     env = env | {"SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB": str(STARTS_OVER)}
@@ -122,6 +123,11 @@ def racing_pair(
 
 
 @pytest.fixture(scope="module")
+def turned_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
 def pair(
     start: Start,
     models: dict[str, Path],
@@ -129,10 +135,11 @@ def pair(
     env: dict[str, str],
     prefill: Live,
     port: int,
+    turned_port: int,
 ) -> Iterator[Pair]:
     flags = (
-        *(*COMMON, "--disaggregation-mode", "decode"),
-        *("--disaggregation-decode-enable-radix-cache",),
+        *(*COMMON, *CHANGES_ROLES, "--disaggregation-mode", "decode", "--cake-mode", "load"),
+        *("--disaggregation-bootstrap-port", str(turned_port)),
         *("--disaggregation-decode-retraction-backup", "none"),
     )
     with start(models["first"], flags, store=store, env=env) as decode:
@@ -361,6 +368,41 @@ def test_pair_transfer_that_fails_leaves_no_trace(
     sending.flush()
     for live in (sending.prefill, sending.decode):
         live.check_log()
+
+
+def test_pair_that_changes_roles_loads_and_stores_in_the_new_ones(
+    ordinary: Live, pair: Pair, turned_port: int, prompt: Make
+) -> None:
+    document, question = prompt(10 * BLOCK + 7), prompt(50)
+    turned = Pair(pair.decode, pair.prefill, turned_port)
+    try:
+        turn_into("prefill", turned.prefill)
+        turn_into("decode", turned.decode)
+        before = turned.stored()
+        answer, first = turned.ask(document, new_tokens=2 * BLOCK)
+        assert first.loaded == 0
+        conversation = document + answer.tokens
+        turned.prefill.store.until_stored(conversation[: 12 * BLOCK])
+        until(lambda: sum(turned.stored()) >= sum(before) + 12, "the metrics are up to date")
+        assert [b - a for a, b in zip(before, turned.stored(), strict=True)] == [10, 2]
+        reference = ordinary.ask(conversation + question, cache_salt="computed there")
+        turned.flush()
+        warm, prefilled = turned.ask(conversation + question)
+        assert prefilled.loaded == 12 * BLOCK
+        assert_same(warm, reference)
+    finally:
+        turn_into("prefill", pair.prefill)
+        turn_into("decode", pair.decode)
+    warm, prefilled = pair.ask(conversation + question)  # trees are empty after a change
+    assert prefilled.loaded == 12 * BLOCK
+    assert_same(warm, reference)
+
+
+def turn_into(role: str, live: Live) -> None:
+    live.flush()
+    # No decode graphs are captured on a CPU.
+    reply = live.post("/pd_role_switch", new_role=role, decode_cuda_graph_memory_gb=0)
+    assert reply.status_code == 200, reply.text
 
 
 def test_decode_server_whose_prefill_server_dies_while_it_loads_takes_kv_of_another(

@@ -1,6 +1,7 @@
-"""A prefill server for models with end states, and a decode server without cake. SGLang sends the
-windows or the states with the KV of a prompt, computed or loaded. Every answer is compared with the
-one of transformers."""
+"""A prefill and a decode server for models with end states. SGLang sends the windows or the states
+with the KV of a prompt, computed or loaded. With recurrent states, the decode server stores the
+answers; with sliding windows, it has no cake. Every answer is compared with the one of
+transformers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ WINDOWS = ("--page-size", "16", "--swa-full-tokens-ratio", "0.25")
 STATES = (  # SGLang's default on a GPU
     *("--max-mamba-cache-size", "20", "--max-running-requests", "4"),
     *("--mamba-radix-cache-strategy", "extra_buffer"),
+    *("--mamba-track-interval", str(BLOCK)),
 )
 
 
@@ -53,14 +55,18 @@ def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
         *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port)),
         *("--cake-mode", "load"),
     )
+    stores_answers = state != "windows"
     of_decode = (
         *("--disaggregation-mode", "decode", "--disaggregation-decode-retraction-backup", "none"),
+        *(("--disaggregation-decode-enable-radix-cache",) if stores_answers else ()),
     )
     document, other = ([token % VOCAB for token in prompt(10 * BLOCK + 7)] for _ in range(2))
     expected = model.answer(document, 2 * BLOCK)
     with (
         start(path, (*flags, *of_prefill), store=store, env=env) as prefill,
-        start(path, (*flags, *of_decode), env=env) as decode,
+        start(
+            path, (*flags, *of_decode), store=store if stores_answers else None, env=env
+        ) as decode,
     ):
         pair = Pair(prefill, decode, port)
         steps = []
@@ -85,7 +91,30 @@ def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
         pair.flush()
         check(loaded=10 * BLOCK, same=True)
         assert len(set(map(tuple, steps))) <= 1
+        if stores_answers:
+            check_next_turn(pair, model, document + expected.tokens, prompt(20))
         for file, source in zip(ends, foreign, strict=True):
             forge(file, source.read_bytes()[HEADER_BYTES:])
         pair.flush()
         check(loaded=10 * BLOCK, same=False)
+
+
+def check_next_turn(pair: Pair, model: Transformers, told: list[int], question: list[int]) -> None:
+    """The prefill server loads a prompt with its answer, which the decode server has stored up to
+    the last block boundary in it."""
+    store = pair.prefill.store
+    assert store is not None
+    kept = told[:-1]
+    store.until_stored(kept)
+    ends = store.until_end_stored(kept)
+    turn = told + [token % VOCAB for token in question]
+    expected = model.answer(turn, BLOCK)
+    pair.flush()
+    answer, prefilled = pair.ask(turn, new_tokens=BLOCK)
+    assert prefilled.loaded == 12 * BLOCK
+    assert answer.tokens == expected.tokens
+    assert distance(answer.logprobs, expected.logprobs) <= TOLERANCE
+    pair.decode.check_log()
+    store.remove(*ends)
+    pair.flush()
+    assert pair.ask(turn)[1].loaded == 10 * BLOCK  # the prompt ends there

@@ -26,7 +26,15 @@ from live import (
     falsify_draft,
     forge,
 )
-from tiny_drafts import VOCAB, build_eagle, build_eagle3, build_mimo, build_qwen3_next_mtp
+from tiny_drafts import (
+    VOCAB,
+    build_dflash,
+    build_eagle,
+    build_eagle3,
+    build_mimo,
+    build_qwen3_next_mtp,
+    build_qwen3_next_of_llama,
+)
 from tiny_hybrids import Transformers, build_mellum
 
 from sglang_cake.codecs.frame import HEADER_BYTES
@@ -43,7 +51,7 @@ class Kind:
     """A server with one algorithm.
 
     Attributes:
-        target: mellum has sliding windows, in a pool of their own, and qwen3-next has states.
+        target: mellum has sliding windows, in a pool of their own, and a qwen3-next has states.
         draft: a model with files of its own.
         next_tokens: behind a block, that its key covers.
     """
@@ -56,8 +64,12 @@ class Kind:
     next_tokens: int = 1
 
     @property
+    def has_states(self) -> bool:
+        return self.target.startswith("qwen3-next")
+
+    @property
     def has_ends(self) -> bool:
-        return self.target in ("mellum", "qwen3-next")
+        return self.target == "mellum" or self.has_states
 
 
 KINDS = {
@@ -79,6 +91,23 @@ KINDS = {
     ),
     "mtp-states-both": Kind(
         "NEXTN", "both", (*DRAFT_CHAIN, *STATES, *TRACKED), target="qwen3-next"
+    ),
+    "standalone-states-load": Kind(
+        "STANDALONE",
+        "load",
+        (*DRAFT_CHAIN, *STATES, *NO_BUFFER),
+        target="qwen3-next-of-llama",
+        draft="llama-of-one-layer",
+    ),
+    "dflash-load": Kind(
+        "DFLASH", "load", ("--disable-overlap-schedule",), target="llama-dflash", draft="dflash"
+    ),
+    "eagle3-states-load": Kind(
+        "EAGLE3",
+        "load",
+        (*DRAFT_CHAIN, *STATES, *TRACKED),
+        target="qwen3-next-of-llama",
+        draft="eagle3-of-one-layer",
     ),
 }
 
@@ -119,11 +148,19 @@ class Speculating:
 def tiny_models(folder: Path) -> dict[str, Path]:
     llama, eagle = build_eagle(folder / "eagle" / "model", folder / "eagle-draft" / "model")
     llama3, eagle3 = build_eagle3(folder / "eagle3" / "model", folder / "eagle3-draft" / "model")
+    llama_dflash, dflash = build_dflash(
+        folder / "dflash" / "model", folder / "dflash-draft" / "model"
+    )
+    names = ("qwen3-next-of-llama", "llama-of-one-layer", "eagle3-of-one-layer")
+    of_llama = build_qwen3_next_of_llama(*(folder / name / "model" for name in names))
     return {
+        **dict(zip(names, of_llama, strict=True)),
         "llama": llama,
         "eagle": eagle,
         "llama3": llama3,
         "eagle3": eagle3,
+        "llama-dflash": llama_dflash,
+        "dflash": dflash,
         "mimo": build_mimo(folder / "mimo" / "model"),
         "mellum": build_mellum(folder / "mellum-drafts" / "model", window_tokens=BLOCK),
         "qwen3-next": build_qwen3_next_mtp(folder / "qwen3-next-mtp" / "model"),
@@ -151,7 +188,7 @@ def speculating(
         *("--mem-fraction-static", "0.5", *kind.flags),
     )
     env = standins | {"CAKE_TEST_SPECULATIVE": "1"}
-    if kind.target == "qwen3-next":
+    if kind.has_states:
         env |= STATES_ENV
     if kind.mode == "both":  # else a busy machine may compute faster than it loads, each time
         env |= {"CAKE_TEST_TOKEN_S": "0.0005"}
@@ -208,13 +245,16 @@ def test_generated_tokens_in_the_next_turn_are_loaded_with_their_drafts(
 ) -> None:
     """Rows of rejected drafts are never stored: tokens and acceptance would change."""
     ids = tiny(4 * BLOCK + 1)
-    first = speculating.live.ask(ids, 3 * BLOCK)
+    # Of an answer, SGLang keeps the last state that it tracks. The key of the block before it needs
+    # one more token with KV.
+    behind = 8 if speculating.kind.has_states else 0
+    first = speculating.live.ask(ids, 3 * BLOCK + behind)
     turn = ids + first.tokens + tiny(20)
     # Without extra buffers SGLang drops an answer that ends inside of accepted drafts.
     drops = set(NO_BUFFER) <= set(speculating.kind.flags)
     kept = ids if drops else ids + first.tokens[:-1]
     speculating.live.store.until_stored(kept)
-    if speculating.kind.target == "qwen3-next" and not speculating.live.races:
+    if speculating.kind.has_states and not speculating.live.races:
         speculating.live.store.until_end_stored(kept)
     loaded = until_loaded(speculating, turn)
     assert accepted(loaded) == accepted(speculating.computed(turn))
@@ -243,7 +283,7 @@ def test_wrong_draft_kv_gives_the_same_tokens_and_less_acceptance(
 
 def test_wrong_recurrent_states_change_the_answer(speculating: Speculating, tiny: Make) -> None:
     """The control."""
-    if speculating.kind.target != "qwen3-next" or speculating.live.races:
+    if not speculating.kind.has_states or speculating.live.races:
         pytest.skip("needs states, and a server that loads all blocks")
     ids, other = (tiny(12 * BLOCK + 9) for _ in range(2))
     computed = speculating.computed(ids)

@@ -113,15 +113,32 @@ def test_support_matrix_defaults_are_supported() -> None:
     assert unsupported(_args(disaggregation_mode="prefill"), PLAIN, 128) is None
 
 
-def test_support_matrix_decode_server_needs_a_radix_cache_and_no_end_states() -> None:
-    args = _args(disaggregation_mode="decode")
+# A prefill server that may become a decode server.
+ROLE_SWITCH = {"disaggregation_mode": "prefill", "enable_pd_role_switch": True}
+
+
+@pytest.mark.parametrize("changes", [{"disaggregation_mode": "decode"}, ROLE_SWITCH])
+def test_support_matrix_decode_server_needs_a_radix_cache_and_no_windows(
+    changes: dict[str, Any],
+) -> None:
+    args = _args(**changes)
     assert "--disaggregation-decode-enable-radix-cache" in str(unsupported(args, PLAIN, 128))
     args.disaggregation_decode_enable_radix_cache = True
     assert unsupported(args, PLAIN, 128) is None
-    for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
-        reason = str(unsupported(args, replace(PLAIN, **{kind: True}), 128))
-        assert "on a decode server" in reason
-        assert "\n" not in reason
+    assert unsupported(args, replace(PLAIN, is_hybrid_ssm=True), 128) is None
+    reason = str(unsupported(args, replace(PLAIN, is_hybrid_swa=True), 128))
+    assert "on a decode server" in reason
+    assert "\n" not in reason
+
+
+def test_support_matrix_role_switch_without_disaggregation_needs_nothing_more() -> None:
+    args = _args(enable_pd_role_switch=True)  # SGLang refuses to switch such a server
+    assert unsupported(args, replace(PLAIN, is_hybrid_swa=True), 128) is None
+
+
+def test_support_matrix_server_with_encoders_elsewhere_is_served() -> None:
+    args = _args(language_only=True)
+    assert unsupported(args, replace(PLAIN, is_multimodal=True), 128) is None
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
@@ -142,6 +159,7 @@ DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_c
         ({"enable_mixed_chunk": True}, "remove --enable-mixed-chunk"),
         ({"speculative_algorithm": "NGRAM"}, "remove --speculative-algorithm"),
         (DECODE, "prefill servers may have it"),
+        (DECODE | ROLE_SWITCH, "prefill servers may have it"),
     ],
 )
 def test_support_matrix_ngram_table_is_refused_where_sglang_does_not_fill_it(
@@ -194,9 +212,7 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("disable_radix_cache", True),
         ("chunked_prefill_size", -1),
         ("disaggregation_decode_enable_offload_kvcache", True),
-        ("enable_pd_role_switch", True),
         ("encoder_only", True),
-        ("language_only", True),
         ("pp_size", 2),
         ("attn_cp_size", 2),
         ("dcp_size", 2),
@@ -332,6 +348,18 @@ def _pools(**changes: Any) -> Any:
 def test_support_matrix_pools_of_end_states_are_supported() -> None:
     assert unsupported_pools(_pools(), CakeConfig()) is None
     assert unsupported_pools(_pools(), CakeConfig(codec="zstd")) is None
+
+
+def test_support_matrix_states_in_the_pool_of_a_decode_server_are_supported() -> None:
+    decode = pytest.importorskip("sglang.srt.disaggregation.decode")
+    pool = decode.HybridMambaDecodeReqToTokenPool
+    ctx = _pools()
+    states = pool.__new__(pool)
+    vars(states).update(vars(ctx.params.req_to_token_pool))
+    ctx.params.req_to_token_pool = states
+    assert unsupported_pools(ctx, CakeConfig()) is None
+    states.mamba_ckpt_pool = object()
+    assert "--enable-int8-mamba-checkpoint" in str(unsupported_pools(ctx, CakeConfig()))
 
 
 @pytest.mark.parametrize("codec", LOSSY)

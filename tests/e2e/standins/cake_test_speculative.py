@@ -3,7 +3,7 @@ CAKE_TEST_SPECULATIVE set.
 
 SGLang 0.5.23 has these kernels for CPUs in `sgl_kernel`, which has no wheel for CPUs, and its
 attention backend `torch_native` has neither the tree masks of a verification nor the several steps
-of a draft.
+of a draft. It refuses DFLASH on a CPU, whose worker has a way without kernels.
 """
 
 import os
@@ -26,7 +26,9 @@ def register() -> None:
     sys.modules["sgl_kernel.speculative"] = kernels
 
     from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
+    from sglang.srt.arg_groups import choices, speculative_hook
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.models.dflash import DFlashDraftModel
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
     cache_locs.assign_extend_cache_locs_cpu = slots_of_spans
@@ -50,6 +52,32 @@ def register() -> None:
     DraftBackendFactory.create_draft_extend_backend = (  # type: ignore[method-assign]
         lambda factory: TorchNativeAttnBackend(factory.draft_model_runner)
     )
+    choices.add_draft_attention_backend_choices(["torch_native"])
+    draft = DFlashDraftModel.forward
+
+    def forward_draft(
+        model: Any, input_ids: Tensor, positions: Tensor, batch: Any, input_embeds: Tensor
+    ) -> Any:
+        """SGLang rounds embeddings to bfloat16, whatever the model's own dtype."""
+        embeddings = input_embeds.to(model.norm.weight.dtype)
+        return draft(model, input_ids, positions, batch, input_embeds=embeddings)
+
+    DFlashDraftModel.forward = forward_draft  # type: ignore[method-assign]
+    speculative_hook.current_platform = AnyPlatform()
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+
+
+class AnyPlatform:
+    """To SGLang, a platform of another package, which has all algorithms."""
+
+    def is_out_of_tree(self) -> bool:
+        return True
+
+    def supports_speculative_algorithm(self, _: str) -> bool:
+        return True
+
+    def supports_speculative_draft_attention_backend(self, *_: str) -> bool:
+        return True
 
 
 # ---- slots ----
@@ -182,7 +210,10 @@ def attend_trees(
     batch: Any,
     save_kv_cache: bool = True,
 ) -> Tensor:
-    """Each draft sees the tokens of its request, and the drafts that its tree's mask names."""
+    """Each draft sees the tokens of its request, and the drafts that its tree's mask names. Those
+    of DFLASH have none: they are a chain, and in the draft model a block that sees all of itself.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool = backend.token_to_kv_pool
@@ -191,7 +222,12 @@ def attend_trees(
         pool.set_kv_buffer(layer, where, k, v)
     nodes = batch.spec_info.draft_token_num
     heads = q.view(-1, nodes, layer.tp_q_head_num, layer.qk_head_dim).transpose(1, 2)
-    masks = batch.spec_info.custom_mask.view(-1, nodes, nodes)
+    masks = batch.spec_info.custom_mask
+    if masks is None:
+        whole = torch.ones(nodes, nodes, dtype=torch.bool)
+        block = whole if layer.attn_type == AttentionType.ENCODER_ONLY else whole.tril()
+        masks = block.repeat(batch.batch_size, 1, 1)
+    masks = masks.view(-1, nodes, nodes)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     table = backend.req_to_token_pool.req_to_token
     in_window_pool = backend.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
