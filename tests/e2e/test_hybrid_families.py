@@ -118,6 +118,10 @@ FAMILIES = {
     "qwen3-next-2-ranks": Family(
         build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2, namespaces=2
     ),
+    # Both ranks have the same latent rows, and states of their own.
+    "kimi-linear-2-ranks": Family(
+        build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2
+    ),
 }
 # In the order of the families, so that the servers of a family run one after the other.
 LAST = [name + SECOND if each.second else name for name, each in FAMILIES.items()]

@@ -119,6 +119,7 @@ def test_shape_mixture_uses_few_experts_and_holds_all() -> None:
         ("llama-3.1-8b", 16, 2, 2),  # more ranks than KV heads: a head is on two ranks
         ("qwen3-30b-a3b", 8, 2, 2),
         ("deepseek-v3", 8, 8, 1),  # MLA: the latent row is on every rank, and stored once
+        ("kimi-linear-48b", 8, 8, 1),  # the same, beside states that ranks divide
     ],
 )
 def test_shape_bytes_count_the_copies_that_ranks_read_and_store(
