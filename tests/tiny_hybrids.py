@@ -146,7 +146,7 @@ def build_kimi_linear(path: Path) -> Path:
         **{name: value for name, value in _SHAPE.items() if name != "head_dim"}
         | {"num_key_value_heads": 4},
         intermediate_size=256,
-        kv_lora_rank=32,
+        kv_lora_rank=24,
         qk_rope_head_dim=16,
         qk_nope_head_dim=32,
         v_head_dim=32,
@@ -255,13 +255,41 @@ def build_gemma_4(path: Path, *, window_tokens: int) -> Path:
         vocab_size_per_layer_input=VOCAB,
     )
     write_model(path, Gemma4ForCausalLM, config, change=_sharpen)
-    file = path / "config.json"
-    (path / TRANSFORMERS).mkdir()
-    file.rename(path / TRANSFORMERS / file.name)
-    known = json.loads((path / TRANSFORMERS / file.name).read_text())
     shapes = {"swa_head_dim": 32, "swa_v_head_dim": 32, "swa_num_key_value_heads": 2}
-    flat = {"per_layer_config": None, "head_dim": 64, **shapes}
-    file.write_text(json.dumps(known | flat))
+    _add_form(path, per_layer_config=None, head_dim=64, **shapes)
+    return path
+
+
+def build_mimo_v2(path: Path, *, window_tokens: int) -> Path:
+    """Write a dense MiMo V2 to `path`: V is narrower than K, and windows have sinks, and twice as
+    many KV heads as full attention."""
+    from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM
+
+    kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = MiMoV2FlashConfig(
+        **_SHAPE,
+        intermediate_size=256,
+        v_head_dim=16,
+        sliding_window=window_tokens,
+        layer_types=kinds,
+        mlp_layer_types=["dense"] * LAYERS,
+        rope_parameters=dict.fromkeys(kinds, rope),
+    )
+    write_model(path, MiMoV2FlashForCausalLM, config, change=_sharpen)
+    shapes = {"swa_head_dim": 32, "swa_v_head_dim": 16, "swa_num_key_value_heads": 4}
+    _add_form(
+        path,
+        rope_parameters=rope,
+        partial_rotary_factor=0.5,
+        hybrid_layer_pattern=[1] * (LAYERS - 1) + [0],
+        moe_layer_freq=[0] * LAYERS,
+        sliding_window_size=window_tokens - 1,  # without the token that looks
+        add_swa_attention_sink_bias=True,
+        swa_num_attention_heads=4,
+        layernorm_epsilon=config.rms_norm_eps,
+        **shapes,
+    )
     return path
 
 
@@ -280,6 +308,35 @@ def build_gpt_oss(path: Path, *, window_tokens: int) -> Path:
     )
     write_model(path, GptOssForCausalLM, config, change=_sharpen)
     return path
+
+
+def build_llama_4(path: Path, *, chunk_tokens: int) -> Path:
+    """Write the text of a dense Llama 4 to `path`: a token sees those of its own chunk, and in the
+    layer with full attention, which has no positions, all."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **_SHAPE,
+        intermediate_size=64,
+        intermediate_size_mlp=256,
+        interleave_moe_layer_step=2 * LAYERS,
+        attention_chunk_size=chunk_tokens,
+        floor_scale=256,
+        use_qk_norm=False,  # SGLang computes it in bfloat16, if there is no GPU
+    )
+    write_model(path, Llama4ForCausalLM, config, change=_sharpen)
+    # Under its own name, SGLang makes no pool of windows for it.
+    _add_facts(path, architectures=["Llama4ForConditionalGeneration"])
+    return path
+
+
+def _add_form(path: Path, **facts: object) -> None:
+    """The configuration with these facts, for SGLang; that of transformers is kept in a folder."""
+    file = path / "config.json"
+    (path / TRANSFORMERS).mkdir()
+    file.rename(path / TRANSFORMERS / file.name)
+    known = json.loads((path / TRANSFORMERS / file.name).read_text())
+    file.write_text(json.dumps(known | facts))
 
 
 def _add_facts(path: Path, **facts: object) -> None:

@@ -147,8 +147,12 @@ def block_keys(
     return keys
 
 
+class EndKey(bytes):
+    """The key of an end block. A store can tell it from that of a block."""
+
+
 def end_keys(block: BlockKey, count: int) -> list[BlockKey]:
-    """Keys of the end state behind a block, which is stored as `count` blocks.
+    """Keys of the end state behind a block, which is stored as `count` blocks: `EndKey`s.
 
     The first one is put when all others are stored. So a store that has it has all of them, unless
     it has lost some since.
@@ -158,7 +162,17 @@ def end_keys(block: BlockKey, count: int) -> list[BlockKey]:
     """
     head = b"sglang_cake end v1" + block
     digests = (hashlib.sha256(head + number.to_bytes(8, "little")) for number in range(count))
-    return [BlockKey(digest.digest()) for digest in digests]
+    return [BlockKey(EndKey(digest.digest())) for digest in digests]
+
+
+def rank_end_key(key: BlockKey, rank: int, ranks: int) -> BlockKey:
+    """The key of an end block of one of several ranks, each of which has end states of its own
+    behind blocks that all of them share.
+
+    Args: key: from `end_keys`.
+    """
+    head = b"sglang_cake rank end v1" + rank.to_bytes(8, "little") + ranks.to_bytes(8, "little")
+    return BlockKey(EndKey(hashlib.sha256(head + key).digest()))
 
 
 class KeyChain:

@@ -48,6 +48,11 @@ class ModelTraits:
         """Whether a prefix needs more than the KV of its blocks."""
         return self.is_hybrid_swa or self.is_hybrid_ssm
 
+    @property
+    def has_windows_and_states(self) -> bool:
+        """Whether an end state has two parts."""
+        return self.is_hybrid_swa and self.is_hybrid_ssm
+
     @classmethod
     def of(cls, model: "ModelConfig") -> "ModelTraits":
         """The traits as SGLang itself derives them from the model's configuration."""
@@ -153,7 +158,7 @@ class Family(Supported):
     """A kind of models, as README's table has it.
 
     Attributes:
-        trait: the field of `ModelTraits` that tells these models; None: all others.
+        trait: the attribute of `ModelTraits` that tells these models; None: all others.
         examples: of models.
         name: of the kind; empty if it is refused.
         refused: what is not supported, and what helps if something does; None: the kind is served.
@@ -212,10 +217,17 @@ FAMILIES: tuple[Family, ...] = (
         stored="as text models; keys cover the media",
         proofs=(
             Proof(
-                "Qwen3-VL with images",
+                "Qwen3-VL",
                 "e2e/test_multimodal.py"
                 "::test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer",
             ),
+            Proof(
+                "Qwen3.5",
+                f"{_FAMILIES}"
+                "::test_family_prompt_with_an_image_is_loaded_and_no_other_image_is_taken_for_it",
+            ),
+            Proof("Qwen2.5-VL", "e2e/test_media_models.py::qwen2.5-vl"),
+            Proof("GLM-4.1V", "e2e/test_media_models.py::glm-4.1v"),
         ),
     ),
     Family(
@@ -278,12 +290,14 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "is_hybrid_swa",
-        "gpt-oss, Gemma 4, MiMo V2",
+        "gpt-oss, Gemma 4, Llama 4, MiMo V2",
         "sliding windows in a pool of their own",
         stored="K and V of the other layers, and the last window of some prefixes",
         proofs=(
             Proof("gpt-oss", f"{_FAMILIES}::gpt-oss"),
             Proof("Gemma 4", f"{_FAMILIES}::gemma-4"),
+            Proof("Llama 4", f"{_FAMILIES}::llama-4"),
+            Proof("MiMo V2", f"{_FAMILIES}::mimo-v2"),
             Proof("Mellum", f"{_HYBRIDS}::windows-both"),
         ),
     ),
@@ -303,10 +317,22 @@ FAMILIES: tuple[Family, ...] = (
         ),
     ),
     Family(
+        "has_windows_and_states",
+        "Inkling",
+        "sliding windows and states together",
+        stored="K and V of the other layers, and the last window and the states of some prefixes",
+        proofs=(
+            Proof(
+                "pools of both",
+                "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_books_right",
+            ),
+        ),
+    ),
+    Family(
         "is_sparse",
         "DeepSeek V3.2, GLM-5, MiniMax M3",
         "sparse attention with an index",
-        stored="as above, and the index",
+        stored="K and V, or the latent row, of all layers, and the index",
         proofs=(
             Proof("DSA", f"{_PLANES}::dsa"),
             Proof("DSA with a pooled index", f"{_PLANES}::dsa, a pooled index"),
@@ -317,7 +343,7 @@ FAMILIES: tuple[Family, ...] = (
         "is_ngram",
         "LongCat-Flash-Lite",
         "n-gram embeddings",
-        stored="as above: SGLang reads the tokens before a step from the request",
+        stored="as without: SGLang reads the tokens before a step from the request",
         proofs=(
             Proof(
                 "LongCat-Flash-Lite's table",

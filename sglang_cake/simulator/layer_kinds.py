@@ -13,6 +13,7 @@ Config = Mapping[str, Any]
 
 _STATE_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CONV_VALUE_BYTES = 2  # SGLang's default
+_CHUNKED_EVERY = 4  # Llama 4: each fourth layer sees all tokens, and not only those of its chunk
 _UPDATE_FLOPS = 6  # of the delta rule, per value of a state: read, correct, read for the output
 
 
@@ -70,6 +71,9 @@ def layer_kinds(config: Config, *, has_window_pool: bool) -> LayerKinds:
         every = int(config.get("full_attention_interval") or 4)
         full = sum(kind == "full_attention" for kind in kinds) if kinds else layers // every
         return LayerKinds(full, state=layers - full, **_gated_delta_net(config))
+    if has_window_pool and (chunk_tokens := int(config.get("attention_chunk_size") or 0)):
+        full = layers // _CHUNKED_EVERY
+        return LayerKinds(full, window=layers - full, window_tokens=chunk_tokens)
     return LayerKinds(layers - windows, **window)
 
 

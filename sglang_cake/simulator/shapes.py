@@ -111,8 +111,7 @@ class Shape:
     def stored_bytes(self, gpus: int) -> int:
         """KV of one token as it is stored. A head that several ranks hold, where there are more
         ranks than KV heads, is stored by each of them."""
-        is_once = self.is_latent and not self.state_bytes
-        return self.kv_head_bytes if is_once else self.read_bytes(gpus)
+        return self.kv_head_bytes if self.is_latent else self.read_bytes(gpus)
 
     def end_blocks(self, gpus: int, block_tokens: int) -> int:
         """Blocks of one end state; 0: the model has none."""

@@ -77,6 +77,7 @@ def standins(folder: Path) -> dict[str, str]:
         "cake_test_recurrent = cake_test_recurrent:register\n"
         "cake_test_kda_mamba2 = cake_test_kda_mamba2:register\n"
         "cake_test_sinks = cake_test_sinks:register\n"
+        "cake_test_chunked_attention = cake_test_chunked_attention:register\n"
         "cake_test_any_backend = cake_test_any_backend:register\n"
         "cake_test_disaggregation = cake_test_disaggregation:register\n"
         "cake_test_speculative = cake_test_speculative:register\n"

@@ -3,11 +3,14 @@
 Every answer is compared with that of transformers, computed without SGLang and without a cache.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from live import (
     BLOCK,
@@ -19,8 +22,10 @@ from live import (
     Live,
     PendingRequest,
     abort_at_every_stage,
+    description_of,
     distance,
     forge,
+    layout_from,
 )
 from tiny_hybrids import Expected, Transformers
 
@@ -224,3 +229,33 @@ class Loading:
         answer = hybrid.live.ask_flushed(ids)
         hybrid.check(answer, ids)
         assert answer.loaded == 14 * BLOCK or hybrid.live.races
+
+    def test_control_window_shifted_by_one_page_changes_the_answer(
+        self, hybrid: Hybrid, prompt: Make
+    ) -> None:
+        ids = prompt(12 * BLOCK + 1)
+        files, end = hybrid.ask_and_store(ids)
+        first, *_ = json.loads(description_of(end[0])["end_states"])
+        if "window_tokens" not in first:
+            pytest.skip("the model has no windows")
+        for _, blocks in itertools.groupby(end, key=lambda file: file.parents[2]):  # of a rank
+            shift_window(list(blocks), first)
+        hybrid.assert_changed(ids, files + end)
+
+
+def shift_window(end: list[Path], described: dict[str, Any]) -> None:
+    """Forge the end blocks of an end: the rows of its window are one page further back.
+
+    Args: described: the window's part of the namespace.
+    """
+    payloads = np.stack([np.frombuffer(f.read_bytes()[HEADER_BYTES:], np.uint8) for f in end])
+    offset = 0
+    for plane in layout_from(described["layout"]).planes:  # each has rows, cut into blocks
+        size = plane.rows * plane.row_bytes
+        rows = payloads[:, offset : offset + size].reshape(-1, plane.row_bytes)
+        window = rows[: described["window_tokens"]]
+        window[:] = np.roll(window, PAGE_TOKENS, axis=0)
+        payloads[:, offset : offset + size] = rows.reshape(len(end), size)
+        offset += size
+    for file, payload in zip(end, payloads, strict=True):
+        forge(file, payload.tobytes())

@@ -15,6 +15,7 @@ from hybrids import (
     EXTRA_BUFFER,
     KEPT,
     NO_BUFFER,
+    PAGE_TOKENS,
     STATES,
     STATES_ENV,
     WINDOW_TOKENS,
@@ -26,9 +27,9 @@ from hybrids import (
     flags_of,
     no_hybrid_alarm,  # noqa: F401
 )
-from live import BLOCK, CHUNK, NEW_TOKENS, TOLERANCE, VOCAB, Answer, Start, distance, until
+from live import Start
+from seeing import check_images
 from tiny_hybrids import (
-    Expected,
     Transformers,
     build_falcon_h1,
     build_gemma_4,
@@ -36,7 +37,9 @@ from tiny_hybrids import (
     build_granite_4,
     build_kimi_linear,
     build_lfm2,
+    build_llama_4,
     build_mellum,
+    build_mimo_v2,
     build_nemotron_h,
     build_qwen3_5,
     build_qwen3_next,
@@ -44,7 +47,10 @@ from tiny_hybrids import (
 
 MORE_STATES_ENV = STATES_ENV | {"CAKE_TEST_KDA_MAMBA2": "1"}
 IMAGES_ENV = STATES_ENV | {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "cake_test_images"}
+SINKS_ENV = {"CAKE_TEST_ANY_BACKEND": "1", "CAKE_TEST_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
 SEEING = (*STATES, *EXTRA_BUFFER, "--mm-attention-backend", "sdpa")
+# Not whole blocks: where a chunk ends, a prefix needs no window.
+CHUNK_TOKENS = 5 * PAGE_TOKENS
 SECOND = " again"
 
 
@@ -54,6 +60,7 @@ class Family:
 
     Attributes:
         second: flags of the second server; None: there is none.
+        namespaces: of the store; one for all ranks that hold the same KV.
     """
 
     build: Callable[[Path], Path]
@@ -61,6 +68,7 @@ class Family:
     first: tuple[str, ...]
     second: tuple[str, ...] | None = None
     ranks: int = 1
+    namespaces: int = 1
 
 
 FAMILIES = {
@@ -83,10 +91,11 @@ FAMILIES = {
     ),
     "lfm2": Family(build_lfm2, STATES_ENV, STATES, STATES),
     "gpt-oss": Family(
-        lambda path: build_gpt_oss(path, window_tokens=WINDOW_TOKENS),
-        {"CAKE_TEST_ANY_BACKEND": "1", "CAKE_TEST_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"},
-        WINDOWS,
-        WINDOWS,
+        lambda path: build_gpt_oss(path, window_tokens=WINDOW_TOKENS), SINKS_ENV, WINDOWS, WINDOWS
+    ),
+    # V is narrower than K.
+    "mimo-v2": Family(
+        lambda path: build_mimo_v2(path, window_tokens=WINDOW_TOKENS), SINKS_ENV, WINDOWS, WINDOWS
     ),
     # Windows of another shape than full attention.
     "gemma-4": Family(
@@ -95,11 +104,24 @@ FAMILIES = {
         WINDOWS,
         WINDOWS,
     ),
+    # A prefix needs the rows of its last chunk, and SGLang keeps as many tokens as a chunk has.
+    "llama-4": Family(
+        lambda path: build_llama_4(path, chunk_tokens=CHUNK_TOKENS),
+        {"CAKE_TEST_CHUNKED_ATTENTION": str(CHUNK_TOKENS), "TORCHDYNAMO_DISABLE": "1"},
+        WINDOWS,
+        WINDOWS,
+    ),
     # Each rank has the windows, or the states, of its own heads.
     "mellum-2-ranks": Family(
-        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, WINDOWS, ranks=2
+        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, WINDOWS, 2, 2
     ),
-    "qwen3-next-2-ranks": Family(build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), ranks=2),
+    "qwen3-next-2-ranks": Family(
+        build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2, namespaces=2
+    ),
+    # Both ranks have the same latent rows, and states of their own.
+    "kimi-linear-2-ranks": Family(
+        build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2
+    ),
 }
 # In the order of the families, so that the servers of a family run one after the other.
 LAST = [name + SECOND if each.second else name for name, each in FAMILIES.items()]
@@ -126,8 +148,9 @@ def hybrid(
     with start(model, flags, store=store, env=env) as live:
         live.races = not is_second
         assert live.store is not None
-        live.store.ranks = family.ranks
+        live.store.ranks = family.namespaces
         yield Hybrid(live, Transformers(model), is_second)
+        assert len(live.store.namespaces()) == family.namespaces
 
 
 @pytest.mark.parametrize("hybrid", FAMILIES, indirect=True)
@@ -144,34 +167,5 @@ class TestFamilyAfterRestart(Loading):
 def test_family_prompt_with_an_image_is_loaded_and_no_other_image_is_taken_for_it(
     hybrid: Hybrid, folder: Path, prompt: Make
 ) -> None:
-    import torch
-
-    pad, before, after = VOCAB - 10, VOCAB - 8, VOCAB - 7
-    text = [token % pad for token in prompt(11 * BLOCK)]
-    ids = [*text[:10], before, *[pad] * 64, after, *text[10:]]
     model = Transformers(folder / "qwen3.5" / "model", seeing=True)
-
-    def by_transformers(ids: list[int], seed: int) -> Expected:
-        feature = torch.randn(256, 3 * 2 * 16**2, generator=torch.Generator().manual_seed(seed))
-        return model.answer(
-            ids,
-            NEW_TOKENS,
-            pixel_values=feature,
-            image_grid_thw=torch.tensor([[1, 16, 16]]),
-            mm_token_type_ids=(torch.tensor([ids]) == pad).int(),
-        )
-
-    def ask(ids: list[int], seed: int, expected: Expected) -> Answer:
-        answer = hybrid.live.ask_flushed(ids, image_data=[f"16x16 {seed}"])
-        assert answer.tokens == expected.tokens
-        assert distance(answer.logprobs, expected.logprobs) <= TOLERANCE
-        return answer
-
-    one, other = (by_transformers(ids, seed) for seed in (1, 2))
-    assert distance(one.logprobs, other.logprobs) > 20 * TOLERANCE
-    end = len(ids) // BLOCK * BLOCK
-    assert ask(ids, 1, one).loaded == 0
-    until(lambda: ask(ids, 1, one).loaded == end, "the prompt and its end loaded")
-    assert ask(ids, 2, other).loaded == 0
-    longer = ids + text[: CHUNK + 7]
-    assert ask(longer, 1, by_transformers(longer, 1)).loaded == end
+    check_images(hybrid.live, model, prompt, patch_values=3 * 2 * 16**2)

@@ -3,7 +3,6 @@
 One family has windows, and one has states. `hybrids.py` has what is done to every family.
 """
 
-import json
 import os
 import random
 import re
@@ -12,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import requests
 from hybrids import (
     EXTRA_BUFFER,
     KEPT,
     NO_BUFFER,
-    PAGE_TOKENS,
     STATES,
     STATES_ENV,
     WINDOW_TOKENS,
@@ -38,11 +35,8 @@ from live import (
     TOLERANCE,
     PendingRequest,
     Start,
-    description_of,
     distance,
     falsify,
-    forge,
-    layout_from,
 )
 from sglang.test.kits.prefix_cache_branching_kit import PrefixCacheBranchingMixin
 from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
@@ -276,27 +270,6 @@ def test_control_wrong_blocks_change_the_answer(hybrid: Hybrid, prompt: Make) ->
     files, end = hybrid.ask_and_store(ids)
     for file in files:
         falsify(file)
-    hybrid.assert_changed(ids, files + end)
-
-
-@pytest.mark.parametrize("hybrid", ["windows-load"], indirect=True)
-def test_control_window_shifted_by_one_page_changes_the_answer(
-    hybrid: Hybrid, prompt: Make
-) -> None:
-    ids = prompt(12 * BLOCK + 1)
-    files, end = hybrid.ask_and_store(ids)
-    payloads = np.stack([np.frombuffer(f.read_bytes()[HEADER_BYTES:], np.uint8) for f in end])
-    [windows] = json.loads(description_of(end[0])["end_states"])
-    layout, offset = layout_from(windows["layout"]), 0
-    for plane in layout.planes:  # each has the rows of a window, cut into blocks
-        size = plane.rows * plane.row_bytes
-        rows = payloads[:, offset : offset + size].reshape(-1, plane.row_bytes)
-        window = rows[: windows["window_tokens"]]
-        window[:] = np.roll(window, PAGE_TOKENS, axis=0)
-        payloads[:, offset : offset + size] = rows.reshape(len(end), size)
-        offset += size
-    for file, payload in zip(end, payloads, strict=True):
-        forge(file, payload.tobytes())
     hybrid.assert_changed(ids, files + end)
 
 

@@ -1,5 +1,5 @@
-"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA on one rank, on several
-and with attention data parallelism, Engine in float16."""
+"""Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA on one rank and on
+several, attention data parallelism with MLA and with GQA, Engine in float16."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from live import (
 from warm import run_forked
 
 from sglang_cake.codecs.frame import HEADER_BYTES
-from sglang_cake.demo.models import build_deepseek, build_llama
+from sglang_cake.demo.models import build_deepseek, build_llama, write_model
 
 Make = Callable[[int], list[int]]
 HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV changes tokens
@@ -166,6 +166,52 @@ def latent_groups(start_latent: Callable[..., AbstractContextManager[Live]]) -> 
         yield live
 
 
+@pytest.fixture(scope="module")
+def headed_groups(start: Start, folder: Path, standins: dict[str, str]) -> Iterator[Live]:
+    """The same with GQA: each rank of a group holds heads of its own."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two ranks need two cores")
+    flags = (
+        *("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load"),
+        *("--sleep-on-idle", "--tp", "4", "--dp", "2", "--enable-dp-attention"),
+    )
+    env = {**standins, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}
+    model = build_qwen3(folder / "headed" / "model")
+    with start(model, flags, store=folder / "store-gqa", env=env) as live:
+        assert live.store is not None
+        live.store.ranks = 2  # of a group
+        yield live
+
+
+def build_qwen3(path: Path) -> Path:
+    """Write a random Qwen3 to `path`. A Llama of SGLang 0.5.23 divides attention among all ranks,
+    also if there are groups."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=8192,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    write_model(path, Qwen3ForCausalLM, config)
+    return path
+
+
+@pytest.fixture(scope="module", params=["latent_groups", "headed_groups"], ids=["MLA", "GQA"])
+def groups(request: pytest.FixtureRequest) -> Live:
+    live: Live = request.getfixturevalue(request.param)
+    return live
+
+
 @pytest.fixture
 def small_prompt(prompt: Make) -> Make:
     """Prompts of the tokens of that model."""
@@ -237,15 +283,16 @@ def _numbers(file: Path) -> np.ndarray:
 
 
 def test_dp_attention_groups_load_what_the_other_stored_at_the_same_time(
-    latent_groups: Live, small_prompt: Make
+    groups: Live, small_prompt: Make
 ) -> None:
     documents = [small_prompt(12 * BLOCK + 5) for _ in range(2)]
-    cold = [latent_groups.ask(ids, routed_dp_rank=group) for group, ids in enumerate(documents)]
+    cold = [groups.ask(ids, routed_dp_rank=group) for group, ids in enumerate(documents)]
     assert [(answer.meta["dp_rank"], answer.loaded) for answer in cold] == [(0, 0), (1, 0)]
-    for ids in documents:
-        latent_groups.store.until_stored(ids)
+    assert groups.store is not None
+    files = [file for ids in documents for file in groups.store.until_stored(ids)]
+    assert len(files) == 2 * 12 * groups.store.ranks
     asked = [
-        PendingRequest(latent_groups, ids, routed_dp_rank=1 - group, rid=f"other-group-{group}")
+        PendingRequest(groups, ids, routed_dp_rank=1 - group, rid=f"other-group-{group}")
         for group, ids in enumerate(documents)
     ]
     for asking, reference in zip(asked, cold, strict=True):
@@ -253,29 +300,35 @@ def test_dp_attention_groups_load_what_the_other_stored_at_the_same_time(
         assert warm.meta["dp_rank"] != reference.meta["dp_rank"]
         assert warm.loaded > 0
         assert_same(warm, reference)
+    for file in files:  # the control
+        falsify(file)
+    lie = groups.ask_flushed(documents[0], routed_dp_rank=1)
+    assert lie.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, cold[0])
 
 
 def test_dp_attention_aborts_at_four_stages_beside_another_group_leave_a_clean_log(
-    latent_groups: Live, small_prompt: Make
+    groups: Live, small_prompt: Make
 ) -> None:
     document, other = small_prompt(20 * BLOCK), small_prompt(20 * BLOCK)
-    latent_groups.ask_and_store(document, routed_dp_rank=0)
-    reference = latent_groups.ask(other, routed_dp_rank=0, cache_salt="never asked again")
+    groups.ask_and_store(document, routed_dp_rank=0)
+    reference = groups.ask(other, routed_dp_rank=0, cache_salt="never asked again")
     for event in ("arrive", "land", "claim", "attach"):
-        latent_groups.flush()
+        groups.flush()
         asking = PendingRequest(
-            latent_groups, document, new_tokens=8, rid=f"group-{event}", routed_dp_rank=1
+            groups, document, new_tokens=8, rid=f"group-{event}", routed_dp_rank=1
         )
         beside = PendingRequest(
-            latent_groups, other, rid=f"beside-{event}", routed_dp_rank=0, cache_salt=event
+            groups, other, rid=f"beside-{event}", routed_dp_rank=0, cache_salt=event
         )
         asking.until(event)
-        latent_groups.post("/abort_request", rid=asking.rid)
+        groups.post("/abort_request", rid=asking.rid)
         asking.answer()
         assert_same(beside.answer(), reference)
-        assert latent_groups.events(asking.rid)  # each group writes the trace of its requests
-    latent_groups.flush()
-    latent_groups.check_log()
+        assert groups.events(asking.rid)  # each group writes the trace of its requests
+    groups.flush()
+    groups.check_log()
 
 
 ENGINE = """

@@ -288,3 +288,17 @@ def test_end_saving_ranks_with_the_same_kv_store_each_end_once() -> None:
     spacing, last = END_SPACING * COUNT * BLOCK, (blocks - 1) * BLOCK
     assert asked == [[spacing, 2 * spacing, last]] * 2
     assert stored == [[last], [spacing, 2 * spacing]]  # behind an even block, and odd ones
+
+
+def test_end_saving_ranks_that_divide_states_store_each_end_of_their_own() -> None:
+    blocks, stored = 3 * END_SPACING * COUNT, []
+    for rank in range(2):
+        shard = KvShard.of_rank(rank, 2, replicated=True, machine_ranks=2, has_own_states=True)
+        harness = EndHarness(shard)
+        try:
+            record = known(blocks)
+            harness.tell(record, (blocks - 1) * BLOCK)
+            stored.append(harness.stored_ends(record))
+        finally:
+            harness.io.close()
+    assert stored == [[(blocks - 1) * BLOCK]] * 2

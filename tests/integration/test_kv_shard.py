@@ -79,7 +79,14 @@ def compressed(slots: int) -> Any:
     ("pool", "drafts", "nnodes", "expected"),
     [
         (mha, [], 1, KvShard(3, 4)),
-        (latent_hybrid, [], 1, KvShard(3, 4)),  # ranks divide its states
+        (hybrid, [], 1, KvShard(3, 4)),
+        (  # ranks divide its states
+            latent_hybrid,
+            [],
+            1,
+            KvShard(turn=3, turns=4, has_all_heads=True, end_index=3, end_count=4),
+        ),
+        (latent_hybrid, [mha], 1, KvShard(3, 4)),
         (mla, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
         (mla, [mla], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
         (compressed, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),

@@ -14,10 +14,8 @@ from hybrid_machine import run_machine
 from hybrid_trees import BLOCK, KINDS, MAMBA, SWA, WINDOW, HybridTree, tree_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
-from sglang.test.kits.unified_radix_cache.insert_walk import SegmentLockFuzzFixtures
-from trees import CORES
+from trees import CORES, accounting_of, lock_fuzz
 
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
@@ -300,25 +298,18 @@ def test_radix_ends_random_calls_keep_kv_and_books_right(kind: str, core: str) -
 
 
 def accounting(side: HybridTree) -> list[int]:
-    """Free, evictable and locked memory of each component."""
-    tree = side.tree
-    full = getattr(side.allocator, "full_attn_allocator", side.allocator)
-    sizes = [full.available_size(), tree.full_evictable_size(), tree.full_protected_size()]
-    if side.cfg.has_swa:
-        free = side.allocator.swa_attn_allocator.available_size()
-        sizes += [free, tree.swa_evictable_size(), tree.swa_protected_size()]
-    if side.cfg.has_mamba:
-        free = side.requests.mamba_allocator.available_size()
-        sizes += [free, tree.mamba_evictable_size(), tree.mamba_protected_size()]
-    return sizes
+    return accounting_of(side.tree, side.allocator, side.requests)
 
 
 @pytest.mark.parametrize("seed", range(4))
+@cores()
 @kinds()
-def test_radix_cache_random_requests_leave_the_books_of_sglangs_tree(kind: str, seed: int) -> None:
+def test_radix_cache_random_requests_leave_the_books_of_sglangs_tree(
+    kind: str, core: str, seed: int
+) -> None:
     """With windows, cake's tree keeps more of them if it saves ends, so it saves none here."""
     cfg, draw = KINDS[kind], random.Random(f"{kind} {seed}")
-    sides = [tree_of(kind, tree=tree) for tree in (CakeRadixCache, UnifiedRadixCache)]
+    sides = [tree_of(kind, core, tree=tree) for tree in (CakeRadixCache, UnifiedRadixCache)]
     if cfg.has_swa:
         sides[0].tree.ends = None
     for _ in range(60):
@@ -358,19 +349,15 @@ def test_radix_cache_random_requests_leave_the_books_of_sglangs_tree(kind: str, 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["window", "window-state"])
-def test_radix_cache_with_ends_passes_the_lock_fuzz_of_sglang(
-    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+def test_radix_cache_with_ends_lock_fuzz_of_sglang_leaves_the_books_of_its_tree(
+    kind: str, seed: int
 ) -> None:
-    """The kit's own, for trees with windows; it needs the Python core. Without ends it runs in
-    `test_radix_model.py`."""
+    """Without ends it runs in `test_radix_model.py`."""
     tree = type("Tree", (CakeRadixCache,), {"ends": tree_of(kind).ends})
-    monkeypatch.setattr(fixtures, "UnifiedRadixCache", tree)
-    monkeypatch.setattr(fixtures, "get_device", lambda: "cpu")
-    fuzz = SegmentLockFuzzFixtures()
-    fuzz.cfg = CacheConfig(
+    cfg = CacheConfig(
         components=KINDS[kind].components,
         sliding_window_size=4,
         mamba_cache_size=200,
         max_num_reqs=200,
     )
-    fuzz._run_seed(seed)
+    assert lock_fuzz(tree, cfg, seed) == lock_fuzz(UnifiedRadixCache, cfg, seed)

@@ -17,11 +17,9 @@ from hypothesis.stateful import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
-from sglang.test.kits.unified_radix_cache.insert_walk import SegmentLockFuzzFixtures
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
-from trees import CORES, SLOTS, FakeCoordinator, TreeWithSlots, config_of
+from trees import CORES, SLOTS, FakeCoordinator, TreeWithSlots, config_of, lock_fuzz
 
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
@@ -102,15 +100,10 @@ def test_radix_cache_random_calls_answer_as_sglangs_tree(page: int, core: str) -
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_radix_cache_passes_the_lock_fuzz_of_sglang(seed: int) -> None:
-    """The kit's own, for trees with sliding windows; it needs the Python core."""
-    fuzz = SegmentLockFuzzFixtures()
+def test_radix_cache_lock_fuzz_of_sglang_leaves_the_books_of_its_tree(seed: int) -> None:
     components = (ComponentType.FULL, ComponentType.SWA)
-    fuzz.cfg = CacheConfig(page_size=1, components=components, sliding_window_size=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixtures, "UnifiedRadixCache", CakeRadixCache)
-        patch.setattr(fixtures, "get_device", lambda: "cpu")
-        fuzz._run_seed(seed)
+    cfg = CacheConfig(page_size=1, components=components, sliding_window_size=4)
+    assert lock_fuzz(CakeRadixCache, cfg, seed) == lock_fuzz(UnifiedRadixCache, cfg, seed)
 
 
 @pytest.mark.parametrize("core", CORES)

@@ -58,6 +58,44 @@ def build(cls: type, page: int, core: str) -> tuple[Any, Any, Any]:
     return tree, allocator, requests
 
 
+def lock_fuzz(cls: type, cfg: Any, seed: int) -> list[int]:
+    """Run the kit of SGLang that locks nodes of a tree with windows at random. It needs the Python
+    core.
+
+    Returns: free, evictable and locked memory of each component in the end.
+    """
+    from sglang.test.kits.unified_radix_cache import fixtures, insert_walk
+
+    built = []
+
+    def build_fixture(*args: Any, **kwargs: Any) -> Any:
+        built.append(fixtures.build_fixture(*args, **kwargs))
+        return built[-1]
+
+    fuzz = insert_walk.SegmentLockFuzzFixtures()
+    fuzz.cfg = cfg
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixtures, "UnifiedRadixCache", cls)
+        patch.setattr(fixtures, "get_device", lambda: "cpu")
+        patch.setattr(insert_walk, "build_fixture", build_fixture)
+        fuzz._run_seed(seed)
+    [(tree, allocator, requests)] = built
+    return accounting_of(tree, allocator, requests)
+
+
+def accounting_of(tree: Any, allocator: Any, requests: Any) -> list[int]:
+    """Free, evictable and locked memory of each component."""
+    full = getattr(allocator, "full_attn_allocator", allocator)
+    sizes = [full.available_size(), tree.full_evictable_size(), tree.full_protected_size()]
+    if tree.supports_swa():
+        free = allocator.swa_attn_allocator.available_size()
+        sizes += [free, tree.swa_evictable_size(), tree.swa_protected_size()]
+    if tree.supports_mamba():
+        free = requests.mamba_allocator.available_size()
+        sizes += [free, tree.mamba_evictable_size(), tree.mamba_protected_size()]
+    return sizes
+
+
 def key_of(tokens: list[int], extra: str | None = None) -> RadixKey:
     return RadixKey(array("q", tokens), extra_key=extra)
 

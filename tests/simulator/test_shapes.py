@@ -89,6 +89,16 @@ def test_shape_windows_of_a_model_with_one_pool_have_kv_of_all_tokens() -> None:
     assert shape_of({**LLAMA, **windows}) == shape_of(LLAMA)
 
 
+def test_shape_chunked_attention_has_kv_of_all_tokens_in_each_fourth_layer() -> None:
+    plain = shape_of(LLAMA)
+    chunked = {**LLAMA, "attention_chunk_size": 8192}
+    assert shape_of(chunked) == plain  # without a pool for it
+    found = shape_of({**chunked, "architectures": ["Llama4ForConditionalGeneration"]})
+    assert found.kv_head_bytes == plain.kv_head_bytes // 4
+    assert found.window_head_bytes == 8192 * 3 * found.kv_head_bytes
+    assert found.end_blocks(1, 128) == 8192 * 3 // 128
+
+
 def test_shape_end_blocks_of_a_rank_shrink_with_the_ranks_that_share_states() -> None:
     qwen = find_shape("qwen3.5-397b")
     assert [qwen.end_blocks(gpus, 128) for gpus in (1, 2, 8)] == [49, 49, 13]
@@ -109,6 +119,7 @@ def test_shape_mixture_uses_few_experts_and_holds_all() -> None:
         ("llama-3.1-8b", 16, 2, 2),  # more ranks than KV heads: a head is on two ranks
         ("qwen3-30b-a3b", 8, 2, 2),
         ("deepseek-v3", 8, 8, 1),  # MLA: the latent row is on every rank, and stored once
+        ("kimi-linear-48b", 8, 8, 1),  # the same, beside states that ranks divide
     ],
 )
 def test_shape_bytes_count_the_copies_that_ranks_read_and_store(

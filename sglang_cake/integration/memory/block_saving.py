@@ -190,7 +190,7 @@ class BlockSaving:
         used, and the trees must stay alike."""
         assert self._ends is not None
         assert unsaved.find_end is not None
-        is_own = self._shard.stores(unsaved.end // self._block_tokens - 1)
+        is_own = self._shard.stores_end(unsaved.end // self._block_tokens - 1)
         buffers = self._writer.take_all(self._ends.count if is_own else 0)
         if buffers is None:
             return

@@ -23,6 +23,8 @@ class KvShard:
     Attributes:
         index, count: shard `index` of `count` different ones.
         has_all_heads: all ranks hold the same KV, whatever their number.
+        end_index, end_count: of the end states, shard `end_index` of `end_count`. They are divided
+            where the ranks hold the same KV, and each has the recurrent states of its own heads.
         turn, turns: this rank is number `turn` of the `turns` ranks on this machine that hold the
             shard. Ranks on other machines may have other disks, so each machine stores every block.
     """
@@ -32,23 +34,39 @@ class KvShard:
     turn: int = 0
     turns: int = 1
     has_all_heads: bool = False
+    end_index: int = 0
+    end_count: int = 1
 
     @classmethod
-    def of_rank(cls, rank: int, size: int, *, replicated: bool, machine_ranks: int) -> "KvShard":
+    def of_rank(
+        cls,
+        rank: int,
+        size: int,
+        *,
+        replicated: bool,
+        machine_ranks: int,
+        has_own_states: bool = False,
+    ) -> "KvShard":
         """
         Args:
             rank, size: within the group that shares the attention of a request.
             replicated: all ranks of the group hold the same KV; else each holds its own heads.
             machine_ranks: consecutive tensor-parallel ranks on one machine.
+            has_own_states: the ranks divide recurrent states by heads.
         """
         if not replicated:
             return cls(rank, size)
         turns = math.gcd(size, machine_ranks)  # such a run of ranks is in one group, on one machine
-        return cls(turn=rank % turns, turns=turns, has_all_heads=True)
+        end = (rank, size) if has_own_states else (0, 1)
+        return cls(0, 1, rank % turns, turns, True, *end)
 
     def stores(self, block: int) -> bool:
-        """Whether it is this rank's turn to store a new block, or the end state behind it."""
+        """Whether it is this rank's turn to store a new block."""
         return block % self.turns == self.turn
+
+    def stores_end(self, block: int) -> bool:
+        """Whether it is this rank's turn to store a new end state behind a block."""
+        return self.end_count > 1 or self.stores(block)
 
     def head_groups(self, groups: int | None) -> range | None:
         """The groups of KV heads that this rank holds, if the model's heads are divided into
@@ -81,16 +99,18 @@ def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvS
 
     MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
     are the same on all of them. So are the compressed KV, the index, the windows and the sums of
-    DeepSeek V4. SGLang's HiCache stores both once for the same reason. A pool of a hybrid holds
-    recurrent states as well, which the ranks divide.
+    DeepSeek V4. SGLang's HiCache stores both once for the same reason. In a hybrid of MLA and
+    recurrent layers, ranks divide the states alone.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     machines = resolving_view(ctx.server_args).nnodes
+    has_own_states = isinstance(pool, HybridLinearKVPool)
+    pool = pool.full_kv_pool if has_own_states else pool
     return KvShard.of_rank(
         parallel.attn_tp_rank,
         parallel.attn_tp_size,
@@ -98,6 +118,7 @@ def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvS
             isinstance(each, MLATokenToKVPool) or is_compressed(each) for each in (pool, *drafts)
         ),
         machine_ranks=max(1, ctx.tp_size // machines),
+        has_own_states=has_own_states,
     )
 
 

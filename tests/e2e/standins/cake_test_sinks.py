@@ -1,8 +1,9 @@
-"""Attention with sinks in plain torch, for gpt-oss.
+"""Attention with sinks in plain torch, for gpt-oss and MiMo V2.
 
 A plugin of SGLang, used only by tests, with CAKE_TEST_SINKS set. `torch_native`, the attention
 backend of SGLang 0.5.23 that needs no kernels, has no sinks, so gpt-oss refuses it (see
-`cake_test_any_backend`). A sink takes its share of a head's softmax, and has no value.
+`cake_test_any_backend`). A sink takes its share of a head's softmax, and has no value. Layers with
+full attention may have none.
 """
 
 import os
@@ -25,7 +26,7 @@ def register() -> None:
 
 
 def _with_sinks(forward: Any) -> Any:
-    def forward_with_sinks(backend: Any, *args: Any, sinks: Tensor, **kwargs: Any) -> Any:
+    def forward_with_sinks(backend: Any, *args: Any, sinks: Tensor | None, **kwargs: Any) -> Any:
         backend.sinks = sinks
         return forward(backend, *args, **kwargs)
 
@@ -62,9 +63,11 @@ def _sunk(attend: Any) -> Any:
             hidden = seen > 0
             if sliding_window_size is not None:
                 hidden |= seen < -sliding_window_size
-            sinks = backend.sinks.float()[:, None, None].expand(-1, count, 1)
-            scores = torch.cat([scores.masked_fill(hidden, float("-inf")), sinks], dim=-1)
-            weights = scores.softmax(-1)[..., :-1]
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if backend.sinks is not None:
+                sinks = backend.sinks.float()[:, None, None].expand(-1, count, 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            weights = scores.softmax(-1)[..., :total]
             output[span] = torch.einsum("hqk,khd->qhd", weights, v)
             start += count
         return output

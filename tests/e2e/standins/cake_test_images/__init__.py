@@ -1,4 +1,4 @@
-"""Images for servers of Qwen3-VL and Qwen3.5 without torchvision, which has no build for a PyTorch
+"""Images for servers of models that see, without torchvision, which has no build for a PyTorch
 of CPUs. A plugin of SGLang, used only by tests.
 
 The image processor is replaced, and nothing else: `seeded.py` makes features from a number. The

@@ -1,4 +1,4 @@
-"""The processor: an image is a text `HEIGHTxWIDTH SEED`, in patches of 16 pixels."""
+"""The processor: an image is a text `HEIGHTxWIDTH SEED`, in patches."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,12 @@ from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.multimodal.modality import Modality
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
-MODELS = ("Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration")
+MODELS = (
+    "Glm4vForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
 
 
 class SeededImages(BaseMultimodalProcessor):
@@ -36,15 +41,7 @@ class SeededImages(BaseMultimodalProcessor):
             item.image_grid_thw = grid
             items.append(item)
             grids.append(grid)
-        positions, delta = MRotaryEmbedding.get_rope_index(
-            spatial_merge_size=vision.spatial_merge_size,
-            image_token_id=config.image_token_id,
-            video_token_id=config.video_token_id,
-            vision_start_token_id=config.vision_start_token_id,
-            model_type=config.model_type,
-            input_ids=tokens.unsqueeze(0),
-            image_grid_thw=torch.cat(grids),
-        )
+        positions, delta = _positions(config, tokens.unsqueeze(0), torch.cat(grids))
         return MultimodalProcessorOutput(
             input_ids=list(input_text),
             mm_items=items,
@@ -52,3 +49,25 @@ class SeededImages(BaseMultimodalProcessor):
             mrope_positions=positions.squeeze(1),
             mrope_position_delta=delta,
         )
+
+
+def _positions(config: Any, tokens: torch.Tensor, grids: torch.Tensor) -> Any:
+    """As SGLang's own processors of these models compute them."""
+    if config.model_type == "glm4v":
+        return MRotaryEmbedding.get_rope_index_glm4v(
+            input_ids=tokens,
+            hf_config=config,
+            image_grid_thw=grids,
+            video_grid_thw=None,
+            attention_mask=None,
+        )
+    return MRotaryEmbedding.get_rope_index(
+        spatial_merge_size=config.vision_config.spatial_merge_size,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        vision_start_token_id=config.vision_start_token_id,
+        model_type=config.model_type,
+        tokens_per_second=getattr(config.vision_config, "tokens_per_second", None),
+        input_ids=tokens,
+        image_grid_thw=grids,
+    )
