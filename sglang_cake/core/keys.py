@@ -147,32 +147,20 @@ def block_keys(
     return keys
 
 
-class EndKey(bytes):
-    """The key of an end block. A store can tell it from that of a block."""
-
-
-def end_keys(block: BlockKey, count: int) -> list[BlockKey]:
-    """Keys of the end state behind a block, which is stored as `count` blocks: `EndKey`s.
+def end_keys(block: BlockKey, count: int, rank: int = 0, ranks: int = 1) -> list[BlockKey]:
+    """Keys of the end state behind a block, which is stored as `count` blocks.
 
     The first one is put when all others are stored. So a store that has it has all of them, unless
     it has lost some since.
 
     Args:
         block: key of the last block before the end; it covers all that the end state depends on.
+        rank, ranks: the state is that of rank `rank` of `ranks`, which share the block.
     """
     head = b"sglang_cake end v1" + block
-    digests = (hashlib.sha256(head + number.to_bytes(8, "little")) for number in range(count))
-    return [BlockKey(EndKey(digest.digest())) for digest in digests]
-
-
-def rank_end_key(key: BlockKey, rank: int, ranks: int) -> BlockKey:
-    """The key of an end block of one of several ranks, each of which has end states of its own
-    behind blocks that all of them share.
-
-    Args: key: from `end_keys`.
-    """
-    head = b"sglang_cake rank end v1" + rank.to_bytes(8, "little") + ranks.to_bytes(8, "little")
-    return BlockKey(EndKey(hashlib.sha256(head + key).digest()))
+    tail = b"" if ranks == 1 else rank.to_bytes(8, "little") + ranks.to_bytes(8, "little")
+    digests = (hashlib.sha256(head + i.to_bytes(8, "little") + tail) for i in range(count))
+    return [BlockKey(digest.digest()) for digest in digests]
 
 
 class KeyChain:
@@ -182,6 +170,9 @@ class KeyChain:
 
     Attributes:
         next_tokens: as for `block_keys`.
+
+    Args:
+        end_rank: `(rank, ranks)` as for `end_keys`.
     """
 
     def __init__(
@@ -190,8 +181,10 @@ class KeyChain:
         block_tokens: int,
         media: Media = NO_MEDIA,
         next_tokens: int = 0,
+        end_rank: tuple[int, int] = (0, 1),
     ) -> None:
         self.next_tokens = next_tokens
+        self._end_rank = end_rank
         self._seed = seed
         self._block_tokens = block_tokens
         self._media = media
@@ -214,6 +207,10 @@ class KeyChain:
                 next_tokens=self.next_tokens,
             )
         return self._keys[:count]
+
+    def end_keys(self, block: BlockKey, count: int) -> list[BlockKey]:
+        """As `end_keys`, of this rank's end state. Any thread."""
+        return end_keys(block, count, *self._end_rank)
 
     def prefix_digest(self, tokens: Sequence[int]) -> bytes:
         """32 bytes for all that the KV of the full blocks of `tokens` depends on: the last key, or

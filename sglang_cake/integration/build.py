@@ -56,7 +56,6 @@ from sglang_cake.integration.memory.end_states import (
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.memory.kv_shard import machine_schedulers, shard_of
-from sglang_cake.integration.memory.rank_ends import RankEndStore
 from sglang_cake.integration.metrics import (
     FailureMetrics,
     Metrics,
@@ -180,7 +179,7 @@ class CakeService:
         apart = [getattr(pool, name, None) for name in END_POOLS]
         pools = [draft.pool for draft in LOADED.drafts]
         drafts = DraftPools.of(pools, pool)
-        shard = self._shard = shard_of(ctx, pools)
+        shard = shard_of(ctx, pools)
         self._groups = shard.head_groups(config.head_groups)
         slices = 1 if self._groups is None else len(self._groups)
         self.kv = _device_kv(
@@ -268,6 +267,7 @@ class CakeService:
             consensus=RankConsensus(reducer),
             counters=self.counters,
             end_blocks=end_blocks,
+            end_rank=shard.end_rank,
             reporter=RequestReporter(
                 config.trace_file,
                 speaks=speaks,
@@ -404,7 +404,7 @@ class CakeService:
             sharers=machine_schedulers(self._ctx),
             pin=self._pin if self.kv.device.type == "cuda" else None,
         )
-        store = open_slices(
+        return open_slices(
             [LazySource(source) for source in sources],
             group_namespaces(namespace, self._groups),
             self.kv.layout,
@@ -416,9 +416,6 @@ class CakeService:
             on_device=self.kv.encoded,
             trace=self._trace,
         )
-        if (ranks := self._shard.end_count) > 1:
-            store = RankEndStore(store, self._shard.end_index, ranks)
-        return store
 
     def _pin(self, arena: HostArena) -> bool:
         with self.kv.here():  # a thread that opens a store has no device of its own

@@ -21,7 +21,7 @@ from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import FAILURE_REASONS, LATE, Counters
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
+from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
 from sglang_cake.loading.meet import best_run, end_indices, possible_ends
 from sglang_cake.stores.base import Store, lend, report_access, tiers_of
@@ -317,7 +317,9 @@ class _PromptQueue:
         Returns their indices, ascending. What was asked for once is not asked for again."""
         request = self.request
         ends = end_indices(request.blocks, request.end_blocks, run.stop)
-        self.end_keys = end_keys(self.keys[run.stop - 1], request.end_blocks) if run else []
+        self.end_keys = []
+        if run:
+            self.end_keys = request.chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
         wanted = [*run, *ends]
         todo = set(self.todo)
         self.todo = [block for block in wanted if block in todo or block not in self.asked]
@@ -558,7 +560,8 @@ class Loader:
         # Ends are far apart, so stores must not look at some keys and infer the others.
         for start in range(0, len(blocks), EXACT_KEYS):
             some = blocks[start : start + EXACT_KEYS]
-            found = await queue.store.contains([end_keys(queue.keys[b], 1)[0] for b in some])
+            keys = [request.chain.end_keys(queue.keys[b], 1)[0] for b in some]
+            found = await queue.store.contains(keys)
             for block, yes in zip(some, found, strict=True):
                 ends[block] = yes
             if any(found):

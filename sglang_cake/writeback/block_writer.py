@@ -18,7 +18,7 @@ from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import UNSTORED_REASONS, Counters
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
-from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
+from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.stores.base import Store, put_first, report_access
 from sglang_cake.stores.request_facts import RequestFacts
 
@@ -128,7 +128,7 @@ class Writer:
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
         if job.of_end:
-            await self._put_end(store, end_keys(keys[-1], len(job.buffers)), job.buffers)
+            await self._put_end(store, job.chain.end_keys(keys[-1], len(job.buffers)), job.buffers)
             return
         puts = [
             self._put(store, keys[block], buffer, first=block == 0)

@@ -9,15 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_cake.core.keys import (
-    KeyChain,
-    KeySeed,
-    Media,
-    MediaItem,
-    block_keys,
-    end_keys,
-    rank_end_key,
-)
+from sglang_cake.core.keys import KeyChain, KeySeed, Media, MediaItem, block_keys, end_keys
 from sglang_cake.core.namespace import Namespace
 
 NAMESPACE = Namespace((("model", "m"),)).digest()
@@ -187,19 +179,23 @@ def test_end_keys_are_those_that_stores_have():
     assert end_keys(block, 2)[1] == expected
 
 
-def test_rank_end_keys_of_other_ranks_numbers_of_ranks_and_ends_are_all_different():
-    ends = [key for block in block_keys(SEED, range(8), 4) for key in end_keys(block, 2)]
+def test_end_keys_of_other_ranks_and_numbers_of_ranks_are_all_different():
     ranks = [(0, 1), (0, 2), (1, 2), (1, 3)]
-    found = [rank_end_key(key, *rank) for key in ends for rank in ranks]
-    assert len({*ends, *found}) == len(ends) + len(found)
+    found = [
+        key
+        for block in block_keys(SEED, range(8), 4)
+        for rank in ranks
+        for key in KeyChain(SEED, 4, end_rank=rank).end_keys(block, 2)
+    ]
+    assert len(set(found)) == len(found) == 2 * len(ranks) * 2
 
 
-def test_rank_end_keys_are_those_that_stores_have():
+def test_end_keys_of_a_rank_are_those_that_stores_have():
     """A change of the derivation loses all end states of such ranks."""
-    (key,) = end_keys(block_keys(SEED, range(4), 4)[0], 1)
-    numbers = b"".join(number.to_bytes(8, "little") for number in (1, 2))
-    expected = hashlib.sha256(b"sglang_cake rank end v1" + numbers + key).digest()
-    assert rank_end_key(key, 1, 2) == expected
+    block = block_keys(SEED, range(4), 4)[0]
+    numbers = b"".join(number.to_bytes(8, "little") for number in (0, 1, 2))
+    expected = hashlib.sha256(b"sglang_cake end v1" + block + numbers).digest()
+    assert end_keys(block, 1, 1, 2) == [expected]
 
 
 # ---- images, videos and audio ----

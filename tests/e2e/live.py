@@ -17,7 +17,7 @@ import requests
 
 from sglang_cake.codecs.frame import HEADER_BYTES, check_header, make_header, payload_checksum
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys, end_keys, rank_end_key
+from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys, end_keys
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import SglangServer
@@ -144,11 +144,10 @@ class StoreView:
         for namespace in self.namespaces():
             seed = KeySeed(namespace.digest)
             last = block_keys(seed, tokens, BLOCK, next_tokens=self.next_tokens)[-1]
-            keys = end_keys(last, MOST_END_BLOCKS)
             ranks = int(json.loads(namespace.description.read_text()).get("end_ranks", 1))
             for rank in range(ranks):
-                own = [rank_end_key(key, rank, ranks) for key in keys] if ranks > 1 else keys
-                files = [namespace.block(key) for key in own]
+                keys = end_keys(last, MOST_END_BLOCKS, rank, ranks)
+                files = [namespace.block(key) for key in keys]
                 if not files[0].exists():
                     return []
                 found += [file for file in files if file.exists()]

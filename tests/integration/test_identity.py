@@ -108,7 +108,7 @@ def _digest(**changed: Any) -> bytes:
         {"codec": "int8"},
         {"head_groups": 1},
         {"end_states": "[]"},
-        {"shard": KvShard(end_count=2)},
+        {"shard": KvShard(end_rank=(0, 2))},
         {"args": {"mamba_ssm_dtype": "float32"}},
         {"content": {"weights": "w2", "config": "c"}},
         {"content": {"weights": "w", "config": "c2"}},

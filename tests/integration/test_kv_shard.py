@@ -84,7 +84,7 @@ def compressed(slots: int) -> Any:
             latent_hybrid,
             [],
             1,
-            KvShard(turn=3, turns=4, has_all_heads=True, end_index=3, end_count=4),
+            KvShard(turn=3, turns=4, has_all_heads=True, end_rank=(3, 4)),
         ),
         (latent_hybrid, [mha], 1, KvShard(3, 4)),
         (mla, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),

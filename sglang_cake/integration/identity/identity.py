@@ -91,8 +91,8 @@ def server_fields(
         fields["head_groups"] = head_groups
     if end_states is not None:
         fields["end_states"] = end_states
-    if shard.end_count > 1:  # in one namespace, with keys of their own
-        fields["end_ranks"] = shard.end_count
+    if (ranks := shard.end_rank[1]) > 1:  # in one namespace, with keys of their own
+        fields["end_ranks"] = ranks
     if "context_len" in _source(model_class):  # few models read it, for their RoPE
         fields["context_length"] = model.context_len
     if values.enable_deterministic_inference:  # KV is shared only if it is equal bit by bit

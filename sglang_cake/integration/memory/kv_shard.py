@@ -23,8 +23,8 @@ class KvShard:
     Attributes:
         index, count: shard `index` of `count` different ones.
         has_all_heads: all ranks hold the same KV, whatever their number.
-        end_index, end_count: of the end states, shard `end_index` of `end_count`. They are divided
-            where the ranks hold the same KV, and each has the recurrent states of its own heads.
+        end_rank: `(rank, ranks)` of the end states. They are divided where the ranks hold the same
+            KV, and each has the recurrent states of its own heads.
         turn, turns: this rank is number `turn` of the `turns` ranks on this machine that hold the
             shard. Ranks on other machines may have other disks, so each machine stores every block.
     """
@@ -34,8 +34,7 @@ class KvShard:
     turn: int = 0
     turns: int = 1
     has_all_heads: bool = False
-    end_index: int = 0
-    end_count: int = 1
+    end_rank: tuple[int, int] = (0, 1)
 
     @classmethod
     def of_rank(
@@ -58,7 +57,7 @@ class KvShard:
             return cls(rank, size)
         turns = math.gcd(size, machine_ranks)  # such a run of ranks is in one group, on one machine
         end = (rank, size) if has_own_states else (0, 1)
-        return cls(0, 1, rank % turns, turns, True, *end)
+        return cls(turn=rank % turns, turns=turns, has_all_heads=True, end_rank=end)
 
     def stores(self, block: int) -> bool:
         """Whether it is this rank's turn to store a new block."""
@@ -66,7 +65,7 @@ class KvShard:
 
     def stores_end(self, block: int) -> bool:
         """Whether it is this rank's turn to store a new end state behind a block."""
-        return self.end_count > 1 or self.stores(block)
+        return self.end_rank[1] > 1 or self.stores(block)
 
     def head_groups(self, groups: int | None) -> range | None:
         """The groups of KV heads that this rank holds, if the model's heads are divided into

@@ -97,6 +97,7 @@ class Coordinator:
         keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
+        end_rank: as for `KeyChain`.
 
     Attributes:
         block_tokens: tokens of a whole block.
@@ -125,10 +126,12 @@ class Coordinator:
         counters: Counters,
         reporter: RequestReporter,
         end_blocks: int = 0,
+        end_rank: tuple[int, int] = (0, 1),
         keys_media: bool = False,
         next_tokens: int = 0,
     ) -> None:
         self._end_blocks = end_blocks
+        self._end_rank = end_rank
         self.next_tokens = next_tokens
         self.keys_media = keys_media
         self._loader = loader
@@ -671,7 +674,7 @@ class Coordinator:
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
             return None
         seed = seed_of(req, self._namespace, adapter)
-        return KeyChain(seed, self.block_tokens, media, self.next_tokens)
+        return KeyChain(seed, self.block_tokens, media, self.next_tokens, self._end_rank)
 
     def _record_of(
         self,
