@@ -84,7 +84,7 @@ def until_overlapped(ask: Callable[[], Answer]) -> Answer:
         answer = ask()
         return answer if overlapped(answer) else None
 
-    return until(early, "a last step that begins early")
+    return until(early, "a last step that begins early", 3 * DEADLINE_S)
 
 
 @pytest.mark.parametrize("tail", [1, 5, BLOCK - 1, BLOCK + 1, CHUNK - 1])
