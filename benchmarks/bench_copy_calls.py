@@ -185,7 +185,7 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
     def load() -> None:
         copy = SlotCopy(fence)
         copy.slots = slots
-        copy.claim()
+        copy.begin()
         taken = staging.take()
         assert taken is not None
         copier.load(copy, StagedBlock(taken, staging.give, lambda staged: None))

@@ -152,7 +152,7 @@ class Copying:
     def load(self, buffer: Buffer, slots: torch.Tensor) -> None:
         copy = SlotCopy(self.fence)
         copy.slots = slots
-        copy.claim()
+        copy.begin()
         self.copier.load(copy, StagedBlock(buffer, self.staging.give, lambda staged: None))
 
     def save(self) -> None:
