@@ -120,7 +120,7 @@ FAMILIES = {
     ),
 }
 # In the order of the families, so that the servers of a family run one after the other.
-LAST = [name + SECOND if each.second else name for name, each in FAMILIES.items()]
+LAST = [name + SECOND for name, each in FAMILIES.items() if each.second]
 
 
 @pytest.fixture(scope="module")
