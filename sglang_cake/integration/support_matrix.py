@@ -343,7 +343,7 @@ FAMILIES: tuple[Family, ...] = (
         "is_ngram",
         "LongCat-Flash-Lite",
         "n-gram embeddings",
-        stored="as without: SGLang reads the tokens before a step from the request",
+        stored="as without them: SGLang reads the tokens before a step from the request",
         proofs=(
             Proof(
                 "LongCat-Flash-Lite's table",

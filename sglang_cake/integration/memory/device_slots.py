@@ -245,11 +245,8 @@ class DeviceSlots:
         landed = {
             b: SlotCopy.complete(slots) for b, slots in handed_out.items() if b not in being_read
         }
-        self.free(
-            torch.cat(
-                [slots[:0] for slots in handed_out.values()] + [handed_out[b] for b in being_read]
-            )
-        )
+        if being_read:
+            self.free(torch.cat([handed_out[b] for b in being_read]))
         record.memory.slots |= landed
         self.placed_tokens += len(landed) * self._block_tokens
 
