@@ -24,6 +24,7 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
 }
 FLAGS = ("--mem-fraction-static", "0.2", "--chunked-prefill-size", str(CHUNK))
+SLEEPS = "--sleep-on-idle"  # else a server that has nothing to do takes a core from the others
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -154,6 +155,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
         strict: bool = True,
         warm: bool = True,  # forked from a process that has imported SGLang
         stop: signal.Signals = signal.SIGINT,
+        sleeps: bool = True,
     ) -> Iterator[Live]:
         nonlocal count
         count += 1
@@ -178,7 +180,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
 
         server = SglangServer(
             model,
-            (*FLAGS, *cake, *flags),
+            (*FLAGS, *([SLEEPS] if sleeps else []), *cake, *flags),
             env={**ONE_THREAD, **(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
             run=run,
@@ -205,7 +207,7 @@ def plain(
     names = [f"{name}={path}" for name, path in adapters.items()]
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000"),
-        *("--enable-metrics", "--sleep-on-idle"),
+        *("--enable-metrics"),
         *("--enable-lora", "--lora-backend", "torch_native", "--lora-paths", *names),
     )
     with start(models["first"], flags, env=standins) as live:
@@ -233,7 +235,7 @@ def loading(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Liv
 def _flags(mode: str) -> tuple[str, ...]:
     return (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
-        *("--enable-metrics", "--sleep-on-idle", "--enable-cache-report"),
+        *("--enable-metrics", "--enable-cache-report"),
     )
 
 

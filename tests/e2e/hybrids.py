@@ -47,7 +47,7 @@ STATES_ENV = {"CAKE_TEST_RECURRENT": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
 def flags_of(mode: str | None, *more: str) -> tuple[str, ...]:
     """Args: mode: `both`: speed decides whether a block is loaded or computed; None: no cake."""
     return (
-        *("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS), "--sleep-on-idle"),
+        *("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS)),
         *("--enable-metrics", "--enable-cache-report", *(("--cake-mode", mode) if mode else ())),
         *more,
     )

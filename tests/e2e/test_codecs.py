@@ -39,7 +39,7 @@ BLOCKS = 4
 def coded(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "8000", "--cake-mode", "load"),
-        *("--cake-codec", CODEC, "--enable-metrics", "--sleep-on-idle"),
+        *("--cake-codec", CODEC, "--enable-metrics"),
     )
     with start(models["first"], flags, store=folder / f"store-{CODEC}") as live:
         yield live
@@ -79,7 +79,7 @@ def choosing(
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "8000", "--cake-mode", "load"),
         *("--cake-codec", "auto", "--cake-max-error", str(MAX_ERROR)),
-        *("--enable-metrics", "--sleep-on-idle"),
+        *("--enable-metrics"),
     )
     with start(
         models["first"],

@@ -49,7 +49,7 @@ def proxy(shared: SharedStore) -> Iterator[FaultProxy]:
 @pytest.fixture(scope="module")
 def live(start: Start, models: dict[str, Path], folder: Path, proxy: FaultProxy) -> Iterator[Live]:
     flags = (
-        *("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle"),
+        *("--dtype", "float32", "--max-total-tokens", "12000"),
         *("--cake-mode", "load", "--enable-metrics", "--admin-api-key", "for-admins"),
     )
     with start(models["first"], flags, store=folder / "store-faults-near") as live:

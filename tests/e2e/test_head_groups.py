@@ -15,7 +15,7 @@ GROUPS = 2
 def flags(ranks: int) -> tuple[str, ...]:
     return (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
-        *("--cake-head-groups", str(GROUPS), "--sleep-on-idle", "--tp", str(ranks)),
+        *("--cake-head-groups", str(GROUPS), "--tp", str(ranks)),
     )
 
 

@@ -61,7 +61,7 @@ def parallel(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Li
         pytest.skip("two ranks need two cores")
     flags = (
         *("--dtype", "bfloat16", "--max-total-tokens", "8192", "--page-size", "64", "--tp", "2"),
-        *("--cake-mode", "load", "--sleep-on-idle"),
+        *("--cake-mode", "load"),
     )
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with start(models["first"], flags, store=folder / "store-tp", env=env) as live:
@@ -136,7 +136,7 @@ def start_latent(
         cores = "|".join(str(rank % 2) for rank in range(ranks))
         return start(
             latent_model,
-            (*flags, "--sleep-on-idle", "--tp", str(ranks), *more),
+            (*flags, "--tp", str(ranks), *more),
             store=folder / "store-mla",
             bandwidth="600kB/s",  # a latent row is small: a part is loaded, a part computed
             env=standins
@@ -173,7 +173,7 @@ def headed_groups(start: Start, folder: Path, standins: dict[str, str]) -> Itera
         pytest.skip("two ranks need two cores")
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load"),
-        *("--sleep-on-idle", "--tp", "2", "--dp", "2", "--enable-dp-attention"),
+        *("--tp", "2", "--dp", "2", "--enable-dp-attention"),
     )
     env = {**standins, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     model = build_qwen3(folder / "headed" / "model")

@@ -79,7 +79,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load"),
-    *("--mm-attention-backend", "sdpa", "--sleep-on-idle"),
+    *("--mm-attention-backend", "sdpa"),
 )
 
 

@@ -14,7 +14,7 @@ def flags(store: Path, ranks: int) -> tuple[str, ...]:
     urls = f"memory://64MB,file://{store}?min_free=0&bandwidth=20MB/s"
     return (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
-        *("--cake-store", urls, "--enable-metrics", "--sleep-on-idle"),
+        *("--cake-store", urls, "--enable-metrics"),
         *(("--tp", "2") if ranks > 1 else ()),
     )
 

@@ -30,7 +30,7 @@ Make = Callable[[int], list[int]]
 PAD, START, END = VOCAB - 10, VOCAB - 8, VOCAB - 7
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "12000", "--enable-metrics"),
-    *("--mm-attention-backend", "sdpa", "--sleep-on-idle"),
+    *("--mm-attention-backend", "sdpa"),
 )
 
 

@@ -28,7 +28,6 @@ def live(
     ranks = request.param == "overlap" and (os.cpu_count() or 1) >= 2
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "both"),
-        "--sleep-on-idle",
         *KINDS[request.param],
         *(("--tp", "2") if ranks else ()),
     )

@@ -65,7 +65,6 @@ def home(folder: Path, models: dict[str, Path], adapters: dict[str, Path]) -> Ho
 def _flags(home: Home, mode: str) -> list[str]:
     return [
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", mode),
-        "--sleep-on-idle",
         *("--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"a={home.adapter}"),
     ]
 

@@ -23,7 +23,7 @@ LONG = 1200
 TROUBLE_LAYER = 2  # of 4
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "6000", "--page-size", str(PAGE)),
-    *("--chunked-prefill-size", "4096", "--enable-metrics", "--sleep-on-idle"),
+    *("--chunked-prefill-size", "4096", "--enable-metrics"),
 )
 
 

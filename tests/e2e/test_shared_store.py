@@ -30,7 +30,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES, read_header
 
 KEY = {"Authorization": "Bearer for-admins"}
 FLAGS = (
-    *("--dtype", "float32", "--max-total-tokens", "12000", "--sleep-on-idle"),
+    *("--dtype", "float32", "--max-total-tokens", "12000"),
     *("--cake-codec", "zstd"),
 )
 
@@ -185,7 +185,7 @@ def test_data_parallel_worker_loads_blocks_of_the_other_worker(
 ) -> None:
     source = random.Random(12)
     ids = [source.randrange(VOCAB) for _ in range(12 * BLOCK + 5)]
-    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--dp", "2", "--sleep-on-idle")
+    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--dp", "2")
     with start(
         models["first"],
         (*flags, "--cake-mode", "load"),

@@ -181,7 +181,7 @@ def speculating(
     if kind.draft is not None:
         draft = ("--speculative-draft-model-path", str(tiny_models[kind.draft]))
     flags = (
-        *("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS), "--sleep-on-idle"),
+        *("--dtype", "float32", "--max-total-tokens", str(POOL_TOKENS)),
         *("--enable-metrics", "--enable-cache-report", "--cake-mode", kind.mode),
         *("--speculative-algorithm", kind.algorithm, "--max-running-requests", "8"),
         *draft,

@@ -30,7 +30,7 @@ KEY = {"Authorization": "Bearer for-admins"}
 def served(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
-        *("--enable-metrics", "--sleep-on-idle", "--admin-api-key", "for-admins"),
+        *("--enable-metrics", "--admin-api-key", "for-admins"),
         *("--cake-record-trace", str(folder / "recorded.jsonl")),
     )
     with start(models["first"], flags, store=folder / "swap-first") as live:

@@ -17,10 +17,7 @@ from live import BLOCK, VOCAB, Answer, Live, Start, assert_same, until
 
 from sglang_cake.demo.models import build_llama
 
-FLAGS = (
-    *("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),
-    *("--sleep-on-idle",),
-)
+FLAGS = (*("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load"),)
 LORA = (
     *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "8"),
     *("--lora-target-modules", "o_proj"),
