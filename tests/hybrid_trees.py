@@ -366,6 +366,23 @@ class HybridTree:
         req.prefix_len = stop
         return True
 
+    def decode(self, req: Any, tokens: Sequence[int]) -> None:
+        """Steps that compute the last token and sample the next one, without a checkpoint."""
+        for token in tokens:
+            req.output_ids.append(token)
+            req.full_untruncated_fill_ids.append(token)
+            position = req.seqlen - 2  # of the token that is computed
+            if position < req.kv.kv_allocated_len:  # the first token is sampled by the prefill
+                continue
+            self.tree.evict_sliding_windows(req, req.seqlen - 1)
+            assert self.room(1)
+            slots = self.slots(1).to(torch.int64)
+            self.requests.write((req.kv.req_pool_idx, slice(position, position + 1)), slots)
+            digests = digests_of(req.full_untruncated_fill_ids[: position + 1])[-1:]
+            self.write("full", digests, slots)
+            self.write("swa", digests, self.allocator.translate_loc_from_full_to_swa(slots))
+            req.kv.kv_allocated_len = req.kv.kv_committed_len = position + 1
+
     def _prepare_state(self, req: Any) -> None:
         """What SGLang does with states before a forward: copies on write, and clears."""
         batch: Any = SimpleNamespace()

@@ -209,6 +209,40 @@ def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block() -> None:
     assert side.save(req, 40)
 
 
+@cores()
+@pytest.mark.parametrize("kind", ["window", "window-unequal"])
+@pytest.mark.parametrize("answer", [3, 7, 15, 17, 22, 24])
+def test_radix_ends_last_block_of_an_answer_keeps_its_window(
+    kind: str, core: str, answer: int
+) -> None:
+    """Wherever the answer ends, while SGLang frees rows that have left the window."""
+    side = tree_of(kind, core)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, len(PROMPT))
+    side.decode(req, range(200, 200 + answer))
+    side.check_books()
+    computed = len(PROMPT) + answer - 1
+    req.prefix_len = computed
+    side.tree.checkpoint(req, up_to=computed)
+    assert side.save(req, computed // BLOCK * BLOCK)
+    side.release(req)
+    side.check_books()
+
+
+def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
+    side = tree_of("window")
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, len(PROMPT))
+    windows = side.allocator.swa_attn_allocator
+    taken = windows.alloc(windows.available_size() - 12)
+    side.decode(req, range(200, 219))
+    assert side.tree.swa_retain_floor(req) is None
+    windows.free(taken)
+    assert side.tree.swa_retain_floor(req) == 64 - WINDOW
+
+
 # ---- negative controls ----
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
+SCARCE_WINDOWS = 1 / 8  # of the pool of sliding windows is free, or in the tree alone
+
 
 class Service(Protocol):
     """Cake in one scheduler process (`build.CakeService`), as hooks reach it through the tree."""
@@ -114,7 +116,8 @@ class CakeRadixCache(UnifiedRadixCache):
         self._save(req, up_to)
 
     def swa_retain_floor(self, req: "Req") -> int | None:
-        floors = (super().swa_retain_floor(req), self._window_start)
+        own = super().swa_retain_floor(req)
+        floors = (own, self._window_start, self._answer_window_start(req))
         return min((floor for floor in floors if floor is not None), default=None)
 
     def on_release(self, req: "Req", *, checkpointed: bool) -> None:
@@ -387,6 +390,18 @@ class CakeRadixCache(UnifiedRadixCache):
             return None
         up_to -= self.coordinator.next_tokens
         return up_to - up_to % self.coordinator.block_tokens - self.ends.window_tokens
+
+    def _answer_window_start(self, req: "Req") -> int | None:
+        """Where the window begins that belongs to the last block of an answer, if it ended now. A
+        request that decodes keeps its window from there on, unless the pool gets scarce: then
+        SGLang would retract requests for it."""
+        if not req.output_ids or self.ends is None or not self.ends.window_tokens:
+            return None
+        allocator = self.token_to_kv_pool_allocator
+        free = allocator.swa_available_size() + self.swa_evictable_size()
+        if free < allocator.size_swa * SCARCE_WINDOWS:
+            return None
+        return self._last_window_start(req.seqlen - 1)  # the last token has no KV yet
 
     def _map_window(self, slots: torch.Tensor, window: torch.Tensor) -> None:
         """The last of `slots` have these rows of the window; rows in slot 0 were there before."""
