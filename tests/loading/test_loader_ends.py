@@ -18,11 +18,13 @@ ENDS = 2
 
 
 class EndsHarness(LoaderHarness):
-    """Prompts have end states of ENDS blocks."""
+    """Prompts have end states of ENDS blocks, which belong to `end_rank`."""
+
+    end_rank = (0, 1)
 
     def fill_end(self, keys: Sequence[BlockKey], target: int, *, without: int = -1) -> None:
         """Store the end behind `target` blocks."""
-        ends = end_keys(keys[target - 1], ENDS)
+        ends = end_keys(keys[target - 1], ENDS, *self.end_rank)
         self.store({key: bytes_of(key) for n, key in enumerate(ends) if n != without})
 
     def begin_ends(
@@ -30,7 +32,8 @@ class EndsHarness(LoaderHarness):
     ) -> list[BlockKey]:
         """Returns the key of every index."""
         keys = keys_of(tokens)
-        self.keys[rid] = keys + [key for block in keys for key in end_keys(block, ENDS)]
+        own = [key for block in keys for key in end_keys(block, ENDS, *self.end_rank)]
+        self.keys[rid] = keys + own
         self.usable: list[bool] = []
 
         def should_load(usable: Sequence[bool], cost: LoadCost) -> bool:
@@ -38,7 +41,7 @@ class EndsHarness(LoaderHarness):
             return load
 
         facts = RequestFacts(rid, len(tokens))
-        chain = KeyChain(SEED, BLOCK)
+        chain = KeyChain(SEED, BLOCK, end_rank=self.end_rank)
         self.loader.begin(
             LoadRequest(
                 rid, chain, tokens, len(keys), first, should_load, facts=facts, end_blocks=ENDS
@@ -69,6 +72,21 @@ def test_loader_reads_the_end_first_and_nothing_right_of_it(harness: EndsHarness
     assert harness.usable == [True] * 4 + [False] * 2
     indices = [event.block for event in harness.news() if isinstance(event, Fetched)]
     assert sorted(indices) == [0, 1, 2, 3, 12, 13]
+    harness.release()
+
+
+def test_loader_reads_the_end_of_its_own_rank(harness: EndsHarness) -> None:
+    """Ranks share the blocks of a prompt, and each has end states of its own."""
+    tokens = tokens_of(0, 6)
+    keys = harness.fill(tokens)
+    for harness.end_rank, target in (((1, 2), 3), ((0, 2), 5)):
+        harness.fill_end(keys, target)
+    harness.end_rank = (1, 2)
+    harness.begin_ends("a", tokens)
+    own = end_keys(keys[2], ENDS, 1, 2)
+    harness.open(*own, *keys)
+    assert harness.read_keys() == [*reversed(own), *keys[2::-1]]
+    assert harness.news()[0] == LookedUp("a", (True,) * 6, ends(6, 3))
     harness.release()
 
 

@@ -285,7 +285,9 @@ def test_block_writer_drained_waits_for_every_offered_job(harness: BlockWriterHa
 # ---- end states ----
 
 
-def _offer_end(harness: BlockWriterHarness, tokens: array, count: int) -> list[BlockKey]:
+def _offer_end(
+    harness: BlockWriterHarness, tokens: array, count: int, end_rank: tuple[int, int] = (0, 1)
+) -> list[BlockKey]:
     """Keys of the end blocks; block `i` is full of byte `i`."""
     buffers = harness.writer.take_all(count)
     assert buffers is not None
@@ -293,17 +295,20 @@ def _offer_end(harness: BlockWriterHarness, tokens: array, count: int) -> list[B
         buffer.view[:] = bytes([index]) * BYTES
     copied: Future[None] = Future()
     copied.set_result(None)
-    chain = KeyChain(SEED, BLOCK)
+    chain = KeyChain(SEED, BLOCK, end_rank=end_rank)
     job = WriteJob(chain, tokens, tuple(range(count)), tuple(buffers), copied, of_end=True)
     harness.writer.offer(job)
     harness.io.run(harness.writer.drained(), PATIENCE_S)
     assert harness.pool.free == CAPACITY
     assert harness.writer.pending_blocks == 0
-    return end_keys(chain.of(tokens)[-1], count)
+    return end_keys(chain.of(tokens)[-1], count, *end_rank)
 
 
-def test_writer_puts_the_first_end_block_last(harness: BlockWriterHarness) -> None:
-    keys = _offer_end(harness, array("q", range(2 * BLOCK)), 4)
+@pytest.mark.parametrize("end_rank", [(0, 1), (1, 2)])
+def test_writer_puts_the_first_end_block_of_its_rank_last(
+    harness: BlockWriterHarness, end_rank: tuple[int, int]
+) -> None:
+    keys = _offer_end(harness, array("q", range(2 * BLOCK)), 4, end_rank)
     assert [key for _, key in harness.store.calls][-1] == keys[0]
     assert [harness.memory.blocks[key] for key in keys] == [bytes([i]) * BYTES for i in range(4)]
 
