@@ -207,7 +207,7 @@ def plain(
     names = [f"{name}={path}" for name, path in adapters.items()]
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000"),
-        *("--enable-metrics"),
+        "--enable-metrics",
         *("--enable-lora", "--lora-backend", "torch_native", "--lora-paths", *names),
     )
     with start(models["first"], flags, env=standins) as live:

@@ -79,7 +79,7 @@ def choosing(
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "8000", "--cake-mode", "load"),
         *("--cake-codec", "auto", "--cake-max-error", str(MAX_ERROR)),
-        *("--enable-metrics"),
+        "--enable-metrics",
     )
     with start(
         models["first"],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -67,19 +66,11 @@ def test_server_without_cake_answers_as_sglang_without_the_plugin(
     program.write_text(SGLANG_ALONE)
     document = prompt(2 * CHUNK + 9)
     prompts = [prompt(30), document, document + prompt(40)]
-    done = subprocess.run(
-        [
-            *(sys.executable, str(program), str(models["first"])),
-            json.dumps([request(ids) for ids in prompts]),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **NO_PLUGIN},
-    )
+    asked = json.dumps([request(ids) for ids in prompts])
+    command = [sys.executable, str(program), str(models["first"]), asked]
+    done = run_forked(command, {**os.environ, **NO_PLUGIN}, tmp_path, timeout_s=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+    assert lines, done.stdout[-2000:]
     alone = map(Answer.of, json.loads(lines[0].removeprefix("ANSWERS ")))
     for ids, reference in zip(prompts, alone, strict=True):
         answer = plain.ask(ids)
