@@ -156,11 +156,11 @@ class Meeting:
         hybrid.check(first, ids, 40)
         turn = ids + first.tokens + prompt(20)
         answered = ids + first.tokens[:-1]
-        hybrid.live.store.until_stored(answered)
-        end = hybrid.live.store.until_end_stored(ids)
+        parts = parts_of(hybrid.live.store.until_stored(answered))
+        end = hybrid.live.store.end_files(ids)
         loadable = 0
         # States end where SGLang keeps them, and an end of several blocks is not worth one block.
-        if all("window_tokens" in part for part in parts_of(end)) and len(end) == 1:
+        if all("window_tokens" in part for part in parts) and len(end) == 1:
             hybrid.live.store.until_end_stored(answered)
             loadable = len(answered) // BLOCK * BLOCK
         answer = hybrid.live.ask_flushed(turn)
@@ -251,9 +251,9 @@ class Loading:
         hybrid.assert_changed(ids, files + end)
 
 
-def parts_of(end: list[Path]) -> list[dict[str, Any]]:
-    """The parts of an end state, by the namespace of these end blocks."""
-    parts: list[dict[str, Any]] = json.loads(description_of(end[0])["end_states"])
+def parts_of(files: list[Path]) -> list[dict[str, Any]]:
+    """The parts of end states in the namespace of these blocks."""
+    parts: list[dict[str, Any]] = json.loads(description_of(files[0])["end_states"])
     return parts
 
 
