@@ -23,7 +23,8 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
 }
-FLAGS = ("--mem-fraction-static", "0.2", "--chunked-prefill-size", str(CHUNK))
+# Most of the memory is that of other servers, which start and end meanwhile.
+FLAGS = ("--mem-fraction-static", "0.5", "--chunked-prefill-size", str(CHUNK))
 SLEEPS = "--sleep-on-idle"  # else a server that has nothing to do takes a core from the others
 
 

@@ -340,7 +340,7 @@ def main():
     model, store = sys.argv[1:3]
     engine = sgl.Engine(
         model_path=model, device="cpu", attention_backend="torch_native", dtype="float16",
-        cuda_graph_backend_decode="disabled", mem_fraction_static=0.2, max_total_tokens=4096,
+        cuda_graph_backend_decode="disabled", mem_fraction_static=0.5, max_total_tokens=4096,
         chunked_prefill_size=256, log_level="warning",
         enable_cake=True, cake_store=f"file://{store}?min_free=0&bandwidth=5MB/s",
         cake_block_tokens=64, cake_min_load_tokens=64, cake_mode="load",

@@ -46,7 +46,7 @@ import sglang as sgl
 def main():
     engine = sgl.Engine(
         model_path=sys.argv[1], device="cpu", attention_backend="torch_native", dtype="float32",
-        cuda_graph_backend_decode="disabled", mem_fraction_static=0.2, max_total_tokens=4096,
+        cuda_graph_backend_decode="disabled", mem_fraction_static=0.5, max_total_tokens=4096,
         chunked_prefill_size={CHUNK}, log_level="warning",
     )
     answers = [engine.generate(**asked) for asked in json.loads(sys.argv[2])]

@@ -185,7 +185,7 @@ def speculating(
         *("--enable-metrics", "--enable-cache-report", "--cake-mode", kind.mode),
         *("--speculative-algorithm", kind.algorithm, "--max-running-requests", "8"),
         *draft,
-        *("--mem-fraction-static", "0.5", *kind.flags),
+        *kind.flags,
     )
     env = standins | {"CAKE_TEST_SPECULATIVE": "1"}
     if kind.has_states:
