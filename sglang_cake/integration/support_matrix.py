@@ -31,7 +31,7 @@ class ModelTraits:
     is_windows_only: bool = False  # sliding windows in all layers, in a pool of their own
     is_prompt_aware: bool = False  # a token of an answer sees the prompt and a window of the answer
     is_generation: bool = True
-    pools_last_token: bool = False  # its vector is that of the last token, behind causal attention
+    pools_last_token: bool = False  # its result is made of the last token, behind causal attention
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
@@ -232,14 +232,14 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "pools_last_token",
-        "Qwen3-Embedding, gte-Qwen2, e5-mistral",
-        "embeddings (`--is-embedding`)",
-        stored="K and V of all layers",
+        "Qwen3-Embedding, Qwen3-VL-Embedding, e5-mistral, Skywork-Reward",
+        "embeddings, rewards and classes, of the last token",
+        stored="as models that generate text",
         proofs=(
             Proof(
                 "Llama",
-                "e2e/test_embeddings.py"
-                "::test_embedding_server_vectors_are_equal_before_and_after_a_load",
+                "e2e/test_pooling.py"
+                "::test_pooling_server_vectors_and_scores_are_equal_before_and_after_a_load",
             ),
         ),
     ),
@@ -462,23 +462,59 @@ MEDIA_ARCHITECTURES = frozenset(
     }
 )
 
-# Embedding models that were reviewed: attention is causal, so that KV depends on no later token,
-# and the vector is that of the last token, which is always computed. (Those that pool all tokens,
-# or the first one, need the whole prompt in one step.)
-EMBEDDING_ARCHITECTURES = frozenset(
+# Models that were reviewed as embedding, reward or classification models: attention is causal, so
+# that KV depends on no later token, and the result is made of the last token, which is always
+# computed. (Those that pool all tokens, or the first one, need the whole prompt in one step.)
+POOLING_ARCHITECTURES = frozenset(
     {
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "DeciLMForCausalLM",
+        "Exaone4ForCausalLM",
+        "Gemma2ForSequenceClassification",
+        "Glm4ForCausalLM",
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "GlmOcrForConditionalGeneration",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "IQuestCoderForCausalLM",
+        "InternLM2ForRewardModel",
+        "InternLM3ForCausalLM",
         "LlamaEmbeddingModel",
         "LlamaForCausalLM",
+        "LlamaForClassification",
+        "LlamaForSequenceClassification",
+        "LlamaForSequenceClassificationWithNormal_Weights",
+        "MiMoForCausalLM",
+        "Ministral3ForCausalLM",
+        "MistralForCausalLM",
         "MistralModel",
+        "NanbeigeForCausalLM",
+        "NanbeigeForSequenceClassification",
+        "OPTForCausalLM",
+        "Phi3ForCausalLM",
+        "PhiMoEForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2ForRewardModel",
+        "Qwen2ForSequenceClassification",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
         "Qwen3ForCausalLM",
+        "Qwen3ForRewardModel",
+        "Qwen3ForSequenceClassification",
+        "Qwen3Model",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "TeleFLMForCausalLM",
     }
 )
 
 
 def has_reviewed_vectors(architectures: "Sequence[str] | None") -> bool:
-    """Whether all of a model's architectures are in `EMBEDDING_ARCHITECTURES`."""
-    return bool(architectures) and EMBEDDING_ARCHITECTURES.issuperset(architectures or ())
+    """Whether all of a model's architectures are in `POOLING_ARCHITECTURES`."""
+    return bool(architectures) and POOLING_ARCHITECTURES.issuperset(architectures or ())
 
 
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
@@ -869,14 +905,12 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    # 0.5.22 has none of these three.
+    # 0.5.22 has neither of them.
     if getattr(params, "decoder_swa_bounded_replay", False):
         return (
             "steps that compute KV of the last tokens only: set "
             "--no-enable-decoder-swa-bounded-replay"
         )
-    if getattr(params, "draft_swa_window", 0):
-        return "draft models that read windows of the model's pool: remove --speculative-algorithm"
     if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
         params, "swa_gates_prefix_match", True
     ):
@@ -938,8 +972,8 @@ def unsupported_model(model: ModelTraits) -> str | None:
         )
     if not (model.is_generation or model.pools_last_token):
         return (
-            "cake does not support models that generate no text, except for embeddings by some "
-            "decoders (docs/troubleshooting.md)"
+            "cake does not support models that generate no text, except for decoders whose result "
+            "is made of the last token (docs/troubleshooting.md)"
         )
     return None
 

@@ -117,8 +117,8 @@ def test_launchers_refused_flags_exit_with_2_and_one_line(
 
 def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     """There are no weights."""
-    judge = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
-    flags = ["--model-path", _model(tmp_path / "judge", judge), "--enable-cake", *CPU]
+    encoder = {**LLAMA, "architectures": ["BertModel"]}
+    flags = ["--model-path", _model(tmp_path / "encoder", encoder), "--enable-cake", *CPU]
     done = _launch(tmp_path, FORKED_LAUNCH, flags)
     _check_refused(done, "cake does not support models that generate no text")
 
@@ -279,7 +279,7 @@ def test_flags_unsupported_model_kind_is_refused_when_resolved(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:
     models = {
-        "generate no text": {"architectures": ["LlamaForSequenceClassification"]},
+        "generate no text": {"architectures": ["BertModel"]},
         "longrope beyond the original context": {
             "max_position_embeddings": 8192,
             "original_max_position_embeddings": 4096,

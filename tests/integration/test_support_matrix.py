@@ -337,7 +337,6 @@ def _pools(**changes: Any) -> Any:
         "req_to_token_pool": states,
         "swa_gates_prefix_match": True,
         "decoder_swa_bounded_replay": False,
-        "draft_swa_window": 0,
     }
     assert set(changes) <= set(params)
     return SimpleNamespace(
@@ -375,7 +374,6 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
         ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
         ({"decoder_swa_bounded_replay": True}, "--no-enable-decoder-swa-bounded-replay"),
-        ({"draft_swa_window": 4}, "remove --speculative-algorithm"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )
