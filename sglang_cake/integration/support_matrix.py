@@ -522,12 +522,6 @@ _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
     ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
     (
-        "chunked_prefill_size",
-        lambda size: size is not None and size <= 0,
-        "needs chunked prefill, whose steps may end where loaded blocks begin: give "
-        "--chunked-prefill-size a positive value",
-    ),
-    (
         "disaggregation_decode_enable_offload_kvcache",
         bool,
         "takes the place of offloading: remove --disaggregation-decode-enable-offload-kvcache",
@@ -604,12 +598,8 @@ RULES: tuple[_Rule, ...] = (
     ),
 )
 
-# Features that cake needs and SGLang turns off for some models while it resolves their settings:
-# field of the rule -> (the feature, such models).
-TURNED_OFF: dict[str, tuple[str, str]] = {
-    "disable_radix_cache": ("the radix cache", "MiniCPM-SALA, HRM-Text"),
-    "chunked_prefill_size": ("chunked prefill", "LLaVA of Llama"),
-}
+# Models for which SGLang turns off the radix cache while it resolves their settings.
+UNCACHED = "MiniCPM-SALA, HRM-Text"
 
 # Attention backends of a group's members: those that pass the layer gate before they read KV.
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
@@ -641,12 +631,14 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
             )
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
-            if model is not None and field in TURNED_OFF:
+            if model is not None and field == "disable_radix_cache":
                 why = "for this model"
                 if args.enable_deterministic_inference:
                     why += ", or for --enable-deterministic-inference with its attention backend"
-                needed, _ = TURNED_OFF[field]
-                return f"cake needs {needed}, which SGLang turns off {why}: remove --enable-cake"
+                return (
+                    f"cake needs the radix cache, which SGLang turns off {why}: remove "
+                    "--enable-cake"
+                )
             return f"cake {reason}"
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
@@ -858,9 +850,9 @@ def keys_media(ctx: "TreeCacheBuildContext") -> bool:
 
     if not hasattr(MultimodalDataItem, "set_identity"):
         return False
+    # Not that of the architecture: with another implementation, media must not be cut.
     model = type(ctx.tp_worker.model_runner.model)
-    architectures = ctx.model_config.hf_config.architectures or [""]
-    return architectures[0] in MEDIA_ARCHITECTURES and model.__module__.startswith("sglang.")
+    return model.__name__ in MEDIA_ARCHITECTURES and model.__module__.startswith("sglang.")
 
 
 def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str | None:

@@ -188,7 +188,6 @@ def test_flags_bad_command_line_exits_with_2_and_one_line(
         ("--enable-hierarchical-cache",): "takes the place of HiCache",
         ("--enable-lmcache",): "takes the place of LMCache",
         ("--enable-streaming-session",): "does not support streaming sessions",
-        ("--chunked-prefill-size", "-1"): "needs chunked prefill",
         ("--page-size", "96", "--cake-block-tokens", "128"): "set --cake-block-tokens 96",
     }
     base = ["--model-path", llama, "--enable-cake"]
@@ -343,7 +342,7 @@ RESOLVED: list[tuple[dict[str, Any], list[str], str | None]] = [
             "vision_config": {"model_type": "clip_vision_model"},
         },
         [],
-        "chunked prefill, which SGLang turns off for this model: remove --enable-cake",
+        None,
     ),
     (
         {**SALA, "num_key_value_heads": 4, "mixer_types": ["minicpm4", "lightning"]},

@@ -19,7 +19,6 @@ from sglang_cake.integration.support_matrix import (
     FAMILIES,
     RULES,
     SPECULATION,
-    TURNED_OFF,
     Family,
     ModelTraits,
     Speculation,
@@ -210,7 +209,6 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
     ("field", "value"),
     [
         ("disable_radix_cache", True),
-        ("chunked_prefill_size", -1),
         ("disaggregation_decode_enable_offload_kvcache", True),
         ("encoder_only", True),
         ("pp_size", 2),
@@ -252,9 +250,8 @@ def test_support_matrix_bounded_replay_by_default_is_refused_with_the_flag_that_
     assert unsupported(args, PLAIN, 128) is None
 
 
-@pytest.mark.parametrize("field", TURNED_OFF)
-def test_support_matrix_setting_that_sglang_turned_off_is_no_flag_to_change(field: str) -> None:
-    args = _args(**{field: True if field == "disable_radix_cache" else -1})
+def test_support_matrix_radix_cache_that_sglang_turned_off_is_no_flag_to_change() -> None:
+    args = _args(disable_radix_cache=True)
     reason = str(unsupported(args, PLAIN, 128))
     assert "which SGLang turns off for this model: remove --enable-cake" in reason
     args.enable_deterministic_inference = True
