@@ -882,10 +882,13 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             return f"cake does not support recurrent states in a {type(pool).__name__}"
         if pool.mamba_ckpt_pool is not None:
             return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"
-        if pool.mamba_pool.replayssm_write_pos is not None:
-            return "cake does not support ReplaySSM: remove --enable-linear-replayssm"
-        if pool.mamba_pool.enable_linear_replayssm_spec:
-            return "cake does not support ReplaySSM: remove --enable-linear-replayssm-spec"
+        lags = getattr(pool.mamba_pool, "replayssm_spec_write_pos", None) is not None
+        if lags and not pool.enable_mamba_extra_buffer:
+            return (
+                "cake does not support states that lag behind accepted tokens: set "
+                "--mamba-radix-cache-strategy extra_buffer, or remove "
+                "--enable-linear-replayssm-spec"
+            )
         if envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get():  # a loaded state is copied from the tree
             return "cake needs locks on states: unset SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"
     return None

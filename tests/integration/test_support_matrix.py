@@ -326,9 +326,8 @@ def _pools(**changes: Any) -> Any:
     allocator._kvcache = windows.__new__(windows)
     states = memory.HybridReqToTokenPool.__new__(memory.HybridReqToTokenPool)
     states.mamba_ckpt_pool = None
-    states.mamba_pool = SimpleNamespace(
-        replayssm_write_pos=None, enable_linear_replayssm_spec=False
-    )
+    states.mamba_pool = SimpleNamespace(replayssm_spec_write_pos=None)
+    states.enable_mamba_extra_buffer = False
     params = {
         "token_to_kv_pool_allocator": allocator,
         "req_to_token_pool": states,
@@ -413,13 +412,14 @@ def test_support_matrix_forms_of_compressed_pools_are_refused_by_what_helps(
 
 
 def test_support_matrix_states_of_other_forms_are_refused_by_flag_name() -> None:
-    int8, replay, verify = _pools(), _pools(), _pools()
+    int8, lagging = _pools(), _pools()
     int8.params.req_to_token_pool.mamba_ckpt_pool = object()
-    replay.params.req_to_token_pool.mamba_pool.replayssm_write_pos = object()
-    verify.params.req_to_token_pool.mamba_pool.enable_linear_replayssm_spec = True
+    lagging.params.req_to_token_pool.mamba_pool.replayssm_spec_write_pos = object()
     assert "--enable-int8-mamba-checkpoint" in str(unsupported_pools(int8, CakeConfig()))
-    assert "--enable-linear-replayssm" in str(unsupported_pools(replay, CakeConfig()))
-    assert "--enable-linear-replayssm-spec" in str(unsupported_pools(verify, CakeConfig()))
+    reason = str(unsupported_pools(lagging, CakeConfig()))
+    assert "set --mamba-radix-cache-strategy extra_buffer" in reason
+    lagging.params.req_to_token_pool.enable_mamba_extra_buffer = True  # keeps other states
+    assert unsupported_pools(lagging, CakeConfig()) is None
 
 
 def _graphs(backend: str) -> dict[str, Any]:
