@@ -432,6 +432,15 @@ SPECULATION: tuple[Speculation, ...] = (
         stored="K and V of the draft model",
         proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
     ),
+    Speculation(  # drafts by an adapter, in slots that the model itself fills again
+        "UNO",
+        proofs=(
+            Proof(
+                "SGLang's worker",
+                "integration/test_uno.py::test_uno_accepted_tokens_have_the_kv_of_the_model_alone",
+            ),
+        ),
+    ),
 )
 _ALGORITHMS = {each.name: each for each in SPECULATION}
 
@@ -534,12 +543,6 @@ RULES: tuple[_Rule, ...] = (
         "use_ray",
         bool,
         "does not support Ray, whose workers load no plug-ins of SGLang: remove --use-ray",
-    ),
-    (
-        "speculative_algorithm",
-        lambda name: name is not None and name.upper() == "UNO",
-        "does not support UNO, which computes drafts with an adapter into the model's own KV: "
-        "remove --speculative-algorithm",
     ),
     (
         "speculative_algorithm",

@@ -182,7 +182,6 @@ def test_flags_bad_command_line_exits_with_2_and_one_line(
         ("--cake-foo", "1"): "unrecognized arguments: --cake-foo 1",
         ("--radix-cache-backend", "flexkv"): "another radix cache backend, 'flexkv'",
         ("--disable-radix-cache",): "remove --disable-radix-cache",
-        ("--speculative-algorithm", "UNO"): "does not support UNO, which",
         ("--disaggregation-mode", "decode"): "set --disaggregation-decode-enable-radix-cache",
         ("--pp-size", "2"): "set --pp-size 1",
         ("--enable-hierarchical-cache",): "takes the place of HiCache",

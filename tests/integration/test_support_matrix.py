@@ -215,7 +215,6 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("attn_cp_size", 2),
         ("dcp_size", 2),
         ("use_ray", True),
-        ("speculative_algorithm", "UNO"),
         ("enable_encoder_swa_bounded_replay", True),
         ("enable_unified_memory", True),
         ("enable_mis", True),
