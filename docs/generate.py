@@ -19,7 +19,7 @@ from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetric
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
     SPECULATION,
-    TURNED_OFF,
+    UNCACHED,
     Supported,
 )
 
@@ -66,8 +66,7 @@ def models() -> str:
     for family in FAMILIES:
         if family.refused is not None:
             rows.append(f"- {family.examples}: {family.refused}")
-    for needed, examples in TURNED_OFF.values():
-        rows.append(f"- {examples}: models for which SGLang turns off {needed}, which cake needs")
+    rows.append(f"- {UNCACHED}: models for which SGLang turns off the radix cache")
     return "\n".join(rows)
 
 

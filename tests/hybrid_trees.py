@@ -167,7 +167,7 @@ class HybridTree:
         parts: list[EndPart] = []
         self.window_tokens = 0
         if cfg.has_swa:
-            window, page = cfg.sliding_window_size or 0, cfg.page_size
+            window, page = self.tree.sliding_window_size, cfg.page_size
             self.window_tokens = -(-window // page) * page
         if is_compressed(pool):
             parts.append(CompressedWindow(pool, block_bytes=self.kv.layout.block_bytes))
@@ -256,7 +256,7 @@ class HybridTree:
         row = self.requests.req_to_token[req.kv.req_pool_idx, : req.prefix_len].to(torch.int64)
         assert not (wrong := self.wrong("full", digests, row)), wrong
         if self.cfg.has_swa:
-            start = max(0, req.prefix_len - self.cfg.sliding_window_size)
+            start = max(0, req.prefix_len - self.tree.sliding_window_size)
             window = self.allocator.translate_loc_from_full_to_swa(row[start:])
             assert not (wrong := self.wrong("swa", digests[start:], window)), wrong
         if self.cfg.has_mamba and req.prefix_len:

@@ -70,7 +70,7 @@ from sglang_cake.integration.request.runahead_interface import NoHelpers
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker
-from sglang_cake.integration.step_costs import StepCosts
+from sglang_cake.integration.step_costs import StepCosts, chunk_tokens
 from sglang_cake.integration.support_matrix import check_context, keys_media, may_overlap
 from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
@@ -92,7 +92,6 @@ logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
 WRITE_COSTS_EVERY_S = 30.0
 PRIOR_BYTES_PER_S = 1e9  # assumed speed of a store that nothing was read from yet
-NO_CHUNKS = 2**31  # tokens of a step when SGLang does not chunk
 CLOSE_S = 5.0  # how long the end of the process may wait for the store
 
 
@@ -220,7 +219,7 @@ class CakeService:
         staging, write_queue = host_pools(
             self.kv,
             config,
-            chunk_tokens=-(-_chunk_tokens(ctx) // shard.turns),
+            chunk_tokens=-(-chunk_tokens(resolving_view(ctx.server_args)) // shard.turns),
             free_bytes=available_bytes(),
             end_blocks=end_blocks,
         )
@@ -562,7 +561,7 @@ def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
             prefix_flops=_prefix_flops(model) if on_gpu else 0.0,
             graph_tokens=tuple(sorted(graphs.bs or ())) if has_graphs else (),
         ),
-        chunk_tokens=_chunk_tokens(ctx),
+        chunk_tokens=chunk_tokens(resolving_view(ctx.server_args)),
         pipelined=_pipelined(ctx),
     )
 
@@ -579,11 +578,6 @@ def _prefix_flops(model: "ModelConfig") -> float:
 def _device(ctx: "TreeCacheBuildContext") -> str:
     stream = _forward_stream(ctx)
     return platform.machine() if stream is None else torch.cuda.get_device_name(stream.device)
-
-
-def _chunk_tokens(ctx: "TreeCacheBuildContext") -> int:
-    chunk_tokens = ctx.server_args.chunked_prefill_size
-    return chunk_tokens if chunk_tokens and chunk_tokens > 0 else NO_CHUNKS
 
 
 def _pipelined(ctx: "TreeCacheBuildContext") -> bool:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,11 +75,21 @@ class _Launched:
     began_s: float
 
 
+def chunk_tokens(args: Any) -> int:
+    """The most that a prompt with stored blocks computes in one step; without chunks, as many as
+    SGLang computes for the prompts of one batch.
+
+    Args: args: SGLang's ServerArgs, resolved.
+    """
+    chunk: int | None = args.chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else int(args.max_prefill_tokens)
+
+
 class StepCosts:
     """Costs of steps and loads. The scheduler thread owns it.
 
     Args:
-        chunk_tokens: the most that SGLang computes in one step.
+        chunk_tokens: the most that a prompt computes in one step.
         pipelined: steps are launched while the one before runs, and `launched` times each.
 
     Attributes:

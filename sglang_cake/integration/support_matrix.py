@@ -31,7 +31,7 @@ class ModelTraits:
     is_windows_only: bool = False  # sliding windows in all layers, in a pool of their own
     is_prompt_aware: bool = False  # a token of an answer sees the prompt and a window of the answer
     is_generation: bool = True
-    pools_last_token: bool = False  # its vector is that of the last token, behind causal attention
+    pools_last_token: bool = False  # its result is made of the last token, behind causal attention
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
@@ -232,14 +232,14 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "pools_last_token",
-        "Qwen3-Embedding, gte-Qwen2, e5-mistral",
-        "embeddings (`--is-embedding`)",
-        stored="K and V of all layers",
+        "Qwen3-Embedding, Qwen3-VL-Embedding, e5-mistral, Skywork-Reward",
+        "embeddings, rewards and classes, of the last token",
+        stored="as models that generate text",
         proofs=(
             Proof(
                 "Llama",
-                "e2e/test_embeddings.py"
-                "::test_embedding_server_vectors_are_equal_before_and_after_a_load",
+                "e2e/test_pooling.py"
+                "::test_pooling_server_vectors_and_scores_are_equal_before_and_after_a_load",
             ),
         ),
     ),
@@ -432,6 +432,15 @@ SPECULATION: tuple[Speculation, ...] = (
         stored="K and V of the draft model",
         proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
     ),
+    Speculation(  # drafts by an adapter, in slots that the model itself fills again
+        "UNO",
+        proofs=(
+            Proof(
+                "SGLang's worker",
+                "integration/test_uno.py::test_uno_accepted_tokens_have_the_kv_of_the_model_alone",
+            ),
+        ),
+    ),
 )
 _ALGORITHMS = {each.name: each for each in SPECULATION}
 
@@ -462,35 +471,65 @@ MEDIA_ARCHITECTURES = frozenset(
     }
 )
 
-# Embedding models that were reviewed: attention is causal, so that KV depends on no later token,
-# and the vector is that of the last token, which is always computed. (Those that pool all tokens,
-# or the first one, need the whole prompt in one step.)
-EMBEDDING_ARCHITECTURES = frozenset(
+# Models that were reviewed as embedding, reward or classification models: attention is causal, so
+# that KV depends on no later token, and the result is made of the last token, which is always
+# computed. (Those that pool all tokens, or the first one, need the whole prompt in one step.)
+POOLING_ARCHITECTURES = frozenset(
     {
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "DeciLMForCausalLM",
+        "Exaone4ForCausalLM",
+        "Gemma2ForSequenceClassification",
+        "Glm4ForCausalLM",
+        "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+        "GlmOcrForConditionalGeneration",
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "IQuestCoderForCausalLM",
+        "InternLM2ForRewardModel",
+        "InternLM3ForCausalLM",
         "LlamaEmbeddingModel",
         "LlamaForCausalLM",
+        "LlamaForClassification",
+        "LlamaForSequenceClassification",
+        "LlamaForSequenceClassificationWithNormal_Weights",
+        "MiMoForCausalLM",
+        "Ministral3ForCausalLM",
+        "MistralForCausalLM",
         "MistralModel",
+        "NanbeigeForCausalLM",
+        "NanbeigeForSequenceClassification",
+        "OPTForCausalLM",
+        "Phi3ForCausalLM",
+        "PhiMoEForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2ForRewardModel",
+        "Qwen2ForSequenceClassification",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
         "Qwen3ForCausalLM",
+        "Qwen3ForRewardModel",
+        "Qwen3ForSequenceClassification",
+        "Qwen3Model",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "TeleFLMForCausalLM",
     }
 )
 
 
 def has_reviewed_vectors(architectures: "Sequence[str] | None") -> bool:
-    """Whether all of a model's architectures are in `EMBEDDING_ARCHITECTURES`."""
-    return bool(architectures) and EMBEDDING_ARCHITECTURES.issuperset(architectures or ())
+    """Whether all of a model's architectures are in `POOLING_ARCHITECTURES`."""
+    return bool(architectures) and POOLING_ARCHITECTURES.issuperset(architectures or ())
 
 
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
     ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
-    (
-        "chunked_prefill_size",
-        lambda size: size is not None and size <= 0,
-        "needs chunked prefill, whose steps may end where loaded blocks begin: give "
-        "--chunked-prefill-size a positive value",
-    ),
     (
         "disaggregation_decode_enable_offload_kvcache",
         bool,
@@ -504,12 +543,6 @@ RULES: tuple[_Rule, ...] = (
         "use_ray",
         bool,
         "does not support Ray, whose workers load no plug-ins of SGLang: remove --use-ray",
-    ),
-    (
-        "speculative_algorithm",
-        lambda name: name is not None and name.upper() == "UNO",
-        "does not support UNO, which computes drafts with an adapter into the model's own KV: "
-        "remove --speculative-algorithm",
     ),
     (
         "speculative_algorithm",
@@ -568,12 +601,8 @@ RULES: tuple[_Rule, ...] = (
     ),
 )
 
-# Features that cake needs and SGLang turns off for some models while it resolves their settings:
-# field of the rule -> (the feature, such models).
-TURNED_OFF: dict[str, tuple[str, str]] = {
-    "disable_radix_cache": ("the radix cache", "MiniCPM-SALA, HRM-Text"),
-    "chunked_prefill_size": ("chunked prefill", "LLaVA of Llama"),
-}
+# Models for which SGLang turns off the radix cache while it resolves their settings.
+UNCACHED = "MiniCPM-SALA, HRM-Text"
 
 # Attention backends of a group's members: those that pass the layer gate before they read KV.
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
@@ -605,12 +634,14 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
             )
     for field, is_unsupported, reason in RULES:
         if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
-            if model is not None and field in TURNED_OFF:
+            if model is not None and field == "disable_radix_cache":
                 why = "for this model"
                 if args.enable_deterministic_inference:
                     why += ", or for --enable-deterministic-inference with its attention backend"
-                needed, _ = TURNED_OFF[field]
-                return f"cake needs {needed}, which SGLang turns off {why}: remove --enable-cake"
+                return (
+                    f"cake needs the radix cache, which SGLang turns off {why}: remove "
+                    "--enable-cake"
+                )
             return f"cake {reason}"
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
@@ -822,9 +853,9 @@ def keys_media(ctx: "TreeCacheBuildContext") -> bool:
 
     if not hasattr(MultimodalDataItem, "set_identity"):
         return False
+    # Not that of the architecture: with another implementation, media must not be cut.
     model = type(ctx.tp_worker.model_runner.model)
-    architectures = ctx.model_config.hf_config.architectures or [""]
-    return architectures[0] in MEDIA_ARCHITECTURES and model.__module__.startswith("sglang.")
+    return model.__name__ in MEDIA_ARCHITECTURES and model.__module__.startswith("sglang.")
 
 
 def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str | None:
@@ -854,10 +885,13 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             return f"cake does not support recurrent states in a {type(pool).__name__}"
         if pool.mamba_ckpt_pool is not None:
             return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"
-        if pool.mamba_pool.replayssm_write_pos is not None:
-            return "cake does not support ReplaySSM: remove --enable-linear-replayssm"
-        if pool.mamba_pool.enable_linear_replayssm_spec:
-            return "cake does not support ReplaySSM: remove --enable-linear-replayssm-spec"
+        lags = getattr(pool.mamba_pool, "replayssm_spec_write_pos", None) is not None
+        if lags and not pool.enable_mamba_extra_buffer:
+            return (
+                "cake does not support states that lag behind accepted tokens: set "
+                "--mamba-radix-cache-strategy extra_buffer, or remove "
+                "--enable-linear-replayssm-spec"
+            )
         if envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get():  # a loaded state is copied from the tree
             return "cake needs locks on states: unset SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"
     return None
@@ -869,14 +903,12 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    # 0.5.22 has none of these three.
+    # 0.5.22 has neither of them.
     if getattr(params, "decoder_swa_bounded_replay", False):
         return (
             "steps that compute KV of the last tokens only: set "
             "--no-enable-decoder-swa-bounded-replay"
         )
-    if getattr(params, "draft_swa_window", 0):
-        return "draft models that read windows of the model's pool: remove --speculative-algorithm"
     if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
         params, "swa_gates_prefix_match", True
     ):
@@ -938,8 +970,8 @@ def unsupported_model(model: ModelTraits) -> str | None:
         )
     if not (model.is_generation or model.pools_last_token):
         return (
-            "cake does not support models that generate no text, except for embeddings by some "
-            "decoders (docs/troubleshooting.md)"
+            "cake does not support models that generate no text, except for decoders whose result "
+            "is made of the last token (docs/troubleshooting.md)"
         )
     return None
 

@@ -27,7 +27,23 @@ _CONTEXT_FIELDS = (
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Of those that generate no text, the ones that a server supports.
-EMBEDDINGS = frozenset({"LlamaEmbeddingModel", "MistralModel"})
+POOLING = frozenset(
+    {
+        "Gemma2ForSequenceClassification",
+        "InternLM2ForRewardModel",
+        "LlamaEmbeddingModel",
+        "LlamaForClassification",
+        "LlamaForSequenceClassification",
+        "LlamaForSequenceClassificationWithNormal_Weights",
+        "MistralModel",
+        "NanbeigeForSequenceClassification",
+        "Qwen2ForRewardModel",
+        "Qwen2ForSequenceClassification",
+        "Qwen3ForRewardModel",
+        "Qwen3ForSequenceClassification",
+        "Qwen3Model",
+    }
+)
 # The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
 WINDOW_POOLS = frozenset(
     {
@@ -408,9 +424,9 @@ def _refused(whole: Config, config: Config) -> str | None:
         return "the weights of n-gram embeddings are not modelled"
     if whole.get("is_encoder_decoder"):
         kind = "encoder-decoder models (cross-attention KV)"
-    elif names and not any(_generates(name) or name in EMBEDDINGS for name in names):
-        kind = "models that generate no text, except for embeddings by some decoders "
-        kind += "(docs/troubleshooting.md)"
+    elif names and not any(_generates(name) or name in POOLING for name in names):
+        kind = "models that generate no text, except for decoders whose result is made of the last "
+        kind += "token (docs/troubleshooting.md)"
     else:
         return None
     return f"cake does not support {kind}"

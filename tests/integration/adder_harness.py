@@ -23,7 +23,7 @@ def prefill_adder(
     scheduler: Any,
     tree: CakeRadixCache,
     *,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     slots: int = 100_000,
     batch_is_full: bool = False,
     running: Sequence[Any] = (),
@@ -31,6 +31,7 @@ def prefill_adder(
     """The adder of one step.
 
     Args:
+        chunk_tokens: None: SGLang does not chunk.
         scheduler: what `CakePrefillAdder` uses of SGLang's scheduler.
         running: requests that decode.
     """

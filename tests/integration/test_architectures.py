@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +23,14 @@ from sglang.srt.server_args import ServerArgs
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration import compat
 from sglang_cake.integration.support_matrix import (
-    EMBEDDING_ARCHITECTURES,
     FAMILIES,
     MEDIA_ARCHITECTURES,
+    POOLING_ARCHITECTURES,
     PROMPT_AWARE,
-    TURNED_OFF,
     ModelTraits,
     unsupported,
 )
-from sglang_cake.simulator.shapes import EMBEDDINGS
+from sglang_cake.simulator.shapes import POOLING
 
 ROOT = Path(__file__).parents[2]
 MODELS = sorted(Path(sglang.srt.models.__path__[0]).glob("*.py"))
@@ -204,7 +204,7 @@ def test_architectures_that_are_served_are_counted_and_others_have_a_reason(mach
         }
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     told = {family.refused: family.trait for family in FAMILIES if family.refused is not None}
-    told |= {f"needs {needed}": field for field, (needed, _) in TURNED_OFF.items()}
+    told["needs the radix cache"] = "disable_radix_cache"
     found = {}
     for name, reason in refused.items():
         plain = reason.removeprefix("cake ").removeprefix("does not support ")
@@ -213,7 +213,6 @@ def test_architectures_that_are_served_are_counted_and_others_have_a_reason(mach
     assert found == {
         "FalconMambaForCausalLM": "is_attention_free",
         "HrmTextForCausalLM": "disable_radix_cache",
-        "LlavaLlamaForCausalLM": "chunked_prefill_size",
         "Mamba2ForCausalLM": "is_attention_free",
         "MambaForCausalLM": "is_attention_free",
         "MiniCPMSALAForCausalLM": "disable_radix_cache",
@@ -250,9 +249,38 @@ def test_architectures_with_reviewed_media_are_multimodal_ones_of_sglang() -> No
     assert set(model_config.multimodal_model_archs) >= MEDIA_ARCHITECTURES
 
 
+def pooled(name: str) -> set[str]:
+    """What the pooler of a class of SGLang takes: its own, or that of the classes it derives from.
+
+    Some classes have the name of another one in another file, so all of that name are asked.
+    """
+    found: set[str] = set()
+    for bases, source in classes().get(name, ()):
+        own = set(re.findall(r"PoolingType\.(\w+)|(\w+Pooler)\(", source))
+        kinds = {kind or other for kind, other in own if other != "Pooler"}
+        found |= kinds or {kind for base in bases for kind in pooled(base) if base != name}
+    return found
+
+
+@cache
+def classes() -> dict[str, list[tuple[list[str], str]]]:
+    """The bases and the source of SGLang's model classes."""
+    found: dict[str, list[tuple[list[str], str]]] = {}
+    for file in MODELS:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base) for base in node.bases]
+                found.setdefault(node.name, []).append((bases, ast.unparse(node)))
+    return found
+
+
+@counted_in_0_5_23
 def test_architectures_with_reviewed_vectors_pool_the_last_token() -> None:
-    for name in EMBEDDING_ARCHITECTURES:
-        pooled = re.findall(r"PoolingType\.(\w+)", sources()[name])
-        assert set(pooled) == {"LAST"}, name
-    judged = {name for name in EMBEDDING_ARCHITECTURES if NO_GENERATION.search(name)}
-    assert judged == EMBEDDINGS  # `sglang-cake plan` does not refuse them
+    assert {name: pooled(name) for name in POOLING_ARCHITECTURES} == {
+        name: {"LAST"} for name in POOLING_ARCHITECTURES
+    }
+
+
+def test_architectures_with_reviewed_vectors_are_planned_for() -> None:
+    judged = {name for name in POOLING_ARCHITECTURES if NO_GENERATION.search(name)}
+    assert judged == POOLING  # `sglang-cake plan` does not refuse them

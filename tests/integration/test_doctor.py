@@ -127,8 +127,8 @@ def test_doctor_reports_all_that_is_to_mend_at_once(tmp_path: Path) -> None:
 
 
 def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:
-    judge = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
-    status, lines = ask(tmp_path, model(tmp_path / "judge", judge), "--device", "cpu")
+    encoder = {**LLAMA, "architectures": ["BertModel"]}
+    status, lines = ask(tmp_path, model(tmp_path / "encoder", encoder), "--device", "cpu")
     assert status == 1
     assert lines["model"][0][0] == "mend"
     assert "models that generate no text" in lines["model"][0][1]

@@ -117,8 +117,8 @@ def test_launchers_refused_flags_exit_with_2_and_one_line(
 
 def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     """There are no weights."""
-    judge = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
-    flags = ["--model-path", _model(tmp_path / "judge", judge), "--enable-cake", *CPU]
+    encoder = {**LLAMA, "architectures": ["BertModel"]}
+    flags = ["--model-path", _model(tmp_path / "encoder", encoder), "--enable-cake", *CPU]
     done = _launch(tmp_path, FORKED_LAUNCH, flags)
     _check_refused(done, "cake does not support models that generate no text")
 
@@ -182,13 +182,11 @@ def test_flags_bad_command_line_exits_with_2_and_one_line(
         ("--cake-foo", "1"): "unrecognized arguments: --cake-foo 1",
         ("--radix-cache-backend", "flexkv"): "another radix cache backend, 'flexkv'",
         ("--disable-radix-cache",): "remove --disable-radix-cache",
-        ("--speculative-algorithm", "UNO"): "does not support UNO, which",
         ("--disaggregation-mode", "decode"): "set --disaggregation-decode-enable-radix-cache",
         ("--pp-size", "2"): "set --pp-size 1",
         ("--enable-hierarchical-cache",): "takes the place of HiCache",
         ("--enable-lmcache",): "takes the place of LMCache",
         ("--enable-streaming-session",): "does not support streaming sessions",
-        ("--chunked-prefill-size", "-1"): "needs chunked prefill",
         ("--page-size", "96", "--cake-block-tokens", "128"): "set --cake-block-tokens 96",
     }
     base = ["--model-path", llama, "--enable-cake"]
@@ -279,7 +277,7 @@ def test_flags_unsupported_model_kind_is_refused_when_resolved(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:
     models = {
-        "generate no text": {"architectures": ["LlamaForSequenceClassification"]},
+        "generate no text": {"architectures": ["BertModel"]},
         "longrope beyond the original context": {
             "max_position_embeddings": 8192,
             "original_max_position_embeddings": 4096,
@@ -343,7 +341,7 @@ RESOLVED: list[tuple[dict[str, Any], list[str], str | None]] = [
             "vision_config": {"model_type": "clip_vision_model"},
         },
         [],
-        "chunked prefill, which SGLang turns off for this model: remove --enable-cake",
+        None,
     ),
     (
         {**SALA, "num_key_value_heads": 4, "mixer_types": ["minicpm4", "lightning"]},

@@ -302,6 +302,28 @@ def test_chunked_request_stays_if_memory_is_short_of_it_and_the_other(admissions
     assert admission.chunk(running) is None
 
 
+def test_chunked_request_where_sglang_does_not_chunk_is_computed_to_its_end(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cake has shortened its step before. Other prompts are still admitted whole."""
+    admission = admissions()
+    running = admission.req("running")
+    running.full_untruncated_fill_ids = running.origin_input_ids
+    limits = []
+
+    def compute(adder: Any, req: Any) -> Any:
+        limits.append(adder.rem_chunk_tokens)
+        req.extend_end = len(req.full_untruncated_fill_ids)
+        adder.can_run_list.append(req)
+
+    monkeypatch.setattr("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", compute)
+    tree = BareTree(admission.coordinator)
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=None)
+    assert adder.add_chunked_req(running) is None
+    assert limits == [len(running.full_untruncated_fill_ids)]
+    assert adder.rem_chunk_tokens is None
+
+
 def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slots_for(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from sglang_cake.integration.support_matrix import (
     FAMILIES,
     RULES,
     SPECULATION,
-    TURNED_OFF,
     Family,
     ModelTraits,
     Speculation,
@@ -210,14 +209,12 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
     ("field", "value"),
     [
         ("disable_radix_cache", True),
-        ("chunked_prefill_size", -1),
         ("disaggregation_decode_enable_offload_kvcache", True),
         ("encoder_only", True),
         ("pp_size", 2),
         ("attn_cp_size", 2),
         ("dcp_size", 2),
         ("use_ray", True),
-        ("speculative_algorithm", "UNO"),
         ("enable_encoder_swa_bounded_replay", True),
         ("enable_unified_memory", True),
         ("enable_mis", True),
@@ -252,9 +249,8 @@ def test_support_matrix_bounded_replay_by_default_is_refused_with_the_flag_that_
     assert unsupported(args, PLAIN, 128) is None
 
 
-@pytest.mark.parametrize("field", TURNED_OFF)
-def test_support_matrix_setting_that_sglang_turned_off_is_no_flag_to_change(field: str) -> None:
-    args = _args(**{field: True if field == "disable_radix_cache" else -1})
+def test_support_matrix_radix_cache_that_sglang_turned_off_is_no_flag_to_change() -> None:
+    args = _args(disable_radix_cache=True)
     reason = str(unsupported(args, PLAIN, 128))
     assert "which SGLang turns off for this model: remove --enable-cake" in reason
     args.enable_deterministic_inference = True
@@ -329,15 +325,13 @@ def _pools(**changes: Any) -> Any:
     allocator._kvcache = windows.__new__(windows)
     states = memory.HybridReqToTokenPool.__new__(memory.HybridReqToTokenPool)
     states.mamba_ckpt_pool = None
-    states.mamba_pool = SimpleNamespace(
-        replayssm_write_pos=None, enable_linear_replayssm_spec=False
-    )
+    states.mamba_pool = SimpleNamespace(replayssm_spec_write_pos=None)
+    states.enable_mamba_extra_buffer = False
     params = {
         "token_to_kv_pool_allocator": allocator,
         "req_to_token_pool": states,
         "swa_gates_prefix_match": True,
         "decoder_swa_bounded_replay": False,
-        "draft_swa_window": 0,
     }
     assert set(changes) <= set(params)
     return SimpleNamespace(
@@ -375,7 +369,6 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
         ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
         ({"decoder_swa_bounded_replay": True}, "--no-enable-decoder-swa-bounded-replay"),
-        ({"draft_swa_window": 4}, "remove --speculative-algorithm"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )
@@ -418,13 +411,14 @@ def test_support_matrix_forms_of_compressed_pools_are_refused_by_what_helps(
 
 
 def test_support_matrix_states_of_other_forms_are_refused_by_flag_name() -> None:
-    int8, replay, verify = _pools(), _pools(), _pools()
+    int8, lagging = _pools(), _pools()
     int8.params.req_to_token_pool.mamba_ckpt_pool = object()
-    replay.params.req_to_token_pool.mamba_pool.replayssm_write_pos = object()
-    verify.params.req_to_token_pool.mamba_pool.enable_linear_replayssm_spec = True
+    lagging.params.req_to_token_pool.mamba_pool.replayssm_spec_write_pos = object()
     assert "--enable-int8-mamba-checkpoint" in str(unsupported_pools(int8, CakeConfig()))
-    assert "--enable-linear-replayssm" in str(unsupported_pools(replay, CakeConfig()))
-    assert "--enable-linear-replayssm-spec" in str(unsupported_pools(verify, CakeConfig()))
+    reason = str(unsupported_pools(lagging, CakeConfig()))
+    assert "set --mamba-radix-cache-strategy extra_buffer" in reason
+    lagging.params.req_to_token_pool.enable_mamba_extra_buffer = True  # keeps other states
+    assert unsupported_pools(lagging, CakeConfig()) is None
 
 
 def _graphs(backend: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 keys do not have that one."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 PROMPT = [*range(100, 150)]  # six blocks and two tokens
 STOP = 6 * BLOCK
+LONG_WINDOW = 20  # 8 more than the window of the model
 
 
 class DraftTree(HybridTree):
@@ -127,3 +129,35 @@ def test_radix_drafts_where_prompts_part_one_row_is_that_of_the_first(side: Draf
         wrong = [token for token, yes in enumerate(side.rows_right(req)) if not yes]
         assert wrong == ([] if ids is one else [STOP - 1])
         side.release(req)
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("kind", ["window-bigrams", "window-bigrams-pages"])
+def test_radix_drafts_window_longer_than_the_models_is_loaded(
+    kind: str, core: str, running: bool
+) -> None:
+    """A draft model of SGLang may read more of the windows' slots than the model itself does."""
+    side = HybridTree(replace(KINDS[kind], draft_swa_window=LONG_WINDOW), core)
+    assert side.ends is not None
+    assert side.ends.window_tokens == LONG_WINDOW
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, 5 * BLOCK + side.behind)
+    assert side.save(req, 5 * BLOCK)
+    assert side.compute(req, len(PROMPT))
+    side.release(req)
+    side.empty()
+    side.scramble()
+    req = side.arrive(PROMPT)
+    if running:
+        assert side.admit(req)
+        assert side.compute(req, BLOCK)
+    assert side.load(req, 5 * BLOCK, running=running)
+    if not running:
+        assert side.admit(req)
+    assert req.prefix_len == 5 * BLOCK
+    assert side.compute(req, len(PROMPT))  # the tree checks the rows that the step reads
+    side.check_books()
+    side.release(req)
+    side.check_books()

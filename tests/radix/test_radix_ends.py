@@ -3,6 +3,7 @@ and attached to waiting and running requests."""
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hybrid_machine import run_machine
 from hybrid_trees import BLOCK, KINDS, MAMBA, SWA, WINDOW, HybridTree, tree_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from trees import CORES, accounting_of, lock_fuzz
 
@@ -87,6 +89,31 @@ def test_radix_ends_attached_to_running_request_serve_the_rest(
     assert req.prefix_len == 48
     side.check_books()
     assert side.compute(req, len(PROMPT))
+    side.release(req)
+    side.check_books()
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_radix_ends_of_replayssm_have_no_later_tokens_in_their_ring(
+    monkeypatch: pytest.MonkeyPatch, running: bool
+) -> None:
+    """With `--enable-linear-replayssm`, the tokens since a state in the pool are in a ring."""
+    make = partial(fixtures.HybridReqToTokenPool, enable_linear_replayssm=True)
+    monkeypatch.setattr(fixtures, "HybridReqToTokenPool", make)
+    side = stored("state")
+    req = side.arrive(PROMPT)
+    if running:
+        assert side.admit(req)
+        assert side.compute(req, BLOCK)
+    ring = side.requests.mamba_pool.replayssm_write_pos
+    ring.fill_(3)  # as requests that decoded have left it
+    assert side.load(req, 48, running=running)
+    in_tree = side.tree.tree_core.get_component_device_value(req.last_node, MAMBA)
+    assert ring[in_tree].tolist() == [0]
+    if not running:
+        assert side.admit(req)
+    assert side.compute(req, len(PROMPT))
+    assert int(ring[req.kv.mamba_pool_idx]) == 0
     side.release(req)
     side.check_books()
 

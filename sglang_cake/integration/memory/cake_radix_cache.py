@@ -427,14 +427,18 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def _allocate_state(self, req: "Req") -> torch.Tensor | None:
         """A slot for a loaded state, int64 `[1]`; None: not enough memory."""
+        pool = self.req_to_token_pool
+        state: torch.Tensor | None
         if self._is_own_state(req):
-            own: torch.Tensor = req.kv.mamba_pool_idx.reshape(1)
-            return own
-        allocator = self.req_to_token_pool.mamba_allocator
-        state: torch.Tensor | None = allocator.alloc(1)
+            state = req.kv.mamba_pool_idx.reshape(1)
+        else:
+            state = pool.mamba_allocator.alloc(1)
         if state is None:
             self.evict_own(0, states=1)
-            state = allocator.alloc(1)
+            state = pool.mamba_allocator.alloc(1)
+        if state is not None and pool.mamba_pool.replayssm_write_pos is not None:
+            # ReplaySSM: the slot's ring has no tokens that the state lacks.
+            pool.mamba_pool.replayssm_write_pos[pool.translate_mamba_indices(state)] = 0
         return state
 
     def _adopt_state(self, req: "Req", stop: int, state: torch.Tensor) -> None:

@@ -143,9 +143,14 @@ def stop_at(stop: int | None, decision: Decision) -> Decision:
 
 
 class CakePrefillAdder(PrefillAdder):
-    """It only shortens a step or leaves a request where it is; budgets stay SGLang's."""
+    """It only shortens a step or leaves a request where it is; budgets stay SGLang's.
 
-    rem_chunk_tokens: int
+    Where SGLang does not chunk, a prompt with stored blocks is still computed in several steps, of
+    at most `--max-prefill-tokens`: they end where loaded blocks begin, and the loads have an end.
+    """
+
+    rem_chunk_tokens: int | None  # None: SGLang does not chunk
+    rem_input_tokens: int
     new_chunked_req: "Req | None"
     chunked_req_limit: int | None
     _stop: int | None = None  # where the step of the request being admitted must end
@@ -178,10 +183,22 @@ class CakePrefillAdder(PrefillAdder):
             case Run(stop) if stop is not None:
                 limit = stop - req.prefix_len
                 self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
-        rest = super().add_chunked_req(req)
+        rest = self._go_on(req)
         if req in self.can_run_list:
             self._keep_slots(req)
             self._claimed(req)
+        return rest
+
+    def _go_on(self, req: "Req") -> "Req | None":
+        """SGLang's `add_chunked_req`, which needs a number of tokens."""
+        given = self.rem_chunk_tokens
+        if given is None:
+            self.rem_chunk_tokens = len(req.full_untruncated_fill_ids)
+        try:
+            rest: Req | None = super().add_chunked_req(req)
+        finally:
+            if given is None:
+                self.rem_chunk_tokens = None
         return rest
 
     def add_one_req(
@@ -196,7 +213,8 @@ class CakePrefillAdder(PrefillAdder):
                 return self._overlap_waiting(req, span, truncation_align_size)
             case Share(stop, helped_tokens):
                 self._stop = stop
-                self.rem_chunk_tokens += helped_tokens
+                if self.rem_chunk_tokens is not None:
+                    self.rem_chunk_tokens += helped_tokens
             case Run(stop):
                 self._stop = stop
         result: AddReqResult = super().add_one_req(req, has_chunked_req, truncation_align_size)
@@ -209,6 +227,12 @@ class CakePrefillAdder(PrefillAdder):
         if isinstance(admission, AddReqResult):
             return admission
         return self._shorten(req, admission, kwargs.get("has_chunked_req", False)) or admission
+
+    @property
+    def _step_tokens(self) -> int:
+        """The most that a prompt with stored blocks computes in this step."""
+        given = self.rem_chunk_tokens
+        return max(0, self.rem_input_tokens) if given is None else given
 
     def _commit_prefill_admission(self, req: "Req", admission: Any, *args: Any) -> None:
         super()._commit_prefill_admission(req, admission, *args)
@@ -243,7 +267,7 @@ class CakePrefillAdder(PrefillAdder):
 
             def plan() -> StepPlan | None:
                 coordinator.settle(req, tree.attach_running, tree)
-                return coordinator.plan(req, self.rem_chunk_tokens)
+                return coordinator.plan(req, self._step_tokens)
 
             decision = decide_chunked(
                 preemptor,
@@ -266,7 +290,7 @@ class CakePrefillAdder(PrefillAdder):
         if not others_fit(scheduler, self.running_batch):
             return None
         slots = self.rem_total_tokens - (queue_order.most_slots(req) - req.prefix_len)
-        return queue_order.StepBudget(self.rem_chunk_tokens, slots)
+        return queue_order.StepBudget(self._step_tokens, slots)
 
     @guarded(_CHUNKED)
     def _requeue(self, req: "Req", preemptor: "Req | None") -> None:
@@ -311,7 +335,7 @@ class CakePrefillAdder(PrefillAdder):
 
             chunk_taken = has_chunked_req or self.new_chunked_req is not None
             decision = decide_waiting(
-                coordinator.plan(req, self.rem_chunk_tokens),
+                coordinator.plan(req, self._step_tokens),
                 begin_overlap=begin_overlap,
                 prompt_tokens=len(req.full_untruncated_fill_ids),
                 chunk_taken=chunk_taken,
@@ -350,7 +374,7 @@ class CakePrefillAdder(PrefillAdder):
             return None
         if any(not other.finished() for other in self.running_batch.reqs):
             return None
-        return runner.begin(req, self.rem_chunk_tokens)
+        return runner.begin(req, self._step_tokens)
 
     @guarded("CakePrefillAdder._select_prefill_admission")
     def _shorten(self, req: "Req", admission: Any, has_chunked_req: bool) -> Any:
@@ -372,7 +396,7 @@ class CakePrefillAdder(PrefillAdder):
     def _overlap_chunked(self, req: "Req", span: Span) -> "Req | None":
         """Admit the overlapped last step of the chunked request."""
         req.prefix_len = span.stop
-        rest = super().add_chunked_req(req)
+        rest = self._go_on(req)
         if not self._confirm_overlap(req, give_from=span.start):
             req.prefix_len = span.start
             req.extend_end = span.start
