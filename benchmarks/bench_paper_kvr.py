@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import facts, kvr_figures
-from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.chain_model import (
+from benchmarks.chain_model import (
     Link,
     Worker,
     all_gather_tokens,
@@ -28,6 +27,7 @@ from sglang_cake.runahead.chain_model import (
     sequence_parallel_ttft,
     traffic_tokens,
 )
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.grid_search import Searched, grid_search
 from sglang_cake.runahead.partition import Partition, balanced, even, with_loader
 from sglang_cake.runahead.partition_table import PartitionTable

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from faulty_stores import FaultyStore, SlowStore
+
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
 
 PATIENCE_S = 60.0

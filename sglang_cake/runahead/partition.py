@@ -85,8 +85,8 @@ def balanced(span: Span, workers: int, step_s: StepSeconds, *, page_tokens: int 
     """All workers need the same time, to a page: the slowest needs as little as possible.
 
     docs/theory.md: `c_j` such that `step_s(S_j, S_j + c_j) = T`, with T bisected until they cover
-    the span. Links between workers are not included. `chain_model.py` models them: with slow
-    links, search for the partition there.
+    the span. Links between workers are not included; `benchmarks/chain_model.py` models them. With
+    slow links, measure partitions (`grid_search.py`).
     """
     workers = max(1, min(workers, span.tokens // page_tokens))
     time_s = _least_time(

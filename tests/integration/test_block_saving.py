@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from faulty_stores import RecordingStore
 from kv_pools import as_bytes, buffers_for, buffers_of, mha, record_of, scramble
 
 from sglang_cake.core.buffers import Buffer, BufferPool
@@ -15,7 +16,6 @@ from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import Writer
 

@@ -19,12 +19,12 @@ import zmq
 import zmq.utils.monitor
 from members import JOB, PATIENT, WAIT_S, MessageRecord, addresses, member, until
 
+from benchmarks.harness.slow_link import SlowLink
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead import encrypted_kv
 from sglang_cake.runahead.messages import Accept, Cancel, Hello, LayerPart, Message
 from sglang_cake.runahead.transport import LinkTimes
 from sglang_cake.runahead.zeromq import ZmqTransport
-from sglang_cake.testing.slow_link import SlowLink
 
 PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
 FAST = 1e12  # bytes per second

@@ -6,6 +6,7 @@ import itertools
 import threading
 
 import pytest
+from faulty_stores import FaultyStore, SlowStore
 from storetools import flip, write_key_file
 from tiering import BLOCK, Clock, Tiers, opened_tiers, until
 
@@ -22,7 +23,6 @@ from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 

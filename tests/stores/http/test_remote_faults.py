@@ -12,6 +12,7 @@ from http_servers import OurServer, own_token
 from moto_process import moto
 from test_s3 import credentials  # noqa: F401 - a fixture
 
+from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
@@ -24,7 +25,6 @@ from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.s3.bucket import S3Place
 from sglang_cake.stores.s3.s3_store import S3Store
-from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 BLOCKS = 12
