@@ -26,10 +26,11 @@ from benchmarks.chain_model import (
     run_chain,
     sequence_parallel_ttft,
     traffic_tokens,
+    with_loader,
 )
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.grid_search import Searched, grid_search
-from sglang_cake.runahead.partition import Partition, balanced, even, with_loader
+from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.partition_table import PartitionTable
 
 K = 1024

@@ -22,7 +22,7 @@ class HeldReads:
 
     def __init__(self, io: Any = None) -> None:
         """Args: io: in place of a thread of its own."""
-        self.io = io or IoThread("test-io")
+        self.io = io or IoThread()
         self.memory = MemoryStore()
         self.slow = SlowStore(self.memory)
         self.faulty = FaultyStore(self.slow)

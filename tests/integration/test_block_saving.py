@@ -29,7 +29,7 @@ class SavingHarness:
         self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
         self.memory = MemoryStore()
         self.store = RecordingStore(self.memory)
-        self.io = IoThread("test-io")
+        self.io = IoThread()
         self.counters = Counters()
         self.buffers = BufferPool(buffers_for(self.kv, buffers))
         self.writer = Writer(self.store, self.buffers, self.io, self.counters)
@@ -282,7 +282,7 @@ class OrderedKV(DeviceKV):
 def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() -> None:
     """However the request ended: its record alone decides, and nobody told the saving."""
     kv = OrderedKV(mha(256, dtype=torch.bfloat16), block_tokens=BLOCK)
-    copier, io, buffers = SlowCopier(kv), IoThread("test-io"), BufferPool(buffers_for(kv, 8))
+    copier, io, buffers = SlowCopier(kv), IoThread(), BufferPool(buffers_for(kv, 8))
     writer = Writer(MemoryStore(), buffers, io, Counters())
     saving = BlockSaving(kv, copier, writer)
     first, second = known(2), known(2)

@@ -46,7 +46,7 @@ class HeldStore(WrapperStore):
 
 class BlockWriterHarness:
     def __init__(self) -> None:
-        self.io = IoThread("test-io")
+        self.io = IoThread()
         self.memory = MemoryStore()
         self.faulty = FaultyStore(self.memory)
         self.store = RecordingStore(self.faulty)

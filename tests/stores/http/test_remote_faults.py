@@ -209,7 +209,7 @@ async def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, f
 def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     clock = Clock()
     store = remote.opened(clock, remote.patience(fault))
-    io, counters = IoThread("test-faults"), Counters()
+    io, counters = IoThread(), Counters()
     pool = BufferPool([Buffer(on_page(LAYOUT.block_bytes)) for _ in range(BLOCKS)])
     prior = LoadCost(0.0, 1.0, depth=2)
     loader = Loader(store, pool, io, counters, queue_depth=2, prior=prior)
