@@ -27,7 +27,7 @@ def on_page(size_bytes: int) -> memoryview:
 
 
 # KV of one layer on its way: a memoryview, or, between GPUs, a uint8 tensor on our GPU.
-Payload = Any
+PartBytes = Any
 
 
 # Called with the number of bytes of a buffer that have arrived so far.

@@ -60,12 +60,12 @@ class MooncakeEngine:
     def free(self, address: int) -> None:
         self.engine.unregister_memory(address)
 
-    def fill(self, slot: memoryview, payload: memoryview) -> None:
-        slot[:] = payload
+    def fill(self, slot: memoryview, data: memoryview) -> None:
+        slot[:] = data
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
         """See `WriteEngine.write`. Releases the GIL."""
         return int(self.engine.transfer_sync_write(session, source, target, size_bytes)) == 0
 
-    def checksum(self, payload: memoryview) -> int:
-        return int(xxhash.xxh3_64_intdigest(payload))
+    def checksum(self, data: memoryview) -> int:
+        return int(xxhash.xxh3_64_intdigest(data))

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.messages import (
     BadMessage,
@@ -61,7 +61,7 @@ class WriteEngine(Protocol):
         """The address by which a peer's engine finds this one."""
         ...
 
-    def allocate(self) -> tuple[int, Payload]:
+    def allocate(self) -> tuple[int, PartBytes]:
         """Address and bytes of a new buffer of SLOTS slots. Raises: OSError."""
         ...
 
@@ -69,8 +69,8 @@ class WriteEngine(Protocol):
         """Free a buffer: writes of peers to it fail. No write from it may be running."""
         ...
 
-    def fill(self, slot: Payload, payload: Payload) -> None:
-        """Copy a payload into `slot`, bytes of an own buffer of the same length."""
+    def fill(self, slot: PartBytes, data: PartBytes) -> None:
+        """Copy a data into `slot`, bytes of an own buffer of the same length."""
         ...
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
@@ -78,7 +78,7 @@ class WriteEngine(Protocol):
         block for long."""
         ...
 
-    def checksum(self, payload: Payload) -> int:
+    def checksum(self, data: PartBytes) -> int:
         """XXH3-64; 0 where bytes cannot change in transit."""
         ...
 
@@ -128,7 +128,7 @@ class _Link:
                 self.used.discard(slot)
             self._changed.notify_all()
 
-    def put(self, payload: Payload) -> tuple[int, float] | None:
+    def put(self, data: PartBytes) -> tuple[int, float] | None:
         """Write into a slot of the peer's; returns the slot and the seconds of the write.
 
         Waits for a free slot, and for the engine. None if the write failed, or took too long.
@@ -159,14 +159,14 @@ class _Link:
             source, target = self._source_address + offset, theirs.address + offset
             ok = False
             try:
-                ok = self._engine.write(theirs.session, source, target, len(payload))
+                ok = self._engine.write(theirs.session, source, target, len(data))
             except Exception:
                 logger.exception("cake runahead: a part could not be written")
             finally:
                 end(ok)
 
         try:
-            self._engine.fill(self._source[offset : offset + len(payload)], payload)
+            self._engine.fill(self._source[offset : offset + len(data)], data)
             began_s = time.perf_counter()
             threading.Thread(target=write, name="cake-runahead-write", daemon=True).start()
         except BaseException:
@@ -226,18 +226,18 @@ class OneSidedTransport:
             raise PeerGone(f"member {rank} cannot be reached")
         self._members.send(rank, message)
 
-    def send_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
-        assert 0 < len(payload) <= MAX_PART_BYTES
+    def send_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
+        assert 0 < len(data) <= MAX_PART_BYTES
         if rank not in self.reachable():
             raise PeerGone(f"member {rank} cannot be reached")
         link = self._links[rank]
-        found = link.put(payload)
+        found = link.put(data)
         if found is None:
             raise PeerGone(f"member {rank} does not take what it is sent")
         slot, took_s = found
         took_us = max(1, min(2**31 - 1, round(took_s * 1e6)))
-        checksum = self._engine.checksum(payload)
-        landed = Landed(part, slot, len(payload), checksum, took_us)
+        checksum = self._engine.checksum(data)
+        landed = Landed(part, slot, len(data), checksum, took_us)
         try:
             self._members.send(rank, landed)
         except PeerGone:
@@ -270,7 +270,7 @@ class OneSidedTransport:
         else:
             self._handler.on_message(rank, message)
 
-    def on_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
+    def on_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
         """Raises: BadMessage."""
         raise BadMessage("a part beside the engine")
 
@@ -292,11 +292,11 @@ class OneSidedTransport:
             raise BadMessage(f"{message.size} bytes in slot {message.slot}")
         link, start = self._links[rank], message.slot * MAX_PART_BYTES
         meetings = link.meetings
-        payload = link.landing[start : start + message.size]
-        if self._engine.checksum(payload) != message.checksum:
+        data = link.landing[start : start + message.size]
+        if self._engine.checksum(data) != message.checksum:
             raise BadMessage("the checksum of a part is wrong")
         self._members.measured(rank, message.size, message.took_us / 1e6)
-        self._handler.on_part(rank, message.part, payload)
+        self._handler.on_part(rank, message.part, data)
         if link.meetings != meetings:  # it has reconnected since, and its slots are free
             return
         with contextlib.suppress(PeerGone):

@@ -29,7 +29,7 @@ def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     while True:
         wanted = pipe.recv()
         until(lambda wanted=wanted: len(record.heard) >= wanted, "parts")
-        pipe.send([payload[:4] for _, _, payload in record.heard])
+        pipe.send([data[:4] for _, _, data in record.heard])
         record.open.clear()  # from now on nothing is taken
 
 
@@ -45,10 +45,10 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
     here.start(record)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
-        payload = bytearray(MAX_PART_BYTES)
+        data = bytearray(MAX_PART_BYTES)
         for layer in range(5):
-            payload[:4] = bytes([layer]) * 4
-            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
+            data[:4] = bytes([layer]) * 4
+            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(data))
         ours.send(5)
         assert ours.poll(WAIT_S)
         assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
@@ -57,10 +57,10 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
         assert child.pid is not None
         os.kill(child.pid, signal.SIGSTOP)
         for layer in range(2):  # as many as there are slots
-            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
+            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(data))
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerGone):
-            here.send_part(1, LayerPart(JOB, 2, 0, 1), memoryview(payload))
+            here.send_part(1, LayerPart(JOB, 2, 0, 1), memoryview(data))
         until(lambda: record.gone == [1], "it is told as gone")
     finally:
         child.kill()
@@ -74,11 +74,11 @@ class Failing(HostIpc):
         super().__init__(1)
         self.fill_fails = self.write_fails = 0
 
-    def fill(self, slot: Any, payload: Any) -> None:
+    def fill(self, slot: Any, data: Any) -> None:
         self.fill_fails -= 1
         if self.fill_fails >= 0:
             raise RuntimeError("a device says it")
-        super().fill(slot, payload)
+        super().fill(slot, data)
 
     def write(self, *arguments: Any) -> bool:
         self.write_fails -= 1
@@ -94,16 +94,16 @@ def test_ipc_transport_raising_engine_loses_no_slot() -> None:
         each.start(record)
     try:
         until(lambda: all(each.reachable() for each in members), "both are there")
-        part, payload = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
+        part, data = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
         engines[0].write_fails = SLOTS + 1
         for _ in range(SLOTS + 1):
             with pytest.raises(PeerGone):
-                members[0].send_part(1, part, payload)
+                members[0].send_part(1, part, data)
         engines[0].fill_fails = SLOTS + 1
         for _ in range(SLOTS + 1):
             with pytest.raises(RuntimeError, match="a device says it"):
-                members[0].send_part(1, part, payload)
-        members[0].send_part(1, part, payload)
+                members[0].send_part(1, part, data)
+        members[0].send_part(1, part, data)
         until(lambda: len(records[1].heard) == 1, "the part")
     finally:
         for each in members:

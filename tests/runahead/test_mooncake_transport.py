@@ -148,7 +148,7 @@ def test_mooncake_transport_slot_still_being_written_is_not_reused(
     engines[0].on_write = engine(0).write
     members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: records[1].heard, "all is well")
-    assert [payload for _, _, payload in records[1].heard] == [DATA]  # what was late is nobody's
+    assert [data for _, _, data in records[1].heard] == [DATA]  # what was late is nobody's
 
 
 def test_mooncake_transport_restarted_peer_receives_at_its_new_address(

@@ -59,8 +59,8 @@ class IpcEngine:
     def free(self, address: int) -> None:
         """The memory is not reused."""
 
-    def fill(self, slot: torch.Tensor, payload: torch.Tensor) -> None:
-        self._copy(slot, payload)
+    def fill(self, slot: torch.Tensor, data: torch.Tensor) -> None:
+        self._copy(slot, data)
 
     def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
         try:
@@ -73,7 +73,7 @@ class IpcEngine:
             return False
         return True
 
-    def checksum(self, payload: torch.Tensor) -> int:
+    def checksum(self, data: torch.Tensor) -> int:
         return 0
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
