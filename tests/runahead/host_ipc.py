@@ -17,8 +17,8 @@ class HostIpc(IpcEngine):
     def __init__(self, peers: int) -> None:
         super().__init__(torch.device("cpu"), peers, stream=None)  # type: ignore[arg-type]
 
-    def fill(self, slot: torch.Tensor, data: PartBytes) -> None:
-        super().fill(slot, torch.from_numpy(np.asarray(data).copy()))
+    def fill(self, section: torch.Tensor, data: PartBytes) -> None:
+        super().fill(section, torch.from_numpy(np.asarray(data).copy()))
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)

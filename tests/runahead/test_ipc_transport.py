@@ -15,7 +15,7 @@ from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_memb
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.one_sided_transport import SLOTS
+from sglang_cake.runahead.one_sided_transport import SECTIONS
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
@@ -52,11 +52,11 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
         ours.send(5)
         assert ours.poll(WAIT_S)
         assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
-        # A part is heard before its slot is given back; from a stopped process none comes back.
-        until(lambda: not here.slots(1).used, "all slots are free")
+        # A part is heard before its section is given back; from a stopped process none comes back.
+        until(lambda: not here.sections(1).used, "all sections are free")
         assert child.pid is not None
         os.kill(child.pid, signal.SIGSTOP)
-        for layer in range(2):  # as many as there are slots
+        for layer in range(2):  # as many as there are sections
             here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(data))
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerGone):
@@ -74,11 +74,11 @@ class Failing(HostIpc):
         super().__init__(1)
         self.fill_fails = self.write_fails = 0
 
-    def fill(self, slot: Any, data: Any) -> None:
+    def fill(self, section: Any, data: Any) -> None:
         self.fill_fails -= 1
         if self.fill_fails >= 0:
             raise RuntimeError("a device says it")
-        super().fill(slot, data)
+        super().fill(section, data)
 
     def write(self, *arguments: Any) -> bool:
         self.write_fails -= 1
@@ -95,12 +95,12 @@ def test_ipc_transport_raising_engine_loses_no_slot() -> None:
     try:
         until(lambda: all(each.reachable() for each in members), "both are there")
         part, data = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
-        engines[0].write_fails = SLOTS + 1
-        for _ in range(SLOTS + 1):
+        engines[0].write_fails = SECTIONS + 1
+        for _ in range(SECTIONS + 1):
             with pytest.raises(PeerGone):
                 members[0].send_part(1, part, data)
-        engines[0].fill_fails = SLOTS + 1
-        for _ in range(SLOTS + 1):
+        engines[0].fill_fails = SECTIONS + 1
+        for _ in range(SECTIONS + 1):
             with pytest.raises(RuntimeError, match="a device says it"):
                 members[0].send_part(1, part, data)
         members[0].send_part(1, part, data)

@@ -59,14 +59,15 @@ class IpcEngine:
     def free(self, address: int) -> None:
         """The memory is not reused."""
 
-    def fill(self, slot: torch.Tensor, data: torch.Tensor) -> None:
-        self._copy(slot, data)
+    def fill(self, section: torch.Tensor, data: torch.Tensor) -> None:
+        self._copy(section, data)
 
-    def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
         try:
             theirs = self._of(session)
             self._copy(
-                theirs[target : target + size_bytes], self._memory[source : source + size_bytes]
+                theirs[destination : destination + size_bytes],
+                self._memory[source : source + size_bytes],
             )
         except (RuntimeError, ValueError) as error:
             logger.warning("cake runahead: a peer's GPU cannot be written to: %s", error)
