@@ -417,52 +417,50 @@ class TieredStore:
         """Move up the payload at the start of `out`, which `unpack` may change. Returns its size
         afterwards."""
         above = [t for t in self.tiers[: tier.index] if not t.bit & self._locations.of(key).having]
-        slow = [target for target in above if target.memory is None]
+        slow = [upper for upper in above if upper.memory is None]
         if slow and self._rereads.read(key, self._clock()):
-            for target in await self._copy(key, _same_for_all(out[:size_bytes]), slow):
-                target.counts.moved_up_blocks += 1
-        fast = [(target, memory) for target in above if (memory := target.memory) is not None]
+            for upper in await self._copy(key, _same_for_all(out[:size_bytes]), slow):
+                upper.counts.moved_up_blocks += 1
+        fast = [(upper, memory) for upper in above if (memory := upper.memory) is not None]
         fast = [each for each in fast if each[0].writing.may_call(self._clock())]
         if fast and unpack is not None:
             size_bytes = await unpack(out, size_bytes)
-        for target, memory in fast:
+        for upper, memory in fast:
             with contextlib.suppress(StoreError):  # counted; the read has its bytes
-                if await target.promote(memory, key, out[:size_bytes]):
-                    target.counts.moved_up_blocks += 1
+                if await upper.promote(memory, key, out[:size_bytes]):
+                    upper.counts.moved_up_blocks += 1
         return size_bytes
 
     async def _copy(
-        self, key: BlockKey, form_of: FormOf, targets: list[Tier], stored: _Stored | None = None
+        self, key: BlockKey, form_of: FormOf, tiers: list[Tier], stored: _Stored | None = None
     ) -> list[Tier]:
-        """Queue the block for `targets`; returns the tiers that took it.
+        """Queue the block for `tiers`; returns the tiers that took it.
 
         Args:
             stored: where the block is already.
         """
         copied = []
         deletes = self._deletes
-        for target in targets:
-            if not target.writing.may_call(self._clock()):
-                target.counts.left_out_blocks += 1
+        for tier in tiers:
+            if not tier.writing.may_call(self._clock()):
+                tier.counts.left_out_blocks += 1
                 continue
             try:
                 if deletes != self._deletes:  # it may have been this block
-                    target.counts.dropped_blocks += 1
-                elif await self._queue(
-                    key, functools.partial(form_of, target.index), target, stored
-                ):
-                    copied.append(target)
+                    tier.counts.dropped_blocks += 1
+                elif await self._queue(key, functools.partial(form_of, tier.index), tier, stored):
+                    copied.append(tier)
                 else:
-                    target.counts.queue_full_blocks += 1
+                    tier.counts.queue_full_blocks += 1
             except StoreUnavailable:  # the store is being closed
-                target.counts.dropped_blocks += 1
+                tier.counts.dropped_blocks += 1
         return copied
 
     async def _queue(
         self,
         key: BlockKey,
         form: Callable[[], Awaitable[memoryview]],
-        target: Tier,
+        tier: Tier,
         stored: _Stored | None,
     ) -> bool:
         """Queue the block for one tier. A payload that a tier in memory has is not copied.
@@ -472,16 +470,16 @@ class TieredStore:
         memory = None if stored is None else stored.tier.memory
         kept = None if memory is None else memory.keep(key)
         if stored is None or kept is None:
-            return await target.copies.offer(key, form)
+            return await tier.copies.offer(key, form)
         try:
             data = await form()
         except BaseException:
             kept.release()
             raise
         if data is stored.data:
-            return target.copies.keep(key, kept)
+            return tier.copies.keep(key, kept)
         kept.release()
-        return await target.copies.offer(key, functools.partial(_same_for_all(data), target.index))
+        return await tier.copies.offer(key, functools.partial(_same_for_all(data), tier.index))
 
     def _copied(self, tier: Tier, key: BlockKey) -> None:
         self._locations.learn(key, asked=tier.bit, having=tier.bit)
