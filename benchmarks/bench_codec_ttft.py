@@ -113,7 +113,6 @@ class Bench:
 
     varied: ClassVar[str] = "bandwidth_ratio"
     chunk_tokens: ClassVar[int] = 256
-    server: ClassVar[type[FrozenServer]] = FrozenServer
 
     args: argparse.Namespace
     work: Path
@@ -131,7 +130,7 @@ class Bench:
         flags += [*servers.cake_flags(self._url(codec), mode), "--cake-codec", codec]
         flags += ["--admin-api-key", KEY["Authorization"].removeprefix("Bearer ")]
         log = self.work / f"server-{name.replace(' ', '-')}.log"
-        with self.server(OUT, flags, log=log, **self.settings()) as server:
+        with FrozenServer(OUT, flags, log=log, **self.settings()) as server:
             self.progress.say(f"{name}: healthy after {server.start_s:.1f} s")
             self.arms[name] = server
             try:

@@ -5,7 +5,7 @@
 
 A prompt is stored; its link to the store, whose bandwidth is the balanced one (loading the prompt
 takes as long as computing it), is a proxy that spoils answers. For every fault of
-`sglang_cake.testing.fault_proxy`:
+`benchmarks.harness.fault_proxy`:
 
     during  the fault begins when a quarter of the blocks has been answered for
     later   the next request, while the fault lasts: lookups and writes are hit as well
@@ -33,13 +33,13 @@ from urllib.parse import urlsplit
 
 from benchmarks import facts, servers
 from benchmarks.bench_stores import KEYS, http_store, s3_store
+from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 from benchmarks.servers import BLOCK_TOKENS, STOCK, FrozenServer
 from sglang_cake.cli import main as sglang_cake
 from sglang_cake.cli.demo import CPU_MODEL, ProgressLog
 from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 
 NEW_TOKENS = 4
 NONE = "none"

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
+from benchmarks.harness.slow_link import SlowLink
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import CPU_MODEL, ProgressLog
 from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.testing.slow_link import SlowLink
 
 NEW_TOKENS = 2
 ARMS = ("early", "late")

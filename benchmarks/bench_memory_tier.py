@@ -247,7 +247,7 @@ def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]
     staging = BufferPool(HostArena([block_bytes] * 2 * READ_DEPTH, prefault=True).buffers)
     sources = [on_page(block_bytes) for _ in range(blocks)]
     target = on_page(block_bytes)
-    io = IoThread("reads")
+    io = IoThread()
     for key, source in zip(chain.of(tokens), sources, strict=True):
         io.run(store.put(key, source), LIMIT_S)
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import facts, kvr_figures
-from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.chain_model import (
+from benchmarks.chain_model import (
     Link,
     Worker,
     all_gather_tokens,
@@ -27,9 +26,11 @@ from sglang_cake.runahead.chain_model import (
     run_chain,
     sequence_parallel_ttft,
     traffic_tokens,
+    with_loader,
 )
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.grid_search import Searched, grid_search
-from sglang_cake.runahead.partition import Partition, balanced, even, with_loader
+from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.partition_table import PartitionTable
 
 K = 1024

@@ -36,13 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
+from benchmarks.chain_model import traffic_tokens
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core.token_span import Span
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
-from sglang_cake.runahead.chain_model import traffic_tokens
 from sglang_cake.runahead.grid_search import grid_search
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import PartitionTable

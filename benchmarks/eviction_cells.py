@@ -187,7 +187,7 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
         "refs": out.refs,
         "hits": out.hits,
         "hit_ratio": round(out.hit_ratio, 6),
-        "second_half_hit_ratio": round(out.late_hit_ratio, 6),
+        "second_half_hit_ratio": round(out.second_half_hit_ratio, 6),
         "byte_hit_ratio": round(out.byte_hit_ratio, 6),
         "island_hit_ratio": round(out.island_hit_ratio, 6),
         "seconds_saved": {

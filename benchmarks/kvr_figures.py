@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import facts
+from benchmarks.chain_model import Link, Worker, run_chain
 from benchmarks.paper.pictures import GREY, draw
 from sglang_cake.cli.plots import COMPUTE, LOAD, MEET
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.chain_model import Link, Worker, run_chain
 from sglang_cake.runahead.partition import Partition, balanced, even
 
 if TYPE_CHECKING:

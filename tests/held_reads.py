@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from faulty_stores import FaultyStore, SlowStore
+
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
 
 PATIENCE_S = 60.0
@@ -21,7 +22,7 @@ class HeldReads:
 
     def __init__(self, io: Any = None) -> None:
         """Args: io: in place of a thread of its own."""
-        self.io = io or IoThread("test-io")
+        self.io = io or IoThread()
         self.memory = MemoryStore()
         self.slow = SlowStore(self.memory)
         self.faulty = FaultyStore(self.slow)

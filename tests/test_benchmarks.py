@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.cli.demo import ProgressLog
-from sglang_cake.core.codec_names import CODECS
-from sglang_cake.core.config import CakeConfig
-from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.loading.cost_model import work_of
-from sglang_cake.testing import virtual_gpu
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
-
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     __main__,
     bench_burst,
     bench_end_states,
@@ -46,6 +36,14 @@ from benchmarks import (  # noqa: E402
     stats,
     ttft_report,
 )
+from benchmarks.harness import virtual_gpu
+from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.core.codec_names import CODECS
+from sglang_cake.core.config import CakeConfig
+from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.loading.cost_model import work_of
+
+ROOT = Path(__file__).parent.parent
 
 BENCHES = (
     *(

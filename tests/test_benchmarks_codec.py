@@ -1,6 +1,7 @@
 """The pure parts of the benchmarks of codecs; no server is started."""
 
-import sys
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
-
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     bench_codec,
     bench_codec_demo,
     bench_codec_share,
@@ -21,7 +19,9 @@ from benchmarks import (  # noqa: E402
     share_report,
     shared_device,
 )
-from benchmarks.paper.pictures import draw  # noqa: E402
+from benchmarks.paper.pictures import draw
+
+ROOT = Path(__file__).parent.parent
 
 CODEC_TOOK_S = {
     "compute": 2.0,
@@ -41,23 +41,16 @@ def test_bench_codec_ttft_cells_have_ratios_with_four_servers_at_once(
     up: list[str] = []
     most = 0
 
-    class FakeServer:
-        start_s = 0.0
-
-        def __init__(self, model: Path, flags: list[str], *, log: Path) -> None:
-            self.arm = log.stem.removeprefix("server-").replace("-", " ")
-
-        def __enter__(self) -> "FakeServer":
-            nonlocal most
-            up.append(self.arm)
-            most = max(most, len(up))
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            up.remove(self.arm)
-
     class FakeBench(bench_codec_ttft.Bench):
-        server: Any = FakeServer
+        @contextlib.contextmanager
+        def arm(self, name: str, codec: str, mode: str) -> Iterator[Any]:
+            nonlocal most
+            up.append(name)
+            most = max(most, len(up))
+            self.arms[name] = server = SimpleNamespace(arm=name)  # type: ignore[assignment]
+            yield server
+            del self.arms[name]
+            up.remove(name)
 
         def pace(self, ratio: float) -> None:
             pass

@@ -5,9 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiny_hybrids import LAYERS, QWEN3_NEXT, SHAPE
+
 from sglang_cake.demo.models import write_model
 
 VOCAB = 512
+HIDDEN = SHAPE["hidden_size"]
+_SHAPE = SHAPE | {"vocab_size": VOCAB, "initializer_range": 0.08}
 
 
 def build_eagle(target: Path, draft: Path) -> tuple[Path, Path]:
@@ -21,17 +25,17 @@ def build_eagle(target: Path, draft: Path) -> tuple[Path, Path]:
     import torch
     from safetensors.torch import load_file, save_file
 
-    hidden = _write_llama(target)
+    _write_llama(target)
     tensors = load_file(target / "model.safetensors")
     copied = {
         name.removeprefix("model."): tensor
         for name, tensor in tensors.items()
         if name.startswith("model.layers.") and name != "model.layers.0.input_layernorm.weight"
     }
-    mix = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    mix = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
     draft.mkdir(parents=True)
     save_file(
-        copied | {"fc.weight": mix, "fc.bias": torch.zeros(hidden)}, draft / "model.safetensors"
+        copied | {"fc.weight": mix, "fc.bias": torch.zeros(HIDDEN)}, draft / "model.safetensors"
     )
     facts = json.loads((target / "config.json").read_text())
     facts["architectures"] = ["LlamaForCausalLMEagle"]
@@ -56,7 +60,6 @@ def _write_eagle3_draft(llama: Path, draft: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(llama / "model.safetensors")
-    hidden = tensors["model.norm.weight"].numel()
     copied = {
         "norm.weight": tensors["model.norm.weight"],
         "lm_head.weight": tensors["lm_head.weight"],
@@ -71,8 +74,8 @@ def _write_eagle3_draft(llama: Path, draft: Path) -> None:
             short = short.replace("input_layernorm", "hidden_norm")
         copied[short] = tensor
     copied |= {
-        "layers.0.hidden_norm.weight": torch.ones(hidden),
-        "fc.weight": torch.zeros(hidden, 2 * hidden),
+        "layers.0.hidden_norm.weight": torch.ones(HIDDEN),
+        "fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN),
     }
     draft.mkdir(parents=True)
     save_file(copied, draft / "model.safetensors")
@@ -86,31 +89,17 @@ def _write_eagle3_draft(llama: Path, draft: Path) -> None:
     (draft / "config.json").write_text(json.dumps(facts))
 
 
-def _write_llama(path: Path, *, embedding_size: float = 1.0) -> int:
-    """Write a random Llama of two layers. Returns its width."""
+def _write_llama(path: Path, *, embedding_size: float = 1.0) -> None:
+    """Write a random Llama of two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden = 128
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=8192,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(**_SHAPE | {"num_hidden_layers": 2}, intermediate_size=4 * HIDDEN)
 
     def change(model: Any) -> None:
         _sharpen(model)
         model.model.embed_tokens.weight.data *= embedding_size
 
     write_model(path, LlamaForCausalLM, config, change=change)
-    return hidden
 
 
 def build_dflash(target: Path, draft: Path) -> tuple[Path, Path]:
@@ -125,8 +114,10 @@ def build_dflash(target: Path, draft: Path) -> tuple[Path, Path]:
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, heads, kv_heads, distance, peak, masked = 32, 4, 2, 100, 12.0, VOCAB - 1
-    hidden = 4 * width  # a constant, the code of a token, the code that was found, nothing
+    # The parts of HIDDEN: a constant, the code of a token, the code that was found, nothing.
+    width, hidden = HIDDEN // 4, HIDDEN
+    heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+    distance, peak, masked = 100, 12.0, VOCAB - 1
     codes = torch.randn(VOCAB, width, generator=torch.Generator().manual_seed(0))
     codes *= (2 / codes.square().mean(1, keepdim=True)).sqrt()
     constant = torch.full((width,), 2**0.5)
@@ -163,18 +154,7 @@ def build_dflash(target: Path, draft: Path) -> tuple[Path, Path]:
         for name, weights in attention(distance, (peak * width**0.5) ** 0.5).items():
             getattr(model.model.layers[1].self_attn, name).weight.data = weights
 
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCAB,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = LlamaConfig(**_SHAPE | {"num_hidden_layers": 2}, intermediate_size=hidden)
     write_model(target, LlamaForCausalLM, config, change=change)
     # Queries and keys are normalized, which doubles the squares of these.
     normed = torch.full((width,), (peak * width**0.5 / 2) ** 0.5)
@@ -207,20 +187,7 @@ def build_mimo(path: Path) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    hidden = 128
-    config = Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=8192,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config = Qwen2Config(**_SHAPE | {"num_hidden_layers": 1}, intermediate_size=4 * HIDDEN)
     write_model(path, Qwen2ForCausalLM, config, change=_sharpen)
     mtp = "model.mtp_layers.0."
     _copy_weights(
@@ -228,10 +195,10 @@ def build_mimo(path: Path) -> Path:
         {"model.layers.0.": mtp, "model.norm.": f"{mtp}final_layernorm."},
         {
             f"{mtp}input_proj.weight": torch.cat(
-                [torch.zeros(hidden, hidden), torch.eye(hidden)], 1
+                [torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1
             ),
-            f"{mtp}token_layernorm.weight": torch.ones(hidden),
-            f"{mtp}hidden_layernorm.weight": torch.ones(hidden),
+            f"{mtp}token_layernorm.weight": torch.ones(HIDDEN),
+            f"{mtp}hidden_layernorm.weight": torch.ones(HIDDEN),
         },
     )
     facts = json.loads((path / "config.json").read_text())
@@ -255,14 +222,14 @@ def build_qwen3_next_mtp(path: Path) -> Path:
         attention.q_norm.weight.data += 2  # a peaked softmax
         attention.o_proj.weight.data *= 2
 
-    hidden, layers = _write_qwen3_next(path, change)
+    _write_qwen3_next(path, change)
     _copy_weights(
         path,
-        {f"model.layers.{layers - 1}.": "mtp.layers.0.", "model.norm.": "mtp.norm."},
+        {f"model.layers.{LAYERS - 1}.": "mtp.layers.0.", "model.norm.": "mtp.norm."},
         {
-            "mtp.fc.weight": torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1),
-            "mtp.pre_fc_norm_embedding.weight": torch.zeros(hidden),  # 1 is added
-            "mtp.pre_fc_norm_hidden.weight": torch.zeros(hidden),
+            "mtp.fc.weight": torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1),
+            "mtp.pre_fc_norm_embedding.weight": torch.zeros(HIDDEN),  # 1 is added
+            "mtp.pre_fc_norm_hidden.weight": torch.zeros(HIDDEN),
         },
     )
     return path
@@ -281,9 +248,9 @@ def build_qwen3_next_of_llama(target: Path, llama: Path, eagle3: Path) -> tuple[
     from safetensors.torch import load_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, parts, kv_parts, peak = 32, 4, 2, 3.0  # a peaked softmax
-    hidden = width * parts
-
+    parts, kv_parts = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+    width, hidden = HIDDEN // parts, HIDDEN
+    peak = 3.0  # a peaked softmax
     seeded = torch.Generator().manual_seed(0)
 
     def rotated(count: int) -> torch.Tensor:
@@ -303,19 +270,8 @@ def build_qwen3_next_of_llama(target: Path, llama: Path, eagle3: Path) -> tuple[
         layer.self_attn.o_proj.weight.data *= 20
         layer.mlp.down_proj.weight.data *= 12
 
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=parts,
-        num_key_value_heads=kv_parts,
-        vocab_size=VOCAB,
-        max_position_embeddings=8192,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    own = {"num_hidden_layers": 1, "initializer_range": 0.15}
+    config = LlamaConfig(**_SHAPE | own, intermediate_size=64)
     write_model(llama, LlamaForCausalLM, config, change=change_llama)
     _write_eagle3_draft(llama, eagle3)
     given = load_file(llama / "model.safetensors")
@@ -346,8 +302,8 @@ def build_qwen3_next_of_llama(target: Path, llama: Path, eagle3: Path) -> tuple[
 
 def _write_qwen3_next(
     path: Path, change: Callable[[Any], None], *, partial_rotary_factor: float = 0.25
-) -> tuple[int, int]:
-    """Write a random Qwen3-Next to `path`. Returns its width and its number of layers.
+) -> None:
+    """Write a random Qwen3-Next to `path`.
 
     The layers with recurrent states add little to what the last one gets, which has full attention:
     wrong states change logprobs by about 1.
@@ -357,32 +313,9 @@ def _write_qwen3_next(
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    hidden, layers = 128, 4
-    config = Qwen3NextConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCAB,
-        max_position_embeddings=8192,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        intermediate_size=256,
-        full_attention_interval=layers,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=32,
-        linear_value_head_dim=16,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        partial_rotary_factor=partial_rotary_factor,
-    )
-    config.full_attention_interval = layers  # SGLang reads these, and transformers drops them
+    own = {"vocab_size": VOCAB, "partial_rotary_factor": partial_rotary_factor}
+    config = Qwen3NextConfig(**QWEN3_NEXT | own)
+    config.full_attention_interval = LAYERS  # SGLang reads these, and transformers drops them
     config.partial_rotary_factor = partial_rotary_factor
 
     def change_all(model: Any) -> None:
@@ -390,13 +323,12 @@ def _write_qwen3_next(
             if name.endswith("A_log"):  # half of a state is forgotten in 10 to 1,000 tokens
                 weight.data = torch.linspace(-7.5, -3, weight.numel()).view_as(weight)
             elif "linear_attn.out_proj" in name or (
-                "down_proj" in name and f"layers.{layers - 1}." not in name
+                "down_proj" in name and f"layers.{LAYERS - 1}." not in name
             ):
                 weight.data *= 0.01
         change(model)
 
     write_model(path, Qwen3NextForCausalLM, config, change=change_all)
-    return hidden, layers
 
 
 def _copy_weights(path: Path, prefixes: dict[str, str], more: dict[str, Any]) -> None:

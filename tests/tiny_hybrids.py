@@ -16,7 +16,7 @@ from sglang_cake.demo.models import write_model
 VOCAB = 32000  # as SGLang's own test kits expect
 TRANSFORMERS = "transformers"  # folder of a configuration that SGLang reads in another form
 LAYERS = 4  # three with a window or a state, and one with full attention
-_SHAPE = {
+SHAPE = {
     "hidden_size": 128,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
@@ -29,6 +29,22 @@ _SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_GATED_DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,  # unlike keys: a transposed state has another shape
+}
+QWEN3_NEXT = {
+    **SHAPE,
+    **_GATED_DELTA,
+    "intermediate_size": 256,
+    "full_attention_interval": LAYERS,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 def build_mellum(path: Path, *, window_tokens: int) -> Path:
@@ -37,7 +53,7 @@ def build_mellum(path: Path, *, window_tokens: int) -> Path:
 
     kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
     config = MellumConfig(
-        **_SHAPE,
+        **SHAPE,
         intermediate_size=256,
         sliding_window=window_tokens,
         layer_types=kinds,
@@ -51,19 +67,7 @@ def build_qwen3_next(path: Path) -> Path:
     """Write a Qwen3-Next to `path`: gated delta rule, and a mixture of four experts."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    config = Qwen3NextConfig(
-        **_SHAPE,
-        intermediate_size=256,
-        full_attention_interval=LAYERS,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=32,
-        linear_value_head_dim=16,  # unlike keys: a transposed state has another shape
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
+    config = Qwen3NextConfig(**QWEN3_NEXT)
     config.full_attention_interval = LAYERS  # SGLang reads it, and transformers drops it
     write_model(path, Qwen3NextForCausalLM, config, change=_sharpen)
     return path
@@ -77,13 +81,10 @@ def build_qwen3_5(path: Path) -> Path:
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     config = Qwen3_5Config(
-        text_config=_SHAPE
+        text_config=SHAPE
         | {
             "intermediate_size": 256,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 16,  # unlike keys: a transposed state has another shape
+            **_GATED_DELTA,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -97,7 +98,7 @@ def build_qwen3_5(path: Path) -> Path:
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_heads": 4,
-            "out_hidden_size": _SHAPE["hidden_size"],
+            "out_hidden_size": SHAPE["hidden_size"],
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [],
             "initializer_range": 0.08,
@@ -119,7 +120,7 @@ def build_lfm2(path: Path) -> Path:
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(
-        **_SHAPE,
+        **SHAPE,
         intermediate_size=256,
         block_auto_adjust_ff_dim=False,
         pad_token_id=None,
@@ -143,7 +144,7 @@ def build_kimi_linear(path: Path) -> Path:
         "short_conv_kernel_size": 4,
     }
     config = KimiLinearConfig(
-        **{name: value for name, value in _SHAPE.items() if name != "head_dim"}
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"}
         | {"num_key_value_heads": 4},
         intermediate_size=256,
         kv_lora_rank=24,
@@ -183,7 +184,7 @@ def build_nemotron_h(path: Path) -> Path:
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     config = NemotronHConfig(
-        **{name: value for name, value in _SHAPE.items() if name != "num_hidden_layers"},
+        **{name: value for name, value in SHAPE.items() if name != "num_hidden_layers"},
         hybrid_override_pattern="M-M-M-*-",
         intermediate_size=256,
         mamba_num_heads=8,
@@ -204,7 +205,7 @@ def build_granite_4(path: Path) -> Path:
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     config = GraniteMoeHybridConfig(
-        **{name: value for name, value in _SHAPE.items() if name != "head_dim"},
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"},
         intermediate_size=64,
         shared_intermediate_size=128,
         num_local_experts=4,
@@ -227,7 +228,7 @@ def build_falcon_h1(path: Path) -> Path:
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
     config = FalconH1Config(
-        **_SHAPE,
+        **SHAPE,
         intermediate_size=256,
         mamba_d_ssm=256,
         mamba_n_heads=8,
@@ -246,7 +247,7 @@ def build_gemma_4(path: Path, *, window_tokens: int) -> Path:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
-        **_SHAPE,
+        **SHAPE,
         intermediate_size=256,
         sliding_window=window_tokens,
         layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
@@ -268,7 +269,7 @@ def build_mimo_v2(path: Path, *, window_tokens: int) -> Path:
     kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     config = MiMoV2FlashConfig(
-        **_SHAPE,
+        **SHAPE,
         intermediate_size=256,
         v_head_dim=16,
         sliding_window=window_tokens,
@@ -298,7 +299,7 @@ def build_gpt_oss(path: Path, *, window_tokens: int) -> Path:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
-        **_SHAPE,
+        **SHAPE,
         intermediate_size=64,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -316,7 +317,7 @@ def build_llama_4(path: Path, *, chunk_tokens: int) -> Path:
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     config = Llama4TextConfig(
-        **_SHAPE,
+        **SHAPE,
         intermediate_size=64,
         intermediate_size_mlp=256,
         interleave_moe_layer_step=2 * LAYERS,

@@ -39,7 +39,7 @@ from sglang_cake.stores.url import redacted, split_urls
 if TYPE_CHECKING:
     from sglang_cake.integration.server_check import ResolvedServer
 
-BENCH_BYTES = 64 << 20
+BENCH_BYTES = 64 << 20  # written and read
 BENCH_S = 30.0  # for one store
 LARGEST_BLOCK_BYTES = 64 << 20  # that is measured
 UNKNOWN_BLOCK_BYTES = 1 << 20  # measured if the model is not known
@@ -286,29 +286,23 @@ def stores_of(config: CakeConfig) -> list[NamedStore]:
 
 
 async def store_findings(
-    store: NamedStore,
-    queue_depth: int,
-    kv: KvSizes | None,
-    *,
-    budget_bytes: int = BENCH_BYTES,
-    limit_s: float = BENCH_S,
+    store: NamedStore, queue_depth: int, kv: KvSizes | None
 ) -> tuple[list[Finding], float | None]:
     """Whether a store can be reached and used, and how many bytes per second it reads.
 
     Args:
         kv: None if the model is not known.
-        budget_bytes: written and read, in that time.
     """
     block_bytes = UNKNOWN_BLOCK_BYTES if kv is None else kv.block_bytes
     block_bytes = max(4096, min(block_bytes, LARGEST_BLOCK_BYTES))
     try:
         store.source.check()
         with progress(f"measuring {store.url}", total=2, unit="run") as bar:
-            async with asyncio.timeout(limit_s):
-                (speed,) = await measure_size(store, block_bytes, [queue_depth], budget_bytes, bar)
+            async with asyncio.timeout(BENCH_S):
+                (speed,) = await measure_size(store, block_bytes, [queue_depth], BENCH_BYTES, bar)
     except TimeoutError:
-        text = f"{store.url}: {limit_s:g} s were not enough to write and read "
-        text += f"{size_text(max(budget_bytes, 2 * queue_depth * block_bytes))}: use a faster one"
+        text = f"{store.url}: {BENCH_S:g} s were not enough to write and read "
+        text += f"{size_text(max(BENCH_BYTES, 2 * queue_depth * block_bytes))}: use a faster one"
         return [Finding("mend", "store", text)], None
     except ConfigError as error:
         return [Finding("mend", "store", redacted(str(error)))], None

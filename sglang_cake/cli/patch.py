@@ -200,16 +200,16 @@ def write_files(site: Path, before: Mapping[str, bytes], after: Mapping[str, byt
     staged: list[tuple[str, Path]] = []
     try:
         for path in changed:
-            target = site / path
-            handle, temporary = tempfile.mkstemp(prefix=".sglang-cake-", dir=target.parent)
-            staged.append((temporary, target))
+            destination = site / path
+            handle, temporary = tempfile.mkstemp(prefix=".sglang-cake-", dir=destination.parent)
+            staged.append((temporary, destination))
             with os.fdopen(handle, "wb") as file:
                 file.write(after[path])
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, target.stat().st_mode & 0o7777)
-        for temporary, target in staged:
-            os.replace(temporary, target)
+            os.chmod(temporary, destination.stat().st_mode & 0o7777)
+        for temporary, destination in staged:
+            os.replace(temporary, destination)
     except OSError as error:
         raise PatchError(f"cannot write into SGLang: {error.strerror}") from error
     finally:

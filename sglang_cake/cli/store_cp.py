@@ -40,7 +40,7 @@ class Copied:
     there_already: int = 0
     missing: int = 0  # deleted from the source between listing and reading
     corrupt: int = 0  # in the source, and not copied
-    full: bool = False  # the target refused a block, since it is full
+    full: bool = False  # the destination refused a block, since it is full
     unreadable_namespaces: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,15 +60,15 @@ def add_cp(subparsers: Any) -> None:
 
 
 async def _cp(args: argparse.Namespace) -> int:
-    source, target = one_store(args.url), _target(args.to)
+    source, destination = one_store(args.url), _destination(args.to)
     result = Copied()
     good, result.unreadable_namespaces = await readable(source, args.namespace)
     complain(source, result.unreadable_namespaces)
     for _, frame in good:
         try:
-            await _copy(source, target, frame, args.depth, result)
+            await _copy(source, destination, frame, args.depth, result)
         except StoreFull as error:
-            complain(target, {frame.digest.hex(): str(error)})
+            complain(destination, {frame.digest.hex(): str(error)})
             result.full = True
             break
     if args.json:
@@ -81,8 +81,8 @@ async def _cp(args: argparse.Namespace) -> int:
     return 1 if result.full or result.corrupt else 0
 
 
-def _target(text: str) -> NamedStore:
-    """The target. Unlike the source, it may be created. Raises: ConfigError."""
+def _destination(text: str) -> NamedStore:
+    """The destination. Unlike the source, it may be created. Raises: ConfigError."""
     urls, sources = split_urls(text), parse_sources(text)
     if len(sources) > 1:
         raise ConfigError(f"{redacted(text)!r} names {len(sources)} stores, write one")
@@ -91,12 +91,12 @@ def _target(text: str) -> NamedStore:
 
 
 async def _copy(
-    source: NamedStore, target: NamedStore, frame: BlockFrame, at_once: int, result: Copied
+    source: NamedStore, destination: NamedStore, frame: BlockFrame, at_once: int, result: Copied
 ) -> None:
     buffers = [memoryview(bytearray(frame.payload_bytes)) for _ in range(at_once)]
     async with (
         opened(source.source, frame, at_once) as origin,
-        opened(target.source, frame, at_once) as there,
+        opened(destination.source, frame, at_once) as there,
     ):
         with progress(f"copying {frame.digest.hex()[:SHORT_DIGEST]}") as bar:
 
@@ -122,23 +122,23 @@ async def _copy(
 
 
 async def lacking(
-    origin: Store, target: Store, passed: Callable[[int], None]
+    origin: Store, destination: Store, passed: Callable[[int], None]
 ) -> AsyncIterator[BlockKey]:
-    """The blocks of `origin` that `target` does not have. Args: passed: gets how many it has."""
+    """The blocks of `origin` that `destination` lacks. Args: passed: gets how many it has."""
     batch: list[BlockKey] = []
     async for block in origin.list_blocks():
         batch.append(block.key)
         if len(batch) == ASK_AT_ONCE:
-            for key in await _not_there(target, batch, passed):
+            for key in await _not_there(destination, batch, passed):
                 yield key
             batch = []
-    for key in await _not_there(target, batch, passed):
+    for key in await _not_there(destination, batch, passed):
         yield key
 
 
 async def _not_there(
-    target: Store, keys: list[BlockKey], passed: Callable[[int], None]
+    destination: Store, keys: list[BlockKey], passed: Callable[[int], None]
 ) -> list[BlockKey]:
-    there = await target.contains(keys)
+    there = await destination.contains(keys)
     passed(sum(there))
     return [key for key, found in zip(keys, there, strict=True) if not found]

@@ -76,9 +76,9 @@ def _registered(codec: str) -> Chain:
         "pack": (chain.pack,),
         "compressors": chain.compressors,
     }
-    for slot, steps in fields.items():
+    for field, steps in fields.items():
         for step in steps:
-            if _STEPS.setdefault(step.name, (slot, type(step))) != (slot, type(step)):
+            if _STEPS.setdefault(step.name, (field, type(step))) != (field, type(step)):
                 raise ConfigError(f"codec {codec!r}: another step is called {step.name!r} already")
     try:
         parse(chain.describe().encode())
@@ -96,8 +96,8 @@ def parse(text: bytes) -> Chain:
         if len(steps) > MAX_STEPS:
             raise ValueError(f"{len(steps)} steps")
         for name, params in steps:
-            slot, step = _STEPS[name]
-            found[slot].append(step(**params))
+            field, step = _STEPS[name]
+            found[field].append(step(**params))
         (pack,) = found["pack"]
         leading = found["leading"][0] if found["leading"] else None
         chain = Chain(pack, tuple(found["arrays"]), tuple(found["compressors"]), leading)

@@ -237,15 +237,15 @@ def restore8(
     for layer in range(layers):
         for token in range(tokens):
             at = start + layer * stride + token * channels
-            target, row = words[at : at + channels], codes[layer, token]
+            filled, row = words[at : at + channels], codes[layer, token]
             if along:
                 zero, scale = zeros[layer, token // group], scales[layer, token // group]
                 for c in range(channels):
-                    target[c] = word(np.float32(row[c]) * scale[c] + zero[c], kind)
+                    filled[c] = word(np.float32(row[c]) * scale[c] + zero[c], kind)
             else:
                 for first in range(0, channels, group):
                     z, s = zeros[layer, token, first // group], scales[layer, token, first // group]
-                    some, into = row[first : first + group], target[first : first + group]
+                    some, into = row[first : first + group], filled[first : first + group]
                     for i in range(len(some)):
                         into[i] = word(np.float32(some[i]) * s + z, kind)
 
@@ -258,7 +258,7 @@ def restore4(
     for layer in range(layers):
         for token in range(tokens):
             at = start + layer * stride + token * channels
-            target, row, shift = (
+            filled, row, shift = (
                 words[at : at + channels],
                 codes[layer, token // 2],
                 4 * (token % 2),
@@ -267,10 +267,10 @@ def restore4(
                 zero, scale = zeros[layer, token // group], scales[layer, token // group]
                 for c in range(channels):
                     code = np.float32((row[c] >> shift) & 15)
-                    target[c] = word(code * scale[c] + zero[c], kind)
+                    filled[c] = word(code * scale[c] + zero[c], kind)
             else:
                 for first in range(0, channels, group):
                     z, s = zeros[layer, token, first // group], scales[layer, token, first // group]
-                    some, into = row[first : first + group], target[first : first + group]
+                    some, into = row[first : first + group], filled[first : first + group]
                     for i in range(len(some)):
                         into[i] = word(np.float32((some[i] >> shift) & 15) * s + z, kind)

@@ -269,7 +269,7 @@ def restore(
         table = levels[layer]
         for token in range(tokens):
             at = start + layer * stride + token * channels
-            target, shift = words[at : at + channels], token % 8
+            filled, shift = words[at : at + channels], token % 8
             first = codes[layer, 0, token // 8]
             for c in range(channels):
                 coded[c] = (first[c] >> shift) & 1
@@ -280,8 +280,8 @@ def restore(
             if along:
                 zero, scale = zeros[layer], scales[layer]
                 for c in range(channels):
-                    target[c] = word(table[coded[c]] * scale[c] + zero[c], kind)
+                    filled[c] = word(table[coded[c]] * scale[c] + zero[c], kind)
             else:
                 z, s = zeros[layer, token], scales[layer, token]
                 for c in range(channels):
-                    target[c] = word(table[coded[c]] * s + z, kind)
+                    filled[c] = word(table[coded[c]] * s + z, kind)

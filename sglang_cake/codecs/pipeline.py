@@ -155,15 +155,15 @@ class Chain:
             block: `layout.block_bytes`, read only.
             out: at least `layout.block_bytes + ENCODED_HEAD_BYTES`, written only.
         """
-        source, target = Block.over(layout, block), np.frombuffer(out, np.uint8)
-        assert len(target) >= layout.block_bytes + ENCODED_HEAD_BYTES, len(target)
+        source, filled = Block.over(layout, block), np.frombuffer(out, np.uint8)
+        assert len(filled) >= layout.block_bytes + ENCODED_HEAD_BYTES, len(filled)
         try:
             body = self._encode(source)
             if len(body) < layout.block_bytes:
-                return _join(self.describe(), body, target)
+                return _join(self.describe(), body, filled)
         except Unencodable:
             pass
-        return _join(RAW_CHAIN.describe(), source.words.view(np.uint8), target)
+        return _join(RAW_CHAIN.describe(), source.words.view(np.uint8), filled)
 
     def warm_up(self, layout: BlockLayout) -> None:
         """Compile the loops that such blocks need, before a request waits for them."""
@@ -213,9 +213,9 @@ class Chain:
         made = _block(layouts[-1], f"array{len(self.arrays) - 1}") if self.arrays else block
         self.pack.decode(body[lead:], made)
         for number, array in reversed(list(enumerate(self.arrays))):
-            target = block if number == 0 else _block(layouts[number], f"array{number - 1}")
-            array.decode(made, target)
-            made = target
+            filled = block if number == 0 else _block(layouts[number], f"array{number - 1}")
+            array.decode(made, filled)
+            made = filled
         if self.leading is not None:
             self.leading.put_back(body[:lead], block)
 

@@ -145,16 +145,16 @@ def unshuffle(words, start, stride, layers, tokens, channels, planes):
     count, size = len(planes), tokens * channels
     top = 8 * count - 1
     for layer in range(layers):
-        target = words[start + layer * stride : start + layer * stride + size]
+        filled = words[start + layer * stride : start + layer * stride + size]
         first, last = layer * size, (layer + 1) * size
         if count == 2:
             high, low = planes[0, first:last], planes[1, first:last]
             for i in range(size):
                 w = high[i] << 8 | low[i]
-                target[i] = w >> 1 | (w & 1) << 15
+                filled[i] = w >> 1 | (w & 1) << 15
         else:
             for i in range(size):
                 w = 0
                 for plane in range(count):
                     w = w << 8 | planes[plane, first + i]
-                target[i] = w >> 1 | (w & 1) << top
+                filled[i] = w >> 1 | (w & 1) << top

@@ -27,7 +27,7 @@ def on_page(size_bytes: int) -> memoryview:
 
 
 # KV of one layer on its way: a memoryview, or, between GPUs, a uint8 tensor on our GPU.
-Payload = Any
+PartBytes = Any
 
 
 # Called with the number of bytes of a buffer that have arrived so far.
@@ -35,19 +35,19 @@ TellBytes = Callable[[int], object]
 
 
 def copy_in_pieces(
-    target: memoryview,
+    out: memoryview,
     source: memoryview,
     check: Callable[[], object],
     progress: TellBytes | None = None,
 ) -> None:
-    """Copy all of `source` to the start of `target`.
+    """Copy all of `source` to the start of `out`.
 
     Args:
         check: called before each piece; what it raises ends the copy.
     """
     # NumPy releases the GIL while it copies; a plain assignment would stop all other threads.
     read = np.frombuffer(source, np.uint8)
-    written = np.frombuffer(target, np.uint8)[: len(read)]
+    written = np.frombuffer(out, np.uint8)[: len(read)]
     for start in range(0, len(read), PIECE_BYTES):
         check()
         if progress is not None:

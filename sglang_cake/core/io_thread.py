@@ -14,9 +14,9 @@ Result = TypeVar("Result")
 class IoThread:
     """A daemon thread that runs an event loop from construction to `close`."""
 
-    def __init__(self, name: str = "cake-io") -> None:
+    def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="cake-io", daemon=True)
         self._thread.start()
 
     def post(self, action: Callable[[*Args], object], *args: *Args) -> None:

@@ -27,8 +27,8 @@ MAX_BODY_BYTES = 65_536
 
 
 def install(config: CakeConfig) -> None:
-    """Install the hook of the HTTP server. Called late: when plugins are loaded, a process does not
-    know yet whether it serves HTTP."""
+    """Install the hook of the HTTP server. Called after plugins are loaded, when a process
+    does not know yet whether it serves HTTP."""
     _EndpointState.store = config.store
     if not is_hooked(_SERVER):
         register(_SERVER, _add_route, HookType.BEFORE)

@@ -191,7 +191,7 @@ def guarded(name: str, default: object = None, *, unsafe: bool = False) -> Calla
 
 
 def register(
-    target: str,
+    function: str,
     hook: Callable[..., Any],
     kind: HookType,
     *,
@@ -201,11 +201,11 @@ def register(
     """Register a hook with SGLang, behind the boundary. All hooks are registered here.
 
     Args:
-        target: dotted name of SGLang's function.
+        function: dotted name of SGLang's function.
         unsafe: see `Boundary.failed`.
         passes: exceptions that the hook raises on purpose, for the caller of SGLang's function.
     """
-    name = ".".join(target.split(".")[-2:])
+    name = ".".join(function.split(".")[-2:])
 
     def failed(error: Exception, args: tuple[Any, ...]) -> None:
         BOUNDARY.failed(name, error, rid=_rid(args), unsafe=unsafe)
@@ -237,7 +237,7 @@ def register(
 
     guarded_hook = around if kind is HookType.AROUND else before_or_after
     BOUNDARY.hooks[name].append(guarded_hook)
-    HookRegistry.register(target, guarded_hook, kind)
+    HookRegistry.register(function, guarded_hook, kind)
 
 
 class OriginalFunction:

@@ -5,8 +5,8 @@ functions as they were in the checked versions. `require` compares them with the
 before anything is loaded. It searches SGLang's sources, which takes 0.1 s, and imports
 nothing of them, so that it sees no patch of another plugin.
 
-Private names of SGLang are used in this module alone, each behind a function, except for targets of
-hooks and for methods that a class of this package overrides.
+Private names of SGLang are used in this module alone, each behind a function, except for functions
+with a hook and for methods that a class of this package overrides.
 
     python -m sglang_cake.integration.compat      writes compat.toml anew for the installed version
 """
@@ -192,11 +192,11 @@ def _parameters(head: str) -> str:
 # ---- private names ----
 
 
-def is_hooked(target: str) -> bool:
+def is_hooked(function: str) -> bool:
     """Whether SGLang's registry has replaced a function already."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return target in HookRegistry._patched
+    return function in HookRegistry._patched
 
 
 def reduce_in_attention_group(

@@ -1,7 +1,7 @@
 """The costs of computing and of loading, learned from every step and every fetched block.
 
 Prefill: the time of a step has a fixed part, a part per token (the linear layers), a part per
-(query, key) pair (attention, which makes late chunks cost more), and a part per decoding request
+(query, key) pair (attention, which makes later chunks cost more), and a part per decoding request
 that shares the step. With MLA a step also has a part per token of the prefix, whose latent vectors
 are projected again in each step. Where a graph of a fixed size runs the step, its tokens are padded
 to that size. Loading: a latency, and then a time per block.
@@ -520,8 +520,8 @@ def _vector(cost: PrefillCost) -> Matrix:
     return vector
 
 
-def _nonnegative(products: Matrix, targets: Matrix) -> Matrix:
+def _nonnegative(products: Matrix, measured: Matrix) -> Matrix:
     """The v >= 0 that minimises v'Pv/2 - t'v, for positive definite P."""
     root = np.linalg.cholesky(products)
-    v: Matrix = nnls(root.T, np.linalg.solve(root, targets))[0]
+    v: Matrix = nnls(root.T, np.linalg.solve(root, measured))[0]
     return v

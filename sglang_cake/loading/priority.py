@@ -95,8 +95,8 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     """Indices into `entries`, in the order of service. Stable.
 
     Prompts that are only computed stay in the given order. So each counts as having waited no
-    longer than any prompt before it. Otherwise an old prompt late in the given order would pull the
-    newer prompts before it past a loaded prompt.
+    longer than any prompt before it. Otherwise an old prompt at the end of the given order would
+    pull the newer prompts before it past a loaded prompt.
     """
     youngest_s: dict[tuple[int, int], float] = {}
 

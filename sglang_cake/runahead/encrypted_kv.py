@@ -53,17 +53,17 @@ class EncryptedKvSender:
         self._sealed = bytearray(0)
         self._before = (0, 0)
 
-    def send(self, server: "KvServer", part: LayerPart, payload: memoryview) -> None:
-        """Send a part; `payload` may be reused when this returns. Raises: PeerGone."""
+    def send(self, server: "KvServer", part: LayerPart, data: memoryview) -> None:
+        """Send a part; `data` may be reused when this returns. Raises: PeerGone."""
         with self._lock:
             if self.over:
                 raise PeerGone("it does not take KV")
             end_s = time.monotonic() + self._timeout_s
-            if len(self._sealed) < len(payload) + TAG_BYTES:
+            if len(self._sealed) < len(data) + TAG_BYTES:
                 self._sealed = bytearray(MAX_PART_BYTES + TAG_BYTES)
-            sealed = memoryview(self._sealed)[: len(payload) + TAG_BYTES]
+            sealed = memoryview(self._sealed)[: len(data) + TAG_BYTES]
             head = encode(PartHead(part, *self._before))
-            self._seal.close(head, payload, sealed)
+            self._seal.close(head, data, sealed)
             began_s = time.perf_counter()
             taken = server.put(self.name, head, sealed)
             while not self._is_taken(taken):
@@ -72,7 +72,7 @@ class EncryptedKvSender:
                 if self.over:
                     raise PeerGone("it does not take KV")
             took_us = round((time.perf_counter() - began_s) * 1e6)
-            self._before = (len(payload), max(1, took_us))
+            self._before = (len(data), max(1, took_us))
 
     def _is_taken(self, taken: zmq.MessageTracker) -> bool:
         if self.over:
@@ -101,9 +101,9 @@ class EncryptedKvReceiver:
         if len(frames) != 2 or len(frames[0]) > _HEAD_BYTES or len(frames[1]) <= TAG_BYTES:
             raise BadMessage("no part of a layer")
         head, sealed = frames[0].bytes, frames[1].buffer
-        payload = self._buffer[: len(sealed) - TAG_BYTES]
-        self._seal.open(head, sealed, payload)
-        return decode_head(head), payload
+        data = self._buffer[: len(sealed) - TAG_BYTES]
+        self._seal.open(head, sealed, data)
+        return decode_head(head), data
 
 
 class KvServer:
@@ -138,9 +138,9 @@ class _PartCipher:
         self._cipher = AESGCM(key)
         self._count = 0
 
-    def close(self, head: bytes, payload: memoryview, out: memoryview) -> None:
+    def close(self, head: bytes, data: memoryview, out: memoryview) -> None:
         """Encrypt into `out`, which is TAG_BYTES longer."""
-        self._cipher.encrypt_into(self._nonce(), payload, head, out)
+        self._cipher.encrypt_into(self._nonce(), data, head, out)
 
     def open(self, head: bytes, sealed: memoryview, out: memoryview) -> None:
         """Decrypt into `out`. Raises: BadMessage."""

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.messages import LayerPart
@@ -61,7 +61,7 @@ class Rows(Protocol):
         """Bytes of one token in one layer, all planes."""
         ...
 
-    def buffer(self, size_bytes: int) -> Payload:
+    def buffer(self, size_bytes: int) -> PartBytes:
         """Memory for parts, of the kind that the transport sends best. Any thread."""
         ...
 
@@ -70,14 +70,14 @@ class Rows(Protocol):
         requests may have used the slots until then. The forward's thread."""
         ...
 
-    def read(self, layer: int, slots: Slots, out: Payload) -> None:
+    def read(self, layer: int, slots: Slots, out: PartBytes) -> None:
         """Copy slots into `out`, plane after plane, each `[tokens, bytes]`. Any thread."""
         ...
 
-    def write(self, layer: int, slots: Slots, payload: Payload, skip: int) -> Launched:
-        """Copy `payload` without its first `skip` tokens into slots. Any thread.
+    def write(self, layer: int, slots: Slots, data: PartBytes, skip: int) -> Launched:
+        """Copy `data` without its first `skip` tokens into slots. Any thread.
 
-        `payload` and `slots` must not change until it is complete. A forward may continue before
+        `data` and `slots` must not change until it is complete. A forward may continue before
         that.
         """
         ...
@@ -155,14 +155,14 @@ class KvReceiver:
             self._keep = keep
             self._changed.notify_all()
 
-    def part(self, part: LayerPart, payload: Payload) -> None:
+    def part(self, part: LayerPart, data: PartBytes) -> None:
         """Write a part that arrived; returns when it is in its slots. Raises: Broken."""
         span, before = Span(part.start, part.stop), self._predecessors[-1].rank
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
             raise Broken(f"an unexpected part: layer {part.layer}, {span}", before)
-        if len(payload) != span.tokens * self._rows.token_bytes:
-            raise Broken(f"a part of {len(payload)} bytes for {span.tokens} tokens", before)
+        if len(data) != span.tokens * self._rows.token_bytes:
+            raise Broken(f"a part of {len(data)} bytes for {span.tokens} tokens", before)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._slots is not None or self._broken, self._bind_timeout_s
@@ -178,9 +178,9 @@ class KvReceiver:
             first, copy = max(span.start, keep), None
             if first < span.stop:
                 own = slots[first - keep : span.stop - keep]
-                copy = self._rows.write(part.layer, own, payload, first - span.start)
+                copy = self._rows.write(part.layer, own, data, first - span.start)
             with self._changed:
-                self.bytes += len(payload)
+                self.bytes += len(data)
                 self._missing[part.layer] -= span.tokens
                 self._changed.notify_all()  # the forward's work is ordered behind the copy
             if copy is not None:
@@ -268,7 +268,7 @@ class KvSender:
         self,
         rows: Rows,
         job: str,
-        send: Callable[[LayerPart, Payload], None],
+        send: Callable[[LayerPart, PartBytes], None],
         failed: Callable[[Exception], None],
         *,
         part_bytes: int = MAX_PART_BYTES,
@@ -300,11 +300,11 @@ class KvSender:
             self._ready = max(self._ready, layer)
             self._changed.notify_all()
 
-    def forward(self, part: LayerPart, payload: Payload) -> None:
+    def forward(self, part: LayerPart, data: PartBytes) -> None:
         """Send a received part on, from the thread that received it. Raises: PeerGone."""
         if not self._closed:
-            self._send(part, payload)
-            self.forwarded_bytes += len(payload)
+            self._send(part, data)
+            self.forwarded_bytes += len(data)
 
     def drain(self, timeout_s: float, look: Callable[[], None]) -> None:
         """Wait until every layer is sent. Raises: Late, and the errors of `look`."""
@@ -333,15 +333,15 @@ class KvSender:
                         self._changed.wait()
                 for start in range(self._span.start, self._span.stop, self._part_tokens):
                     span = Span(start, min(start + self._part_tokens, self._span.stop))
-                    payload = buffer[: span.tokens * self._rows.token_bytes]
+                    data = buffer[: span.tokens * self._rows.token_bytes]
                     with self._reading:
                         if self._closed:
                             return
                         first = self._span.start
                         own = self._slots[span.start - first : span.stop - first]
-                        self._rows.read(layer, own, payload)
-                    self._send(LayerPart(self._job, layer, *span), payload)
-                    self.bytes += len(payload)
+                        self._rows.read(layer, own, data)
+                    self._send(LayerPart(self._job, layer, *span), data)
+                    self.bytes += len(data)
                 with self._changed:
                     self._sent = layer
                     self._changed.notify_all()
@@ -406,14 +406,14 @@ class KvPassing:
         if self.watch is not None:
             self.watch()
 
-    def on_part(self, part: LayerPart, payload: Payload) -> None:
+    def on_part(self, part: LayerPart, data: PartBytes) -> None:
         """A part of this job arrived. A transport's thread."""
         if self._broken is not None or self.receiver is None:
             return
         try:
             if self.sender is not None:
-                self.sender.forward(part, payload)
-            self.receiver.part(part, payload)
+                self.sender.forward(part, data)
+            self.receiver.part(part, data)
         except Broken as error:
             self.break_off(str(error), error.culprit)
         except RunaheadError as error:  # from sending it on

@@ -255,7 +255,7 @@ class Member:
         passing.sender = KvSender(
             self._rows,
             offer.job,
-            lambda part, payload: self._transport.send_part(after, part, payload),
+            lambda part, data: self._transport.send_part(after, part, data),
             lambda error: passing.break_off(
                 str(error) or repr(error), after if isinstance(error, RunaheadError) else None
             ),
@@ -327,7 +327,7 @@ class Member:
                 mine.passing.break_off(f"member {rank}: {message.reason}", blamed)
         self._wake()
 
-    def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
+    def on_part(self, rank: int, part: LayerPart, data: memoryview) -> None:
         with self._lock:
             # A part of the previous worker may arrive before the offer of the owner.
             self._lock.wait_for(
@@ -336,7 +336,7 @@ class Member:
             )
             passing = self._passing(part.job)
         if passing is not None and passing.before == rank:  # otherwise the job has ended
-            passing.on_part(part, payload)
+            passing.on_part(part, data)
 
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:

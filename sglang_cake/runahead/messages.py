@@ -125,28 +125,28 @@ class Failed(_Message, frozen=True, tag=5):
     reason: Text
 
 
-class ReceiveBuffer(_Message, frozen=True, tag=6):
+class ReceiveBuffer(_Message, frozen=True, tag=6, rename={"sections": "slots"}):
     """For transports that write into a peer's memory: where the sender takes parts."""
 
     session: Text  # the engine's address of the sender
     address: Annotated[int, Meta(ge=0)]
-    slots: Count  # of MAX_PART_BYTES each
+    sections: Count  # of MAX_PART_BYTES each
 
 
-class Landed(_Message, frozen=True, tag=7):
-    """A part was written into a slot of the receiver."""
+class Landed(_Message, frozen=True, tag=7, rename={"section": "slot"}):
+    """A part was written into a section of the receiver."""
 
     part: LayerPart
-    slot: Count
+    section: Count
     size: Count  # bytes
     checksum: Annotated[int, Meta(ge=0)]  # XXH3-64
     took_us: Count  # microseconds of the write
 
 
-class Credit(_Message, frozen=True, tag=8):
-    """A slot of the sender was read; it may be written again."""
+class Credit(_Message, frozen=True, tag=8, rename={"section": "slot"}):
+    """A section of the sender was read; it may be written again."""
 
-    slot: Count
+    section: Count
 
 
 class Hello(_Message, frozen=True, tag=9):

@@ -1,7 +1,7 @@
 """Mooncake's transfer engine for `one_sided_transport.py`: it writes parts from host memory to host
 memory.
 
-Any process that reaches the engine's port can write into the slots (docs/security.md).
+Any process that reaches the engine's port can write into the sections (docs/security.md).
 """
 
 import ctypes
@@ -60,12 +60,12 @@ class MooncakeEngine:
     def free(self, address: int) -> None:
         self.engine.unregister_memory(address)
 
-    def fill(self, slot: memoryview, payload: memoryview) -> None:
-        slot[:] = payload
+    def fill(self, section: memoryview, data: memoryview) -> None:
+        section[:] = data
 
-    def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
         """See `WriteEngine.write`. Releases the GIL."""
-        return int(self.engine.transfer_sync_write(session, source, target, size_bytes)) == 0
+        return int(self.engine.transfer_sync_write(session, source, destination, size_bytes)) == 0
 
-    def checksum(self, payload: memoryview) -> int:
-        return int(xxhash.xxh3_64_intdigest(payload))
+    def checksum(self, data: memoryview) -> int:
+        return int(xxhash.xxh3_64_intdigest(data))

@@ -1,18 +1,18 @@
 """A transport by one-sided writes: an engine writes parts directly into memory of the receiver.
 Messages use the connections of `zeromq.py`.
 
-    sender                                                         receiver
-    send_part: waits for a free slot, copies the part into it
-               the engine writes it into the peer's slot    -->    its memory
-               Landed: which part, which slot, its checksum  ==>   checks, on_part(view of the slot)
-               the slot is free again                       <==    Credit
+    sender                                                             receiver
+    send_part: waits for a free section, copies the part into it
+               the engine writes it into the peer's section       -->  its memory
+               Landed: which part, which section, its checksum    ==>  checks, on_part(view of it)
+               the section is free again                          <==  Credit
 
 `==>` are messages on those connections. The connections also authenticate members, carry all other
 messages in the same order, and detect members that are gone. Each member lends each peer a receive
-buffer of SLOTS slots, and sends its address (`ReceiveBuffer`) when they connect.
+buffer of SECTIONS sections, and sends its address (`ReceiveBuffer`) when they connect.
 
-A slot is not written again before its part was used, nor while a write may still be running: a
-write that takes too long keeps its slot until the engine returns. Nothing is encrypted.
+A section is not written again before its part was used, nor while a write may still be running: a
+write that takes too long keeps its section until the engine returns. Nothing is encrypted.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.messages import (
     BadMessage,
@@ -43,8 +43,8 @@ from sglang_cake.runahead.zeromq import ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
 
-SLOTS = 2  # of each buffer: one is written while the other one is read
-BUFFER_BYTES = SLOTS * MAX_PART_BYTES
+SECTIONS = 2  # of each buffer: one is written while the other one is read
+BUFFER_BYTES = SECTIONS * MAX_PART_BYTES
 CLOSE_TIMEOUT_S = 5.0  # for running writes
 
 
@@ -61,30 +61,30 @@ class WriteEngine(Protocol):
         """The address by which a peer's engine finds this one."""
         ...
 
-    def allocate(self) -> tuple[int, Payload]:
-        """Address and bytes of a new buffer of SLOTS slots. Raises: OSError."""
+    def allocate(self) -> tuple[int, PartBytes]:
+        """Address and bytes of a new buffer of SECTIONS sections. Raises: OSError."""
         ...
 
     def free(self, address: int) -> None:
         """Free a buffer: writes of peers to it fail. No write from it may be running."""
         ...
 
-    def fill(self, slot: Payload, payload: Payload) -> None:
-        """Copy a payload into `slot`, bytes of an own buffer of the same length."""
+    def fill(self, section: PartBytes, data: PartBytes) -> None:
+        """Copy data into `section`, bytes of an own buffer of the same length."""
         ...
 
-    def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
         """Write from an own buffer into a peer's; returns whether that succeeded. Any thread. May
         block for long."""
         ...
 
-    def checksum(self, payload: Payload) -> int:
+    def checksum(self, data: PartBytes) -> int:
         """XXH3-64; 0 where bytes cannot change in transit."""
         ...
 
 
-class SlotStats(NamedTuple):
-    """The slots of a peer's receive buffer that are in use."""
+class SectionStats(NamedTuple):
+    """The sections of a peer's receive buffer that are in use."""
 
     used: frozenset[int]  # hold a part, or are written
     writing: frozenset[int]  # the engine has not returned
@@ -105,8 +105,8 @@ class _Link:
         self._changed = threading.Condition()
         self.meetings = 0
         self._theirs: ReceiveBuffer | None = None
-        self.used: set[int] = set()  # the peer's slots that hold a part, or are written
-        self.writing: set[int] = set()  # slots whose write has not returned
+        self.used: set[int] = set()  # the peer's sections that hold a part, or are written
+        self.writing: set[int] = set()  # sections whose write has not returned
 
     @property
     def known(self) -> bool:
@@ -114,59 +114,59 @@ class _Link:
         return self._theirs is not None
 
     def met(self, theirs: ReceiveBuffer | None) -> None:
-        """Set the peer's receive buffer, with all slots free; None: the peer is gone."""
+        """Set the peer's receive buffer, with all sections free; None: the peer is gone."""
         with self._changed:
             self._theirs = theirs
             self.meetings += 1
             self.used = set(self.writing)
             self._changed.notify_all()
 
-    def free(self, slot: int) -> None:
-        """The peer has read a slot."""
+    def free(self, section: int) -> None:
+        """The peer has read a section."""
         with self._changed:
-            if slot not in self.writing:
-                self.used.discard(slot)
+            if section not in self.writing:
+                self.used.discard(section)
             self._changed.notify_all()
 
-    def put(self, payload: Payload) -> tuple[int, float] | None:
-        """Write into a slot of the peer's; returns the slot and the seconds of the write.
+    def put(self, data: PartBytes) -> tuple[int, float] | None:
+        """Write into a section of the peer's; returns the section and the seconds of the write.
 
-        Waits for a free slot, and for the engine. None if the write failed, or took too long.
+        Waits for a free section, and for the engine. None if the write failed, or took too long.
         """
         with self._changed:
             ready = self._changed.wait_for(
-                lambda: self._theirs is None or len(self.used) < SLOTS, self._timeout_s
+                lambda: self._theirs is None or len(self.used) < SECTIONS, self._timeout_s
             )
             theirs = self._theirs
             if not ready or theirs is None:
                 return None
-            slot = min(set(range(SLOTS)) - self.used)
-            self.used.add(slot)
-            self.writing.add(slot)
-        offset = slot * MAX_PART_BYTES
+            section = min(set(range(SECTIONS)) - self.used)
+            self.used.add(section)
+            self.writing.add(section)
+        offset = section * MAX_PART_BYTES
         done: list[bool] = []
         abandoned = threading.Event()
 
         def end(ok: bool) -> None:
             with self._changed:
-                self.writing.discard(slot)
+                self.writing.discard(section)
                 if not ok or abandoned.is_set():  # the peer is not told of this part
-                    self.used.discard(slot)
+                    self.used.discard(section)
                 done.append(ok)
                 self._changed.notify_all()
 
         def write() -> None:
-            source, target = self._source_address + offset, theirs.address + offset
+            source, destination = self._source_address + offset, theirs.address + offset
             ok = False
             try:
-                ok = self._engine.write(theirs.session, source, target, len(payload))
+                ok = self._engine.write(theirs.session, source, destination, len(data))
             except Exception:
                 logger.exception("cake runahead: a part could not be written")
             finally:
                 end(ok)
 
         try:
-            self._engine.fill(self._source[offset : offset + len(payload)], payload)
+            self._engine.fill(self._source[offset : offset + len(data)], data)
             began_s = time.perf_counter()
             threading.Thread(target=write, name="cake-runahead-write", daemon=True).start()
         except BaseException:
@@ -176,7 +176,7 @@ class _Link:
             self._changed.wait_for(lambda: done or self._theirs is not theirs, self._timeout_s)
             if not done:
                 abandoned.set()
-            return (slot, time.perf_counter() - began_s) if done == [True] else None
+            return (section, time.perf_counter() - began_s) if done == [True] else None
 
     def close(self) -> None:
         """End all writes. Memory that a write still uses after CLOSE_TIMEOUT_S is never freed."""
@@ -226,22 +226,22 @@ class OneSidedTransport:
             raise PeerGone(f"member {rank} cannot be reached")
         self._members.send(rank, message)
 
-    def send_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
-        assert 0 < len(payload) <= MAX_PART_BYTES
+    def send_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
+        assert 0 < len(data) <= MAX_PART_BYTES
         if rank not in self.reachable():
             raise PeerGone(f"member {rank} cannot be reached")
         link = self._links[rank]
-        found = link.put(payload)
+        found = link.put(data)
         if found is None:
             raise PeerGone(f"member {rank} does not take what it is sent")
-        slot, took_s = found
+        section, took_s = found
         took_us = max(1, min(2**31 - 1, round(took_s * 1e6)))
-        checksum = self._engine.checksum(payload)
-        landed = Landed(part, slot, len(payload), checksum, took_us)
+        checksum = self._engine.checksum(data)
+        landed = Landed(part, section, len(data), checksum, took_us)
         try:
             self._members.send(rank, landed)
         except PeerGone:
-            link.free(slot)
+            link.free(section)
             raise
 
     def close(self) -> None:
@@ -249,10 +249,10 @@ class OneSidedTransport:
         for link in self._links.values():
             link.close()
 
-    def slots(self, rank: int) -> SlotStats:
-        """The slots of a peer's receive buffer that are in use. Any thread."""
+    def sections(self, rank: int) -> SectionStats:
+        """The sections of a peer's receive buffer that are in use. Any thread."""
         link = self._links[rank]
-        return SlotStats(frozenset(link.used), frozenset(link.writing))
+        return SectionStats(frozenset(link.used), frozenset(link.writing))
 
     # ---- `Handler` of the connections; their threads ----
 
@@ -260,17 +260,17 @@ class OneSidedTransport:
         """Raises: BadMessage, which ends the connection."""
         assert self._handler is not None
         if isinstance(message, ReceiveBuffer):
-            if message.slots != SLOTS:
-                raise BadMessage(f"a receive buffer of {message.slots} slots")
+            if message.sections != SECTIONS:
+                raise BadMessage(f"a receive buffer of {message.sections} sections")
             self._links[rank].met(message)
         elif isinstance(message, Credit):
-            self._links[rank].free(message.slot)
+            self._links[rank].free(message.section)
         elif isinstance(message, Landed):
             self._landed(rank, message)
         else:
             self._handler.on_message(rank, message)
 
-    def on_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
+    def on_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
         """Raises: BadMessage."""
         raise BadMessage("a part beside the engine")
 
@@ -284,20 +284,20 @@ class OneSidedTransport:
     # ---- inside ----
 
     def _receive_buffer(self, rank: int) -> Message:
-        return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address, SLOTS)
+        return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address, SECTIONS)
 
     def _landed(self, rank: int, message: Landed) -> None:
         assert self._handler is not None
-        if message.slot >= SLOTS or not 0 < message.size <= MAX_PART_BYTES:
-            raise BadMessage(f"{message.size} bytes in slot {message.slot}")
-        link, start = self._links[rank], message.slot * MAX_PART_BYTES
+        if message.section >= SECTIONS or not 0 < message.size <= MAX_PART_BYTES:
+            raise BadMessage(f"{message.size} bytes in section {message.section}")
+        link, start = self._links[rank], message.section * MAX_PART_BYTES
         meetings = link.meetings
-        payload = link.landing[start : start + message.size]
-        if self._engine.checksum(payload) != message.checksum:
+        data = link.landing[start : start + message.size]
+        if self._engine.checksum(data) != message.checksum:
             raise BadMessage("the checksum of a part is wrong")
         self._members.measured(rank, message.size, message.took_us / 1e6)
-        self._handler.on_part(rank, message.part, payload)
-        if link.meetings != meetings:  # it has reconnected since, and its slots are free
+        self._handler.on_part(rank, message.part, data)
+        if link.meetings != meetings:  # it has reconnected since, and its sections are free
             return
         with contextlib.suppress(PeerGone):
-            self._members.send(rank, Credit(message.slot))
+            self._members.send(rank, Credit(message.section))

@@ -5,8 +5,7 @@ token, and the spans of an even split (KVR-E) end at different times. The splits
 
 - `even`: as many tokens for each worker (KVR-E);
 - `scaled`: given shares, for example interpolated ones (KVR-P);
-- `balanced`: all workers need the same time (docs/theory.md);
-- `with_loader`: the same, with a loader that fills the tail meanwhile.
+- `balanced`: all workers need the same time (docs/theory.md).
 
 All are pure, and every bound but the last is on a page.
 
@@ -56,14 +55,6 @@ class Partition:
         return tuple((b - a) / whole for a, b in pairwise(self.bounds))
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A partition of the front. The loader's part begins at `partition.bounds[-1]`."""
-
-    partition: Partition
-    finish_s: float  # when the slowest worker and the loader have ended
-
-
 def even(span: Span, workers: int, *, page_tokens: int = 1) -> Partition:
     """As many tokens for each worker (KVR-E)."""
     return scaled(span, [1.0 / workers] * workers, page_tokens=page_tokens)
@@ -85,8 +76,8 @@ def balanced(span: Span, workers: int, step_s: StepSeconds, *, page_tokens: int 
     """All workers need the same time, to a page: the slowest needs as little as possible.
 
     docs/theory.md: `c_j` such that `step_s(S_j, S_j + c_j) = T`, with T bisected until they cover
-    the span. Links between workers are not included. `chain_model.py` models them: with slow
-    links, search for the partition there.
+    the span. Links between workers are not included; `benchmarks/chain_model.py` models them. With
+    slow links, measure partitions (`grid_search.py`).
     """
     workers = max(1, min(workers, span.tokens // page_tokens))
     time_s = _least_time(
@@ -96,46 +87,6 @@ def balanced(span: Span, workers: int, step_s: StepSeconds, *, page_tokens: int 
     bounds = _fill(span, workers, time_s, step_s, page_tokens)
     # The last worker gets the rest, which may be empty after rounding up to pages.
     return _aligned(span, [float(b) for b in bounds[1:-1]], page_tokens)
-
-
-def with_loader(
-    span: Span,
-    workers: int,
-    step_s: StepSeconds,
-    load_token_s: float,
-    *,
-    page_tokens: int = 1,
-    block_tokens: int = 1,
-) -> Shared:
-    """The chain computes `[span.start, x)` while the loader loads `[x, span.stop)`.
-
-    docs/theory.md, `C(x)/p = l (n - x)`: the least T in which the workers reach x and the loader
-    loads the rest.
-
-    Args:
-        span: all of it is stored.
-        load_token_s: seconds per token of the loader, at least 0.
-        block_tokens: the loader loads whole blocks, so x is the better one of the two block bounds
-            next to the ideal x.
-    """
-
-    def left_over(time_s: float) -> float:
-        return span.stop - (time_s / load_token_s if load_token_s > 0 else float("inf"))
-
-    time_s = _least_time(
-        lambda t: _fill(span, workers, t, step_s, page_tokens)[-1] >= left_over(t),
-        step_s(span.start, span.stop),
-    )
-    meet = max(span.start + min(page_tokens, span.tokens), left_over(time_s))
-    above = -(-int(-(-meet // 1)) // block_tokens) * block_tokens
-
-    def until(x: int) -> Shared:
-        front = balanced(Span(span.start, x), workers, step_s, page_tokens=page_tokens)
-        slowest_s = max(step_s(*each) for each in front.spans)
-        return Shared(front, max(slowest_s, load_token_s * (span.stop - x)))
-
-    ends = (above - block_tokens, min(above, span.stop))
-    return min((until(x) for x in ends if x > span.start), key=lambda shared: shared.finish_s)
 
 
 def _least_time(is_enough: Callable[[float], bool], surely_s: float) -> float:

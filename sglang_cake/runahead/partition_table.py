@@ -4,7 +4,6 @@ There is one JSON file per machine and namespace, since measurements hold for on
 """
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from sglang_cake.runahead.partition import Partition, scaled
 
 _VERSION = 1
 _MAX_FILE_BYTES = 2**20
+LOOK_S = 0.5  # between two checks whether the file has changed
 
 _Workers = Annotated[int, Meta(ge=1, le=1024)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
@@ -60,23 +60,22 @@ class PartitionTable:
 class WatchedTable:
     """The table in a file that a search may replace at any time. One thread owns it.
 
-    Args:
-        path: None: the table stays empty.
-        look_s: how often the file is checked for changes.
+    Args: path: None: the table stays empty.
     """
 
-    def __init__(self, path: Path | None, *, look_s: float = 0.5) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._look_s = look_s
         self._table = PartitionTable()
         self._seen: tuple[int, int] | None = None
         self._next_s = 0.0
 
-    def read(self) -> PartitionTable:
-        """The table as it was a moment ago; empty if there is none."""
-        now_s = time.monotonic()
+    def read(self, now_s: float) -> PartitionTable:
+        """The table as it was at most LOOK_S ago; empty if there is none.
+
+        Args: now_s: seconds, monotonic.
+        """
         if self.path is not None and now_s >= self._next_s:
-            self._next_s = now_s + self._look_s
+            self._next_s = now_s + LOOK_S
             try:
                 status = self.path.stat()
             except OSError:

@@ -13,7 +13,7 @@ Handlers are called from the transport's threads, one at a time for each peer.
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.messages import LayerPart, Message
 
@@ -49,8 +49,8 @@ class Handler(Protocol):
         """A message arrived. Must not block."""
         ...
 
-    def on_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
-        """A part arrived. `payload` belongs to the transport, and is valid until this returns.
+    def on_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
+        """A part arrived. `data` belongs to the transport, and is valid until this returns.
 
         Blocking here delays the sender, and its other parts for this member.
         """
@@ -80,8 +80,8 @@ class Transport(Protocol):
         """Queue a message. Raises: PeerGone."""
         ...
 
-    def send_part(self, rank: int, part: LayerPart, payload: Payload) -> None:
-        """Send at most MAX_PART_BYTES; when this returns, `payload` may be reused.
+    def send_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
+        """Send at most MAX_PART_BYTES; when this returns, `data` may be reused.
 
         Raises: PeerGone.
         """

@@ -138,13 +138,13 @@ class Peer:
 
     # ---- any thread ----
 
-    def send_part(self, part: LayerPart, payload: memoryview) -> None:
+    def send_part(self, part: LayerPart, data: memoryview) -> None:
         """As `Transport.send_part`. Raises: PeerGone."""
         sender = self._kv_sender
         if not self.is_here or sender is None:
             raise PeerGone(f"member {self._rank} cannot be reached")
         try:
-            sender.send(self._owner.kv, part, payload)
+            sender.send(self._owner.kv, part, data)
         except PeerGone as error:
             raise PeerGone(f"member {self._rank}: {error}") from None
 
@@ -264,10 +264,10 @@ class Peer:
     def _take(self, kv: "zmq.Socket[bytes]") -> None:
         assert self._handler is not None
         assert self._kv_receiver is not None
-        head, payload = self._kv_receiver.take(kv.recv_multipart(copy=False))
+        head, data = self._kv_receiver.take(kv.recv_multipart(copy=False))
         if head.before_us:
             self.measured(head.before_bytes, head.before_us / 1e6)
-        self._handler.on_part(self._rank, head.part, payload)
+        self._handler.on_part(self._rank, head.part, data)
 
     def _greet(self, *, again: bool = False) -> None:
         """Send Hello if it has changed and the peer has connected.
@@ -491,9 +491,9 @@ class ZmqTransport:
             raise PeerGone(f"member {rank} cannot be reached")
         self.put(rank, message)
 
-    def send_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
-        assert 0 < len(payload) <= MAX_PART_BYTES
-        self._peers[rank].send_part(part, payload)
+    def send_part(self, rank: int, part: LayerPart, data: memoryview) -> None:
+        assert 0 < len(data) <= MAX_PART_BYTES
+        self._peers[rank].send_part(part, data)
 
     def close(self) -> None:
         if self.closed.is_set():

@@ -155,8 +155,8 @@ class ReplayCounts:
     islands: int = 0  # all resident blocks
     tokens: int = 0
     hit_tokens: int = 0
-    late_refs: int = 0  # of the second half of the requests
-    late_hits: int = 0
+    second_half_refs: int = 0  # of the second half of the requests
+    second_half_hits: int = 0
     written: int = 0
     distinct_written: int = 0  # of these, blocks that were never written before
     evictions: int = 0
@@ -174,9 +174,9 @@ class ReplayCounts:
         return self.islands / max(1, self.refs)
 
     @property
-    def late_hit_ratio(self) -> float:
+    def second_half_hit_ratio(self) -> float:
         """The hit ratio of the second half of the requests."""
-        return self.late_hits / max(1, self.late_refs)
+        return self.second_half_hits / max(1, self.second_half_refs)
 
     @property
     def byte_hit_ratio(self) -> float:
@@ -248,11 +248,11 @@ class Replay:
         """Replay one request at a time; yields how many are done."""
         half = len(self._trace.requests) // 2
         for index, request in enumerate(self._trace.requests):
-            self._count(request, late=index >= half)
+            self._count(request, second_half=index >= half)
             self._serve(request)
             yield index + 1
 
-    def _count(self, request: TraceRequest, *, late: bool) -> None:
+    def _count(self, request: TraceRequest, *, second_half: bool) -> None:
         stored = [block in self._resident for block in request.blocks]
         hits = stored.index(False) if False in stored else len(stored)
         out = self.outcome
@@ -261,9 +261,9 @@ class Replay:
         out.islands += sum(stored)
         out.tokens += request.tokens
         out.hit_tokens += min(request.tokens, hits * self._trace.block_tokens)
-        if late:
-            out.late_refs += len(stored)
-            out.late_hits += hits
+        if second_half:
+            out.second_half_refs += len(stored)
+            out.second_half_hits += hits
         if True in stored:
             for number, clock in enumerate(self._clocks):
                 out.saved_s[number] += clock.saved_s(stored, request.tokens)

@@ -17,8 +17,8 @@ from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 FAILURES = 5  # in a row, until the breaker opens
-FIRST_S = 1.0  # first open phase of the breaker
-LAST_S = 60.0  # longest open phase
+FIRST_S = 1.0  # first pause of an open breaker
+LAST_S = 60.0  # its longest pause
 FORBIDDEN_EVERY_S = 600.0  # between two log lines about forbidden calls
 MAX_TEXT_CHARS = 300  # of a server's message, in log lines
 MOST_BACKOFF = 1024.0
@@ -85,38 +85,54 @@ class AdaptiveTimeout:
 
 
 class Breaker:
-    """Circuit breaker. Closed: every call goes. Open: none does. Half open: one does, as a probe.
+    """Circuit breaker. Closed: every call may go. Open: none may. Half open: a probe may.
 
-    A caller asks before every call, and reports the result of the call with the ticket that it got.
-    Reports with a ticket from before the last change of state are outdated, and ignored.
+                     failures in a row
+        CLOSED ---------------------------> OPEN for a pause
+          ^             success              |  |  ^
+          +----------------------------------+  +--+ failed probe: the pause doubles
+
+    A caller begins every call, and reports its result with the ticket that it got. Reports with a
+    ticket from before the last change of state are outdated, and ignored. Times are seconds of any
+    monotonic clock.
     """
 
-    def __init__(self, *, failures: int, first_s: float, last_s: float) -> None:
+    def __init__(
+        self, *, failures: int, first_s: float, last_s: float, calls_may_hang: bool = False
+    ) -> None:
         """Args:
         failures: in a row, until the breaker opens.
-        first_s, last_s: length of the first open phase, and limit for later ones. A failed probe
+        first_s, last_s: length of the first pause, and limit for later ones. A failed probe
             doubles it.
+        calls_may_hang: no time limit ends a call. A probe that has not returned after another
+            pause of the same length is then followed by the next one, and not awaited. Any success
+            closes the breaker, an outdated one too: probes may all take longer than a pause.
         """
         self._limit = failures
         self._backoff = Backoff(first_s, last_s)
+        self._calls_may_hang = calls_may_hang
         self._ticket = 0
         self._failures = 0
-        self._probing = False
+        self._probing = False  # the next probe waits for the end of this one
         self.is_closed = True
         self.openings = 0
 
-    def ask(self, now_s: float) -> int | None:
-        """Ticket for a call that starts now; None if no call may start."""
+    def may_call(self, now_s: float) -> bool:
+        """Whether the breaker is closed, or a probe is due."""
+        return self.is_closed or not (self._probing or self._backoff.left_s(now_s))
+
+    def begin(self, now_s: float) -> int:
+        """Ticket for a call that starts now. While the breaker is open, the call is a probe."""
         if not self.is_closed:
-            if self._probing or self._backoff.left_s(now_s):
-                return None
-            self._probing = True
-            self._ticket += 1
+            if self._calls_may_hang:
+                self._backoff.repeat(now_s)
+            else:
+                self._probing = True
         return self._ticket
 
     def succeeded(self, ticket: int) -> None:
         """The call was answered."""
-        if ticket != self._ticket:
+        if ticket != self._ticket and not self._calls_may_hang:
             return
         self._failures = 0
         if not self.is_closed:
@@ -130,7 +146,7 @@ class Breaker:
         if ticket != self._ticket:
             return
         self._failures += 1
-        if self._probing or self._failures >= self._limit:
+        if not self.is_closed or self._failures >= self._limit:
             self.is_closed = False
             self._failures = 0
             self._probing = False
@@ -268,10 +284,10 @@ class Circuit:
             raise StoreUnavailable("the store is closed")
         started_s = self._clock()
         backoff = self._timeout.backoff
-        ticket = self._breaker.ask(started_s)
-        if ticket is None:
+        if not self._breaker.may_call(started_s):
             self._counters.refused += 1
             raise StoreUnavailable(f"{self._where} is left alone since {self._fault}")
+        ticket = self._breaker.begin(started_s)
         try:
             async with self._limited(size_bytes, backoff):
                 yield

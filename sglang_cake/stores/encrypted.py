@@ -178,13 +178,13 @@ class EncryptedStore(WrapperStore):
         work: Callable[[BlockKey, memoryview, memoryview], None],
         key: BlockKey,
         source: memoryview,
-        target: memoryview,
+        out: memoryview,
     ) -> None:
         # The cipher releases the GIL and cannot be interrupted. A cancelled caller waits for it,
         # some milliseconds for a large block.
         def run(stop: threading.Event) -> None:
             check_stop(stop)
-            work(key, source, target)
+            work(key, source, out)
 
         await run_stoppable(self._threads, run)
 

@@ -77,7 +77,7 @@ def soonest(links: Sequence[TierLink], size_bytes: int, now_s: float) -> int:
     """Index of the link that should deliver `size_bytes` more bytes first; of equals, the fastest.
 
     A link of unknown speed is assumed to be as fast as the fastest known one, for one read at a
-    time. Its speed becomes known at the cost of at most one late block.
+    time. Its speed becomes known at the cost of at most one slow block.
     """
     known = [rate for link in links if (rate := link.s_per_byte(now_s)) is not None]
     guess = min(known, default=1.0)

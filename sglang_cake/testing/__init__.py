@@ -1,1 +1,1 @@
-"""Contract suites for stores and codecs, fakes, and a scheduler loop without SGLang's server."""
+"""For authors of stores and codecs: contract suites, and a store in a dict."""

@@ -1,7 +1,6 @@
 """The real model: what is said without its package; with it (`make smollm2`), that it is read right
 and what codecs do to it."""
 
-import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import bench_codec, bench_exactness, codec_quality, codec_report
+from benchmarks.real_texts import real_texts
 from sglang_cake.cli import demo
 from sglang_cake.cli import main as cake
 from sglang_cake.core.errors import ConfigError
@@ -16,10 +17,6 @@ from sglang_cake.demo import smollm2 as module
 from sglang_cake.demo.models import build_llama
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
-
-from benchmarks import bench_codec, bench_exactness, codec_quality, codec_report  # noqa: E402
-from benchmarks.real_texts import real_texts  # noqa: E402
 
 
 def test_smollm2_without_its_package_demo_exits_with_one_line(

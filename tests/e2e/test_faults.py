@@ -13,7 +13,7 @@ import requests
 from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, Start, assert_same, until
 from test_shared_store import SharedStore
 
-from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
+from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 
 KEY = {"Authorization": "Bearer for-admins"}
 BLOCKS = 16

@@ -25,8 +25,8 @@ from live import (
 )
 from test_shared_store import SharedStore
 
+from benchmarks.harness.slow_link import SlowLink
 from sglang_cake.codecs.frame import HEADER_BYTES
-from sglang_cake.testing.slow_link import SlowLink
 
 Make = Callable[[int], list[int]]
 DOCUMENT = 20 * BLOCK

@@ -23,8 +23,9 @@ from live import (
 )
 from warm import run_forked
 
+from benchmarks.harness.deepseek import build_deepseek
 from sglang_cake.codecs.frame import HEADER_BYTES
-from sglang_cake.demo.models import build_deepseek, build_llama, write_model
+from sglang_cake.demo.models import build_llama, write_model
 
 Make = Callable[[int], list[int]]
 HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV changes tokens

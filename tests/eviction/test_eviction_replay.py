@@ -157,7 +157,7 @@ def test_replay_partial_last_block_counts_only_its_tokens():
     trace = Trace(SIZE, (TraceRequest(0.0, 5, (1, 2)), TraceRequest(1.0, 5, (1, 2))))
     outcome = Replay(trace, new_policy("lru"), 3).run()
     assert outcome.byte_hit_ratio == 5 / 10
-    assert outcome.late_hit_ratio == 1.0
+    assert outcome.second_half_hit_ratio == 1.0
 
 
 def test_next_uses_of_a_trace_are_the_next_requests_of_each_block():

@@ -1,14 +1,11 @@
 """CudaKV on a GPU, without SGLang: blocks go to the device and back unharmed, beside forwards."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks are not part of the package
 
 from benchmarks.gpu import encoded, exact, stand_ins  # noqa: E402
 from benchmarks.gpu.measuring import SMALL, Load, bytes_of, pinned  # noqa: E402

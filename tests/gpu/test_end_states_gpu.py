@@ -4,14 +4,10 @@
 MiniMax's blocks are in `test_cuda_copies.py`.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the benchmarks are not part of the package
 
 from benchmarks.gpu import end_states  # noqa: E402
 from benchmarks.gpu.measuring import SMALL, Load  # noqa: E402

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from faulty_stores import RecordingStore
 from kv_pools import as_bytes, buffers_for, buffers_of, mha, record_of, scramble
 
 from sglang_cake.core.buffers import Buffer, BufferPool
@@ -15,7 +16,6 @@ from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import Writer
 
@@ -29,7 +29,7 @@ class SavingHarness:
         self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
         self.memory = MemoryStore()
         self.store = RecordingStore(self.memory)
-        self.io = IoThread("test-io")
+        self.io = IoThread()
         self.counters = Counters()
         self.buffers = BufferPool(buffers_for(self.kv, buffers))
         self.writer = Writer(self.store, self.buffers, self.io, self.counters)
@@ -282,7 +282,7 @@ class OrderedKV(DeviceKV):
 def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() -> None:
     """However the request ended: its record alone decides, and nobody told the saving."""
     kv = OrderedKV(mha(256, dtype=torch.bfloat16), block_tokens=BLOCK)
-    copier, io, buffers = SlowCopier(kv), IoThread("test-io"), BufferPool(buffers_for(kv, 8))
+    copier, io, buffers = SlowCopier(kv), IoThread(), BufferPool(buffers_for(kv, 8))
     writer = Writer(MemoryStore(), buffers, io, Counters())
     saving = BlockSaving(kv, copier, writer)
     first, second = known(2), known(2)

@@ -13,13 +13,7 @@ import pytest
 import torch
 from fake_cuda import PlainRowKernel, install
 
-from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.integration.memory.kv_pool import CudaKV
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
-
-from benchmarks.gpu import (  # noqa: E402
+from benchmarks.gpu import (
     check,
     encoded,
     end_states,
@@ -30,10 +24,13 @@ from benchmarks.gpu import (  # noqa: E402
     serve,
     speed,
 )
-from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load  # noqa: E402
-from benchmarks.gpu.stand_ins import PoolForm, make_pool  # noqa: E402
-from sglang_cake.core.layout import BlockLayout  # noqa: E402
+from benchmarks.gpu.measuring import FULL, SMALL, Finding, Load
+from benchmarks.gpu.stand_ins import PoolForm, make_pool
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.integration.memory.kv_pool import CudaKV
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 FORMS = {
     "MHA": PoolForm(layers=2, heads=2, dim=8, v_dim=8),

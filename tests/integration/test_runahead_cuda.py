@@ -9,7 +9,7 @@ import torch
 from fake_cuda import FakeCuda, install
 from kv_pools import as_bytes, buffers_of, mha
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.runahead.layer_gate_cuda import CudaGate, CudaRows, LayersSkipped
@@ -27,7 +27,7 @@ JOB = "0123456789abcdef" * 2
 
 
 class Rows(CudaRows):
-    def buffer(self, size_bytes: int) -> Payload:
+    def buffer(self, size_bytes: int) -> PartBytes:
         if self._on_device:
             return super().buffer(size_bytes)
         return memoryview(bytearray(size_bytes))  # there is nothing to pin memory for
@@ -105,14 +105,14 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
     workers = [Worker(cuda, span, rows, on_device) for span in spans]
     passings: list[KvPassing] = []
 
-    def send_to(rank: int) -> Callable[[LayerPart, Payload], None]:
+    def send_to(rank: int) -> Callable[[LayerPart, PartBytes], None]:
         landing = torch.empty(2**16, dtype=torch.uint8)  # the transport's, used again and again
         busy = threading.Lock()
 
-        def send(part: LayerPart, payload: Payload) -> None:
+        def send(part: LayerPart, data: PartBytes) -> None:
             with busy:
-                landed = landing[: len(payload)]
-                landed[:] = payload if on_device else torch.frombuffer(payload, dtype=torch.uint8)
+                landed = landing[: len(data)]
+                landed[:] = data if on_device else torch.frombuffer(data, dtype=torch.uint8)
                 passings[rank].on_part(part, landed if on_device else memoryview(landed.numpy()))
                 landing[:] = 9
 
@@ -209,11 +209,11 @@ def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
     cuda.current_stream().launch(lambda: worker.fill(range(32), 3))
     receiver.bind(worker.slots[:16], 0)
     width = worker.rows.token_bytes // 2
-    payloads = []
+    parts = []
     for layer in range(LAYERS):
         planes = [truth(layer, plane, range(16), width).flatten() for plane in range(2)]
-        payloads.append(bytearray(torch.cat(planes).numpy().tobytes()))
-        receiver.part(LayerPart(JOB, layer, 0, 16), memoryview(payloads[-1]))
+        parts.append(bytearray(torch.cat(planes).numpy().tobytes()))
+        receiver.part(LayerPart(JOB, layer, 0, 16), memoryview(parts[-1]))
     passing = KvPassing(JOB, before=0, after=None, receiver=receiver, sender=None, patience_s=20.0)
     with worker.gate(passing):
         for layer in range(LAYERS):

@@ -73,15 +73,15 @@ def send_nothing(transport: ZmqTransport, job: str) -> None:
 
 
 def send_all(transport: ZmqTransport, job: str) -> None:
-    payload = memoryview(bytearray(SPLIT * Rows.token_bytes))
+    data = memoryview(bytearray(SPLIT * Rows.token_bytes))
     with contextlib.suppress(PeerGone):  # the test is over
         for layer in range(LAYERS):
-            transport.send_part(OWNER, LayerPart(job, layer, 0, SPLIT), payload)
+            transport.send_part(OWNER, LayerPart(job, layer, 0, SPLIT), data)
 
 
 def fail_after_one_layer(transport: ZmqTransport, job: str) -> None:
-    payload = memoryview(bytearray(SPLIT * Rows.token_bytes))
-    transport.send_part(OWNER, LayerPart(job, 0, 0, SPLIT), payload)
+    data = memoryview(bytearray(SPLIT * Rows.token_bytes))
+    transport.send_part(OWNER, LayerPart(job, 0, 0, SPLIT), data)
     transport.send(OWNER, Failed(job, HELPER, "no memory"))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
+from faulty_stores import RecordingStore
 from held_reads import PATIENCE_S, HeldReads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,7 +37,6 @@ from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore
-from sglang_cake.testing.faulty import RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 
 BLOCK, BYTES = 4, 32

@@ -3,42 +3,21 @@
 from collections import deque
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
 )
+from meet_race import COSTS, MeetRace, plan, settings_of
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
+from sglang_cake.loading.cost_model import PromptCosts
 from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
-from sglang_cake.loading.planner import LoadProgress, StepPlan, next_step
+from sglang_cake.loading.planner import StepPlan
 
 S, E = BlockState, Event
-
-
-def costs(fixed_s: float, token_s: float, block_s: float) -> PromptCosts:
-    return PromptCosts(
-        PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)
-    )
-
-
-COSTS = [costs(0, 1, 1), costs(1, 1, 0), costs(1, 1, 50), costs(9, 9, 1), costs(0, 1, 1e6)]
-
-
-def plan(meet: Meet, chunk: int, known: PromptCosts = COSTS[0], since_s: float = 0.0) -> StepPlan:
-    """`next_step` of a settled meet."""
-    return next_step(
-        meet.view(),
-        mode="both",
-        chunk_tokens=chunk,
-        costs=known,
-        progress=LoadProgress(since_s, since_s > 0, load_from=0),
-    )
 
 
 def ahead(meet: Meet) -> list[tuple[int, BlockState]]:
@@ -50,8 +29,8 @@ def states(meet: Meet) -> list[BlockState]:
     return [meet.state(b) for b in range(meet.blocks)]
 
 
-class MeetMachine(RuleBasedStateMachine):
-    """A prompt with every token's history kept beside the meet, by whoever drives it."""
+class MeetMachine(MeetRace):
+    """A model without end states: every block may be attached."""
 
     @initialize(
         page=st.sampled_from([1, 2, 4]),
@@ -64,30 +43,7 @@ class MeetMachine(RuleBasedStateMachine):
     def begin(
         self, page: int, pages: int, prompt: int, chunk: int, short: int, device: float
     ) -> None:
-        self.page, self.block, self.prompt = page, page * pages, prompt
-        self.chunk = -(-chunk // page) * page
-        front = self.page_floor(int(device * (prompt - 1)))
-        self.meet = Meet(
-            block_tokens=self.block,
-            page_tokens=page,
-            limit_tokens=max(0, prompt - short),
-            prompt_tokens=prompt,
-            front=front,
-        )
-        self.found = False
-        self.bytes_here: set[int] = set()  # landed blocks whose bytes somebody holds
-        self.loading: set[int] = set()  # what the loader may still bring
-        # What each token got since it was last taken away: "tree", "computed" or "attached".
-        self.got = ["tree"] * front + [""] * (prompt - front)
-
-    # ---- helpers ----
-
-    def page_floor(self, token: int) -> int:
-        return token // self.page * self.page
-
-    def cover(self, start: int, stop: int, how: str) -> None:
-        assert not any(self.got[start:stop]), "a token was got twice"
-        self.got[start:stop] = [how] * (stop - start)
+        self.start(page, pages, prompt, chunk, short, device)
 
     def fence(self) -> None:
         """What the loader does when it hears of the fence."""
@@ -103,9 +59,6 @@ class MeetMachine(RuleBasedStateMachine):
             self.cover(*span, "attached")
             self.meet.attach(span)
         self.fence()
-
-    def front_of_tokens(self) -> int:
-        return self.got.index("") if "" in self.got else self.prompt
 
     def claim(self, stop: int) -> None:
         assert self.meet.front < stop <= self.prompt
@@ -134,23 +87,6 @@ class MeetMachine(RuleBasedStateMachine):
         for b in range(self.meet.blocks):
             if self.meet.state(b) is S.WANTED:
                 assert b in self.loading, "waits for a block that nobody brings"
-
-    @precondition(lambda self: self.loading)
-    @rule()
-    def land_the_last(self) -> None:
-        self.land_block(max(self.loading))
-
-    @precondition(lambda self: self.loading)
-    @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
-        self.land_block(data.draw(st.sampled_from(sorted(self.loading))))
-
-    def land_block(self, b: int) -> None:
-        self.loading.remove(b)
-        wanted = self.meet.state(b) is S.WANTED
-        assert self.meet.landed(b) is wanted
-        if wanted:
-            self.bytes_here.add(b)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
@@ -205,14 +141,6 @@ class MeetMachine(RuleBasedStateMachine):
         self.got[:front] = ["tree"] * front
         self.fence()
 
-    @rule(share=st.floats(0, 1))
-    def tree_shrinks(self, share: float) -> None:
-        front = self.page_floor(int(share * self.meet.front))
-        if front == self.meet.front:
-            return
-        assert self.meet.advance(front) == []
-        self.got[front:] = [""] * (self.prompt - front)
-
     # ---- what must hold at every moment ----
 
     @invariant()
@@ -251,34 +179,9 @@ class MeetMachine(RuleBasedStateMachine):
             else:
                 assert not self.meet.pending
 
-    def teardown(self) -> None:
-        """Drive to the end: the loader falls silent, compute goes on."""
-        if not hasattr(self, "meet"):
-            return
-        bound = 2 * self.prompt + 2
-        while self.meet.front < self.prompt:
-            bound -= 1
-            assert bound > 0, "no progress"
-            self.attach()
-            if self.meet.front < self.prompt:
-                step = plan(self.meet, self.chunk, since_s=1e9)
-                assert not step.wait
-                self.claim(step.stop)
-        assert "" not in self.got
-        assert not self.meet.pending
-        assert self.meet.island() is None
-        assert self.bytes_here == set() or all(
-            b * self.block >= self.meet.limit for b in self.bytes_here
-        )
-
 
 TestMeet = MeetMachine.TestCase
-TestMeet.settings = settings(
-    max_examples=250,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestMeet.settings = settings_of(examples=250)
 
 
 # ---- the table ----

@@ -1,51 +1,26 @@
 """The meet of a model with end states: played at random, and the cases worth naming."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
 )
+from meet_race import COSTS, MeetRace, plan, settings_of
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
+from sglang_cake.loading.cost_model import PromptCosts
 from sglang_cake.loading.meet import BlockState, Meet, best_run, end_indices, possible_ends
-from sglang_cake.loading.planner import LoadProgress, StepPlan, next_step
+from sglang_cake.loading.planner import StepPlan
 
 S = BlockState
 
 
-def costs(fixed_s: float, token_s: float, block_s: float) -> PromptCosts:
-    return PromptCosts(
-        PrefillCost(fixed_s, token_s, 0.0, error=0.0), LoadCost(0.0, block_s, error=0.0)
-    )
-
-
-COSTS = [costs(0, 1, 1), costs(1, 1, 0), costs(1, 1, 50), costs(9, 9, 1), costs(0, 1, 1e6)]
-
-
-def plan(
-    meet: Meet,
-    chunk: int,
-    known: PromptCosts = COSTS[0],
-    since_s: float = 0.0,
-    mode: str = "both",
-) -> StepPlan:
-    return next_step(
-        meet.view(),
-        mode=mode,  # type: ignore[arg-type]
-        chunk_tokens=chunk,
-        costs=known,
-        progress=LoadProgress(since_s, since_s > 0, load_from=0),
-    )
-
-
-class EndRace(RuleBasedStateMachine):
-    """A prompt with every token's history kept beside the meet, by whoever drives it."""
+class EndRace(MeetRace):
+    """A model with end states: blocks are attached up to the target alone."""
 
     @initialize(
         page=st.sampled_from([1, 2, 4]),
@@ -66,29 +41,10 @@ class EndRace(RuleBasedStateMachine):
         device: float,
         end_blocks: int,
     ) -> None:
-        self.page, self.block, self.prompt = page, page * pages, prompt
-        self.chunk = -(-chunk // page) * page
-        front = self.page_floor(int(device * (prompt - 1)))
-        self.meet = Meet(
-            block_tokens=self.block,
-            page_tokens=page,
-            limit_tokens=max(0, prompt - short),
-            prompt_tokens=prompt,
-            front=front,
-            end_blocks=end_blocks,
-        )
-        self.found = False
+        self.start(page, pages, prompt, chunk, short, device, end_blocks=end_blocks)
         self.ends: set[int] = set()  # tokens
         self.asked: set[int] = set()  # indices that the loader was ever asked for
-        self.loading: set[int] = set()  # what it may still bring
-        self.bytes_here: set[int] = set()  # landed blocks whose bytes somebody holds
         self.lowest_target = prompt
-        self.got = ["tree"] * front + [""] * (prompt - front)
-
-    # ---- helpers ----
-
-    def page_floor(self, token: int) -> int:
-        return token // self.page * self.page
 
     def surplus(self, blocks: list[int]) -> None:
         assert len(set(blocks)) == len(blocks)
@@ -113,21 +69,17 @@ class EndRace(RuleBasedStateMachine):
             assert len(self.meet.end_indices) == self.meet.end_blocks
             assert used <= self.bytes_here
             self.bytes_here -= used
-            assert not any(self.got[span.start : span.stop])
-            self.got[span.start : span.stop] = ["attached"] * span.tokens
+            self.cover(*span, "attached")
             self.meet.attach(span)
         self.tell_loader()
 
-    def front_of_tokens(self) -> int:
-        return self.got.index("") if "" in self.got else self.prompt
-
     def claim(self, stop: int) -> None:
         assert self.meet.front < stop <= self.prompt
-        assert not any(self.got[self.meet.front : stop]), "a token was got twice"
+        front = self.meet.front
         self.surplus(self.meet.drop_before(stop))
         touched = range(self.meet.front // self.block, -(-stop // self.block))
         assert not self.bytes_here & {b for b in touched if b < self.meet.blocks}
-        self.got[self.meet.front : stop] = ["computed"] * (stop - self.meet.front)
+        self.cover(front, stop, "computed")
         assert self.meet.claim(stop) == self.meet.fence
         self.tell_loader()
 
@@ -147,26 +99,9 @@ class EndRace(RuleBasedStateMachine):
 
     @precondition(lambda self: self.loading)
     @rule()
-    def land_the_last(self) -> None:
-        self.land_block(max(self.loading))
-
-    @precondition(lambda self: self.loading)
-    @rule()
     def land_all(self) -> None:
         for block in sorted(self.loading, reverse=True):
             self.land_block(block)
-
-    @precondition(lambda self: self.loading)
-    @rule(data=st.data())
-    def land(self, data: st.DataObject) -> None:
-        self.land_block(data.draw(st.sampled_from(sorted(self.loading))))
-
-    def land_block(self, b: int) -> None:
-        self.loading.remove(b)
-        wanted = self.meet.state(b) is S.WANTED
-        assert self.meet.landed(b) is wanted
-        if wanted:
-            self.bytes_here.add(b)
 
     @precondition(lambda self: self.found and self.asked - self.loading)
     @rule(data=st.data())
@@ -235,14 +170,6 @@ class EndRace(RuleBasedStateMachine):
         self.surplus(self.meet.advance(front))
         self.got[:front] = ["tree"] * front
 
-    @rule(share=st.floats(0, 1))
-    def tree_shrinks(self, share: float) -> None:
-        front = self.page_floor(int(share * self.meet.front))
-        if front == self.meet.front:
-            return
-        assert self.meet.advance(front) == []
-        self.got[front:] = [""] * (self.prompt - front)
-
     # ---- what must hold at every moment ----
 
     @invariant()
@@ -283,31 +210,13 @@ class EndRace(RuleBasedStateMachine):
             assert self.meet.pending == bool(self.meet.target)
 
     def teardown(self) -> None:
-        """Drive to the end: the loader falls silent, compute goes on."""
-        if not hasattr(self, "meet"):
-            return
-        bound = 2 * self.prompt + 2
-        while self.meet.front < self.prompt:
-            bound -= 1
-            assert bound > 0, "no progress"
-            self.attach()
-            if self.meet.front < self.prompt:
-                step = plan(self.meet, self.chunk, since_s=1e9)
-                assert not step.wait
-                self.claim(step.stop)
-        assert "" not in self.got
-        assert not self.meet.pending
-        assert self.meet.island() is None
-        assert self.bytes_here == set()
+        super().teardown()
+        if hasattr(self, "meet"):
+            assert not self.bytes_here
 
 
 TestEndRace = EndRace.TestCase
-TestEndRace.settings = settings(
-    max_examples=300,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestEndRace.settings = settings_of(examples=300)
 
 
 # ---- the choice of a target ----

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from members import WAIT_S
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.member import Helping, Member, MemberSettings, Owned
 
@@ -49,8 +49,8 @@ class FakeRows:
             raise MemoryError("nothing to copy it to")
         out[:] = self.pool[layer][:, list(slots)].tobytes()
 
-    def write(self, layer: int, slots: Sequence[int], payload: Payload, skip: int) -> Done:
-        planes = np.asarray(payload).reshape(PLANES, -1, TOKEN)
+    def write(self, layer: int, slots: Sequence[int], data: PartBytes, skip: int) -> Done:
+        planes = np.asarray(data).reshape(PLANES, -1, TOKEN)
         self.pool[layer][:, list(slots)] = planes[:, skip:]
         self.writes += 1
         return Done()

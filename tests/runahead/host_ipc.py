@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 
 
 class HostIpc(IpcEngine):
-    """What is CUDA's alone is left out: handles, streams, and that payloads are on a device."""
+    """What is CUDA's alone is left out: handles, streams, and that parts are on a device."""
 
     def __init__(self, peers: int) -> None:
         super().__init__(torch.device("cpu"), peers, stream=None)  # type: ignore[arg-type]
 
-    def fill(self, slot: torch.Tensor, payload: Payload) -> None:
-        super().fill(slot, torch.from_numpy(np.asarray(payload).copy()))
+    def fill(self, section: torch.Tensor, data: PartBytes) -> None:
+        super().fill(section, torch.from_numpy(np.asarray(data).copy()))
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)

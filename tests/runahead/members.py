@@ -45,11 +45,11 @@ class MessageRecord:
     def on_message(self, rank: int, message: Message) -> None:
         self.heard.append((rank, message, b""))
 
-    def on_part(self, rank: int, part: LayerPart, payload: memoryview) -> None:
+    def on_part(self, rank: int, part: LayerPart, data: memoryview) -> None:
         if not self.open.is_set():
             self.holds.set()
         self.open.wait(WAIT_S)
-        self.heard.append((rank, part, np.asarray(payload).tobytes()))
+        self.heard.append((rank, part, np.asarray(data).tobytes()))
 
     def on_gone(self, rank: int, reason: str) -> None:
         self.gone.append(rank)

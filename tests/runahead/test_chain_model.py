@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.chain_model import (
+from benchmarks.chain_model import (
     Link,
     Worker,
     all_gather_tokens,
@@ -16,6 +15,7 @@ from sglang_cake.runahead.chain_model import (
     sequence_parallel_ttft,
     traffic_tokens,
 )
+from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, balanced, even
 
 FREE = Link(1e30)

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.chain_model import with_loader
 from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState, Meet, View
@@ -16,7 +17,7 @@ from sglang_cake.runahead.chain_plan import (
     plan_beside_loader,
     plan_chain,
 )
-from sglang_cake.runahead.partition import Partition, with_loader
+from sglang_cake.runahead.partition import Partition
 from sglang_cake.runahead.partition_table import PartitionTable
 
 LIMITS = ChainLimits(page_tokens=16, step_tokens=8192)

@@ -15,7 +15,7 @@ from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_memb
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
 from sglang_cake.runahead.messages import LayerPart
-from sglang_cake.runahead.one_sided_transport import SLOTS
+from sglang_cake.runahead.one_sided_transport import SECTIONS
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
@@ -29,7 +29,7 @@ def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     while True:
         wanted = pipe.recv()
         until(lambda wanted=wanted: len(record.heard) >= wanted, "parts")
-        pipe.send([payload[:4] for _, _, payload in record.heard])
+        pipe.send([data[:4] for _, _, data in record.heard])
         record.open.clear()  # from now on nothing is taken
 
 
@@ -45,22 +45,22 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
     here.start(record)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
-        payload = bytearray(MAX_PART_BYTES)
+        data = bytearray(MAX_PART_BYTES)
         for layer in range(5):
-            payload[:4] = bytes([layer]) * 4
-            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
+            data[:4] = bytes([layer]) * 4
+            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(data))
         ours.send(5)
         assert ours.poll(WAIT_S)
         assert ours.recv() == [bytes([layer]) * 4 for layer in range(5)]
-        # A part is heard before its slot is given back; from a stopped process none comes back.
-        until(lambda: not here.slots(1).used, "all slots are free")
+        # A part is heard before its section is given back; from a stopped process none comes back.
+        until(lambda: not here.sections(1).used, "all sections are free")
         assert child.pid is not None
         os.kill(child.pid, signal.SIGSTOP)
-        for layer in range(2):  # as many as there are slots
-            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(payload))
+        for layer in range(2):  # as many as there are sections
+            here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(data))
         os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(PeerGone):
-            here.send_part(1, LayerPart(JOB, 2, 0, 1), memoryview(payload))
+            here.send_part(1, LayerPart(JOB, 2, 0, 1), memoryview(data))
         until(lambda: record.gone == [1], "it is told as gone")
     finally:
         child.kill()
@@ -74,11 +74,11 @@ class Failing(HostIpc):
         super().__init__(1)
         self.fill_fails = self.write_fails = 0
 
-    def fill(self, slot: Any, payload: Any) -> None:
+    def fill(self, section: Any, data: Any) -> None:
         self.fill_fails -= 1
         if self.fill_fails >= 0:
             raise RuntimeError("a device says it")
-        super().fill(slot, payload)
+        super().fill(section, data)
 
     def write(self, *arguments: Any) -> bool:
         self.write_fails -= 1
@@ -94,16 +94,16 @@ def test_ipc_transport_raising_engine_loses_no_slot() -> None:
         each.start(record)
     try:
         until(lambda: all(each.reachable() for each in members), "both are there")
-        part, payload = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
-        engines[0].write_fails = SLOTS + 1
-        for _ in range(SLOTS + 1):
+        part, data = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
+        engines[0].write_fails = SECTIONS + 1
+        for _ in range(SECTIONS + 1):
             with pytest.raises(PeerGone):
-                members[0].send_part(1, part, payload)
-        engines[0].fill_fails = SLOTS + 1
-        for _ in range(SLOTS + 1):
+                members[0].send_part(1, part, data)
+        engines[0].fill_fails = SECTIONS + 1
+        for _ in range(SECTIONS + 1):
             with pytest.raises(RuntimeError, match="a device says it"):
-                members[0].send_part(1, part, payload)
-        members[0].send_part(1, part, payload)
+                members[0].send_part(1, part, data)
+        members[0].send_part(1, part, data)
         until(lambda: len(records[1].heard) == 1, "the part")
     finally:
         for each in members:

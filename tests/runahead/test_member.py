@@ -219,8 +219,8 @@ def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
         receiver = KvReceiver(rows, [Predecessor(5, Span(0, 4)), Predecessor(3, Span(4, 10))])
         receiver.bind(rows.alloc(10), 0)
         for span in spans:
-            payload = memoryview(bytearray(span.tokens * rows.token_bytes))
-            receiver.part(LayerPart("", 0, *span), payload)
+            data = memoryview(bytearray(span.tokens * rows.token_bytes))
+            receiver.part(LayerPart("", 0, *span), data)
         with pytest.raises(Late) as late:
             receiver.wait(0, 0.02, lambda: None)
         return late.value.culprit
@@ -420,9 +420,9 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     rows = Slow(1)
     receiver = KvReceiver(rows, [Predecessor(0, Span(0, 4))])
     receiver.bind(rows.alloc(4), 0)
-    payload = memoryview(bytes(4 * rows.token_bytes))
+    data = memoryview(bytes(4 * rows.token_bytes))
     threading.Thread(
-        target=lambda: receiver.part(LayerPart("", 0, 0, 4), payload), daemon=True
+        target=lambda: receiver.part(LayerPart("", 0, 0, 4), data), daemon=True
     ).start()
     assert started.wait(WAIT_S)
 
@@ -436,7 +436,7 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     assert closed.wait(WAIT_S)
     assert rows.writes == 1
     with pytest.raises(Broken):
-        receiver.part(LayerPart("", 0, 0, 4), payload)
+        receiver.part(LayerPart("", 0, 0, 4), data)
 
 
 def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
@@ -446,9 +446,9 @@ def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
     until(lambda: all(len(each.reachable()) == 2 for each in transports), "all are there")
     offer = HelpOffer(new_job(), (0, 1, 2), (0, 4, 8, 12), "00", None, None, prompt(8))
     workers[0].rows.put(0, [0, 1, 2, 3], offer.tokens[:4])
-    payload = memoryview(bytearray(4 * workers[0].rows.token_bytes))
-    workers[0].rows.read(0, [0, 1, 2, 3], payload)
-    transports[0].send_part(1, LayerPart(offer.job, 0, 0, 4), payload)
+    data = memoryview(bytearray(4 * workers[0].rows.token_bytes))
+    workers[0].rows.read(0, [0, 1, 2, 3], data)
+    transports[0].send_part(1, LayerPart(offer.job, 0, 0, 4), data)
     transports[2].send(1, offer)
     found = until(middle.member.next_offer, "the offer")
     helping = middle.member.accept(*found, matched=0)
@@ -480,10 +480,10 @@ def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
 def test_runahead_member_link_speed_is_measured_from_parts(group: Group) -> None:
     rows, transports = group.workers[-1].rows, group.transports
     assert group.owner.bytes_per_s() is None
-    payload = memoryview(bytearray(2**20 // rows.token_bytes * rows.token_bytes))
-    part = LayerPart(new_job(), 0, 0, len(payload) // rows.token_bytes)
+    data = memoryview(bytearray(2**20 // rows.token_bytes * rows.token_bytes))
+    part = LayerPart(new_job(), 0, 0, len(data) // rows.token_bytes)
     for _ in range(2):  # the second tells how long the first one took
-        transports[0].send_part(SIZE - 1, part, payload)
+        transports[0].send_part(SIZE - 1, part, data)
     group.workers[-1].member.on_message(0, Cancel(part.job, "parts of no job wait for it"))
     until(lambda: group.owner.bytes_per_s() is not None, "parts came")
     measured = group.owner.bytes_per_s()

@@ -10,7 +10,7 @@ from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_
 
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, ReceiveBuffer
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
-from sglang_cake.runahead.one_sided_transport import SLOTS, OneSidedTransport
+from sglang_cake.runahead.one_sided_transport import SECTIONS, OneSidedTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
@@ -38,8 +38,8 @@ class WatchedEngine:
         self.buffers.append(address)
         return address, memory
 
-    def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
-        return self.on_write(session, source, target, size_bytes)
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
+        return self.on_write(session, source, destination, size_bytes)
 
 
 Pair = tuple[list[OneSidedTransport], list[MessageRecord]]
@@ -75,7 +75,7 @@ def pair(
 
 
 def landed(**changes: int) -> Landed:
-    fields: dict[str, int] = {"slot": 0, "size": 64, "checksum": 0, "took_us": 1}
+    fields: dict[str, int] = {"section": 0, "size": 64, "checksum": 0, "took_us": 1}
     return Landed(PART, **fields | changes)
 
 
@@ -83,12 +83,12 @@ def landed(**changes: int) -> Landed:
     "lie",
     [
         landed(),  # nothing of that checksum was written
-        landed(slot=SLOTS),
+        landed(section=SECTIONS),
         landed(size=0),
         landed(size=MAX_PART_BYTES + 1),
-        ReceiveBuffer("127.0.0.1:1", 4096, SLOTS + 1),
+        ReceiveBuffer("127.0.0.1:1", 4096, SECTIONS + 1),
     ],
-    ids=["checksum", "slot", "nothing", "size", "buffer"],
+    ids=["checksum", "section", "nothing", "size", "buffer"],
 )
 def test_mooncake_transport_invalid_message_reconnects_undelivered(
     pair: Pair, lie: Landed | ReceiveBuffer
@@ -108,9 +108,9 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(
 ) -> None:
     members, records = pair
 
-    def spoil(session: str, source: int, target: int, size_bytes: int) -> bool:
-        ok = engine(0).write(session, source, target, size_bytes)
-        (ctypes.c_ubyte * size_bytes).from_address(target)[7] ^= 4  # both are this process
+    def spoil(session: str, source: int, destination: int, size_bytes: int) -> bool:
+        ok = engine(0).write(session, source, destination, size_bytes)
+        (ctypes.c_ubyte * size_bytes).from_address(destination)[7] ^= 4  # both are this process
         return ok
 
     engines[0].on_write = spoil
@@ -125,30 +125,30 @@ def test_mooncake_transport_slot_still_being_written_is_not_reused(
 ) -> None:
     members, records = pair
     let_go = threading.Event()
-    slots: list[int] = []
+    sections: list[int] = []
 
-    def slow(session: str, source: int, target: int, size_bytes: int) -> bool:
-        slots.append(target)
+    def slow(session: str, source: int, destination: int, size_bytes: int) -> bool:
+        sections.append(destination)
         let_go.wait(WAIT_S)
-        return engine(0).write(session, source, target, size_bytes)
+        return engine(0).write(session, source, destination, size_bytes)
 
     engines[0].on_write = slow
-    for _ in range(SLOTS + 2):
+    for _ in range(SECTIONS + 2):
         with pytest.raises(PeerGone):
             members[0].send_part(1, PART, memoryview(DATA))
-    until(lambda: len(slots) >= SLOTS, "the engine has them")
-    assert len(slots) == len(set(slots)) == SLOTS  # each once; then nobody wrote
-    # They part: the slots stay taken.
-    members[1].send(0, ReceiveBuffer("127.0.0.1:1", 4096, SLOTS + 1))
+    until(lambda: len(sections) >= SECTIONS, "the engine has them")
+    assert len(sections) == len(set(sections)) == SECTIONS  # each once; then nobody wrote
+    # They part: the sections stay taken.
+    members[1].send(0, ReceiveBuffer("127.0.0.1:1", 4096, SECTIONS + 1))
     until(lambda: records[0].gone, "they part")
     until(lambda: members[0].reachable(), "they meet")
-    assert members[0].slots(1).writing == set(range(SLOTS))
+    assert members[0].sections(1).writing == set(range(SECTIONS))
     let_go.set()
-    until(lambda: not members[0].slots(1).writing, "the engine returns")
+    until(lambda: not members[0].sections(1).writing, "the engine returns")
     engines[0].on_write = engine(0).write
     members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: records[1].heard, "all is well")
-    assert [payload for _, _, payload in records[1].heard] == [DATA]  # what was late is nobody's
+    assert [data for _, _, data in records[1].heard] == [DATA]  # what was late is nobody's
 
 
 def test_mooncake_transport_restarted_peer_receives_at_its_new_address(

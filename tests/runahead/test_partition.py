@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.chain_model import with_loader
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import (
     Partition,
@@ -13,7 +14,6 @@ from sglang_cake.runahead.partition import (
     balanced,
     even,
     scaled,
-    with_loader,
 )
 
 COSTS = st.tuples(

@@ -11,6 +11,7 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import (
+    LOOK_S,
     PartitionTable,
     WatchedTable,
     load_table,
@@ -130,13 +131,15 @@ def test_runahead_search_wrong_flags_exit_with_one_line(
 
 def test_watched_table_changed_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    watched = WatchedTable(path, look_s=0.0)
-    assert not watched.read().entries
+    watched, now_s = WatchedTable(path), 0.0
+    assert not watched.read(now_s).entries
     found = PartitionTable()
     for tokens in (1024, 2048):
         found.put(tokens, even(Span(0, tokens), 2))
         save_table(path, found)
-        assert tokens in watched.read().entries[2]
+        assert tokens not in watched.read(now_s + LOOK_S / 2).entries.get(2, {}), "a moment old"
+        now_s += LOOK_S
+        assert tokens in watched.read(now_s).entries[2]
     path.unlink()
-    assert not watched.read().entries
-    assert not WatchedTable(None).read().entries
+    assert not watched.read(now_s + LOOK_S).entries
+    assert not WatchedTable(None).read(now_s).entries

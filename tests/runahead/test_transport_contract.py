@@ -62,10 +62,10 @@ def test_transport_parts_arrive_whole_and_in_order_beside_messages(group: Group)
 
 def test_transport_largest_part_arrives_whole(group: Group) -> None:
     members, records = group
-    payload = bytes(range(256)) * (MAX_PART_BYTES // 256)
-    members[0].send_part(2, LayerPart(JOB, 0, 5, 6), memoryview(payload))
+    data = bytes(range(256)) * (MAX_PART_BYTES // 256)
+    members[0].send_part(2, LayerPart(JOB, 0, 5, 6), memoryview(data))
     until(lambda: records[2].heard, "the part")
-    assert records[2].heard[0][2] == payload
+    assert records[2].heard[0][2] == data
 
 
 def test_transport_blocked_peer_bounds_the_parts_in_flight(group: Group) -> None:
@@ -74,9 +74,9 @@ def test_transport_blocked_peer_bounds_the_parts_in_flight(group: Group) -> None
     sent = []
 
     def send() -> None:
-        payload = memoryview(bytes(MAX_PART_BYTES))
+        data = memoryview(bytes(MAX_PART_BYTES))
         for layer in range(12):
-            members[0].send_part(1, LayerPart(JOB, layer, 0, 1), payload)
+            members[0].send_part(1, LayerPart(JOB, layer, 0, 1), data)
             sent.append(layer)
 
     thread = threading.Thread(target=send, daemon=True)

@@ -19,12 +19,12 @@ import zmq
 import zmq.utils.monitor
 from members import JOB, PATIENT, WAIT_S, MessageRecord, addresses, member, until
 
+from benchmarks.harness.slow_link import SlowLink
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead import encrypted_kv
 from sglang_cake.runahead.messages import Accept, Cancel, Hello, LayerPart, Message
 from sglang_cake.runahead.transport import LinkTimes
 from sglang_cake.runahead.zeromq import ZmqTransport
-from sglang_cake.testing.slow_link import SlowLink
 
 PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
 FAST = 1e12  # bytes per second
@@ -338,9 +338,9 @@ def test_encrypted_kv_sealed_parts_are_opened_in_order() -> None:
     there = receiver()
     for layer, frames in enumerate(sealed(there, 3)):
         assert DATA[:16] not in frames[1].bytes
-        head, payload = there.take(frames)
+        head, data = there.take(frames)
         assert head.part == LayerPart(JOB, layer, 0, 4)
-        assert payload == DATA
+        assert data == DATA
 
 
 def flipped(frames: list[zmq.Frame], frame: int, at: int) -> list[zmq.Frame]:
@@ -352,7 +352,7 @@ def flipped(frames: list[zmq.Frame], frame: int, at: int) -> list[zmq.Frame]:
 SPOILT: dict[str, Callable[[list[list[zmq.Frame]]], list[zmq.Frame]]] = {
     "repeated": lambda sent: sent[0],
     "left out": lambda sent: sent[2],
-    "payload": lambda sent: flipped(sent[1], 1, 5),
+    "data": lambda sent: flipped(sent[1], 1, 5),
     "tag": lambda sent: flipped(sent[1], 1, -1),
     "head": lambda sent: flipped(sent[1], 0, -4),
     "cut": lambda sent: [sent[1][0], zmq.Frame(sent[1][1].bytes[:-1])],
@@ -514,18 +514,18 @@ def test_zeromq_peer_that_takes_no_kv_is_gone_after_the_timeout(two: Callable[..
     pair = two(times=replace(TIMES, send_s=0.5))
     pair.meet()
     pair.records[1].open.clear()
-    payload = memoryview(bytes(2**22))
+    data = memoryview(bytes(2**22))
 
     def send_many() -> None:
         for _ in range(100):
-            pair.members[0].send_part(1, PART, payload)
+            pair.members[0].send_part(1, PART, data)
 
     with pytest.raises(encrypted_kv.PeerGone, match="does not take KV"):
         send_many()
     pair.records[1].open.set()
     until(lambda: all(record.gone for record in pair.records), "they part")
     pair.meet()
-    pair.members[0].send_part(1, PART, payload)
+    pair.members[0].send_part(1, PART, data)
 
 
 # ---- addresses ----

@@ -2,20 +2,17 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.paper import __main__, codecs, costs, figures, report, tables, traces
+from benchmarks.paper.costs import Setting
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import StepPlan, island_start
 from sglang_cake.simulator.simulated_server import simulate_prompt
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
-
-from benchmarks.paper import __main__, codecs, costs, figures, report, tables, traces  # noqa: E402
-from benchmarks.paper.costs import Setting  # noqa: E402
 
 
 def test_paper_tables_ttft_is_near_the_optimum() -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from benchmarks.harness.virtual_time import in_virtual_time
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.circuit_breaker import (
     FAILURES,
@@ -15,7 +16,6 @@ from sglang_cake.stores.circuit_breaker import (
     RemoteError,
     TimeoutLimits,
 )
-from sglang_cake.testing.virtual_time import in_virtual_time
 
 AFTER_S = 1e-6  # so that a pause is over, however seconds are rounded
 

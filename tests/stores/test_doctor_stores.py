@@ -1,27 +1,35 @@
 """`sglang-cake doctor`: what it says of stores, each fault by its real cause."""
 
 import asyncio
+from types import SimpleNamespace
 
 from moto_process import moto
 from storetools import ALICE, fill, held, url_of
 from system_calls import reads_of_this_process
 
-from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
+from benchmarks.harness.virtual_time import in_virtual_time
+from sglang_cake.cli.doctor import BENCH_S, KvSizes, store_findings, stores_of
+from sglang_cake.cli.named_stores import NamedStore
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
+from sglang_cake.testing.memory_store import MemoryStore
 
-SMALL = KvSizes(block_bytes=8192, end_blocks=0, stored_token_bytes=1000)
+MODEL = KvSizes(block_bytes=8 << 20, end_blocks=0, stored_token_bytes=1000)
 
 
-def said(url, kv=SMALL, limit_s=60.0):
+def said(url, kv=MODEL):
     """Lines and speed of a store."""
     (store,) = stores_of(CakeConfig(store=url))
-    return asyncio.run(store_findings(store, 2, kv, budget_bytes=2**16, limit_s=limit_s))
+    return asyncio.run(store_findings(store, 2, kv))
 
 
-def refusal(url, **limits):
+def refusal(url):
     """The only line of a store that cannot be used."""
-    (line,), bytes_per_s = said(url, **limits)
+    return refusal_of(said(url))
+
+
+def refusal_of(found):
+    (line,), bytes_per_s = found
     assert line.state == "mend"
     assert bytes_per_s is None
     assert "\n" not in line.text
@@ -34,7 +42,7 @@ def test_doctor_measures_a_store_and_leaves_its_blocks_alone(tmp_path):
     (speed, space), bytes_per_s = said(f"{url_of(tmp_path)}&capacity=100MB")
     assert speed.state in ("ok", "note"), "a note if the page cache served the reads"
     assert bytes_per_s > 0
-    assert "in blocks of 8 KiB" in speed.text
+    assert "in blocks of 8 MiB" in speed.text
     assert (space.state, space.text) == (
         "ok",
         f"100 MB in {tmp_path}, for the KV of 100,000 tokens",
@@ -77,10 +85,17 @@ def test_doctor_capacity_that_the_disk_lacks_is_a_note(tmp_path):
     assert "no room for the capacity of 999 PB" in space.text
 
 
-def test_doctor_slow_store_is_given_up_and_cleaned(tmp_path):
-    text = refusal(f"{url_of(tmp_path)}&bandwidth=1kB/s", limit_s=0.3)
-    assert "0.3 s were not enough" in text
-    assert not list(tmp_path.rglob("*.cake")), "what it wrote is deleted"
+def test_doctor_slow_store_is_given_up_and_cleaned():
+    class FullHourStore(MemoryStore):
+        async def put(self, key, data):
+            await super().put(key, data)
+            await asyncio.sleep(3600)
+
+    store = FullHourStore()
+    source = SimpleNamespace(check=lambda: None, open=lambda frame, depth: store)
+    text = refusal_of(in_virtual_time(store_findings(NamedStore("slow://", source), 2, MODEL)))
+    assert f"{BENCH_S:g} s were not enough" in text
+    assert not store.blocks, "what it wrote is deleted"
 
 
 def test_doctor_closed_port_is_to_mend():

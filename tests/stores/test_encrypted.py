@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from faulty_stores import FaultyStore
 from filestore import closing
 
 from sglang_cake.codecs.frame import (
@@ -34,7 +35,6 @@ from sglang_cake.stores.encrypted import (
 )
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore
-from sglang_cake.testing.faulty import FaultyStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import (
     FRAME,

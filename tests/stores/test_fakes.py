@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
+from faulty_stores import FaultyStore, SlowStore
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT, block_of, key_of, read
 

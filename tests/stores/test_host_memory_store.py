@@ -12,6 +12,7 @@ import threading
 import weakref
 
 import pytest
+from faulty_stores import OutageStore, RecordingStore
 from filestore import closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,6 @@ from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import CountedStore, WrapperStore
-from sglang_cake.testing.faulty import OutageStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 

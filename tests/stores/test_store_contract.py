@@ -1,9 +1,10 @@
 """Every store passes the shipped contract, alone and under the shipped fakes."""
 
+from faulty_stores import FaultyStore, RecordingStore
+
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore
-from sglang_cake.testing.faulty import FaultyStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, StoreContract, block_of, key_of
 

@@ -6,10 +6,10 @@ import itertools
 from functools import partial
 
 import pytest
+from faulty_stores import FaultyStore, SlowStore
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing
 from sglang_cake.stores.throttled import PIECE_BYTES, ThrottledStore
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT, ProgressRecord, block_of, key_of, read
 

@@ -18,10 +18,11 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.circuit_breaker import FIRST_S
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.link_speed import RATE_FRESH_S, LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
-from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -158,7 +159,7 @@ async def test_per_tier_encoding_failed_lower_tier_gets_no_encoding():
         assert tiers.forms_made()["int8"] == FAILURES_IN_A_ROW
         assert (await tiers.counts(1))["left_out_blocks"] == 1
         tiers.outage[1].error = None
-        tiers.clock.now_s += FIRST_BACKOFF_S
+        tiers.clock.now_s += FIRST_S
         await tiers.stored("b")
         assert not is_raw(memoryview(tiers.form(1, key_of("b"))))
 

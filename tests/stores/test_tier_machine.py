@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tiering import BLOCK, Tiers, until
 
 from sglang_cake.core.errors import BlockMissing, StoreUnavailable
-from sglang_cake.stores.tiers.tier import MAX_BACKOFF_S
+from sglang_cake.stores.circuit_breaker import LAST_S
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 NAMES = st.integers(0, 4)
@@ -22,7 +22,7 @@ class Machine(RuleBasedStateMachine):
         self.tiers = Tiers(3, copy_bytes=room)
 
     def call(self, awaitable):
-        self.tiers.clock.now_s += MAX_BACKOFF_S + 1  # a trial is due wherever one is needed
+        self.tiers.clock.now_s += LAST_S + 1  # a probe is due wherever one is needed
         return self.loop.run_until_complete(asyncio.wait_for(awaitable, 60))
 
     def up(self):
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
     @rule(names=st.lists(NAMES, max_size=6))
     def look_up(self, names):
         keys = [key_of(name) for name in names]
-        waited_for = [i for i in self.up() if self.tiers.store.tiers[i].reading.is_well]
+        waited_for = [i for i in self.up() if self.tiers.store.tiers[i].reading.is_closed]
         try:
             found = self.call(self.tiers.store.contains(keys))
         except StoreUnavailable:  # a tier that was left out is tried, and not waited for
@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
             assert self.holders(name, self.up()) or not there
         self.call(until(lambda: not self.tiers.store.given_up_calls))
         for tier in self.tiers.store.tiers:
-            assert tier.reading.is_well or tier.index not in self.up()
+            assert tier.reading.is_closed or tier.index not in self.up()
         found = self.call(self.tiers.store.contains(keys))
         assert found == [bool(self.holders(name, self.up())) for name in names]
 

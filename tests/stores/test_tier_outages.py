@@ -6,7 +6,8 @@ import pytest
 from tiering import opened_tiers, until
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.circuit_breaker import FIRST_S
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import key_of, read
 
@@ -30,9 +31,9 @@ async def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
         tiers.outage[down].error = None
         await tiers.store.contains([key_of("a")])
         assert len(tiers.calls[down].keys_of("contains")) == FAILURES_IN_A_ROW, "not yet"
-        tiers.clock.now_s += FIRST_BACKOFF_S
+        tiers.clock.now_s += FIRST_S
         await tiers.store.contains([key_of("a")])
-        await until(lambda: tiers.store.tiers[down].reading.is_well)
+        await until(lambda: tiers.store.tiers[down].reading.is_closed)
         stats = await tiers.store.stats()
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
@@ -48,7 +49,7 @@ async def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():
                 await read(tiers.store, key_of("a"))
         assert len(tiers.calls[1].keys_of("get")) == FAILURES_IN_A_ROW
         tiers.outage[1].error = None
-        tiers.clock.now_s += FIRST_BACKOFF_S
+        tiers.clock.now_s += FIRST_S
         await tiers.read("a")
 
 
@@ -70,6 +71,21 @@ async def test_tiered_store_tier_that_refuses_writes_is_still_read():
         await tiers.read("old")
 
 
+async def test_tiered_store_tier_with_the_wrong_number_of_answers_is_left_out():
+    async with opened_tiers() as tiers:
+
+        class Short(WrapperStore):
+            async def contains(self, keys):
+                return (await super().contains(keys))[1:]
+
+        await tiers.fill(1, "a")
+        tiers.store.tiers[0].store = Short(tiers.calls[0])
+        for _ in range(FAILURES_IN_A_ROW):
+            assert await tiers.store.contains([key_of("a")]) == [True]
+        stats = await tiers.store.stats()
+        assert [tier.reading for tier in stats.tiers] == [False, True]
+
+
 async def test_tiered_store_failed_lower_tier_gets_no_copies_until_healed():
     async with opened_tiers() as tiers:
         tiers.outage[1].error = DOWN
@@ -79,20 +95,20 @@ async def test_tiered_store_failed_lower_tier_gets_no_copies_until_healed():
         await tiers.put("while out")
         assert (await tiers.counts(1))["left_out_blocks"] == 1
         tiers.outage[1].error = None
-        tiers.clock.now_s += FIRST_BACKOFF_S
+        tiers.clock.now_s += FIRST_S
         await tiers.put("after")
         await tiers.until_holds(1, "after")
         assert not await tiers.holds(1, "while out")
 
 
-async def test_tiered_store_put_does_not_wait_for_a_tier_on_trial():
+async def test_tiered_store_put_does_not_wait_for_a_probe():
     async with opened_tiers(drain_s=0.0) as tiers:
         tiers.outage[0].error = DOWN
         for name in range(FAILURES_IN_A_ROW):
             await tiers.put(name)
         tiers.outage[0].error = None
         tiers.outage[0].hangs = True
-        tiers.clock.now_s += FIRST_BACKOFF_S
+        tiers.clock.now_s += FIRST_S
         asked = len(tiers.calls[0].keys_of("put"))
         await asyncio.wait_for(tiers.put("a"), 60)
         await until(lambda: len(tiers.calls[0].keys_of("put")) == asked + 1)

@@ -5,24 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.stores.link_speed import RATE_FRESH_S, TierLink, quickest, soonest
-from sglang_cake.stores.tiers.tier import (
-    FAILURES_IN_A_ROW,
-    FIRST_BACKOFF_S,
-    MAX_BACKOFF_S,
-    TierHealth,
-)
 from sglang_cake.stores.tiers.tiered_store import REREAD_S, PromoteOnSecondRead, TierLocations
 from sglang_cake.testing.store_contract import key_of
 
 BLOCK = 100
-
-
-def out_at(now_s=0.0):
-    health = TierHealth()
-    for _ in range(FAILURES_IN_A_ROW):
-        health.failed(now_s, trial=health.begin(now_s))
-    assert not health.is_well
-    return health
 
 
 def test_quickest_ignores_queued_bytes_and_outdated_rates():
@@ -34,68 +20,6 @@ def test_quickest_ignores_queued_bytes_and_outdated_rates():
     assert quickest([quick, unknown], 10.0) == 0
     assert quickest([unknown, quick], 10.0) == 0, "the first is said to be the fastest"
     assert quickest([slow, quick], 10.0 + 2 * RATE_FRESH_S) == 0, "nothing is known any more"
-
-
-def test_tier_health_only_consecutive_failures_exclude_a_tier():
-    health = TierHealth()
-    for _ in range(5):
-        for _ in range(FAILURES_IN_A_ROW - 1):
-            assert not health.failed(0.0, trial=health.begin(0.0))
-        health.succeeded()
-    for _ in range(FAILURES_IN_A_ROW - 1):
-        assert not health.failed(0.0, trial=False)
-    assert health.is_well
-    assert health.failed(0.0, trial=False), "this is the one that puts it out"
-    assert not health.may_try(0.0)
-
-
-def test_tier_health_after_each_backoff_allows_one_trial():
-    health = out_at(10.0)
-    assert not health.may_try(10.0 + FIRST_BACKOFF_S - 0.01)
-    assert health.may_try(10.0 + FIRST_BACKOFF_S)
-    assert health.begin(10.0 + FIRST_BACKOFF_S)
-    assert not health.may_try(10.0 + FIRST_BACKOFF_S), "a second one, while the first is under way"
-    assert health.may_try(10.0 + 2 * FIRST_BACKOFF_S), "the first never came back"
-
-
-def test_tier_health_failed_trials_double_the_backoff_up_to_a_bound():
-    health, now_s, waits = out_at(), 0.0, []
-    for _ in range(10):
-        wait_s = next(s for s in range(1, 1000) if health.may_try(now_s + s))
-        waits.append(wait_s)
-        now_s += wait_s
-        assert not health.failed(now_s, trial=health.begin(now_s))
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-    assert waits[0] == FIRST_BACKOFF_S
-    assert waits[-1] == MAX_BACKOFF_S
-    health.succeeded()
-    assert health.is_well
-    for _ in range(FAILURES_IN_A_ROW):
-        health.failed(now_s, trial=False)
-    assert health.may_try(now_s + FIRST_BACKOFF_S)
-
-
-def test_tier_health_late_failures_do_not_extend_the_backoff():
-    health = out_at()
-    for _ in range(20):
-        assert not health.failed(0.5, trial=False)
-    assert health.may_try(FIRST_BACKOFF_S)
-
-
-@given(st.lists(st.sampled_from(["ok", "fail", "wait"]), max_size=60))
-def test_tier_health_any_history_allows_a_trial_within_the_bound(events):
-    health, now_s = TierHealth(), 0.0
-    for event in events:
-        if event == "wait":
-            now_s += 5.0
-        elif health.may_try(now_s):
-            trial = health.begin(now_s)
-            if event == "ok":
-                health.succeeded()
-            else:
-                health.failed(now_s, trial=trial)
-        assert health.may_try(now_s + MAX_BACKOFF_S)
-        assert not health.is_well or health.may_try(now_s)
 
 
 def link(s_per_block=None, under_way=0, now_s=0.0):

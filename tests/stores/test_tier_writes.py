@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from faulty_stores import FaultyStore, SlowStore
 from tiering import BLOCK, opened_tiers, until
 
 from sglang_cake.core.errors import (
@@ -12,7 +13,6 @@ from sglang_cake.core.errors import (
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.tiers.tiered_store import REREAD_S
 from sglang_cake.stores.wrapper_store import WrapperStore
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 DOWN = StoreUnavailable("down")

@@ -6,6 +6,7 @@ import itertools
 import threading
 
 import pytest
+from faulty_stores import FaultyStore, SlowStore
 from storetools import flip, write_key_file
 from tiering import BLOCK, Clock, Tiers, opened_tiers, until
 
@@ -17,11 +18,11 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.loading.loader import BlockRead
+from sglang_cake.stores.circuit_breaker import FIRST_S
 from sglang_cake.stores.open_store import open_store, parse_sources
-from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, FIRST_BACKOFF_S
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore
-from sglang_cake.testing.faulty import FaultyStore, SlowStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
@@ -144,23 +145,23 @@ async def put_out(tiers, index):
     tiers.outage[index].hangs = True
 
 
-async def test_tiered_store_lookup_does_not_wait_for_a_trial():
+async def test_tiered_store_lookup_does_not_wait_for_a_probe():
     async with opened_tiers(late_answer_s=3600) as tiers:
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
-        tiers.clock.now_s += FIRST_BACKOFF_S
+        tiers.clock.now_s += FIRST_S
         async with asyncio.timeout(60):
             for _ in range(5):
                 assert await tiers.store.contains([key_of("a")]) == [True]
         assert len(tiers.calls[1].keys_of("contains")) == FAILURES_IN_A_ROW + 1
 
 
-async def test_tiered_store_hanging_trial_is_abandoned_and_backs_off():
+async def test_tiered_store_hanging_probe_is_abandoned_and_backs_off():
     async with opened_tiers(late_answer_s=0.01) as tiers:
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
         for wait_s in (1, 2, 4):
-            assert not tiers.store.tiers[1].reading.may_try(tiers.clock.now_s + wait_s - 0.01)
+            assert not tiers.store.tiers[1].reading.may_call(tiers.clock.now_s + wait_s - 0.01)
             tiers.clock.now_s += wait_s
             await tiers.store.contains([key_of("a")])
             await until(lambda: not tiers.store.given_up_calls)
@@ -190,7 +191,7 @@ async def test_tiered_store_uncancellable_tier_is_asked_once():
         tiers.store.tiers[1].store = stuck
         await tiers.fill(0, "a")
         for turn in range(10):
-            tiers.clock.now_s += 1000.0 * turn  # any trial would be due
+            tiers.clock.now_s += 1000.0 * turn  # any probe would be due
             assert await tiers.store.contains([key_of("a")]) == [True]
         assert stuck.asked == 1
         stuck.freed.set()
@@ -549,9 +550,9 @@ async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
         assert await store.contains([key_of("a")]) == [True]
     assert not (await store.stats()).tiers[1].reading
     (tmp_path / "a").unlink()
-    clock.now_s += FIRST_BACKOFF_S
+    clock.now_s += FIRST_S
     await store.contains([key_of("a")])
-    await until(lambda: store.tiers[1].reading.is_well)
+    await until(lambda: store.tiers[1].reading.is_closed)
     assert await store.put(key_of("b"), block_of("b"))
     await store.close()
     below = sources[1].open(FRAME, depth=1)

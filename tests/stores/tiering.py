@@ -5,12 +5,13 @@ import contextlib
 from collections.abc import MutableMapping
 from types import SimpleNamespace
 
+from faulty_stores import OutageStore, RecordingStore
+
 from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
 from sglang_cake.stores.memory.block_memory import BlockMemory
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
-from sglang_cake.testing.faulty import OutageStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 

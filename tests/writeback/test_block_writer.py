@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
+from faulty_stores import FaultyStore, RecordingStore
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
@@ -15,7 +16,6 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.wrapper_store import WrapperStore
-from sglang_cake.testing.faulty import FaultyStore, RecordingStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
 
@@ -46,7 +46,7 @@ class HeldStore(WrapperStore):
 
 class BlockWriterHarness:
     def __init__(self) -> None:
-        self.io = IoThread("test-io")
+        self.io = IoThread()
         self.memory = MemoryStore()
         self.faulty = FaultyStore(self.memory)
         self.store = RecordingStore(self.faulty)

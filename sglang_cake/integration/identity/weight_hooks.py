@@ -38,9 +38,9 @@ def install() -> None:
         f"{_UPDATER}.update_weights_from_ipc": _push,
         f"{_UPDATER}.resume_memory_occupation": _resume,
     }
-    for target, hook in around.items():
+    for function, hook in around.items():
         # After a failure the meaning of KV is unknown, so nothing may be loaded or stored.
-        register(target, hook, HookType.AROUND, unsafe=True)
+        register(function, hook, HookType.AROUND, unsafe=True)
 
 
 def _load_model(original: Any, runner: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import CakeError, ConfigError, RunaheadError
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
@@ -36,19 +36,19 @@ class PoolRows:
         self.layers = group.layers
         self.token_bytes = sum(self._plane_bytes)
 
-    def buffer(self, size_bytes: int) -> Payload:
+    def buffer(self, size_bytes: int) -> PartBytes:
         return memoryview(bytearray(size_bytes))
 
     def begin(self) -> None:
         pass
 
-    def read(self, layer: int, slots: torch.Tensor, out: Payload) -> None:
+    def read(self, layer: int, slots: torch.Tensor, out: PartBytes) -> None:
         with torch.inference_mode():
             self._gather(layer, slots, torch.frombuffer(out, dtype=torch.uint8))
 
-    def write(self, layer: int, slots: torch.Tensor, payload: Payload, skip: int) -> Copy:
+    def write(self, layer: int, slots: torch.Tensor, data: PartBytes, skip: int) -> Copy:
         with torch.inference_mode():
-            self._scatter(layer, slots, torch.frombuffer(payload, dtype=torch.uint8), skip)
+            self._scatter(layer, slots, torch.frombuffer(data, dtype=torch.uint8), skip)
         return Copy()
 
     def _gather(self, layer: int, slots: torch.Tensor, part: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.core.buffers import Payload
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, Passage, PoolRows
@@ -50,7 +50,7 @@ class CudaRows(PoolRows):
 
     # ---- copies ----
 
-    def buffer(self, size_bytes: int) -> Payload:
+    def buffer(self, size_bytes: int) -> PartBytes:
         if self._on_device:
             return self._empty(size_bytes)
         with torch.cuda.device(self._device):
@@ -60,7 +60,7 @@ class CudaRows(PoolRows):
     def begin(self) -> None:
         self._in.wait_stream(self._current())
 
-    def read(self, layer: int, slots: torch.Tensor, out: Payload) -> None:
+    def read(self, layer: int, slots: torch.Tensor, out: PartBytes) -> None:
         with torch.cuda.stream(self._out), torch.inference_mode():
             self._out.wait_event(self._written[layer])
             part = out if self._on_device else self._empty(len(out))
@@ -70,11 +70,11 @@ class CudaRows(PoolRows):
             copy = self._event(self._out)
         copy.synchronize()
 
-    def write(self, layer: int, slots: torch.Tensor, payload: Payload, skip: int) -> Copy:
+    def write(self, layer: int, slots: torch.Tensor, data: PartBytes, skip: int) -> Copy:
         with torch.cuda.stream(self._in), torch.inference_mode():
-            part = payload if self._on_device else self._empty(len(payload))
+            part = data if self._on_device else self._empty(len(data))
             if not self._on_device:
-                part.copy_(torch.frombuffer(payload, dtype=torch.uint8), non_blocking=True)
+                part.copy_(torch.frombuffer(data, dtype=torch.uint8), non_blocking=True)
             self._scatter(layer, slots, part, skip)
             written = self._event(self._in)
             self._in_pool[layer] = written

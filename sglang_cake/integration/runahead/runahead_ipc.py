@@ -59,21 +59,22 @@ class IpcEngine:
     def free(self, address: int) -> None:
         """The memory is not reused."""
 
-    def fill(self, slot: torch.Tensor, payload: torch.Tensor) -> None:
-        self._copy(slot, payload)
+    def fill(self, section: torch.Tensor, data: torch.Tensor) -> None:
+        self._copy(section, data)
 
-    def write(self, session: str, source: int, target: int, size_bytes: int) -> bool:
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
         try:
             theirs = self._of(session)
             self._copy(
-                theirs[target : target + size_bytes], self._memory[source : source + size_bytes]
+                theirs[destination : destination + size_bytes],
+                self._memory[source : source + size_bytes],
             )
         except (RuntimeError, ValueError) as error:
             logger.warning("cake runahead: a peer's GPU cannot be written to: %s", error)
             return False
         return True
 
-    def checksum(self, payload: torch.Tensor) -> int:
+    def checksum(self, data: torch.Tensor) -> int:
         return 0
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> None:

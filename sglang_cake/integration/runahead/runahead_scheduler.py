@@ -268,7 +268,9 @@ class Runahead(NoHelpers):
             self.member.bytes_per_s() or BYTES_PER_S,
             self._token_bytes,
         )
-        limits = ChainLimits(self._page_tokens, self._limit_tokens, self._table.read())
+        limits = ChainLimits(
+            self._page_tokens, self._limit_tokens, self._table.read(time.monotonic())
+        )
         asked = asked_for(req)
         if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
             return None

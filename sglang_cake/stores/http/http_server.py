@@ -22,7 +22,7 @@ from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import ServerCredentials
-from sglang_cake.stores.http.protocol import Kind, Target
+from sglang_cake.stores.http.protocol import Kind, Resource
 from sglang_cake.stores.http.request_body import STUCK_S, RefusedRequest, read_body
 from sglang_cake.stores.http.server_blocks import BlockService
 from sglang_cake.stores.http.server_metrics import ServerMetrics
@@ -122,8 +122,8 @@ class StoreServer:
         self, request: web.BaseRequest, on_token: Callable[[], None]
     ) -> web.StreamResponse:
         """Raises: RefusedRequest, StoreError and others (see `_refusal_of`)."""
-        target = protocol.parse_path(request.rel_url.raw_path)
-        if target is not None and target.kind is Kind.HEALTH:  # needs no token
+        resource = protocol.parse_path(request.rel_url.raw_path)
+        if resource is not None and resource.kind is Kind.HEALTH:  # needs no token
             return web.Response(text="ok\n")
         authorization = request.headers.get("Authorization")
         tokens = self.credentials.tokens
@@ -132,31 +132,31 @@ class StoreServer:
         on_token()
         if request.method in WRITING and not tokens.may_write(authorization):
             raise RefusedRequest(403, "this token may only read")
-        if target is None:
+        if resource is None:
             raise RefusedRequest(404, "no such path")
-        allowed = METHODS[target.kind]
+        allowed = METHODS[resource.kind]
         if request.method not in allowed:
             raise RefusedRequest(405, "not possible here", {"Allow": ", ".join(allowed)})
-        if target.kind is Kind.BLOCK:
-            return await self._block(request, target)
-        if target.kind is Kind.CONTAINS:
-            return await self._contains(request, target.digest)
-        if target.kind is Kind.TOUCHED:
-            return await self._touched(request, target.digest)
-        if target.kind is Kind.LIST:
-            return await self._list(request, target.digest)
-        if target.kind is Kind.DESCRIPTION:
-            return await self._description(request, target.digest)
-        return await self._about(target.kind)
+        if resource.kind is Kind.BLOCK:
+            return await self._block(request, resource)
+        if resource.kind is Kind.CONTAINS:
+            return await self._contains(request, resource.digest)
+        if resource.kind is Kind.TOUCHED:
+            return await self._touched(request, resource.digest)
+        if resource.kind is Kind.LIST:
+            return await self._list(request, resource.digest)
+        if resource.kind is Kind.DESCRIPTION:
+            return await self._description(request, resource.digest)
+        return await self._about(resource.kind)
 
-    async def _block(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+    async def _block(self, request: web.BaseRequest, resource: Resource) -> web.StreamResponse:
         if request.method == "PUT":
-            return await self._blocks.put(request, target.digest, target.key)
+            return await self._blocks.put(request, resource.digest, resource.key)
         if request.method == "POST":
-            return await self._blocks.check(target.digest, target.key)
+            return await self._blocks.check(resource.digest, resource.key)
         if request.method == "DELETE":
-            return await self._blocks.delete(target.digest, target.key)
-        return await self._blocks.get(request, target.digest, target.key)
+            return await self._blocks.delete(resource.digest, resource.key)
+        return await self._blocks.get(request, resource.digest, resource.key)
 
     async def _contains(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         sizes = parse_qs(request.query_string).get("bytes", [])

@@ -73,7 +73,7 @@ class CredentialsRenewed(Exception):
 
 
 class Hedging:
-    """When to send a second request for an answer that is late, and how often at most.
+    """When to send a second request for an answer that takes long, and how often at most.
 
     The delay is a quantile of recent latencies. At most SHARE of the requests are hedged, in bursts
     of at most BURST, so that hedging does not overload a server that is slow for all requests.

@@ -75,7 +75,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Resource:
     """A parsed path. Only these bytes become part of a file's name, never the path itself."""
 
     kind: Kind
@@ -84,10 +84,10 @@ class Target:
 
 
 _FIXED = {
-    HEALTH: Target(Kind.HEALTH),
-    STATS: Target(Kind.STATS),
-    METRICS: Target(Kind.METRICS),
-    NAMESPACES: Target(Kind.NAMESPACES),
+    HEALTH: Resource(Kind.HEALTH),
+    STATS: Resource(Kind.STATS),
+    METRICS: Resource(Kind.METRICS),
+    NAMESPACES: Resource(Kind.NAMESPACES),
 }
 _IN_NAMESPACE = {
     "": Kind.LIST,
@@ -125,14 +125,14 @@ _NAMESPACE = re.compile(r"/([0-9a-f]{64})/([a-z.]*)", re.ASCII)
 _BLOCK = re.compile(r"/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})", re.ASCII)
 
 
-def parse_path(path: str) -> Target | None:
+def parse_path(path: str) -> Resource | None:
     """Parse `path`, which is percent-encoded and has no query. None for an unknown path."""
     if match := _BLOCK.fullmatch(path):
         digest = Digest(bytes.fromhex(match[1]))
-        return Target(Kind.BLOCK, digest, BlockKey(bytes.fromhex(match[4])))
+        return Resource(Kind.BLOCK, digest, BlockKey(bytes.fromhex(match[4])))
     match = _NAMESPACE.fullmatch(path)
     if match and match[2] in _IN_NAMESPACE:
-        return Target(_IN_NAMESPACE[match[2]], Digest(bytes.fromhex(match[1])))
+        return Resource(_IN_NAMESPACE[match[2]], Digest(bytes.fromhex(match[1])))
     return _FIXED.get(path)
 
 

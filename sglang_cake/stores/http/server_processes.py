@@ -45,7 +45,7 @@ REFRESH_S = 1.0  # interval in which a worker reads the credentials again
 SETTLE_S = 0.2  # after the last accept: requests that have been sent are read in that time
 END_S = 20.0  # requests in progress may take so long when the server stops
 CUT_S = 2.0  # requests that are cut off then may take so long to end
-LATE_S = 10  # beyond both, before a worker is killed
+GRACE_S = 10  # beyond both, before a worker is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class _Application(BaseApplication):
             "workers": self.settings.workers,
             "worker_class": _Worker,
             "timeout": self.settings.hang_s,
-            "graceful_timeout": int(END_S + CUT_S) + LATE_S,
+            "graceful_timeout": int(END_S + CUT_S) + GRACE_S,
             "worker_tmp_dir": str(self.shared),
             "control_socket_disable": True,
             "loglevel": "error",

@@ -43,14 +43,14 @@ class MooncakePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class RegisteredBuffer:
     """Registered memory for one framed block."""
 
     address: int
     view: memoryview
 
 
-class Slots:
+class RegisteredBuffers:
     """Memory for a few framed blocks, which the library reads and writes directly.
 
     It stays mapped for the lifetime of this object, since the library may still use it after a
@@ -62,19 +62,19 @@ class Slots:
         self._memory = mmap.mmap(-1, count * stride)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.bytes = len(self._memory)
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[RegisteredBuffer] = queue.SimpleQueue()
         for start in range(0, self.bytes, stride):
             view = memoryview(self._memory)[start : start + framed_bytes]
-            self._free.put(Slot(self.address + start, view))
+            self._free.put(RegisteredBuffer(self.address + start, view))
 
     @contextmanager
-    def one(self) -> Iterator[Slot]:
-        """A context with one slot. Blocks until one is free."""
-        slot = self._free.get()
+    def one(self) -> Iterator[RegisteredBuffer]:
+        """A context with one buffer. Blocks until one is free."""
+        buffer = self._free.get()
         try:
-            yield slot
+            yield buffer
         finally:
-            self._free.put(slot)
+            self._free.put(buffer)
 
 
 class MooncakeClient:
@@ -84,7 +84,7 @@ class MooncakeClient:
     `close` crashes the library.
     """
 
-    def __init__(self, place: MooncakePlace, slots: Slots) -> None:
+    def __init__(self, place: MooncakePlace, buffers: RegisteredBuffers) -> None:
         """Join the store. Raises: StoreUnavailable."""
         # Tested first, since the library would try for minutes.
         try:
@@ -107,7 +107,7 @@ class MooncakeClient:
             f"{place.host}:{place.port}",
         )
         if code == OK:
-            code = self._client.register_buffer(slots.address, slots.bytes)
+            code = self._client.register_buffer(buffers.address, buffers.bytes)
         if code != OK:
             self._client.close()
             raise StoreUnavailable(f"Mooncake: joining the store failed with {code}")
@@ -120,22 +120,22 @@ class MooncakeClient:
                 raise failure("asking for blocks", answer)
         return [answer == 1 for answer in answers]
 
-    def get_into(self, name: str, slot: Slot) -> int:
-        """Fill `slot`; returns the number of bytes.
+    def get_into(self, name: str, buffer: RegisteredBuffer) -> int:
+        """Fill `buffer`; returns the number of bytes.
 
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable.
         """
-        code = int(self._client.get_into(name, slot.address, len(slot.view)))
+        code = int(self._client.get_into(name, buffer.address, len(buffer.view)))
         if code < 0:
             raise failure("reading a block", code)
         return code
 
-    def put_new(self, name: str, slot: Slot, size_bytes: int) -> bool:
-        """Store the start of `slot`. False: an object of that name exists, and stays.
+    def put_new(self, name: str, buffer: RegisteredBuffer, size_bytes: int) -> bool:
+        """Store the start of `buffer`. False: an object of that name exists, and stays.
 
         Of two concurrent puts of a name both may return True. Raises: StoreFull, StoreUnavailable.
         """
-        code = int(self._client.put_from(name, slot.address, size_bytes))
+        code = int(self._client.put_from(name, buffer.address, size_bytes))
         if code == NO_ROOM:
             raise StoreFull("Mooncake has no memory for the block")
         if code not in (OK, EXISTS):

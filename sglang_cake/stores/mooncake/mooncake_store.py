@@ -17,7 +17,11 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
-from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace, Slots
+from sglang_cake.stores.mooncake.mooncake_client import (
+    MooncakeClient,
+    MooncakePlace,
+    RegisteredBuffers,
+)
 from sglang_cake.stores.threads import Stopped
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
@@ -149,10 +153,10 @@ class CallThreads:
 class MooncakeStore:
     """Implements `Store`: one object per block, framed as in a file.
 
-    The library reads and writes slots of registered memory, one per concurrent read or write. So a
+    The library reads and writes registered memory, a buffer per concurrent read or write. So a
     block is copied once in this process, and hashed during the copy. A call ends after `patience_s`
-    at the latest. A call that hangs holds a slot, never the caller's memory. A lookup is one round
-    trip. A reader removes an object with wrong bytes.
+    at the latest. A call that hangs holds a buffer, never the caller's memory. A lookup is one
+    round trip. A reader removes an object with wrong bytes.
 
     Attributes:
         reads: threads of reads.
@@ -177,7 +181,7 @@ class MooncakeStore:
         self._place = place
         self._frame = frame
         self._patience_s = patience_s
-        self._slots = Slots(2 * depth, frame.framed_bytes)
+        self._buffers = RegisteredBuffers(2 * depth, frame.framed_bytes)
         self.reads = CallThreads("cake-mooncake-read", depth, patience_s=patience_s)
         self._writes = CallThreads("cake-mooncake-write", depth, patience_s=patience_s)
         self._asks = CallThreads("cake-mooncake-ask", 1, patience_s=patience_s)
@@ -251,7 +255,7 @@ class MooncakeStore:
         if self._joining is None or (failed and not self._backoff.left_s(now_s)):
             self._joining_since_s = now_s
             self._backoff.start(now_s)
-            joining = asyncio.to_thread(MooncakeClient, self._place, self._slots)
+            joining = asyncio.to_thread(MooncakeClient, self._place, self._buffers)
             self._joining = asyncio.create_task(joining)
         if not self._joining.done():
             left_s = max(0.0, self._joining_since_s + self._patience_s - now_s)
@@ -274,25 +278,25 @@ class MooncakeStore:
         progress: TellBytes | None,
         hold: Hold,
     ) -> int:
-        with self._slots.one() as slot:
-            count = client.get_into(self._name(key), slot)
+        with self._buffers.one() as buffer:
+            count = client.get_into(self._name(key), buffer)
             if not self._frame.fits(count):
                 raise BlockCorrupt(f"{count} bytes, a block has {self._frame.framed_bytes}")
             with hold:
                 block = Incoming(self._frame, key, out, progress)
                 for start in range(0, count, PIECE_BYTES):
-                    block.feed(slot.view[start : min(start + PIECE_BYTES, count)])
+                    block.feed(buffer.view[start : min(start + PIECE_BYTES, count)])
                 return block.finish()
 
     def _put(self, client: MooncakeClient, key: BlockKey, data: memoryview, hold: Hold) -> bool:
         # The library reports a second put of a name as a success.
         if client.exist([self._name(key)])[0]:
             return False
-        with self._slots.one() as slot:
+        with self._buffers.one() as buffer:
             with hold:
-                slot.view[:HEADER_BYTES] = self._frame.header(key, data)
-                slot.view[HEADER_BYTES : HEADER_BYTES + len(data)] = data
-            return client.put_new(self._name(key), slot, HEADER_BYTES + len(data))
+                buffer.view[:HEADER_BYTES] = self._frame.header(key, data)
+                buffer.view[HEADER_BYTES : HEADER_BYTES + len(data)] = data
+            return client.put_new(self._name(key), buffer, HEADER_BYTES + len(data))
 
     def _check_open(self) -> None:
         if self._closed:

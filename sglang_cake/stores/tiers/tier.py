@@ -1,4 +1,4 @@
-"""One tier of a tiered store: its health, its copies in the background, its calls."""
+"""One tier of a tiered store: its circuit breakers, its copies in the background, its calls."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, copy_in_pieces
 from sglang_cake.core.errors import (
     BlockCorrupt,
@@ -19,6 +18,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import InMemory, KeptBlock, LentBlock, Store, StoreStats
+from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, Breaker
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
 from sglang_cake.stores.tiers.lazy_store import LazyStore
@@ -27,60 +27,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 3
-FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 60.0
 COPIES_AT_ONCE = 2
 MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
-
-
-class TierHealth:
-    """Whether a tier may be called. Times are seconds of any monotonic clock.
-
-              FAILURES_IN_A_ROW failures
-        WELL ----------------------------> LEFT OUT for a pause
-         ^              success             |  |  ^
-         +----------------------------------+  +--+ failed trial: the pause doubles
-
-    At the end of each pause one call goes to the tier, as a trial. If the trial never returns, the
-    next one is due after another pause.
-    """
-
-    def __init__(self) -> None:
-        self.is_well = True
-        self._failures = 0  # in a row
-        self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-
-    def may_try(self, now_s: float) -> bool:
-        """The tier is well, or a trial is due."""
-        return self.is_well or self._backoff.left_s(now_s) == 0
-
-    def begin(self, now_s: float) -> bool:
-        """Record a call; True if it is a trial."""
-        if self.is_well:
-            return False
-        self._backoff.repeat(now_s)
-        return True
-
-    def succeeded(self) -> None:
-        """Record an answer; a refusal, such as StoreFull, is one too."""
-        self.is_well = True
-        self._failures = 0
-        self._backoff.reset()
-
-    def failed(self, now_s: float, *, trial: bool) -> bool:
-        """Record a missing or wrong answer. True if the tier is left out from now on.
-
-        Calls that were in flight when the tier was left out fail too. Only trials make the pause
-        longer.
-        """
-        self._failures += 1
-        if self.is_well and self._failures >= FAILURES_IN_A_ROW:
-            self.is_well = False
-            self._backoff.start(now_s)
-            return True
-        if not self.is_well and trial:
-            self._backoff.start(now_s)
-        return False
 
 
 class _Copy:
@@ -251,10 +199,11 @@ class ProgressOfTries:
 
 
 class Tier:
-    """A store with its health, its link and its queue of copies. For one event loop.
+    """A store with its circuit breakers, its link and its queue of copies. For one event loop.
 
-    Reads (and lookups) and writes have separate health: a disk that is full or read-only goes on
-    serving reads.
+    Reads (and lookups) and writes have a breaker each: a disk that is full or read-only goes on
+    serving reads. A breaker decides which calls the tiered store makes. It stops no call: a block
+    is deleted from a tier that is left out, too.
     """
 
     def __init__(
@@ -276,8 +225,8 @@ class Tier:
         self.index = index
         self._clock = clock
         self._copied = copied
-        self.reading = TierHealth()
-        self.writing = TierHealth()
+        self.reading = _new_breaker()
+        self.writing = _new_breaker()
         self.speed = LinkSpeed(clock)
         self.link = self.speed.read
         self.counts = TierCounts()
@@ -290,9 +239,14 @@ class Tier:
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """As in `Store`; any other failure is a StoreUnavailable."""
-        found = await self._watched(self.reading, self.store.contains(keys))
+        return await self._watched(self.reading, self._contains(keys))
+
+    async def _contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        found = await self.store.contains(keys)
         if len(found) != len(keys):
-            raise self._broken(self.reading, f"{len(found)} answers to {len(keys)} keys")
+            raise StoreUnavailable(
+                f"tier {self.index + 1}: {len(found)} answers to {len(keys)} keys"
+            )
         return found
 
     async def get_into(
@@ -319,7 +273,7 @@ class Tier:
     def lend(self, key: BlockKey) -> LentBlock | None:
         """As in `Lending`; None while the tier is left out."""
         memory = self.memory
-        if memory is None or not self.reading.is_well:
+        if memory is None or not self.reading.is_closed:
             return None
         lent = memory.lend(key)
         if lent is not None:
@@ -368,7 +322,7 @@ class Tier:
         if data is None:
             self.counts.evicted_blocks += 1
             return
-        if not self.writing.may_try(self._clock()):  # left out since the block was queued
+        if not self.writing.may_call(self._clock()):  # left out since the block was queued
             self.counts.left_out_blocks += 1
             return
         # A failure is counted. The tier then lacks the block, which other tiers have.
@@ -379,34 +333,40 @@ class Tier:
     def late(self) -> None:
         """Record a lookup that was given up after other tiers had answered."""
         self.counts.late_answers += 1
-        self._failed(self.reading, "it answers too late", trial=not self.reading.is_well)
+        ticket = self.reading.begin(self._clock())
+        self._failed(self.reading, ticket, "it answers too late")
 
-    async def _watched(self, health: TierHealth, call: Awaitable[T]) -> T:
-        was_well = health.is_well
-        trial = health.begin(self._clock())
+    async def _watched(self, breaker: Breaker, call: Awaitable[T]) -> T:
+        ticket = breaker.begin(self._clock())
         try:
             result = await call
         except (BlockMissing, StoreFull):  # these are answers
-            health.succeeded()
+            self._succeeded(breaker, ticket)
             raise
         except StoreError as error:
-            self._failed(health, str(error), trial=trial)
+            self._failed(breaker, ticket, str(error))
             raise
         except Exception as error:
             logger.exception("tier %d broke the contract of stores", self.index + 1)
-            self._failed(health, repr(error), trial=trial)
+            self._failed(breaker, ticket, repr(error))
             raise StoreUnavailable(f"tier {self.index + 1}: {error!r}") from error
-        health.succeeded()
-        if not was_well:
-            logger.info("tier %d is back", self.index + 1)
+        self._succeeded(breaker, ticket)
         return result
 
-    def _broken(self, health: TierHealth, message: str) -> StoreUnavailable:
-        self._failed(health, message, trial=False)
-        return StoreUnavailable(f"tier {self.index + 1}: {message}")
+    def _succeeded(self, breaker: Breaker, ticket: int) -> None:
+        was_closed = breaker.is_closed
+        breaker.succeeded(ticket)
+        if breaker.is_closed and not was_closed:
+            logger.info("tier %d is back", self.index + 1)
 
-    def _failed(self, health: TierHealth, why: str, *, trial: bool) -> None:
+    def _failed(self, breaker: Breaker, ticket: int, why: str) -> None:
         self.counts.failed_calls += 1
-        if health.failed(self._clock(), trial=trial):
+        was_closed = breaker.is_closed
+        breaker.failed(ticket, self._clock())
+        if was_closed and not breaker.is_closed:
             self.counts.left_out += 1
             logger.warning("tier %d is left out until it answers again: %s", self.index + 1, why)
+
+
+def _new_breaker() -> Breaker:
+    return Breaker(failures=FAILURES_IN_A_ROW, first_s=FIRST_S, last_s=LAST_S, calls_may_hang=True)

@@ -8,7 +8,7 @@
 - A block that is read from a lower tier is copied to the tiers above: to one in memory if that
   one's eviction policy prefers it to what is there, to others at the second read
   (`PromoteOnSecondRead`).
-- A tier that fails repeatedly is left out for a while (`tier.TierHealth`).
+- A tier that fails repeatedly is left out for a while (`circuit_breaker.Breaker`).
 """
 
 import asyncio
@@ -210,8 +210,8 @@ class TieredStore:
         return [having > 0 for having in havings]
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`, for every tier that is well. Failures do not count for health,
-        since most stores do nothing here."""
+        """As in `AccessListener`, for every tier that is not left out. Failures do not
+        count, since most stores do nothing here."""
         self._check_open()
 
         async def report(tier: Tier) -> None:
@@ -219,7 +219,7 @@ class TieredStore:
                 async with asyncio.timeout(self.late_answer_s):
                     await report_access(tier.store, keys, facts)
 
-        await asyncio.gather(*(report(tier) for tier in self.tiers if tier.reading.is_well))
+        await asyncio.gather(*(report(tier) for tier in self.tiers if tier.reading.is_closed))
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         """As in `TierHints`. One key: the tier for a read now. Several keys: the tiers for reads on
@@ -291,8 +291,8 @@ class TieredStore:
         """As in `PerTierEncoding`, and as `put`."""
         self._check_open()
         now_s = self._clock()
-        usable = [tier for tier in self.tiers if tier.writing.may_try(now_s)]
-        usable.sort(key=lambda tier: not tier.writing.is_well)  # trials last: they may hang
+        usable = [tier for tier in self.tiers if tier.writing.may_call(now_s)]
+        usable.sort(key=lambda tier: not tier.writing.is_closed)  # probes last: they may hang
         errors: list[StoreError] = []
         for tried, tier in enumerate(usable, 1):
             data = await form_of(tier.index)
@@ -367,8 +367,8 @@ class TieredStore:
             tiers=tuple(
                 TierStats(
                     by_index.get(tier.index),
-                    tier.reading.is_well,
-                    tier.writing.is_well,
+                    tier.reading.is_closed,
+                    tier.writing.is_closed,
                     asdict(tier.counts),
                 )
                 for tier in self.tiers
@@ -400,7 +400,7 @@ class TieredStore:
         self, left: list[Tier], known: Known, size_bytes: int, *, queued: bool = True
     ) -> Tier | None:
         now_s = self._clock()
-        well = [tier for tier in left if tier.reading.is_well]
+        well = [tier for tier in left if tier.reading.is_closed]
         having = [tier for tier in well if tier.bit & known.having]
         # Another tier beside memory would cost more processor time than the wait for memory.
         having = [tier for tier in having if tier.memory is not None][:1] or having
@@ -408,7 +408,7 @@ class TieredStore:
             return having[quickest([tier.link for tier in having], now_s)]
         if having:
             return having[soonest([tier.link for tier in having], size_bytes, now_s)]
-        due = [tier for tier in left if tier.reading.may_try(now_s)]
+        due = [tier for tier in left if tier.reading.may_call(now_s)]
         return next(iter(well or due), None)
 
     async def _move_up(
@@ -417,52 +417,50 @@ class TieredStore:
         """Move up the payload at the start of `out`, which `unpack` may change. Returns its size
         afterwards."""
         above = [t for t in self.tiers[: tier.index] if not t.bit & self._locations.of(key).having]
-        slow = [target for target in above if target.memory is None]
+        slow = [upper for upper in above if upper.memory is None]
         if slow and self._rereads.read(key, self._clock()):
-            for target in await self._copy(key, _same_for_all(out[:size_bytes]), slow):
-                target.counts.moved_up_blocks += 1
-        fast = [(target, memory) for target in above if (memory := target.memory) is not None]
-        fast = [each for each in fast if each[0].writing.may_try(self._clock())]
+            for upper in await self._copy(key, _same_for_all(out[:size_bytes]), slow):
+                upper.counts.moved_up_blocks += 1
+        fast = [(upper, memory) for upper in above if (memory := upper.memory) is not None]
+        fast = [each for each in fast if each[0].writing.may_call(self._clock())]
         if fast and unpack is not None:
             size_bytes = await unpack(out, size_bytes)
-        for target, memory in fast:
+        for upper, memory in fast:
             with contextlib.suppress(StoreError):  # counted; the read has its bytes
-                if await target.promote(memory, key, out[:size_bytes]):
-                    target.counts.moved_up_blocks += 1
+                if await upper.promote(memory, key, out[:size_bytes]):
+                    upper.counts.moved_up_blocks += 1
         return size_bytes
 
     async def _copy(
-        self, key: BlockKey, form_of: FormOf, targets: list[Tier], stored: _Stored | None = None
+        self, key: BlockKey, form_of: FormOf, tiers: list[Tier], stored: _Stored | None = None
     ) -> list[Tier]:
-        """Queue the block for `targets`; returns the tiers that took it.
+        """Queue the block for `tiers`; returns the tiers that took it.
 
         Args:
             stored: where the block is already.
         """
         copied = []
         deletes = self._deletes
-        for target in targets:
-            if not target.writing.may_try(self._clock()):
-                target.counts.left_out_blocks += 1
+        for tier in tiers:
+            if not tier.writing.may_call(self._clock()):
+                tier.counts.left_out_blocks += 1
                 continue
             try:
                 if deletes != self._deletes:  # it may have been this block
-                    target.counts.dropped_blocks += 1
-                elif await self._queue(
-                    key, functools.partial(form_of, target.index), target, stored
-                ):
-                    copied.append(target)
+                    tier.counts.dropped_blocks += 1
+                elif await self._queue(key, functools.partial(form_of, tier.index), tier, stored):
+                    copied.append(tier)
                 else:
-                    target.counts.queue_full_blocks += 1
+                    tier.counts.queue_full_blocks += 1
             except StoreUnavailable:  # the store is being closed
-                target.counts.dropped_blocks += 1
+                tier.counts.dropped_blocks += 1
         return copied
 
     async def _queue(
         self,
         key: BlockKey,
         form: Callable[[], Awaitable[memoryview]],
-        target: Tier,
+        tier: Tier,
         stored: _Stored | None,
     ) -> bool:
         """Queue the block for one tier. A payload that a tier in memory has is not copied.
@@ -472,16 +470,16 @@ class TieredStore:
         memory = None if stored is None else stored.tier.memory
         kept = None if memory is None else memory.keep(key)
         if stored is None or kept is None:
-            return await target.copies.offer(key, form)
+            return await tier.copies.offer(key, form)
         try:
             data = await form()
         except BaseException:
             kept.release()
             raise
         if data is stored.data:
-            return target.copies.keep(key, kept)
+            return tier.copies.keep(key, kept)
         kept.release()
-        return await target.copies.offer(key, functools.partial(_same_for_all(data), target.index))
+        return await tier.copies.offer(key, functools.partial(_same_for_all(data), tier.index))
 
     def _copied(self, tier: Tier, key: BlockKey) -> None:
         self._locations.learn(key, asked=tier.bit, having=tier.bit)
@@ -492,20 +490,20 @@ class TieredStore:
         """Answers of the tiers that are not left out, in order.
 
         After the first answer the other tiers have `late_answer_s`, so that a tier that hangs does
-        not delay a fast one. A tier whose trial is due is asked too, without waiting for it.
+        not delay a fast one. A tier whose probe is due is asked too, without waiting for it.
         Raises: StoreUnavailable if no tier answers.
         """
         now_s = self._clock()
         usable = [
             tier
             for tier in self.tiers
-            if tier.reading.may_try(now_s) and tier.index not in self._given_up
+            if tier.reading.may_call(now_s) and tier.index not in self._given_up
         ]
-        well = [tier for tier in usable if tier.reading.is_well]
+        well = [tier for tier in usable if tier.reading.is_closed]
         for tier in usable if well else ():
-            if not tier.reading.is_well:
-                trial = asyncio.wait_for(question(tier), self.late_answer_s)
-                self._give_up(tier, asyncio.ensure_future(trial))
+            if not tier.reading.is_closed:
+                probe = asyncio.wait_for(question(tier), self.late_answer_s)
+                self._give_up(tier, asyncio.ensure_future(probe))
         asked = well or usable
         tasks = [asyncio.ensure_future(question(tier)) for tier in asked]
         await _until_answered(tasks, self.late_answer_s)
@@ -529,7 +527,7 @@ class TieredStore:
         def done(task: "asyncio.Task[Any]") -> None:
             del self._given_up[tier.index]
             if not task.cancelled() and isinstance(task.exception(), TimeoutError):
-                tier.late()  # of a trial
+                tier.late()  # of a probe
 
         self._given_up[tier.index] = task
         task.add_done_callback(done)

@@ -86,18 +86,18 @@ def test_store_serve_no_request_path_leads_out_of_the_root(guarded, method, segm
 
 @given(st.one_of(st.text(), st.lists(SEGMENTS).map(lambda parts: "/" + "/".join(parts))))
 def test_parse_path_of_random_text_accepts_only_canonical_block_paths(path):
-    target = parse_path(path)
-    if target is not None and target.kind is Kind.BLOCK:
-        assert block_path(target.digest, target.key) == path
-        assert (len(target.digest), len(target.key)) == (32, 32)
-    elif target is not None and target.digest:
-        assert path.startswith(f"/{target.digest.hex()}/")
+    resource = parse_path(path)
+    if resource is not None and resource.kind is Kind.BLOCK:
+        assert block_path(resource.digest, resource.key) == path
+        assert (len(resource.digest), len(resource.key)) == (32, 32)
+    elif resource is not None and resource.digest:
+        assert path.startswith(f"/{resource.digest.hex()}/")
 
 
 @given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
 def test_parse_path_inverts_block_path_for_every_block(digest, key):
-    target = parse_path(block_path(Digest(digest), BlockKey(key)))
-    assert (target.kind, target.digest, target.key) == (Kind.BLOCK, digest, key)
+    resource = parse_path(block_path(Digest(digest), BlockKey(key)))
+    assert (resource.kind, resource.digest, resource.key) == (Kind.BLOCK, digest, key)
 
 
 def broken(draw):

@@ -12,6 +12,7 @@ from http_servers import OurServer, own_token
 from moto_process import moto
 from test_s3 import credentials  # noqa: F401 - a fixture
 
+from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreUnavailable
@@ -24,7 +25,6 @@ from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.s3.bucket import S3Place
 from sglang_cake.stores.s3.s3_store import S3Store
-from sglang_cake.testing.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 BLOCKS = 12
@@ -209,7 +209,7 @@ async def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, f
 def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     clock = Clock()
     store = remote.opened(clock, remote.patience(fault))
-    io, counters = IoThread("test-faults"), Counters()
+    io, counters = IoThread(), Counters()
     pool = BufferPool([Buffer(on_page(LAYOUT.block_bytes)) for _ in range(BLOCKS)])
     prior = LoadCost(0.0, 1.0, depth=2)
     loader = Loader(store, pool, io, counters, queue_depth=2, prior=prior)

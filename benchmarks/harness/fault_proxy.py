@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-from sglang_cake.testing.slow_link import PIECE_BYTES, SlowLink
+from benchmarks.harness.slow_link import PIECE_BYTES, SlowLink
 
 READ_METHODS = ("GET",)
 LATE_S = 2.0

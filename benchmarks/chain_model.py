@@ -16,13 +16,15 @@ zigzag sequence parallelism with kernels that skip masked pairs, today's baselin
 partitions at once, in NumPy.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from sglang_cake.runahead.partition import Partition
+from sglang_cake.core.token_span import Span
+from sglang_cake.runahead.partition import Partition, StepSeconds, balanced
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,6 +68,14 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0
     blocking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A partition of the front. The loader's part begins at `partition.bounds[-1]`."""
+
+    partition: Partition
+    finish_s: float  # when the slowest worker and the loader have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +178,49 @@ def sequence_parallel_ttft(
     gather_s += (workers - 1) * link.latency_s
     slow = np.ones(worker.layers) if slowdown is None else slowdown.max(axis=0)
     return float(worker.fixed_s + compute_s + (gather_s * slow).sum())
+
+
+def with_loader(
+    span: Span,
+    workers: int,
+    step_s: StepSeconds,
+    load_token_s: float,
+    *,
+    page_tokens: int = 1,
+    block_tokens: int = 1,
+) -> Shared:
+    """The chain computes `[span.start, x)` while the loader loads `[x, span.stop)`.
+
+    docs/theory.md, `C(x)/p = l (n - x)`: the better one of the two x between whose finishes the
+    chain overtakes the loader.
+
+    Args:
+        span: all of it is stored.
+        step_s: as of `partition`; links between workers take no time.
+        load_token_s: seconds per token of the loader, at least 0.
+        block_tokens: the loader loads whole blocks, counted from the start.
+    """
+
+    def bound(blocks: int) -> int:
+        return min(span.start + blocks * block_tokens, span.stop)
+
+    def chain(blocks: int) -> tuple[Partition, float]:
+        front = balanced(Span(span.start, bound(blocks)), workers, step_s, page_tokens=page_tokens)
+        return front, max(step_s(*each) for each in front.spans)
+
+    def load_s(blocks: int) -> float:
+        return load_token_s * (span.stop - bound(blocks))
+
+    def is_slower(blocks: int) -> bool:
+        return chain(blocks)[1] >= load_s(blocks)
+
+    def until(blocks: int) -> Shared:
+        front, chain_s = chain(blocks)
+        return Shared(front, max(chain_s, load_s(blocks)))
+
+    every = range(1, -(-span.tokens // block_tokens) + 1)
+    first = every[bisect_left(every, True, key=is_slower)]
+    return min((until(n) for n in (first - 1, first) if n), key=lambda shared: shared.finish_s)
 
 
 def lower_bound(workers: int) -> float:
