@@ -3,7 +3,7 @@
     python -m benchmarks virtual_gpu [--out FILE] [--docs]
 
 The coordinator, the loader, the copies, the costs and the writer are the server's own, in virtual
-time (`benchmarks.harness.virtual_gpu`); the GPU, SGLang's loop and the store are models. So this
+time (`sglang_cake.testing.virtual_gpu`); the GPU, SGLang's loop and the store are models. So this
 says what the decisions and the order of copies are worth, and nothing of a real device. The
 numbers are the same on every machine.
 
@@ -21,8 +21,13 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import documents, facts
-from benchmarks.harness.scheduler_loop import prompt
-from benchmarks.harness.virtual_gpu import (
+from sglang_cake.cli.text_tables import table
+from sglang_cake.loading import loader
+from sglang_cake.loading.cost_model import work_of
+from sglang_cake.loading.planner import Mode
+from sglang_cake.simulator.hardware import PLAN_S
+from sglang_cake.testing.scheduler_loop import prompt
+from sglang_cake.testing.virtual_gpu import (
     BLOCK_TOKENS,
     EVENT_S,
     LAUNCH_S,
@@ -31,12 +36,7 @@ from benchmarks.harness.virtual_gpu import (
     VirtualGpu,
     virtual_scheduler,
 )
-from benchmarks.harness.virtual_time import virtual_time
-from sglang_cake.cli.text_tables import table
-from sglang_cake.loading import loader
-from sglang_cake.loading.cost_model import work_of
-from sglang_cake.loading.planner import Mode
-from sglang_cake.simulator.hardware import PLAN_S
+from sglang_cake.testing.virtual_time import virtual_time
 
 BEFORE = facts.RESULTS / "virtual-gpu-before.json"
 REPORT = facts.REPORTS / "gpu.md"

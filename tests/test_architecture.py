@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "runahead": {"core", "loading", "runahead"},
     "simulator": {"core", "loading", "stores", "simulator"},
     "demo": {"core", "demo"},
-    "testing": {"core", "codecs", "stores", "testing"},
+    "testing": SHARED | {"integration", "testing"},
     "cli": SHARED | {"demo", "cli"},
     "integration": SHARED | {"integration"},
 }

@@ -23,8 +23,6 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from benchmarks.gpu.measuring import GB, Finding, Size, no_waiting
 from benchmarks.gpu.stand_ins import SlotAllocator, make_pool
-from benchmarks.harness.scheduler_loop import LoopRequest, PromptRun, SchedulerLoop, prompt
-from benchmarks.harness.virtual_gpu import VirtualStore
 from sglang_cake.core.buffers import BufferPool, TellBytes
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import BlockMissing
@@ -39,6 +37,8 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.simulator.ideal_ttft import ComputeCurve, Ideal, ideal_meet
+from sglang_cake.testing.scheduler_loop import LoopRequest, PromptRun, SchedulerLoop, prompt
+from sglang_cake.testing.virtual_gpu import VirtualStore
 
 MODES: tuple[Mode, ...] = ("compute", "load", "auto")
 QUEUE_DEPTH = 8

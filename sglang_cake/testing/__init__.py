@@ -1,1 +1,3 @@
-"""For authors of stores and codecs: contract suites, and a store in a dict."""
+"""Contract suites for stores and codecs, a store in a dict, and a virtual GPU under SGLang's
+scheduler loop.
+"""

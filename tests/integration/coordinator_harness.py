@@ -11,7 +11,6 @@ import torch
 from held_reads import HeldReads
 from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scramble
 
-from benchmarks.harness.scheduler_loop import LoopRequest
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
@@ -28,6 +27,7 @@ from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store
+from sglang_cake.testing.scheduler_loop import LoopRequest
 
 BLOCK, PAGE, CHUNK = 16, 4, 40
 NAMESPACE = Digest(b"n" * 32)

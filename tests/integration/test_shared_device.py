@@ -18,7 +18,6 @@ import pytest
 import torch
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq
 
-from benchmarks.harness.virtual_time import VirtualIo, virtual_time
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
@@ -30,6 +29,7 @@ from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.throttled import ThrottledStore
 from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 CHUNK, POLL_S, DEPTH = 128, 0.0005, 8
 MODES: tuple[Mode, ...] = ("auto", "compute", "load")

@@ -6,11 +6,11 @@ from unittest.mock import Mock
 import pytest
 from kv_pools import record_of
 
-from benchmarks.harness.virtual_time import virtual_time
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts, StepWork
+from sglang_cake.testing.virtual_time import virtual_time
 
 LIVE = record_of(4, block=16)
 COST = PrefillCost(0.01, 1e-3, 1e-6, decode_s=0.002, error=0.0)

@@ -9,8 +9,11 @@ import statistics
 
 import pytest
 
-from benchmarks.harness.scheduler_loop import prompt
-from benchmarks.harness.virtual_gpu import (
+from sglang_cake.core.buffers import Buffer
+from sglang_cake.loading.cost_model import StepWork
+from sglang_cake.loading.planner import Mode
+from sglang_cake.testing.scheduler_loop import prompt
+from sglang_cake.testing.virtual_gpu import (
     BLOCK_TOKENS,
     DMA_BYTES_PER_S,
     HBM_BYTES_PER_S,
@@ -20,10 +23,7 @@ from benchmarks.harness.virtual_gpu import (
     VirtualGpu,
     virtual_scheduler,
 )
-from benchmarks.harness.virtual_time import virtual_time
-from sglang_cake.core.buffers import Buffer
-from sglang_cake.loading.cost_model import StepWork
-from sglang_cake.loading.planner import Mode
+from sglang_cake.testing.virtual_time import virtual_time
 
 GB = 1e9
 models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

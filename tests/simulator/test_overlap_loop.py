@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from test_beside_others import outcome
 from test_ttft_lower_bound import costs, loads
 
-from benchmarks.harness.scheduler_loop import prompt
-from benchmarks.harness.virtual_gpu import MODELS, GpuModel, virtual_scheduler
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import StepPlan, next_step
@@ -19,6 +17,8 @@ from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.simulated_server import Prompt, serve, simulate_prompt
 from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
+from sglang_cake.testing.scheduler_loop import prompt
+from sglang_cake.testing.virtual_gpu import MODELS, GpuModel, virtual_scheduler
 
 MACHINE = Machine(PrefillCost(0.01, 1e-4, 1e-9, 1e-4), LoadCost(0.02, 0.015), plan_s=PLAN_S)
 CHUNK = 512

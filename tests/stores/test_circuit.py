@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from benchmarks.harness.virtual_time import in_virtual_time
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.circuit_breaker import (
     FAILURES,
@@ -16,6 +15,7 @@ from sglang_cake.stores.circuit_breaker import (
     RemoteError,
     TimeoutLimits,
 )
+from sglang_cake.testing.virtual_time import in_virtual_time
 
 AFTER_S = 1e-6  # so that a pause is over, however seconds are rounded
 

@@ -7,12 +7,12 @@ from moto_process import moto
 from storetools import ALICE, fill, held, url_of
 from system_calls import reads_of_this_process
 
-from benchmarks.harness.virtual_time import in_virtual_time
 from sglang_cake.cli.doctor import BENCH_S, KvSizes, store_findings, stores_of
 from sglang_cake.cli.named_stores import NamedStore
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.testing.virtual_time import in_virtual_time
 
 MODEL = KvSizes(block_bytes=8 << 20, end_blocks=0, stored_token_bytes=1000)
 

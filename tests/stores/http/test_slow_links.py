@@ -18,9 +18,9 @@ from http_servers import (
     start_request,
 )
 
-from benchmarks.harness.virtual_time import in_virtual_time
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.stores.http.request_body import STUCK_S, while_it_moves
+from sglang_cake.testing.virtual_time import in_virtual_time
 
 PATH = block_path(BIG_FRAME.digest, A)
 

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.scheduler_loop import PromptRun, SchedulerLoop, prompt
-from benchmarks.harness.virtual_time import VirtualIo, virtual_time
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import BlockMissing
@@ -40,6 +38,8 @@ from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
 from sglang_cake.stores.base import BlockInfo, LentBlock, StoreStats
+from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop, prompt
+from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 BLOCK_TOKENS = 128
 STORE_LATENCY_S = 0.0005
