@@ -1,5 +1,5 @@
 """Other kinds of servers: tensor parallel with pages of 64 in bfloat16, MLA on one rank and on
-several, attention data parallelism with MLA and with GQA, Engine in float16."""
+two, Engine in float16."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from warm import run_forked
 
 from benchmarks.harness.deepseek import build_deepseek
 from sglang_cake.codecs.frame import HEADER_BYTES
-from sglang_cake.demo.models import build_llama, write_model
+from sglang_cake.demo.models import build_llama
 
 Make = Callable[[int], list[int]]
 HALF_TOLERANCE = 0.12  # logits near 8 have steps of 0.03 in bfloat16; wrong KV changes tokens
@@ -131,13 +131,13 @@ def start_latent(
     """Starts servers of that model, which share a store."""
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load")
 
-    def start_latent(ranks: int = 1, *more: str) -> AbstractContextManager[Live]:
+    def start_latent(ranks: int = 1) -> AbstractContextManager[Live]:
         if ranks > 1 and (os.cpu_count() or 1) < 2:
             pytest.skip("two ranks need two cores")
         cores = "|".join(str(rank % 2) for rank in range(ranks))
         return start(
             latent_model,
-            (*flags, "--tp", str(ranks), *more),
+            (*flags, "--tp", str(ranks)),
             store=folder / "store-mla",
             bandwidth="600kB/s",  # a latent row is small: a part is loaded, a part computed
             env=standins
@@ -158,57 +158,6 @@ def latent(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterato
 def latent_ranks(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
     with start_latent(2) as live:
         yield live
-
-
-@pytest.fixture(scope="module")
-def latent_groups(start_latent: Callable[..., AbstractContextManager[Live]]) -> Iterator[Live]:
-    """Attention data parallelism: two groups of two ranks, each with requests of its own."""
-    with start_latent(4, "--dp", "2", "--enable-dp-attention") as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def headed_groups(start: Start, folder: Path, standins: dict[str, str]) -> Iterator[Live]:
-    """The same with GQA, and one rank in each group."""
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two ranks need two cores")
-    flags = (
-        *("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load"),
-        *("--tp", "2", "--dp", "2", "--enable-dp-attention"),
-    )
-    env = {**standins, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    model = build_qwen3(folder / "headed" / "model")
-    with start(model, flags, store=folder / "store-gqa", env=env) as live:
-        yield live
-
-
-def build_qwen3(path: Path) -> Path:
-    """Write a random Qwen3 to `path`. A Llama of SGLang 0.5.23 divides attention among all ranks,
-    also if there are groups."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        max_position_embeddings=8192,
-        initializer_range=0.08,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    write_model(path, Qwen3ForCausalLM, config)
-    return path
-
-
-@pytest.fixture(scope="module", params=["latent_groups", "headed_groups"], ids=["MLA", "GQA"])
-def groups(request: pytest.FixtureRequest) -> Live:
-    live: Live = request.getfixturevalue(request.param)
-    return live
 
 
 @pytest.fixture
@@ -279,55 +228,6 @@ def test_mla_kv_of_two_ranks_differs_from_one_ranks_as_other_chunks_do(
 
 def _numbers(file: Path) -> np.ndarray:
     return np.frombuffer(file.read_bytes()[HEADER_BYTES:], np.float32)
-
-
-def test_dp_attention_groups_load_what_the_other_stored_at_the_same_time(
-    groups: Live, small_prompt: Make
-) -> None:
-    documents = [small_prompt(12 * BLOCK + 5) for _ in range(2)]
-    cold = [groups.ask(ids, routed_dp_rank=group) for group, ids in enumerate(documents)]
-    assert [(answer.meta["dp_rank"], answer.loaded) for answer in cold] == [(0, 0), (1, 0)]
-    assert groups.store is not None
-    files = [file for ids in documents for file in groups.store.until_stored(ids)]
-    assert len(files) == 2 * 12 * groups.store.ranks
-    asked = [
-        PendingRequest(groups, ids, routed_dp_rank=1 - group, rid=f"other-group-{group}")
-        for group, ids in enumerate(documents)
-    ]
-    for asking, reference in zip(asked, cold, strict=True):
-        warm = asking.answer()
-        assert warm.meta["dp_rank"] != reference.meta["dp_rank"]
-        assert warm.loaded > 0
-        assert_same(warm, reference)
-    for file in files:  # the control
-        falsify(file)
-    lie = groups.ask_flushed(documents[0], routed_dp_rank=1)
-    assert lie.loaded > 0
-    with pytest.raises(AssertionError):
-        assert_same(lie, cold[0])
-
-
-def test_dp_attention_aborts_at_four_stages_beside_another_group_leave_a_clean_log(
-    groups: Live, small_prompt: Make
-) -> None:
-    document, other = small_prompt(20 * BLOCK), small_prompt(20 * BLOCK)
-    groups.ask_and_store(document, routed_dp_rank=0)
-    reference = groups.ask(other, routed_dp_rank=0, cache_salt="never asked again")
-    for event in ("arrive", "land", "claim", "attach"):
-        groups.flush()
-        asking = PendingRequest(
-            groups, document, new_tokens=8, rid=f"group-{event}", routed_dp_rank=1
-        )
-        beside = PendingRequest(
-            groups, other, rid=f"beside-{event}", routed_dp_rank=0, cache_salt=event
-        )
-        asking.until(event)
-        groups.post("/abort_request", rid=asking.rid)
-        asking.answer()
-        assert_same(beside.answer(), reference)
-        assert groups.events(asking.rid)  # each group writes the trace of its requests
-    groups.flush()
-    groups.check_log()
 
 
 ENGINE = """
