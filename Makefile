@@ -13,7 +13,7 @@ setup-tests:
 	@.ci/setup-tests
 
 test: setup setup-tests
-	.venv/bin/python -m pytest -v -n 2 $(ARGS)
+	.venv/bin/python -m pytest -v -n 2 --durations=25 $(ARGS)
 
 # With every version of SGLang that is supported, each in its own environment: an hour, 8 GB.
 test-versions: setup-tests
