@@ -45,7 +45,11 @@ class TwoRanks:
         return [future.exception(PATIENCE_S) for future in futures]
 
     def poll(self, *rids: str) -> list[BaseException | None]:
-        return self.both(lambda harness, rank: harness.coordinator.poll(list(rids)))
+        """A poll on both, and the work of their I/O threads after it."""
+        raised = self.both(lambda harness, rank: harness.coordinator.poll(list(rids)))
+        for harness in self.harnesses:
+            harness.settle()
+        return raised
 
     def live(self) -> list[list[str]]:
         return [harness.coordinator.live for harness in self.harnesses]
