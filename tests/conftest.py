@@ -34,6 +34,7 @@ SHARING = {
     )
 }
 GPU = "tests/gpu/"
+LONG = ("tests/stores/http/test_remote_faults.py", "tests/test_benchmarks.py")
 
 
 def _unit(nodeid: str) -> str:
@@ -71,7 +72,13 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(config, items):
     """What takes long first, so that no worker is left alone with it at the end."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (_unit(item.nodeid) != SHARED, SHARED not in item.nodeid))
+        items.sort(
+            key=lambda item: (
+                _unit(item.nodeid) != SHARED,
+                SHARED not in item.nodeid,
+                not item.nodeid.startswith(LONG),
+            )
+        )
 
 
 def pytest_runtest_setup():

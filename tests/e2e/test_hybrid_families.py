@@ -79,13 +79,11 @@ FAMILIES = {
     "kimi-linear": Family(
         build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), (*STATES, *NO_BUFFER)
     ),
-    "nemotron-h": Family(
-        build_nemotron_h, MORE_STATES_ENV, (*STATES, *NO_BUFFER), (*STATES, *NO_BUFFER)
-    ),
+    "nemotron-h": Family(build_nemotron_h, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
     "granite-4": Family(build_granite_4, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
     # Every layer has a state, and K and V.
     "falcon-h1": Family(build_falcon_h1, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
-    "lfm2": Family(build_lfm2, STATES_ENV, STATES, STATES),
+    "lfm2": Family(build_lfm2, STATES_ENV, STATES),
     "gpt-oss": Family(
         lambda path: build_gpt_oss(path, window_tokens=WINDOW_TOKENS), SINKS_ENV, WINDOWS, WINDOWS
     ),
