@@ -8,6 +8,7 @@ without it, the metrics are those of this process alone.
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -71,8 +72,11 @@ class ServerMetrics:
 
     def collect(self) -> Iterable[Metric]:
         """The metrics of all processes."""
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            merged: Iterable[Metric] = MultiProcessCollector(None).collect()
+        folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        if folder is not None:
+            # As `MultiProcessCollector.collect`, which fails on the file of a process that starts.
+            files = [str(file) for file in Path(folder).glob("*.db") if _has_begun(file)]
+            merged: Iterable[Metric] = MultiProcessCollector.merge(files)
             return merged
         return self._registry.collect()
 
@@ -89,6 +93,14 @@ class ServerMetrics:
         registry.register(self)
         registry.register(_Gauges(gauges))
         return generate_latest(registry)
+
+
+def _has_begun(file: Path) -> bool:
+    """Whether a process has written to its file. It makes the file empty at first."""
+    try:
+        return file.stat().st_size > 0
+    except FileNotFoundError:  # that of a process that has ended
+        return False
 
 
 class _Gauges:

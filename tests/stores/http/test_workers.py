@@ -26,6 +26,7 @@ from http_servers import (
 )
 
 from sglang_cake.stores.http.protocol import block_path
+from sglang_cake.stores.http.server_metrics import ServerMetrics
 from sglang_cake.testing.store_contract import FRAME
 
 PATH = block_path(FRAME.digest, A)
@@ -81,6 +82,12 @@ def test_workers_count_together_and_one_that_dies_is_replaced(server):
         reader.close()
     poll(lambda: metrics(server)["connections"] == 1, "only the one that asks")
     assert server.stop() == 0
+
+
+def test_server_metrics_skip_the_file_of_a_process_that_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    (tmp_path / "counter_7.db").touch()
+    assert ServerMetrics().text({"blocks": 3}).endswith(b"sglang_cake_store_blocks 3.0\n")
 
 
 def test_worker_pool_stopped_or_killed_server_leaves_no_worker(server, tmp_path):
