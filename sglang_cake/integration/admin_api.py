@@ -27,8 +27,8 @@ MAX_BODY_BYTES = 65_536
 
 
 def install(config: CakeConfig) -> None:
-    """Install the hook of the HTTP server. Called after plugins are loaded, when a process
-    does not know yet whether it serves HTTP."""
+    """Install the hook of the HTTP server. Called when the process is known to serve HTTP, which it
+    is not while plugins are loaded."""
     _EndpointState.store = config.store
     if not is_hooked(_SERVER):
         register(_SERVER, _add_route, HookType.BEFORE)

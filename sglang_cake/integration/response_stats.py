@@ -25,8 +25,8 @@ _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerO
 
 
 def install_meta_info() -> None:
-    """Install the hook in the process that answers requests. Called after plugins are
-    loaded, when a process does not know yet whether it answers requests."""
+    """Install the hook in the process that answers requests. Called when the process is known to be
+    that one, which it is not while plugins are loaded."""
     if not is_hooked(_META_INFO):
         register(_META_INFO, _unwrap, HookType.AFTER)
         HookRegistry.apply_hooks()

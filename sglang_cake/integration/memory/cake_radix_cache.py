@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-SCARCE_WINDOWS = 1 / 8  # of the pool of sliding windows is free, or in the tree alone
+SCARCE_WINDOWS = 1 / 8  # of their pool: if less is free or held by the tree alone, it is scarce
 
 
 class Service(Protocol):
@@ -395,13 +395,13 @@ class CakeRadixCache(UnifiedRadixCache):
         """Where the window begins that belongs to the last block of an answer, if it ended now. A
         request that decodes keeps its window from there on, unless the pool gets scarce: then
         SGLang would retract requests for it."""
-        if not req.output_ids or self.ends is None or not self.ends.window_tokens:
+        # The last token has no KV yet.
+        start = self._last_window_start(req.seqlen - 1) if req.output_ids else None
+        if start is None:
             return None
         allocator = self.token_to_kv_pool_allocator
         free = allocator.swa_available_size() + self.swa_evictable_size()
-        if free < allocator.size_swa * SCARCE_WINDOWS:
-            return None
-        return self._last_window_start(req.seqlen - 1)  # the last token has no KV yet
+        return None if free < allocator.size_swa * SCARCE_WINDOWS else start
 
     def _map_window(self, slots: torch.Tensor, window: torch.Tensor) -> None:
         """The last of `slots` have these rows of the window; rows in slot 0 were there before."""
