@@ -12,8 +12,9 @@ setup:
 setup-tests:
 	@.ci/setup-tests
 
+# The tests start hundreds of processes, which find compiled modules.
 test: setup setup-tests
-	.venv/bin/python -m pytest -v -n 2 --durations=25 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -v -n 2 --durations=25 $(ARGS)
 
 # With every version of SGLang that is supported, each in its own environment: an hour, 8 GB.
 test-versions: setup-tests

@@ -309,7 +309,7 @@ FAMILIES: tuple[Family, ...] = (
         proofs=(
             Proof("Qwen3-Next", f"{_HYBRIDS}::states-both"),
             Proof("Qwen3.5", f"{_FAMILIES}::qwen3.5"),
-            Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear"),
+            Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear-2-ranks"),
             Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h"),
             Proof("Granite 4", f"{_FAMILIES}::granite-4"),
             Proof("Falcon-H1", f"{_FAMILIES}::falcon-h1"),

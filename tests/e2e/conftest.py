@@ -25,7 +25,9 @@ STRICT = {
 }
 # Most of the memory is that of other servers, which start and end meanwhile.
 FLAGS = ("--mem-fraction-static", "0.5", "--chunked-prefill-size", str(CHUNK))
-SLEEPS = "--sleep-on-idle"  # else a server that has nothing to do takes a core from the others
+# A server that has nothing to do would take a core from the others, and SGLang's own first requests
+# take a second.
+QUIET = ("--sleep-on-idle", "--skip-server-warmup")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -156,7 +158,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
         strict: bool = True,
         warm: bool = True,  # forked from a process that has imported SGLang
         stop: signal.Signals = signal.SIGINT,
-        sleeps: bool = True,
+        quiet: bool = True,
     ) -> Iterator[Live]:
         nonlocal count
         count += 1
@@ -181,7 +183,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
 
         server = SglangServer(
             model,
-            (*FLAGS, *([SLEEPS] if sleeps else []), *cake, *flags),
+            (*FLAGS, *(QUIET if quiet else ()), *cake, *flags),
             env={**ONE_THREAD, **(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
             run=run,

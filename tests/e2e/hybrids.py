@@ -114,7 +114,7 @@ def no_hybrid_alarm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Meeting:
-    """Requests that are computed and loaded at once, end early, or want more than there is.
+    """Requests that are computed and loaded at once, or find a part in the tree.
 
     The module of a subclass has the fixture `hybrid`.
     """
@@ -168,6 +168,24 @@ class Meeting:
         assert answer.loaded > 0 or hybrid.live.races
         assert answer.loaded >= loadable or hybrid.live.races
 
+    def test_control_end_state_of_another_prompt_changes_the_answer(
+        self, hybrid: Hybrid, prompt: Make
+    ) -> None:
+        ids = prompt(12 * BLOCK + 1)
+        other = prompt(12 * BLOCK + 1)
+        files, end = hybrid.ask_and_store(ids)
+        _, foreign = hybrid.ask_and_store(other)
+        for file, source in zip(end, foreign, strict=True):
+            forge(file, source.read_bytes()[HEADER_BYTES:])
+        hybrid.assert_changed(ids, files + end)
+
+
+class Crowding:
+    """Requests that end early, or want more than there is.
+
+    The module of a subclass has the fixture `hybrid`.
+    """
+
     def test_prompts_that_outgrow_the_pools_together_give_the_answers_of_transformers(
         self, hybrid: Hybrid, prompt: Make
     ) -> None:
@@ -188,17 +206,6 @@ class Meeting:
         live.store.until_end_stored(KEPT)
         abort_at_every_stage(live, KEPT)
         hybrid.check(live.ask_flushed(KEPT), KEPT)
-
-    def test_control_end_state_of_another_prompt_changes_the_answer(
-        self, hybrid: Hybrid, prompt: Make
-    ) -> None:
-        ids = prompt(12 * BLOCK + 1)
-        other = prompt(12 * BLOCK + 1)
-        files, end = hybrid.ask_and_store(ids)
-        _, foreign = hybrid.ask_and_store(other)
-        for file, source in zip(end, foreign, strict=True):
-            forge(file, source.read_bytes()[HEADER_BYTES:])
-        hybrid.assert_changed(ids, files + end)
 
 
 class Loading:

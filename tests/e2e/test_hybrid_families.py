@@ -1,8 +1,8 @@
 """Families of models with end states, whose pools differ.
 
-The first server of a family computes and loads at once, so it shows meets. The second one finds
-what the first one has stored. `test_hybrids.py` has more situations, with one family for windows
-and one for states.
+The first server of a family computes and loads at once, so it shows meets. The second one, which
+two families have, finds what the first one has stored. `test_hybrids.py` has more situations, with
+one family for windows and one for states.
 """
 
 import os
@@ -20,6 +20,7 @@ from hybrids import (
     STATES_ENV,
     WINDOW_TOKENS,
     WINDOWS,
+    Crowding,
     Hybrid,
     Loading,
     Make,
@@ -71,31 +72,35 @@ class Family:
     namespaces: int = 1
 
 
+# The first five are CROWDED, and the first one alone has images: pytest orders parameters by their
+# place.
 FAMILIES = {
-    # States, in a multimodal model. It is the first one: pytest orders parameters by their place,
-    # and the test with an image has this family alone.
+    # States, in a multimodal model.
     "qwen3.5": Family(build_qwen3_5, IMAGES_ENV, SEEING, SEEING),
-    # Conv states with channels last; blocks have latent rows.
-    "kimi-linear": Family(
-        build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), (*STATES, *NO_BUFFER)
+    # Each rank has the windows, or the states, of its own heads.
+    "mellum-2-ranks": Family(
+        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, WINDOWS, 2, 2
     ),
-    "nemotron-h": Family(build_nemotron_h, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
-    "granite-4": Family(build_granite_4, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
+    # Conv states with channels last. Both ranks have the same latent rows, and states of their own.
+    "kimi-linear-2-ranks": Family(
+        build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2
+    ),
     # Every layer has a state, and K and V.
     "falcon-h1": Family(build_falcon_h1, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
-    "lfm2": Family(build_lfm2, STATES_ENV, STATES),
-    "gpt-oss": Family(
-        lambda path: build_gpt_oss(path, window_tokens=WINDOW_TOKENS), SINKS_ENV, WINDOWS, WINDOWS
-    ),
     # V is narrower than K.
     "mimo-v2": Family(
         lambda path: build_mimo_v2(path, window_tokens=WINDOW_TOKENS), SINKS_ENV, WINDOWS
+    ),
+    "nemotron-h": Family(build_nemotron_h, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
+    "granite-4": Family(build_granite_4, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
+    "lfm2": Family(build_lfm2, STATES_ENV, STATES),
+    "gpt-oss": Family(
+        lambda path: build_gpt_oss(path, window_tokens=WINDOW_TOKENS), SINKS_ENV, WINDOWS
     ),
     # Windows of another shape than full attention.
     "gemma-4": Family(
         lambda path: build_gemma_4(path, window_tokens=WINDOW_TOKENS),
         {"CAKE_TEST_ANY_BACKEND": "1"},
-        WINDOWS,
         WINDOWS,
     ),
     # A prefix needs the rows of its last chunk, and SGLang keeps as many tokens as a chunk has.
@@ -103,20 +108,12 @@ FAMILIES = {
         lambda path: build_llama_4(path, chunk_tokens=CHUNK_TOKENS),
         {"CAKE_TEST_CHUNKED_ATTENTION": str(CHUNK_TOKENS), "TORCHDYNAMO_DISABLE": "1"},
         WINDOWS,
-        WINDOWS,
-    ),
-    # Each rank has the windows, or the states, of its own heads.
-    "mellum-2-ranks": Family(
-        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, WINDOWS, 2, 2
     ),
     "qwen3-next-2-ranks": Family(
         build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2, namespaces=2
     ),
-    # Both ranks have the same latent rows, and states of their own.
-    "kimi-linear-2-ranks": Family(
-        build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2
-    ),
 }
+CROWDED = [*FAMILIES][:5]
 # In the order of the families, so that the servers of a family run one after the other.
 LAST = [name + SECOND for name, each in FAMILIES.items() if each.second]
 
@@ -149,6 +146,11 @@ def hybrid(
 
 @pytest.mark.parametrize("hybrid", FAMILIES, indirect=True)
 class TestFamily(Meeting):
+    pass
+
+
+@pytest.mark.parametrize("hybrid", CROWDED, indirect=True)
+class TestFamilyCrowded(Crowding):
     pass
 
 

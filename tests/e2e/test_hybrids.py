@@ -21,6 +21,7 @@ from hybrids import (
     STATES_ENV,
     WINDOW_TOKENS,
     WINDOWS,
+    Crowding,
     Hybrid,
     Loading,
     Make,
@@ -104,7 +105,7 @@ def hybrid(
         yield Hybrid(live, Transformers(model), is_second=kind.mode == "load")
 
 
-class TestMeeting(Meeting):
+class TestMeeting(Meeting, Crowding):
     pass
 
 
