@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kv_pools import allocator_of, as_bytes, deepseek_v4, dsa, minimax, rows_of
+from kv_pools import (
+    allocator_of,
+    as_bytes,
+    deepseek_v4,
+    deepseek_v41,
+    dsa,
+    minimax,
+    rows_of,
+)
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -32,16 +40,7 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.integration.memory.end_states import (
-    END_POOLS,
-    CompressedWindow,
-    EndPart,
-    EndSlots,
-    EndStates,
-    RecurrentStates,
-    WindowRows,
-    is_compressed,
-)
+from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
@@ -137,8 +136,13 @@ class HybridTree:
         block: int = BLOCK,
         make_pool: Callable[..., Any] | None = None,
         tree: type = CakeRadixCache,
+        replays: bool = False,
     ) -> None:
-        """Args: make_pool: in place of SGLang's usual pool. tree: its class."""
+        """Args:
+        make_pool: in place of SGLang's usual pool.
+        tree: its class.
+        replays: with SGLang's bounded replay.
+        """
         self.cfg = cfg
         self.block = block
         with pytest.MonkeyPatch.context() as patch:
@@ -164,30 +168,9 @@ class HybridTree:
         self.kv = DeviceKV(
             self.full_pool, block_tokens=block, apart=[each for each in apart if each is not None]
         )
-        parts: list[EndPart] = []
-        self.window_tokens = 0
-        if cfg.has_swa:
-            window, page = self.tree.sliding_window_size, cfg.page_size
-            self.window_tokens = -(-window // page) * page
-        if is_compressed(pool):
-            parts.append(CompressedWindow(pool, block_bytes=self.kv.layout.block_bytes))
-        elif cfg.has_swa:
-            row = DeviceKV(pool.swa_kv_pool, block_tokens=1).layout.block_bytes
-            parts.append(
-                WindowRows(
-                    lambda tokens: DeviceKV(pool.swa_kv_pool, block_tokens=tokens),
-                    token_bytes=row,
-                    window_tokens=self.window_tokens,
-                    block_bytes=self.kv.layout.block_bytes,
-                )
-            )
-        if cfg.has_mamba:
-            states = RecurrentStates(
-                self.requests.mamba_pool, block_bytes=self.kv.layout.block_bytes
-            )
-            parts.append(states)
-        self.ends = EndStates(parts, window_tokens=self.window_tokens) if parts else None
-        self.tree.ends = self.ends
+        self.tree.decoder_swa_bounded_replay = replays
+        self.ends = self.tree.ends = EndStates.of(self.tree, self.kv)
+        self.tail_tokens = 0 if self.ends is None else self.ends.tail_tokens
         self.tree.coordinator = Blocks(block)
         self.live: list[Any] = []
         self.waiting: list[Any] = []  # those that may hold a state, by a match
@@ -436,7 +419,8 @@ class HybridTree:
     def stored_end(self, tokens: Sequence[int], front: int) -> int | None:
         """The last stored end of a prompt that is right of the front."""
         block = self.block
-        last = (len(tokens) - 1 - bool(self.behind)) // block * block
+        computed = max(1 + bool(self.behind), self.tail_tokens)
+        last = (len(tokens) - computed) // block * block
         stored = self.store.blocks if self.ends is None else self.store.ends
         ends = [end for end in range(block, last + 1, block) if tuple(tokens[:end]) in stored]
         return ends[-1] if ends and ends[-1] > front else None
@@ -527,32 +511,68 @@ class HybridTree:
             assert states.available_size() + own + held_states == states.size
 
 
+# Pools of DeepSeek V4, and whether SGLang replays.
+COMPRESSED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "v4": (deepseek_v4, False),
+    "v4.1": (deepseek_v41, False),
+    "v4.1, replay": (deepseek_v41, True),
+}
+
+
 class CompressedTree(HybridTree):
     """DeepSeek V4. What belongs to a page of 256 tokens, which is a block, is written and read at
     its last token: all compressed KV of the page, the page of the window, and the sums of its last
-    tokens, where SGLang's own addressing says."""
+    tokens, where SGLang's own addressing says.
+
+    With bounded replay, the last layers write and read windows of the last tokens of a prompt
+    alone. The request computes these tokens itself, behind all that is loaded or matched.
+    """
 
     PAGE = 256
     SUMMED = 8  # tokens whose sums a page keeps
+    LAST_LAYERS = 3  # the first of them
 
-    def __init__(self, core: str = "python", *, pages: int = 20) -> None:
+    def __init__(self, core: str = "python", *, kind: str = "v4", pages: int = 20) -> None:
+        make, replays = COMPRESSED[kind]
         cfg = config_of(SWA, page=self.PAGE, slots=pages * self.PAGE, window=self.PAGE // 2)
-        make_pool = partial(made, deepseek_v4, cfg.kv_size)
-        super().__init__(cfg, core, block=self.PAGE, make_pool=make_pool)
+        make_pool = partial(made, make, cfg.kv_size)
+        super().__init__(cfg, core, block=self.PAGE, make_pool=make_pool, replays=replays)
+
+    def admit(self, req: Any) -> bool:
+        req.computes_from = req.prefix_len
+        return super().admit(req)
+
+    def load(self, req: Any, stop: int, *, running: bool, aborts: bool = False) -> bool:
+        loaded = super().load(req, stop, running=running, aborts=aborts)
+        req.computes_from = req.prefix_len
+        return loaded
+
+    def check_context(self, req: Any) -> None:
+        super().check_context(req)
+        last = len(req.full_untruncated_fill_ids) - self.tail_tokens
+        assert not req.computes_from or req.computes_from <= last
 
     def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
         pool = self.allocator.get_kvcache()
         pages = (slots // self.PAGE,)
         if kind == "full":
-            for number, (rows, _) in enumerate(rows_of(pool)):
-                yield f"full, plane {number}", as_bytes(rows), pages
+            for number, (rows, tokens) in enumerate(rows_of(pool)):
+                count = self.PAGE // tokens  # rows of a page
+                whole = as_bytes(rows)[: len(rows) // count * count]
+                yield f"full, plane {number}", whole.reshape(-1, count * whole.shape[1]), pages
             return
-        for number, rows in enumerate(pool.swa_kv_pool.kv_buffer):
+        for number, rows in enumerate(self.windows):
             yield f"swa, layer {number}", as_bytes(rows), pages
         last = slots[:, None] - torch.arange(self.SUMMED)
         for number, sums in enumerate(self.sums):
             at = sums.translate_from_swa_loc_to_state_loc(last)
             yield f"swa, sums {number}", as_bytes(sums.kv_score_buffer.kv_score), (at,)
+
+    @property
+    def windows(self) -> list[torch.Tensor]:
+        """Of the layers that compute all tokens."""
+        rows: list[torch.Tensor] = self.allocator.get_kvcache().swa_kv_pool.kv_buffer
+        return rows[: self.LAST_LAYERS] if self.tail_tokens else rows
 
     @property
     def sums(self) -> list[Any]:

@@ -159,6 +159,14 @@ def deepseek_v4(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
         )
 
 
+def deepseek_v41(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
+    """Layers that read the KV of layer 1, of two tokens each, or that of layer 3, and layers of
+    windows alone."""
+    ratios = [0, 2, 2, 1, 1, 0]
+    sources = {"kv_source_layers": [1, 3], "full_size": slots}
+    return deepseek_v4(slots, layer_num=6, compression_ratios=ratios, **sources | options)
+
+
 def states_of(pool: DeepSeekV4TokenToKVPool) -> tuple[object, ...]:
     """What it keeps for the end of a prompt."""
     return pool.swa_kv_pool, pool.compress_state_pools, pool.indexer_compress_state_pools
@@ -215,9 +223,12 @@ def rows_of(pool: Any) -> list[tuple[torch.Tensor, int]]:
             found = [*buffers_of(pool.main_pool), *buffers_of(pool.index_kv_pool)]
             return [(each, 1) for each in (*found, *pool.index_k_pool.k_buffer)]
         case DeepSeekV4TokenToKVPool():
-            pools = (pool.c4_kv_pool, pool.c128_kv_pool)
-            pages = [each for inner in pools for each in inner.kv_buffer]
-            return [(b, 256) for b in (*pages, *pool.c4_indexer_kv_pool.index_k_with_scale_buffer)]
+            pages = [(b, 256) for inner in pool.kv_pools.values() for b in inner.kv_buffer]
+            return pages + [
+                (b, inner.page_size * ratio)
+                for ratio, inner in pool.index_pools.items()
+                for b in inner.index_k_with_scale_buffer
+            ]
         case SWAKVPool() | HybridLinearKVPool():
             return rows_of(pool.full_kv_pool)
     return [(each, 1) for each in buffers_of(pool)]

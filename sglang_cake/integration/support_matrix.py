@@ -35,7 +35,6 @@ class ModelTraits:
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
-    is_low_ratio: bool = False  # the same, also of one and of two tokens, shared by layers
     is_compressed_index: bool = False  # keeps index keys of several tokens as one
     is_ngram: bool = False  # embeds the tokens before a token with it
     is_ngram_table: bool = False  # and finds them in a table that only some steps fill
@@ -66,7 +65,6 @@ class ModelTraits:
 
         config = model.hf_config
         recurrent = mambaish_config(model) or glm5_next_config(model)
-        ratios = getattr(config, "compress_ratios", None) or ()
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
             is_hybrid_ssm=recurrent is not None,
@@ -79,7 +77,6 @@ class ModelTraits:
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(config)),
-            is_low_ratio=bool(is_deepseek_v4(config)) and not _RATIOS.issuperset(ratios),
             is_compressed_index=bool(getattr(model.hf_text_config, "indexer_n_heads", None)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_ngram_table=bool(model.use_ngram_embedding),
@@ -109,8 +106,6 @@ def longrope_tokens(model: "ModelConfig") -> int | None:
 
 # The architecture whose decoding sees the tokens of the prompt and a window of the answer.
 PROMPT_AWARE = "UnlimitedOCRForCausalLM"
-# Compression ratios of DeepSeek V4's pools that can be stored; 0: a layer of windows alone.
-_RATIOS = frozenset({0, 4, 128})
 
 MEDIA = "multimodal, requests with images, videos or audio"
 SERVER = "server on a CPU"
@@ -173,6 +168,7 @@ class Family(Supported):
 _HYBRIDS = "e2e/test_hybrids.py"
 _FAMILIES = "e2e/test_hybrid_families.py"
 _PLANES = "integration/test_pool_planes.py"
+_COMPRESSED = "radix/test_radix_compressed.py"
 
 # In the order in which rules are checked. A model of several kinds is served if all of them are.
 FAMILIES: tuple[Family, ...] = (
@@ -271,21 +267,14 @@ FAMILIES: tuple[Family, ...] = (
         refused="sparse attention with a compressed index (QSA)",
     ),
     Family(
-        "is_low_ratio",
-        "DeepSeek V4.1",
-        refused="compressed attention whose layers share KV of one or two tokens",
-    ),
-    Family(
         "is_compressed",
-        "DeepSeek V4",
+        "DeepSeek V4 and V4.1",
         "compressed attention",
         stored="compressed KV and its index, and the last page of the window of some prefixes",
         proofs=(
-            Proof(
-                "DeepSeek V4",
-                "radix/test_radix_compressed.py"
-                "::test_radix_compressed_end_attached_to_waiting_request_serves_the_rest",
-            ),
+            Proof("DeepSeek V4", f"{_COMPRESSED}::v4"),
+            Proof("DeepSeek V4.1", f"{_COMPRESSED}::v4.1"),
+            Proof("DeepSeek V4.1 with bounded replay", f"{_COMPRESSED}::v4.1, replay"),
         ),
     ),
     Family(
@@ -551,12 +540,6 @@ RULES: tuple[_Rule, ...] = (
         f"of {', '.join(_ALGORITHMS)}",
     ),
     (
-        "enable_decoder_swa_bounded_replay",
-        bool,
-        "does not support steps that compute KV of the last tokens only: set "
-        "--no-enable-decoder-swa-bounded-replay",
-    ),
-    (
         "enable_encoder_swa_bounded_replay",
         bool,
         "does not support windows that belong to requests: remove "
@@ -633,7 +616,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                 "prefill servers that do not change roles may have it"
             )
     for field, is_unsupported, reason in RULES:
-        if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
+        if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no replay
             if model is not None and field == "disable_radix_cache":
                 why = "for this model"
                 if args.enable_deterministic_inference:
@@ -903,14 +886,10 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    # 0.5.22 has neither of them.
-    if getattr(params, "decoder_swa_bounded_replay", False):
-        return (
-            "steps that compute KV of the last tokens only: set "
-            "--no-enable-decoder-swa-bounded-replay"
-        )
     if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
-        params, "swa_gates_prefix_match", True
+        params,
+        "swa_gates_prefix_match",  # not in 0.5.22
+        True,
     ):
         return (
             "windows that belong to requests: remove --enable-encoder-swa-bounded-replay and unset "
@@ -922,8 +901,6 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
         return f"a {type(pool).__name__}: set --disable-hybrid-swa-memory"
     if not hasattr(pool, "pd_kv_layout"):
         return "DeepSeek V4 of SGLang 0.5.22: install 0.5.23"
-    if not _RATIOS.issuperset(pool.compression_ratios):
-        return "compressed attention whose layers share KV of one or two tokens"
     if any(each is not None and each.online for each in pool.compress_state_pools):
         return "sums in one row for each request: unset SGLANG_OPT_USE_ONLINE_COMPRESS"
     if not params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size:

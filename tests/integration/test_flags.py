@@ -386,21 +386,18 @@ def test_launcher_models_with_forced_settings_are_served_or_refused_by_what_help
         assert (reason or "") in "".join(result["stderr"]), (config, flags, result)
 
 
-FULL_PREFILL = "--no-enable-decoder-swa-bounded-replay"
-
-
 def test_launcher_deepseek_v4_on_a_gpu_is_served_or_refused_by_what_helps(
     probe: Probe, tmp_path: Path
 ) -> None:
     """SGLang turns bounded replay on for DeepSeek V4.1 on a GPU."""
     v4, v41 = {**SMALL, **V4}, {**SMALL, **V4, "model_type": "deepseek_v41"}
-    known = _model(tmp_path / "v41", v41)
-    low = _model(tmp_path / "low", {**v41, "compress_ratios": [0, 2]})
+    v41 |= {"compress_ratios": [0, 2], "kv_source_layer_ids": [1]}
+    shared = _model(tmp_path / "v41", v41)
     cases: list[tuple[str, list[str], str]] = [
         (_model(tmp_path / "v4", v4), [], ""),
-        (known, [], f"set {FULL_PREFILL}"),
-        (known, [FULL_PREFILL], ""),
-        (low, [FULL_PREFILL], "whose layers share KV of one or two tokens"),
+        (shared, [], ""),
+        (shared, ["--no-enable-decoder-swa-bounded-replay"], ""),
+        (shared, ["--enable-encoder-swa-bounded-replay"], "windows that belong to requests"),
     ]
     base = ["--device", "cuda", "--enable-cake", "--skip-tokenizer-init"]
     gpu = {"resolve": True, "machine": {"is_cuda": True, "is_sm100": True}}

@@ -12,6 +12,7 @@ from kv_pools import (
     buffers_for,
     buffers_of,
     deepseek_v4,
+    deepseek_v41,
     dsa,
     hybrid,
     mha,
@@ -141,6 +142,7 @@ CASES = {
     ),
     "minimax, 4 bits": Case(lambda: nvfp4(512), 128, 128),
     "deepseek v4": Case(lambda: deepseek_v4(2048), 256, 512, states_of),
+    "deepseek v4.1": Case(lambda: deepseek_v41(2048), 256, 512, states_of),
     "full attention beside windows": Case(
         lambda: windows(SLOTS), 1, BLOCK, lambda pool: (pool.swa_kv_pool,)
     ),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kv_pools import (
     deepseek_v4,
+    deepseek_v41,
     dsa,
     hybrid,
     mha,
@@ -86,6 +87,16 @@ STORED = {
             PlaneGroup(2, (("index", (64 * (128 + 4),)),), "uint8", row_tokens=256),
         ],
     ),
+    "deepseek v4.1": (
+        lambda: deepseek_v41(1024),
+        states_of,
+        [
+            PlaneGroup(1, (("kv", (149760,)),), "uint8", row_tokens=256),
+            PlaneGroup(1, (("kv", (74880,)),), "uint8", row_tokens=256),
+            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=64),
+            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=128),
+        ],
+    ),
     "full attention beside windows": (
         lambda: windows(SLOTS),
         lambda pool: (pool.swa_kv_pool,),
@@ -133,7 +144,7 @@ def test_pool_planes_of_a_pool_are_all_of_its_buffers(kind: str) -> None:
     assert all(each.slots >= pool.size + pool.page_size for each in found)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STORED if kind != "deepseek v4"])
+@pytest.mark.parametrize("kind", [k for k in STORED if "deepseek" not in k])
 def test_pool_planes_have_the_bytes_that_sglang_counts(kind: str) -> None:
     make, apart, _ = STORED[kind]
     pool = make()

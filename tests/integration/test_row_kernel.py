@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kv_pools import (
     as_bytes,
     deepseek_v4,
+    deepseek_v41,
     dsa,
     mha,
     minimax,
@@ -170,6 +171,10 @@ GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "pages only": (partial(nvfp4, 512), {"page": 128, "block_tokens": 128}),
     "compressed pages": (
         partial(deepseek_v4, 2048),
+        {"page": 256, "block_tokens": 256, "apart": states_of},
+    ),
+    "shared pages": (
+        partial(deepseek_v41, 2048),
         {"page": 256, "block_tokens": 256, "apart": states_of},
     ),
 }

@@ -51,7 +51,6 @@ def _args(**changes: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
-        "enable_decoder_swa_bounded_replay": None,
         "enable_encoder_swa_bounded_replay": False,
         "enable_unified_memory": False,
         "enable_mis": False,
@@ -240,15 +239,6 @@ def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
     assert "\n" not in reason
 
 
-def test_support_matrix_bounded_replay_by_default_is_refused_with_the_flag_that_helps() -> None:
-    """SGLang turns it on for DeepSeek V4.1 while it resolves the settings."""
-    args = _args(enable_decoder_swa_bounded_replay=True)
-    for model in (None, replace(PLAIN, is_hybrid_swa=True, is_compressed=True)):
-        assert "set --no-enable-decoder-swa-bounded-replay" in str(unsupported(args, model, 128))
-    args.enable_decoder_swa_bounded_replay = False
-    assert unsupported(args, PLAIN, 128) is None
-
-
 def test_support_matrix_radix_cache_that_sglang_turned_off_is_no_flag_to_change() -> None:
     args = _args(disable_radix_cache=True)
     reason = str(unsupported(args, PLAIN, 128))
@@ -331,7 +321,6 @@ def _pools(**changes: Any) -> Any:
         "token_to_kv_pool_allocator": allocator,
         "req_to_token_pool": states,
         "swa_gates_prefix_match": True,
-        "decoder_swa_bounded_replay": False,
     }
     assert set(changes) <= set(params)
     return SimpleNamespace(
@@ -368,7 +357,6 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
     [
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
         ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
-        ({"decoder_swa_bounded_replay": True}, "--no-enable-decoder-swa-bounded-replay"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )
@@ -397,7 +385,6 @@ def _compressed(**changes: Any) -> Any:
     ("changes", "advice"),
     [
         ({}, None),
-        ({"compression_ratios": [0, 1, 2]}, "KV of one or two tokens"),
         ({"compress_state_pools": [SimpleNamespace(online=True)]}, "SGLANG_OPT_USE_ONLINE_COMPRES"),
         ({"swa_page_size": 64}, "SGLANG_OPT_SM120_DIRECT_SWA_KV"),
     ],
