@@ -18,6 +18,7 @@ from sglang_cake.integration.memory.kv_shard import wrong_head_groups
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,8 +438,28 @@ _ALGORITHMS = {each.name: each for each in SPECULATION}
 def has_draft_kv(args: Any) -> bool:
     """Whether these settings make a draft model with KV of its own. False for an algorithm that is
     not served."""
-    found = _ALGORITHMS.get((args.speculative_algorithm or "").upper())
-    return found is not None and found.has_draft_kv
+    name = args.speculative_algorithm
+    if (found := _ALGORITHMS.get((name or "").upper())) is not None:
+        return found.has_draft_kv
+    plugin = plugin_algorithm(name)
+    return plugin is not None and bool(plugin.has_draft_kv())
+
+
+def plugin_algorithm(name: str | None) -> "CustomSpecAlgo | None":
+    """The algorithm of speculative decoding that a plug-in of SGLang has registered by this name;
+    None: it is SGLang's own, or nobody's."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    try:
+        found = SpeculativeAlgorithm.from_string(name)
+    except ValueError:
+        return None
+    return None if isinstance(found, SpeculativeAlgorithm) else found
+
+
+def _is_unknown(algorithm: str | None) -> bool:
+    known = algorithm is None or algorithm.upper() in _ALGORITHMS
+    return not known and plugin_algorithm(algorithm) is None
 
 
 # Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
@@ -535,9 +556,9 @@ RULES: tuple[_Rule, ...] = (
     ),
     (
         "speculative_algorithm",
-        lambda name: name is not None and name.upper() not in _ALGORITHMS,
+        _is_unknown,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
-        f"of {', '.join(_ALGORITHMS)}",
+        f"of {', '.join(_ALGORITHMS)}, or to one of a plug-in",
     ),
     (
         "enable_encoder_swa_bounded_replay",

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,6 +237,20 @@ def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
     assert reason.startswith("cake ")
     assert f"--{field.replace('_', '-')}" in reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize("has_draft_kv", [False, True])
+def test_support_matrix_algorithm_of_a_plugin_is_served_as_it_was_registered(
+    register_algorithm: Callable[..., None], has_draft_kv: bool
+) -> None:
+    args = _args(speculative_algorithm="Mine")
+    assert "what this speculative algorithm keeps" in str(unsupported(args, None, 128))
+    register_algorithm("MINE", has_draft_kv=has_draft_kv)
+    assert unsupported(args, PLAIN, 128) is None
+    draft = SimpleNamespace(runner=SimpleNamespace(req_to_token_pool=None))
+    seen, unseen = [draft] if has_draft_kv else [], [] if has_draft_kv else [draft]
+    assert unsupported_drafts(args, seen, None) is None
+    assert "did not see the draft model of Mine" in str(unsupported_drafts(args, unseen, None))
 
 
 def test_support_matrix_radix_cache_that_sglang_turned_off_is_no_flag_to_change() -> None:
