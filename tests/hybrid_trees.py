@@ -9,7 +9,7 @@ import itertools
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -54,6 +55,7 @@ def config_of(
     extra_buffer: bool = False,
     slots: int = 160,
     window: int = WINDOW,
+    replays: bool = False,
 ) -> CacheConfig:
     return CacheConfig(
         page_size=page,
@@ -61,6 +63,7 @@ def config_of(
         num_layers=5,
         full_attention_layer_ids=(1, 4),
         sliding_window_size=window if SWA in components else None,
+        decoder_swa_bounded_replay=replays,
         enable_mamba_extra_buffer=extra_buffer,
         mamba_cache_size=24,
         mamba_intermediate_size=16,
@@ -81,6 +84,7 @@ KINDS = {
     "window-unequal": config_of(SWA),
     "state": config_of(MAMBA),
     "state-extra-buffer": config_of(MAMBA, page=4, extra_buffer=True),
+    "state-index": config_of(MAMBA, page=4, extra_buffer=True),
     "window-bigrams": replace(config_of(SWA), is_eagle=True),
     "window-bigrams-pages": replace(config_of(SWA, page=4), is_eagle=True),
     "window-state": config_of(SWA, MAMBA),
@@ -90,12 +94,34 @@ KINDS = {
 UNEQUAL = partial(
     fixtures.SWAKVPool, v_head_dim=3, swa_head_num=2, swa_head_dim=3, swa_v_head_dim=5
 )
-POOLS = {"window-unequal": UNEQUAL}
+# Qwen4-Exp: one key of the index for each two tokens, and states of embeddings of three tokens.
+INDEXED = partial(
+    QSATokenToKVPool,
+    qsa_index_kv_heads=1,
+    qsa_index_head_dim=6,
+    qsa_compress_ratio=2,
+    qsa_token_topk=4,
+    num_request_slots=16,
+)
+EMBEDDED = partial(
+    fixtures.HybridReqToTokenPool,
+    short_conv_layer_ids=[0, 2],
+    short_conv_state_shape=(5, 3),
+    ngram_context_len=2,
+)
+PARTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "window-unequal": {"SWAKVPool": UNEQUAL},
+    "state-index": {
+        "HybridLinearKVPool": INDEXED,
+        "HybridReqToTokenPool": EMBEDDED,
+        "TokenToKVPoolAllocator": lambda **given: allocator(4, **given),
+    },
+}
 
 
 def tree_of(kind: str, core: str = "python", **options: Any) -> "HybridTree":
     """One of `KINDS`, empty."""
-    return HybridTree(KINDS[kind], core, make_pool=POOLS.get(kind), **options)
+    return HybridTree(KINDS[kind], core, parts=PARTS.get(kind), **options)
 
 
 def digests_of(tokens: Sequence[int]) -> torch.Tensor:
@@ -134,22 +160,18 @@ class HybridTree:
         core: str = "python",
         *,
         block: int = BLOCK,
-        make_pool: Callable[..., Any] | None = None,
+        parts: Mapping[str, Callable[..., Any]] | None = None,
         tree: type = CakeRadixCache,
-        replays: bool = False,
     ) -> None:
         """Args:
-        make_pool: in place of SGLang's usual pool.
+        parts: in place of classes of SGLang that make pools and allocators, by their names.
         tree: its class.
-        replays: with SGLang's bounded replay.
         """
         self.cfg = cfg
         self.block = block
         with pytest.MonkeyPatch.context() as patch:
-            if make_pool is not None:
-                patch.setattr(
-                    fixtures, "SWAKVPool" if cfg.has_swa else "MHATokenToKVPool", make_pool
-                )
+            for name, make in (parts or {}).items():
+                patch.setattr(fixtures, name, make)
             if cfg.components == (FULL,):  # a server's allocator, which the fixture does not have
                 patch.setattr(fixtures, "TokenToKVPoolAllocator", partial(allocator, cfg.page_size))
             patch.setattr(fixtures, "UnifiedRadixCache", tree)
@@ -164,11 +186,10 @@ class HybridTree:
             )
         pool = self.allocator.get_kvcache()
         self.full_pool = getattr(pool, "full_kv_pool", pool)
-        apart = [getattr(self.full_pool, name, None) for name in END_POOLS]
+        apart = [getattr(pool, name, None) for name in END_POOLS]
         self.kv = DeviceKV(
-            self.full_pool, block_tokens=block, apart=[each for each in apart if each is not None]
+            pool, block_tokens=block, apart=[each for each in apart if each is not None]
         )
-        self.tree.decoder_swa_bounded_replay = replays
         self.ends = self.tree.ends = EndStates.of(self.tree, self.kv)
         self.tail_tokens = 0 if self.ends is None else self.ends.tail_tokens
         self.tree.coordinator = Blocks(block)
@@ -195,7 +216,11 @@ class HybridTree:
             ("t", cache.temporal),
         ):
             for layer, plane in enumerate(tensor):
-                yield f"{name}/{layer}", plane.view(len(plane), -1).view(torch.uint8)
+                yield f"{name}/{layer}", as_bytes(plane)
+        if self.requests.ngram_pool.enabled:
+            yield "n", as_bytes(self.requests.ngram_pool.context)
+            for layer, plane in enumerate(self.requests.short_conv_pool.conv_state):
+                yield f"s/{layer}", as_bytes(plane)
 
     def write_state(self, digest: torch.Tensor, slot: int) -> None:
         for name, rows in self._states():
@@ -212,6 +237,11 @@ class HybridTree:
         pool = self.full_pool if kind == "full" else self.allocator.get_kvcache().swa_kv_pool
         for number, (buffer, _) in enumerate(rows_of(pool)):
             yield f"{kind}, plane {number}", as_bytes(buffer), (slots,)
+        whole = self.allocator.get_kvcache()
+        if kind == "full" and isinstance(whole, QSATokenToKVPool):
+            for number, keys in enumerate(whole.qsa_compressed_k_buffer_pool):
+                shares = as_bytes(keys).reshape(len(keys) * whole.qsa_compress_ratio, -1)
+                yield f"index of layer {number}", shares, (slots,)  # a token has its share of a key
 
     def write(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> None:
         """Have these slots hold the KV of these tokens."""
@@ -534,9 +564,15 @@ class CompressedTree(HybridTree):
 
     def __init__(self, core: str = "python", *, kind: str = "v4", pages: int = 20) -> None:
         make, replays = COMPRESSED[kind]
-        cfg = config_of(SWA, page=self.PAGE, slots=pages * self.PAGE, window=self.PAGE // 2)
-        make_pool = partial(made, make, cfg.kv_size)
-        super().__init__(cfg, core, block=self.PAGE, make_pool=make_pool, replays=replays)
+        cfg = config_of(
+            SWA,
+            page=self.PAGE,
+            slots=pages * self.PAGE,
+            window=self.PAGE // 2,
+            replays=replays,
+        )
+        parts = {"SWAKVPool": partial(made, make, cfg.kv_size)}
+        super().__init__(cfg, core, block=self.PAGE, parts=parts)
 
     def admit(self, req: Any) -> bool:
         req.computes_from = req.prefix_len
@@ -598,8 +634,8 @@ class SparseTree(HybridTree):
 
     def __init__(self, make: Callable[[int], Any], core: str = "python") -> None:
         cfg = config_of(page=self.PAGE, slots=40 * self.PAGE)
-        make_pool = partial(made, make, cfg.kv_size)
-        super().__init__(cfg, core, block=2 * self.PAGE, make_pool=make_pool)
+        parts = {"MHATokenToKVPool": partial(made, make, cfg.kv_size)}
+        super().__init__(cfg, core, block=2 * self.PAGE, parts=parts)
 
     def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
         pool = self.full_pool

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MiniMaxSparseKVPool,
     MLATokenToKVPool,
 )
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_context
 
@@ -202,6 +203,14 @@ def hybrid(slots: int, *, kind: type = HybridLinearKVPool, **options: Any) -> An
         )
 
 
+def qsa(slots: int, **options: Any) -> QSATokenToKVPool:
+    """Qwen4-Exp: the same, and a key of the index for each four tokens."""
+    sizes = {"qsa_index_kv_heads": 1, "qsa_index_head_dim": 16, "qsa_compress_ratio": 4}
+    sizes |= {"qsa_token_topk": 16, "num_request_slots": 8}
+    made: QSATokenToKVPool = hybrid(slots, kind=QSATokenToKVPool, **sizes | options)
+    return made
+
+
 def buffers_of(pool: Any) -> list[torch.Tensor]:
     """Of a pool with a row for each slot, in block order."""
     if isinstance(pool, MLATokenToKVPool):
@@ -229,6 +238,9 @@ def rows_of(pool: Any) -> list[tuple[torch.Tensor, int]]:
                 for ratio, inner in pool.index_pools.items()
                 for b in inner.index_k_with_scale_buffer
             ]
+        case QSATokenToKVPool():
+            index = pool.qsa_compressed_k_buffer_pool
+            return rows_of(pool.full_kv_pool) + [(each, pool.qsa_compress_ratio) for each in index]
         case SWAKVPool() | HybridLinearKVPool():
             return rows_of(pool.full_kv_pool)
     return [(each, 1) for each in buffers_of(pool)]

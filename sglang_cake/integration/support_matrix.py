@@ -263,11 +263,6 @@ FAMILIES: tuple[Family, ...] = (
         "--disable-hybrid-swa-memory",
     ),
     Family(
-        "is_compressed_index",
-        "Qwen4-Exp",
-        refused="sparse attention with a compressed index (QSA)",
-    ),
-    Family(
         "is_compressed",
         "DeepSeek V4 and V4.1",
         "compressed attention",
@@ -327,6 +322,19 @@ FAMILIES: tuple[Family, ...] = (
             Proof("DSA", f"{_PLANES}::dsa"),
             Proof("DSA with a pooled index", f"{_PLANES}::dsa, a pooled index"),
             Proof("MiniMax M3", f"{_PLANES}::minimax"),
+        ),
+    ),
+    Family(
+        "is_compressed_index",
+        "Qwen4-Exp",
+        "sparse attention with a compressed index, beside linear attention",
+        stored="K and V of the attention layers and the index, and the states behind some prefixes",
+        proofs=(
+            Proof("QSA", f"{_PLANES}::qsa"),
+            Proof(
+                "QSA in a tree with states",
+                "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_books_right",
+            ),
         ),
     ),
     Family(
@@ -540,6 +548,7 @@ POOLING_ARCHITECTURES = frozenset(
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
+        "Qwen4ExpForConditionalGeneration",
         "Sarashina2VisionForCausalLM",
         "TeleFLMForCausalLM",
     }

@@ -218,7 +218,6 @@ def test_architectures_that_are_served_are_counted_and_others_have_a_reason(mach
         "MiniCPMSALAForCausalLM": "disable_radix_cache",
         "MllamaForConditionalGeneration": "is_encoder_decoder",
         "MossVLForConditionalGeneration": "is_encoder_decoder",
-        "Qwen4ExpForConditionalGeneration": "is_compressed_index",
         "UnlimitedOCRForCausalLM": "is_prompt_aware",
     }
     said = f"Of the {len(reasons)} architectures of SGLang 0.5.23 that generate text, "

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from kv_pools import as_bytes, deepseek_v4, hybrid, mha, rows_of, states_of, windows
+from kv_pools import as_bytes, deepseek_v4, hybrid, mha, qsa, rows_of, states_of, windows
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import ConfigError
@@ -55,6 +55,16 @@ def test_draft_pools_of_a_hybrid_have_rows_beside_the_states_of_the_target() -> 
     """SGLang gives a draft model of such a target the target's own states."""
     of, mtp = hybrid(SLOTS), hybrid(SLOTS)
     assert DraftPools.of([mtp], of) == DraftPools(rows=(mtp.full_kv_pool,))
+
+
+def test_draft_pools_of_a_hybrid_with_an_index_have_it_in_blocks() -> None:
+    of, mtp = qsa(SLOTS), qsa(SLOTS)
+    found = DraftPools.of([mtp], of)
+    assert found == DraftPools(rows=(mtp,))
+    kv = DeviceKV(of, block_tokens=64, drafts=found.rows)
+    assert [part for group in kv.layout.groups for part, _ in group.parts] == [
+        *("k", "v", "index", "draft_k", "draft_v", "draft_index")
+    ]
 
 
 def test_draft_pools_windows_in_slots_of_the_target_are_rows_of_blocks() -> None:

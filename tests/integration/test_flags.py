@@ -360,7 +360,7 @@ RESOLVED: list[tuple[dict[str, Any], list[str], str | None]] = [
             "text_config": {**SMALL, **QSA, "model_type": "qwen4_exp_text"},
         },
         [],
-        "sparse attention with a compressed index",
+        None,
     ),
     (V4, [], None),
     (V4, ["--cake-block-tokens", "256"], None),

@@ -20,6 +20,7 @@ from kv_pools import (
     mla,
     nvfp4,
     pooled_dsa,
+    qsa,
     rows_of,
     scramble,
     slots_in_pages,
@@ -148,6 +149,7 @@ CASES = {
     ),
     "windows": Case(lambda: windows(2 * SLOTS).swa_kv_pool, 1, BLOCK),
     "full attention beside states": Case(lambda: hybrid(512), 64, 128),
+    "qsa": Case(lambda: qsa(512), 64, 128),
 }
 
 

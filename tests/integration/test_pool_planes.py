@@ -15,6 +15,7 @@ from kv_pools import (
     mla,
     nvfp4,
     pooled_dsa,
+    qsa,
     rows_of,
     states_of,
     windows,
@@ -25,7 +26,6 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPoolMXFP8,
     MLATokenToKVPoolFP4,
 )
-from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import PlaneGroup
@@ -111,6 +111,22 @@ STORED = {
         lambda: hybrid(SLOTS),
         lambda pool: (),
         [PlaneGroup(2, K_AND_V.parts, "bfloat16")],
+    ),
+    "qsa": (
+        lambda: qsa(SLOTS),
+        lambda pool: (),
+        [
+            PlaneGroup(2, K_AND_V.parts, "bfloat16"),
+            PlaneGroup(2, (("index", (1, 16)),), "bfloat16", row_tokens=4),
+        ],
+    ),
+    "qsa, 8 bits": (
+        lambda: qsa(SLOTS, qsa_indexer_dtype=FP8),
+        lambda pool: (),
+        [
+            PlaneGroup(2, K_AND_V.parts, "bfloat16"),
+            PlaneGroup(2, (("index", (1, 16)),), "float8_e4m3fn", row_tokens=4),
+        ],
     ),
     "dsa beside states": (
         lambda: hybrid(
@@ -217,17 +233,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: deepseek_v4(1024),
         "it keeps compress_state_pools, indexer_compress_state_pools, swa_kv_pool beside",
     ),
-    "an index outside of the pool of full attention": (
-        lambda: hybrid(
-            SLOTS,
-            kind=QSATokenToKVPool,
-            qsa_index_kv_heads=1,
-            qsa_index_head_dim=16,
-            qsa_compress_ratio=4,
-            qsa_token_topk=16,
-            num_request_slots=8,
-        ),
-        "qsa_compressed_k_buffer_pool",
+    "an index, with more for each request": (
+        lambda: _with_more(qsa(SLOTS)),
+        "it keeps more beside",
     ),
 }
 

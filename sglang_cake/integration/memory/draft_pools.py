@@ -30,8 +30,10 @@ class DraftPools:
         windows: list[Any] = []
         for pool in pools:
             window = getattr(pool, "swa_kv_pool", None)
-            if window is None:  # a hybrid's pool has the states of the target beside its rows
-                rows.append(getattr(pool, "full_kv_pool", pool))
+            if window is None:
+                has_index = hasattr(pool, "qsa_compressed_k_buffer_pool")
+                # A hybrid's pool has the states of the target beside its rows.
+                rows.append(pool if has_index else getattr(pool, "full_kv_pool", pool))
                 continue
             states = (*getattr(pool, "compress_state_pools", ()),)
             mapping = getattr(target, "full_to_swa_index_mapping", None)

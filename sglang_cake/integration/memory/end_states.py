@@ -175,8 +175,15 @@ class EndStates:
                     )
                 )
         if tree.supports_mamba():
-            pool = tree.req_to_token_pool.mamba_pool
-            parts.append(RecurrentStates(pool, block_bytes=block_bytes, streams=kv.streams))
+            requests = tree.req_to_token_pool
+            parts.append(
+                RecurrentStates(
+                    requests.mamba_pool,
+                    block_bytes=block_bytes,
+                    streams=kv.streams,
+                    beside=_beside_states(requests),
+                )
+            )
         if not parts:
             return None
         return cls(parts, window_tokens=window_tokens, tail_tokens=tail_tokens)
@@ -397,15 +404,36 @@ class StateRows:
 class RecurrentStates(StateRows):
     """States of recurrent layers, each in a row of the state pool.
 
-    Args: pool: SGLang's `MambaPool`. Others as for `StateRows`.
+    Args:
+        pool: SGLang's `MambaPool`.
+        beside: further tensors with a row for each state.
+        Others as for `StateRows`.
     """
 
-    def __init__(self, pool: Any, *, block_bytes: int, streams: CopyStreams | None = None) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        block_bytes: int,
+        streams: CopyStreams | None = None,
+        beside: Sequence[torch.Tensor] = (),
+    ) -> None:
         (inventory,) = pool.get_device_pool_infos()
         buffers = inventory.buffer_info
         layers = [layer for each in (*buffers.conv, buffers.temporal) for layer in each]
         planes = [plane for plane in (*layers, *buffers.extra_checkpoint_buffers) if plane.numel()]
-        super().__init__(planes, block_bytes=block_bytes, streams=streams)
+        super().__init__([*planes, *beside], block_bytes=block_bytes, streams=streams)
+
+
+def _beside_states(requests: Any) -> list[torch.Tensor]:
+    """What Qwen4-Exp has of the tokens before, for its embeddings of several tokens, with a row
+    for each state of SGLang's `HybridReqToTokenPool`."""
+    found: list[torch.Tensor] = []
+    if requests.short_conv_pool.enabled:
+        found += requests.short_conv_pool.conv_state
+    if requests.ngram_pool.enabled:
+        found.append(requests.ngram_pool.context)
+    return found
 
 
 class CompressedWindow(StateRows):
