@@ -171,7 +171,10 @@ class CakeService:
         # Blocks have the KV of the layers that see all tokens. The rest is in end states.
         apart = [getattr(pool, name, None) for name in END_POOLS]
         pools = [draft.pool for draft in LOADED.drafts]
-        drafts = DraftPools.of(pools, pool)
+        own = getattr(ctx.params.req_to_token_pool, "mamba_pool", None)
+        seen = dict.fromkeys(draft.states for draft in LOADED.drafts)
+        states = [each for each in seen if each not in (None, own)]
+        drafts = DraftPools.of(pools, pool, states=states)
         shard = shard_of(ctx, pools)
         self._groups = shard.head_groups(config.head_groups)
         slices = 1 if self._groups is None else len(self._groups)
@@ -183,7 +186,7 @@ class CakeService:
             drafts.rows,
             sliced=slices > 1,
         )
-        ends = EndStates.of(tree, self.kv, drafts.windows)
+        ends = EndStates.of(tree, self.kv, drafts)
         tree.ends = ends
         stored = _sliced(self.kv.layout, slices, ends)
         check_codec(stored, config.codec, config.max_error, self._rope_theta)

@@ -860,11 +860,12 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
             "install 0.5.23"
         )
     for draft in drafts:
-        states = getattr(draft.runner.req_to_token_pool, "mamba_pool", None)
-        if states is not None and states is not own:
+        if draft.states not in (None, own) and not _has_state_slots_of(
+            requests, draft.runner.req_to_token_pool
+        ):
             return (
-                "cake does not support a draft model with recurrent states: remove "
-                "--speculative-algorithm"
+                "cake does not support a draft model with recurrent states in slots of its own: "
+                "remove --speculative-algorithm"
             )
     if drafts and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
         return (
@@ -872,6 +873,12 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
             "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
         )
     return None
+
+
+def _has_state_slots_of(requests: Any, others: Any) -> bool:
+    """Whether the states of a request have the same slot in the pools of both."""
+    mine = requests.req_index_to_mamba_index_mapping
+    return bool(others.req_index_to_mamba_index_mapping is mine)
 
 
 def keys_media(ctx: "TreeCacheBuildContext") -> bool:

@@ -15,6 +15,7 @@ from sglang_cake.core.codec_names import CHOICES, LOSSY
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import support_matrix
+from sglang_cake.integration.identity.identity import LoadedDraft, ModelSource
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
     RULES,
@@ -247,7 +248,8 @@ def test_support_matrix_algorithm_of_a_plugin_is_served_as_it_was_registered(
     assert "what this speculative algorithm keeps" in str(unsupported(args, None, 128))
     register_algorithm("MINE", has_draft_kv=has_draft_kv)
     assert unsupported(args, PLAIN, 128) is None
-    draft = SimpleNamespace(runner=SimpleNamespace(req_to_token_pool=None))
+    runner: Any = SimpleNamespace(req_to_token_pool=None)
+    draft = LoadedDraft(runner, ModelSource("d"), None)
     seen, unseen = [draft] if has_draft_kv else [], [] if has_draft_kv else [draft]
     assert unsupported_drafts(args, seen, None) is None
     assert "did not see the draft model of Mine" in str(unsupported_drafts(args, unseen, None))
@@ -599,7 +601,8 @@ def test_support_matrix_draft_kv_is_served_with_end_states_and_without_lossy_cod
         ("FROZEN_KV_MTP", [], False, None),
         ("EAGLE", [None], False, None),
         ("EAGLE", ["target's"], False, None),
-        ("EAGLE", ["target's", "own"], False, "a draft model with recurrent states"),
+        ("EAGLE", ["target's", "own, in the target's slots"], False, None),
+        ("EAGLE", ["target's", "own"], False, "recurrent states in slots of its own"),
         ("EAGLE", [], False, "did not see the draft model of EAGLE"),
         ("EAGLE", [None], True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
     ],
@@ -612,9 +615,14 @@ def test_support_matrix_draft_model_whose_kv_would_be_missing_is_refused(
     from sglang.srt.environ import envs
 
     args = SimpleNamespace(speculative_algorithm=algorithm)
-    pools = [SimpleNamespace(mamba_pool=states) for states in drafts]
-    models = [SimpleNamespace(runner=SimpleNamespace(req_to_token_pool=pool)) for pool in pools]
-    requests = SimpleNamespace(mamba_pool="target's")
+    slots, others = object(), object()
+    models = []
+    for states in drafts:
+        mapping = others if states == "own" else slots
+        pool = SimpleNamespace(mamba_pool=states, req_index_to_mamba_index_mapping=mapping)
+        runner: Any = SimpleNamespace(req_to_token_pool=pool)
+        models.append(LoadedDraft(runner, ModelSource("d"), None))
+    requests = SimpleNamespace(mamba_pool="target's", req_index_to_mamba_index_mapping=slots)
     with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(skips):
         reason = unsupported_drafts(args, models, requests)
     assert (reason is None) == (advice is None)

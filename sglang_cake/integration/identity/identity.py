@@ -233,6 +233,11 @@ class LoadedDraft:
         """Its KV pool, which has the slots of the target's."""
         return self.runner.token_to_kv_pool
 
+    @property
+    def states(self) -> Any:
+        """The pool of its recurrent states, which may be the target's; None: it has none."""
+        return getattr(self.runner.req_to_token_pool, "mamba_pool", None)
+
 
 @dataclass(slots=True)
 class LoadedFiles:

@@ -29,11 +29,13 @@ import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
 
 if TYPE_CHECKING:
     from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
+NO_DRAFTS = DraftPools()
 # Pools inside of a KV pool that hold the data of end states.
 END_POOLS = ("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools")
 
@@ -131,17 +133,13 @@ class EndStates:
 
     @classmethod
     def of(
-        cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: Sequence[Any] = ()
+        cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: DraftPools = NO_DRAFTS
     ) -> "EndStates | None":
         """Those of a model; None: a prefix needs none.
 
-        Args:
-            tree: of the model.
-            kv: of its blocks.
-            drafts: pools of draft models with the slots of its windows.
-
-        Raises: ConfigError.
+        Args: tree: of the model. kv: of its blocks. Raises: ConfigError.
         """
+        windows = drafts.windows
         parts: list[EndPart] = []
         window_tokens = tail_tokens = 0
         block_bytes = kv.layout.block_bytes
@@ -152,23 +150,23 @@ class EndStates:
             if is_compressed(pool):
                 layers = None
                 if tree.decoder_swa_bounded_replay:
-                    tail_tokens, drafts = tree.sliding_window_size, ()
+                    tail_tokens, windows = tree.sliding_window_size, ()
                     layers = max(pool.kv_source_layers)  # the first one of the last layers
                 parts.append(
                     CompressedWindow(
                         pool,
                         block_bytes=block_bytes,
                         streams=kv.streams,
-                        drafts=drafts,
+                        drafts=windows,
                         layers=layers,
                     )
                 )
             else:
                 parts.append(
                     WindowRows(
-                        partial(kv.beside, pool.swa_kv_pool, drafts=drafts),
+                        partial(kv.beside, pool.swa_kv_pool, drafts=windows),
                         token_bytes=DeviceKV(
-                            pool.swa_kv_pool, block_tokens=1, drafts=drafts
+                            pool.swa_kv_pool, block_tokens=1, drafts=windows
                         ).layout.block_bytes,
                         window_tokens=window_tokens,
                         block_bytes=block_bytes,
@@ -181,6 +179,7 @@ class EndStates:
                     requests.mamba_pool,
                     block_bytes=block_bytes,
                     streams=kv.streams,
+                    drafts=drafts.states,
                     beside=_beside_states(requests),
                 )
             )
@@ -406,7 +405,8 @@ class RecurrentStates(StateRows):
 
     Args:
         pool: SGLang's `MambaPool`.
-        beside: further tensors with a row for each state.
+        drafts: those of draft models, with a row for each state.
+        beside: further tensors with such rows.
         Others as for `StateRows`.
     """
 
@@ -416,12 +416,19 @@ class RecurrentStates(StateRows):
         *,
         block_bytes: int,
         streams: CopyStreams | None = None,
+        drafts: Sequence[Any] = (),
         beside: Sequence[torch.Tensor] = (),
     ) -> None:
-        (inventory,) = pool.get_device_pool_infos()
-        buffers = inventory.buffer_info
-        layers = [layer for each in (*buffers.conv, buffers.temporal) for layer in each]
-        planes = [plane for plane in (*layers, *buffers.extra_checkpoint_buffers) if plane.numel()]
+        planes: list[torch.Tensor] = []
+        for each in (pool, *drafts):
+            (inventory,) = each.get_device_pool_infos()
+            found = inventory.buffer_info
+            layers = [layer for some in (*found.conv, found.temporal) for layer in some]
+            planes += [
+                plane for plane in (*layers, *found.extra_checkpoint_buffers) if plane.numel()
+            ]
+        if drafts and min(map(len, planes)) < len(planes[0]):
+            raise ConfigError("cake cannot store a draft model without rows for all states")
         super().__init__([*planes, *beside], block_bytes=block_bytes, streams=streams)
 
 
