@@ -169,7 +169,7 @@ class Family(Supported):
 _HYBRIDS = "e2e/test_hybrids.py"
 _FAMILIES = "e2e/test_hybrid_families.py"
 _PLANES = "integration/test_pool_planes.py"
-_COMPRESSED = "radix/test_radix_compressed.py"
+_COMPRESSED = "radix/test_radix_compressed.py::test_radix_compressed"
 
 # In the order in which rules are checked. A model of several kinds is served if all of them are.
 FAMILIES: tuple[Family, ...] = (
@@ -268,9 +268,14 @@ FAMILIES: tuple[Family, ...] = (
         "compressed attention",
         stored="compressed KV and its index, and the last page of the window of some prefixes",
         proofs=(
-            Proof("DeepSeek V4", f"{_COMPRESSED}::v4"),
-            Proof("DeepSeek V4.1", f"{_COMPRESSED}::v4.1"),
-            Proof("DeepSeek V4.1 with bounded replay", f"{_COMPRESSED}::v4.1, replay"),
+            Proof("DeepSeek V4", f"{_COMPRESSED}_end_attached_to_waiting_request_serves_the_rest"),
+            Proof(
+                "DeepSeek V4.1", f"{_COMPRESSED}_end_attached_to_running_request_serves_the_rest"
+            ),
+            Proof(
+                "DeepSeek V4.1 with bounded replay",
+                f"{_COMPRESSED}_prompt_computes_the_last_window_of_a_replay",
+            ),
         ),
     ),
     Family(

@@ -139,7 +139,7 @@ def test_coordinator_prompt_is_loaded_up_to_its_last_window_unless_all_of_it_is_
         for _ in range(3):
             harness.coordinator.poll([req.rid])
             harness.settle()
-        assert harness.step(req)
+        assert any(harness.step(req) for _ in range(2))
         [report] = req.customized_info["cake"]
         assert report["loaded_tokens"] == loaded
         harness.leave(req)

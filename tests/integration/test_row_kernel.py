@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kv_pools import (
     as_bytes,
     deepseek_v4,
-    deepseek_v41,
     dsa,
     mha,
     minimax,
@@ -175,10 +174,6 @@ GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         {"page": 256, "block_tokens": 256, "apart": states_of},
     ),
     "rows of several tokens": (partial(qsa, 512), {"page": 64, "block_tokens": 128}),
-    "shared pages": (
-        partial(deepseek_v41, 2048),
-        {"page": 256, "block_tokens": 256, "apart": states_of},
-    ),
 }
 
 

@@ -102,6 +102,8 @@ def test_radix_compressed_prompt_computes_the_last_window_of_a_replay() -> None:
         side.empty()
 
 
-@both
+@pytest.mark.parametrize(
+    ("core", "kind"), [*((core, "v4") for core in CORES), ("python", "v4.1, replay")]
+)
 def test_radix_compressed_random_calls_keep_kv_and_books_right(core: str, kind: str) -> None:
     run_machine(lambda: CompressedTree(core, kind=kind))

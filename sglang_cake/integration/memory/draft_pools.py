@@ -41,11 +41,11 @@ class DraftPools:
                 # A hybrid's pool has the states of the target beside its rows.
                 rows.append(pool if has_index else getattr(pool, "full_kv_pool", pool))
                 continue
-            states = (*getattr(pool, "compress_state_pools", ()),)
+            sums = (*getattr(pool, "compress_state_pools", ()),)
             mapping = getattr(target, "full_to_swa_index_mapping", None)
             if pool.swa_uses_full_indices:
                 rows.append(window)
-            elif mapping is pool.full_to_swa_index_mapping and not any(states):
+            elif mapping is pool.full_to_swa_index_mapping and not any(sums):
                 windows.append(window)
             else:
                 raise ConfigError(

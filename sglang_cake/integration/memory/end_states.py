@@ -173,14 +173,12 @@ class EndStates:
                     )
                 )
         if tree.supports_mamba():
-            requests = tree.req_to_token_pool
             parts.append(
                 RecurrentStates(
-                    requests.mamba_pool,
+                    tree.req_to_token_pool.mamba_pool,
                     block_bytes=block_bytes,
                     streams=kv.streams,
                     drafts=drafts.states,
-                    beside=_beside_states(requests),
                 )
             )
         if not parts:
@@ -406,7 +404,6 @@ class RecurrentStates(StateRows):
     Args:
         pool: SGLang's `MambaPool`.
         drafts: those of draft models, with a row for each state.
-        beside: further tensors with such rows.
         Others as for `StateRows`.
     """
 
@@ -417,7 +414,6 @@ class RecurrentStates(StateRows):
         block_bytes: int,
         streams: CopyStreams | None = None,
         drafts: Sequence[Any] = (),
-        beside: Sequence[torch.Tensor] = (),
     ) -> None:
         planes: list[torch.Tensor] = []
         for each in (pool, *drafts):
@@ -429,18 +425,7 @@ class RecurrentStates(StateRows):
             ]
         if drafts and min(map(len, planes)) < len(planes[0]):
             raise ConfigError("cake cannot store a draft model without rows for all states")
-        super().__init__([*planes, *beside], block_bytes=block_bytes, streams=streams)
-
-
-def _beside_states(requests: Any) -> list[torch.Tensor]:
-    """What Qwen4-Exp has of the tokens before, for its embeddings of several tokens, with a row
-    for each state of SGLang's `HybridReqToTokenPool`."""
-    found: list[torch.Tensor] = []
-    if requests.short_conv_pool.enabled:
-        found += requests.short_conv_pool.conv_state
-    if requests.ngram_pool.enabled:
-        found.append(requests.ngram_pool.context)
-    return found
+        super().__init__(planes, block_bytes=block_bytes, streams=streams)
 
 
 class CompressedWindow(StateRows):
