@@ -9,7 +9,7 @@ import itertools
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,11 +18,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kv_pools import allocator_of, as_bytes, deepseek_v4, dsa, minimax, rows_of
+from kv_pools import (
+    allocator_of,
+    as_bytes,
+    deepseek_v4,
+    deepseek_v41,
+    dsa,
+    minimax,
+    rows_of,
+)
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -32,16 +41,7 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.integration.memory.end_states import (
-    END_POOLS,
-    CompressedWindow,
-    EndPart,
-    EndSlots,
-    EndStates,
-    RecurrentStates,
-    WindowRows,
-    is_compressed,
-)
+from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
@@ -55,6 +55,7 @@ def config_of(
     extra_buffer: bool = False,
     slots: int = 160,
     window: int = WINDOW,
+    replays: bool = False,
 ) -> CacheConfig:
     return CacheConfig(
         page_size=page,
@@ -62,6 +63,7 @@ def config_of(
         num_layers=5,
         full_attention_layer_ids=(1, 4),
         sliding_window_size=window if SWA in components else None,
+        decoder_swa_bounded_replay=replays,
         enable_mamba_extra_buffer=extra_buffer,
         mamba_cache_size=24,
         mamba_intermediate_size=16,
@@ -82,6 +84,7 @@ KINDS = {
     "window-unequal": config_of(SWA),
     "state": config_of(MAMBA),
     "state-extra-buffer": config_of(MAMBA, page=4, extra_buffer=True),
+    "state-index": config_of(MAMBA, page=4, extra_buffer=True),
     "window-bigrams": replace(config_of(SWA), is_eagle=True),
     "window-bigrams-pages": replace(config_of(SWA, page=4), is_eagle=True),
     "window-state": config_of(SWA, MAMBA),
@@ -91,12 +94,34 @@ KINDS = {
 UNEQUAL = partial(
     fixtures.SWAKVPool, v_head_dim=3, swa_head_num=2, swa_head_dim=3, swa_v_head_dim=5
 )
-POOLS = {"window-unequal": UNEQUAL}
+# Qwen4-Exp: one key of the index for each two tokens, and states of embeddings of three tokens.
+INDEXED = partial(
+    QSATokenToKVPool,
+    qsa_index_kv_heads=1,
+    qsa_index_head_dim=6,
+    qsa_compress_ratio=2,
+    qsa_token_topk=4,
+    num_request_slots=16,
+)
+EMBEDDED = partial(
+    fixtures.HybridReqToTokenPool,
+    short_conv_layer_ids=[0, 2],
+    short_conv_state_shape=(5, 3),
+    ngram_context_len=2,
+)
+PARTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "window-unequal": {"SWAKVPool": UNEQUAL},
+    "state-index": {
+        "HybridLinearKVPool": INDEXED,
+        "HybridReqToTokenPool": EMBEDDED,
+        "TokenToKVPoolAllocator": lambda **given: allocator(4, **given),
+    },
+}
 
 
 def tree_of(kind: str, core: str = "python", **options: Any) -> "HybridTree":
     """One of `KINDS`, empty."""
-    return HybridTree(KINDS[kind], core, make_pool=POOLS.get(kind), **options)
+    return HybridTree(KINDS[kind], core, parts=PARTS.get(kind), **options)
 
 
 def digests_of(tokens: Sequence[int]) -> torch.Tensor:
@@ -135,17 +160,18 @@ class HybridTree:
         core: str = "python",
         *,
         block: int = BLOCK,
-        make_pool: Callable[..., Any] | None = None,
+        parts: Mapping[str, Callable[..., Any]] | None = None,
         tree: type = CakeRadixCache,
     ) -> None:
-        """Args: make_pool: in place of SGLang's usual pool. tree: its class."""
+        """Args:
+        parts: in place of classes of SGLang that make pools and allocators, by their names.
+        tree: its class.
+        """
         self.cfg = cfg
         self.block = block
         with pytest.MonkeyPatch.context() as patch:
-            if make_pool is not None:
-                patch.setattr(
-                    fixtures, "SWAKVPool" if cfg.has_swa else "MHATokenToKVPool", make_pool
-                )
+            for name, make in (parts or {}).items():
+                patch.setattr(fixtures, name, make)
             if cfg.components == (FULL,):  # a server's allocator, which the fixture does not have
                 patch.setattr(fixtures, "TokenToKVPoolAllocator", partial(allocator, cfg.page_size))
             patch.setattr(fixtures, "UnifiedRadixCache", tree)
@@ -160,34 +186,12 @@ class HybridTree:
             )
         pool = self.allocator.get_kvcache()
         self.full_pool = getattr(pool, "full_kv_pool", pool)
-        apart = [getattr(self.full_pool, name, None) for name in END_POOLS]
+        apart = [getattr(pool, name, None) for name in END_POOLS]
         self.kv = DeviceKV(
-            self.full_pool, block_tokens=block, apart=[each for each in apart if each is not None]
+            pool, block_tokens=block, apart=[each for each in apart if each is not None]
         )
-        parts: list[EndPart] = []
-        self.window_tokens = 0
-        if cfg.has_swa:
-            window, page = self.tree.sliding_window_size, cfg.page_size
-            self.window_tokens = -(-window // page) * page
-        if is_compressed(pool):
-            parts.append(CompressedWindow(pool, block_bytes=self.kv.layout.block_bytes))
-        elif cfg.has_swa:
-            row = DeviceKV(pool.swa_kv_pool, block_tokens=1).layout.block_bytes
-            parts.append(
-                WindowRows(
-                    lambda tokens: DeviceKV(pool.swa_kv_pool, block_tokens=tokens),
-                    token_bytes=row,
-                    window_tokens=self.window_tokens,
-                    block_bytes=self.kv.layout.block_bytes,
-                )
-            )
-        if cfg.has_mamba:
-            states = RecurrentStates(
-                self.requests.mamba_pool, block_bytes=self.kv.layout.block_bytes
-            )
-            parts.append(states)
-        self.ends = EndStates(parts, window_tokens=self.window_tokens) if parts else None
-        self.tree.ends = self.ends
+        self.ends = self.tree.ends = EndStates.of(self.tree, self.kv)
+        self.tail_tokens = 0 if self.ends is None else self.ends.tail_tokens
         self.tree.coordinator = Blocks(block)
         self.live: list[Any] = []
         self.waiting: list[Any] = []  # those that may hold a state, by a match
@@ -212,7 +216,11 @@ class HybridTree:
             ("t", cache.temporal),
         ):
             for layer, plane in enumerate(tensor):
-                yield f"{name}/{layer}", plane.view(len(plane), -1).view(torch.uint8)
+                yield f"{name}/{layer}", as_bytes(plane)
+        if self.requests.ngram_pool.enabled:
+            yield "n", as_bytes(self.requests.ngram_pool.context)
+            for layer, plane in enumerate(self.requests.short_conv_pool.conv_state):
+                yield f"s/{layer}", as_bytes(plane)
 
     def write_state(self, digest: torch.Tensor, slot: int) -> None:
         for name, rows in self._states():
@@ -229,6 +237,11 @@ class HybridTree:
         pool = self.full_pool if kind == "full" else self.allocator.get_kvcache().swa_kv_pool
         for number, (buffer, _) in enumerate(rows_of(pool)):
             yield f"{kind}, plane {number}", as_bytes(buffer), (slots,)
+        whole = self.allocator.get_kvcache()
+        if kind == "full" and isinstance(whole, QSATokenToKVPool):
+            for number, keys in enumerate(whole.qsa_compressed_k_buffer_pool):
+                shares = as_bytes(keys).reshape(len(keys) * whole.qsa_compress_ratio, -1)
+                yield f"index of layer {number}", shares, (slots,)  # a token has its share of a key
 
     def write(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> None:
         """Have these slots hold the KV of these tokens."""
@@ -436,7 +449,8 @@ class HybridTree:
     def stored_end(self, tokens: Sequence[int], front: int) -> int | None:
         """The last stored end of a prompt that is right of the front."""
         block = self.block
-        last = (len(tokens) - 1 - bool(self.behind)) // block * block
+        computed = max(1 + bool(self.behind), self.tail_tokens)
+        last = (len(tokens) - computed) // block * block
         stored = self.store.blocks if self.ends is None else self.store.ends
         ends = [end for end in range(block, last + 1, block) if tuple(tokens[:end]) in stored]
         return ends[-1] if ends and ends[-1] > front else None
@@ -527,32 +541,74 @@ class HybridTree:
             assert states.available_size() + own + held_states == states.size
 
 
+# Pools of DeepSeek V4, and whether SGLang replays.
+COMPRESSED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "v4": (deepseek_v4, False),
+    "v4.1": (deepseek_v41, False),
+    "v4.1, replay": (deepseek_v41, True),
+}
+
+
 class CompressedTree(HybridTree):
     """DeepSeek V4. What belongs to a page of 256 tokens, which is a block, is written and read at
     its last token: all compressed KV of the page, the page of the window, and the sums of its last
-    tokens, where SGLang's own addressing says."""
+    tokens, where SGLang's own addressing says.
+
+    With bounded replay, the last layers write and read windows of the last tokens of a prompt
+    alone. The request computes these tokens itself, behind all that is loaded or matched.
+    """
 
     PAGE = 256
     SUMMED = 8  # tokens whose sums a page keeps
+    LAST_LAYERS = 3  # the first of them
 
-    def __init__(self, core: str = "python", *, pages: int = 20) -> None:
-        cfg = config_of(SWA, page=self.PAGE, slots=pages * self.PAGE, window=self.PAGE // 2)
-        make_pool = partial(made, deepseek_v4, cfg.kv_size)
-        super().__init__(cfg, core, block=self.PAGE, make_pool=make_pool)
+    def __init__(self, core: str = "python", *, kind: str = "v4", pages: int = 20) -> None:
+        make, replays = COMPRESSED[kind]
+        cfg = config_of(
+            SWA,
+            page=self.PAGE,
+            slots=pages * self.PAGE,
+            window=self.PAGE // 2,
+            replays=replays,
+        )
+        parts = {"SWAKVPool": partial(made, make, cfg.kv_size)}
+        super().__init__(cfg, core, block=self.PAGE, parts=parts)
+
+    def admit(self, req: Any) -> bool:
+        req.computes_from = req.prefix_len
+        return super().admit(req)
+
+    def load(self, req: Any, stop: int, *, running: bool, aborts: bool = False) -> bool:
+        loaded = super().load(req, stop, running=running, aborts=aborts)
+        req.computes_from = req.prefix_len
+        return loaded
+
+    def check_context(self, req: Any) -> None:
+        super().check_context(req)
+        last = len(req.full_untruncated_fill_ids) - self.tail_tokens
+        assert not req.computes_from or req.computes_from <= last
 
     def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
         pool = self.allocator.get_kvcache()
         pages = (slots // self.PAGE,)
         if kind == "full":
-            for number, (rows, _) in enumerate(rows_of(pool)):
-                yield f"full, plane {number}", as_bytes(rows), pages
+            for number, (rows, tokens) in enumerate(rows_of(pool)):
+                count = self.PAGE // tokens  # rows of a page
+                whole = as_bytes(rows)[: len(rows) // count * count]
+                yield f"full, plane {number}", whole.reshape(-1, count * whole.shape[1]), pages
             return
-        for number, rows in enumerate(pool.swa_kv_pool.kv_buffer):
+        for number, rows in enumerate(self.windows):
             yield f"swa, layer {number}", as_bytes(rows), pages
         last = slots[:, None] - torch.arange(self.SUMMED)
         for number, sums in enumerate(self.sums):
             at = sums.translate_from_swa_loc_to_state_loc(last)
             yield f"swa, sums {number}", as_bytes(sums.kv_score_buffer.kv_score), (at,)
+
+    @property
+    def windows(self) -> list[torch.Tensor]:
+        """Of the layers that compute all tokens."""
+        rows: list[torch.Tensor] = self.allocator.get_kvcache().swa_kv_pool.kv_buffer
+        return rows[: self.LAST_LAYERS] if self.tail_tokens else rows
 
     @property
     def sums(self) -> list[Any]:
@@ -578,8 +634,8 @@ class SparseTree(HybridTree):
 
     def __init__(self, make: Callable[[int], Any], core: str = "python") -> None:
         cfg = config_of(page=self.PAGE, slots=40 * self.PAGE)
-        make_pool = partial(made, make, cfg.kv_size)
-        super().__init__(cfg, core, block=2 * self.PAGE, make_pool=make_pool)
+        parts = {"MHATokenToKVPool": partial(made, make, cfg.kv_size)}
+        super().__init__(cfg, core, block=2 * self.PAGE, parts=parts)
 
     def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
         pool = self.full_pool

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MiniMaxSparseKVPool,
     MLATokenToKVPool,
 )
+from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_context
 
@@ -159,6 +160,14 @@ def deepseek_v4(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
         )
 
 
+def deepseek_v41(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
+    """Layers that read the KV of layer 1, of two tokens each, or that of layer 3, and layers of
+    windows alone."""
+    ratios = [0, 2, 2, 1, 1, 0]
+    sources = {"kv_source_layers": [1, 3], "full_size": slots}
+    return deepseek_v4(slots, layer_num=6, compression_ratios=ratios, **sources | options)
+
+
 def states_of(pool: DeepSeekV4TokenToKVPool) -> tuple[object, ...]:
     """What it keeps for the end of a prompt."""
     return pool.swa_kv_pool, pool.compress_state_pools, pool.indexer_compress_state_pools
@@ -194,6 +203,14 @@ def hybrid(slots: int, *, kind: type = HybridLinearKVPool, **options: Any) -> An
         )
 
 
+def qsa(slots: int, **options: Any) -> QSATokenToKVPool:
+    """Qwen4-Exp: the same, and a key of the index for each four tokens."""
+    sizes = {"qsa_index_kv_heads": 1, "qsa_index_head_dim": 16, "qsa_compress_ratio": 4}
+    sizes |= {"qsa_token_topk": 16, "num_request_slots": 8}
+    made: QSATokenToKVPool = hybrid(slots, kind=QSATokenToKVPool, **sizes | options)
+    return made
+
+
 def buffers_of(pool: Any) -> list[torch.Tensor]:
     """Of a pool with a row for each slot, in block order."""
     if isinstance(pool, MLATokenToKVPool):
@@ -215,9 +232,15 @@ def rows_of(pool: Any) -> list[tuple[torch.Tensor, int]]:
             found = [*buffers_of(pool.main_pool), *buffers_of(pool.index_kv_pool)]
             return [(each, 1) for each in (*found, *pool.index_k_pool.k_buffer)]
         case DeepSeekV4TokenToKVPool():
-            pools = (pool.c4_kv_pool, pool.c128_kv_pool)
-            pages = [each for inner in pools for each in inner.kv_buffer]
-            return [(b, 256) for b in (*pages, *pool.c4_indexer_kv_pool.index_k_with_scale_buffer)]
+            pages = [(b, 256) for inner in pool.kv_pools.values() for b in inner.kv_buffer]
+            return pages + [
+                (b, inner.page_size * ratio)
+                for ratio, inner in pool.index_pools.items()
+                for b in inner.index_k_with_scale_buffer
+            ]
+        case QSATokenToKVPool():
+            index = pool.qsa_compressed_k_buffer_pool
+            return rows_of(pool.full_kv_pool) + [(each, pool.qsa_compress_ratio) for each in index]
         case SWAKVPool() | HybridLinearKVPool():
             return rows_of(pool.full_kv_pool)
     return [(each, 1) for each in buffers_of(pool)]

@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +45,7 @@ from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import (
     END_POOLS,
-    CompressedWindow,
-    EndPart,
     EndStates,
-    RecurrentStates,
-    WindowRows,
-    is_compressed,
 )
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
@@ -177,7 +171,10 @@ class CakeService:
         # Blocks have the KV of the layers that see all tokens. The rest is in end states.
         apart = [getattr(pool, name, None) for name in END_POOLS]
         pools = [draft.pool for draft in LOADED.drafts]
-        drafts = DraftPools.of(pools, pool)
+        own = getattr(ctx.params.req_to_token_pool, "mamba_pool", None)
+        seen = dict.fromkeys(draft.states for draft in LOADED.drafts)
+        states = [each for each in seen if each not in (None, own)]
+        drafts = DraftPools.of(pools, pool, states=states)
         shard = shard_of(ctx, pools)
         self._groups = shard.head_groups(config.head_groups)
         slices = 1 if self._groups is None else len(self._groups)
@@ -189,7 +186,7 @@ class CakeService:
             drafts.rows,
             sliced=slices > 1,
         )
-        ends = _end_states(ctx, tree, self.kv, drafts.windows)
+        ends = EndStates.of(tree, self.kv, drafts)
         tree.ends = ends
         stored = _sliced(self.kv.layout, slices, ends)
         check_codec(stored, config.codec, config.max_error, self._rope_theta)
@@ -266,6 +263,7 @@ class CakeService:
             consensus=RankConsensus(reducer),
             counters=self.counters,
             end_blocks=end_blocks,
+            tail_tokens=0 if ends is None else ends.tail_tokens,
             end_rank=shard.end_rank,
             reporter=RequestReporter(
                 config.trace_file,
@@ -507,41 +505,6 @@ def _sliced(layout: BlockLayout, slices: int, ends: EndStates | None) -> BlockLa
         return layout.sliced(slices)
     except ValueError as error:
         raise ConfigError(f"cake cannot store KV in groups of heads, {error}: {hint}") from None
-
-
-def _end_states(
-    ctx: "TreeCacheBuildContext", tree: CakeRadixCache, kv: DeviceKV, drafts: Sequence[Any]
-) -> EndStates | None:
-    """The end states of the model; None: a prefix needs none.
-
-    Args: drafts: pools of draft models with the slots of its windows. Raises: ConfigError.
-    """
-    parts: list[EndPart] = []
-    window_tokens = 0
-    block_bytes = kv.layout.block_bytes
-    if tree.supports_swa():
-        pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-        page = tree.page_size
-        window_tokens = -(-max(tree.sliding_window_size, page) // page) * page
-        if is_compressed(pool):
-            parts.append(
-                CompressedWindow(pool, block_bytes=block_bytes, streams=kv.streams, drafts=drafts)
-            )
-        else:
-            parts.append(
-                WindowRows(
-                    partial(kv.beside, pool.swa_kv_pool, drafts=drafts),
-                    token_bytes=DeviceKV(
-                        pool.swa_kv_pool, block_tokens=1, drafts=drafts
-                    ).layout.block_bytes,
-                    window_tokens=window_tokens,
-                    block_bytes=block_bytes,
-                )
-            )
-    if tree.supports_mamba():
-        pool = ctx.params.req_to_token_pool.mamba_pool
-        parts.append(RecurrentStates(pool, block_bytes=block_bytes, streams=kv.streams))
-    return EndStates(parts, window_tokens=window_tokens) if parts else None
 
 
 def _forward_stream(ctx: "TreeCacheBuildContext") -> torch.cuda.Stream | None:

@@ -18,6 +18,7 @@ from sglang_cake.integration.memory.kv_shard import wrong_head_groups
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class ModelTraits:
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one
-    is_low_ratio: bool = False  # the same, also of one and of two tokens, shared by layers
     is_compressed_index: bool = False  # keeps index keys of several tokens as one
     is_ngram: bool = False  # embeds the tokens before a token with it
     is_ngram_table: bool = False  # and finds them in a table that only some steps fill
@@ -66,7 +66,6 @@ class ModelTraits:
 
         config = model.hf_config
         recurrent = mambaish_config(model) or glm5_next_config(model)
-        ratios = getattr(config, "compress_ratios", None) or ()
         return cls(
             is_hybrid_swa=bool(model.is_hybrid_swa),
             is_hybrid_ssm=recurrent is not None,
@@ -79,7 +78,6 @@ class ModelTraits:
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(config)),
-            is_low_ratio=bool(is_deepseek_v4(config)) and not _RATIOS.issuperset(ratios),
             is_compressed_index=bool(getattr(model.hf_text_config, "indexer_n_heads", None)),
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_ngram_table=bool(model.use_ngram_embedding),
@@ -109,8 +107,6 @@ def longrope_tokens(model: "ModelConfig") -> int | None:
 
 # The architecture whose decoding sees the tokens of the prompt and a window of the answer.
 PROMPT_AWARE = "UnlimitedOCRForCausalLM"
-# Compression ratios of DeepSeek V4's pools that can be stored; 0: a layer of windows alone.
-_RATIOS = frozenset({0, 4, 128})
 
 MEDIA = "multimodal, requests with images, videos or audio"
 SERVER = "server on a CPU"
@@ -173,6 +169,7 @@ class Family(Supported):
 _HYBRIDS = "e2e/test_hybrids.py"
 _FAMILIES = "e2e/test_hybrid_families.py"
 _PLANES = "integration/test_pool_planes.py"
+_COMPRESSED = "radix/test_radix_compressed.py::test_radix_compressed"
 
 # In the order in which rules are checked. A model of several kinds is served if all of them are.
 FAMILIES: tuple[Family, ...] = (
@@ -266,25 +263,18 @@ FAMILIES: tuple[Family, ...] = (
         "--disable-hybrid-swa-memory",
     ),
     Family(
-        "is_compressed_index",
-        "Qwen4-Exp",
-        refused="sparse attention with a compressed index (QSA)",
-    ),
-    Family(
-        "is_low_ratio",
-        "DeepSeek V4.1",
-        refused="compressed attention whose layers share KV of one or two tokens",
-    ),
-    Family(
         "is_compressed",
-        "DeepSeek V4",
+        "DeepSeek V4 and V4.1",
         "compressed attention",
         stored="compressed KV and its index, and the last page of the window of some prefixes",
         proofs=(
+            Proof("DeepSeek V4", f"{_COMPRESSED}_end_attached_to_waiting_request_serves_the_rest"),
             Proof(
-                "DeepSeek V4",
-                "radix/test_radix_compressed.py"
-                "::test_radix_compressed_end_attached_to_waiting_request_serves_the_rest",
+                "DeepSeek V4.1", f"{_COMPRESSED}_end_attached_to_running_request_serves_the_rest"
+            ),
+            Proof(
+                "DeepSeek V4.1 with bounded replay",
+                f"{_COMPRESSED}_prompt_computes_the_last_window_of_a_replay",
             ),
         ),
     ),
@@ -337,6 +327,19 @@ FAMILIES: tuple[Family, ...] = (
             Proof("DSA", f"{_PLANES}::dsa"),
             Proof("DSA with a pooled index", f"{_PLANES}::dsa, a pooled index"),
             Proof("MiniMax M3", f"{_PLANES}::minimax"),
+        ),
+    ),
+    Family(
+        "is_compressed_index",
+        "Qwen4-Exp",
+        "sparse attention with a compressed index, beside linear attention",
+        stored="K and V of the attention layers and the index, and the states behind some prefixes",
+        proofs=(
+            Proof("QSA", f"{_PLANES}::qsa"),
+            Proof(
+                "QSA in a tree with states",
+                "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_books_right",
+            ),
         ),
     ),
     Family(
@@ -448,8 +451,28 @@ _ALGORITHMS = {each.name: each for each in SPECULATION}
 def has_draft_kv(args: Any) -> bool:
     """Whether these settings make a draft model with KV of its own. False for an algorithm that is
     not served."""
-    found = _ALGORITHMS.get((args.speculative_algorithm or "").upper())
-    return found is not None and found.has_draft_kv
+    name = args.speculative_algorithm
+    if (found := _ALGORITHMS.get((name or "").upper())) is not None:
+        return found.has_draft_kv
+    plugin = plugin_algorithm(name)
+    return plugin is not None and bool(plugin.has_draft_kv())
+
+
+def plugin_algorithm(name: str | None) -> "CustomSpecAlgo | None":
+    """The algorithm of speculative decoding that a plug-in of SGLang has registered by this name;
+    None: it is SGLang's own, or nobody's."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    try:
+        found = SpeculativeAlgorithm.from_string(name)
+    except ValueError:
+        return None
+    return None if isinstance(found, SpeculativeAlgorithm) else found
+
+
+def _is_unknown(algorithm: str | None) -> bool:
+    known = algorithm is None or algorithm.upper() in _ALGORITHMS
+    return not known and plugin_algorithm(algorithm) is None
 
 
 # Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
@@ -478,6 +501,8 @@ POOLING_ARCHITECTURES = frozenset(
     {
         "ApertusForCausalLM",
         "ArceeForCausalLM",
+        "Cosmos3EdgeForConditionalGeneration",
+        "Cosmos3ForConditionalGeneration",
         "DeciLMForCausalLM",
         "Exaone4ForCausalLM",
         "Gemma2ForSequenceClassification",
@@ -487,16 +512,25 @@ POOLING_ARCHITECTURES = frozenset(
         "GlmOcrForConditionalGeneration",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeSWAForCausalLM",
         "GraniteMoeSharedForCausalLM",
+        "GraniteSWAForCausalLM",
         "IQuestCoderForCausalLM",
         "InternLM2ForRewardModel",
         "InternLM3ForCausalLM",
+        "InternS1ProForConditionalGeneration",
+        "InternS2MobiusForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "JetNemotronForCausalLM",
+        "Llama4ForCausalLM",
         "LlamaEmbeddingModel",
         "LlamaForCausalLM",
         "LlamaForClassification",
         "LlamaForSequenceClassification",
         "LlamaForSequenceClassificationWithNormal_Weights",
         "MiMoForCausalLM",
+        "MiMoV2ASRForCausalLM",
         "Ministral3ForCausalLM",
         "MistralForCausalLM",
         "MistralModel",
@@ -504,6 +538,7 @@ POOLING_ARCHITECTURES = frozenset(
         "NanbeigeForSequenceClassification",
         "OPTForCausalLM",
         "Phi3ForCausalLM",
+        "Phi3SmallForCausalLM",
         "PhiMoEForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2ForRewardModel",
@@ -516,6 +551,10 @@ POOLING_ARCHITECTURES = frozenset(
         "Qwen3Model",
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen4ExpForConditionalGeneration",
+        "Sarashina2VisionForCausalLM",
         "TeleFLMForCausalLM",
     }
 )
@@ -546,15 +585,9 @@ RULES: tuple[_Rule, ...] = (
     ),
     (
         "speculative_algorithm",
-        lambda name: name is not None and name.upper() not in _ALGORITHMS,
+        _is_unknown,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
-        f"of {', '.join(_ALGORITHMS)}",
-    ),
-    (
-        "enable_decoder_swa_bounded_replay",
-        bool,
-        "does not support steps that compute KV of the last tokens only: set "
-        "--no-enable-decoder-swa-bounded-replay",
+        f"of {', '.join(_ALGORITHMS)}, or to one of a plug-in",
     ),
     (
         "enable_encoder_swa_bounded_replay",
@@ -633,7 +666,7 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                 "prefill servers that do not change roles may have it"
             )
     for field, is_unsupported, reason in RULES:
-        if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no bounded replay
+        if is_unsupported(getattr(args, field, None)):  # 0.5.22 has no replay
             if model is not None and field == "disable_radix_cache":
                 why = "for this model"
                 if args.enable_deterministic_inference:
@@ -832,11 +865,12 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
             "install 0.5.23"
         )
     for draft in drafts:
-        states = getattr(draft.runner.req_to_token_pool, "mamba_pool", None)
-        if states is not None and states is not own:
+        if draft.states not in (None, own) and not _has_state_slots_of(
+            requests, draft.runner.req_to_token_pool
+        ):
             return (
-                "cake does not support a draft model with recurrent states: remove "
-                "--speculative-algorithm"
+                "cake does not support a draft model with recurrent states in slots of its own: "
+                "remove --speculative-algorithm"
             )
     if drafts and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
         return (
@@ -844,6 +878,12 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
             "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
         )
     return None
+
+
+def _has_state_slots_of(requests: Any, others: Any) -> bool:
+    """Whether the states of a request have the same slot in the pools of both."""
+    mine = requests.req_index_to_mamba_index_mapping
+    return bool(others.req_index_to_mamba_index_mapping is mine)
 
 
 def keys_media(ctx: "TreeCacheBuildContext") -> bool:
@@ -903,14 +943,10 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    # 0.5.22 has neither of them.
-    if getattr(params, "decoder_swa_bounded_replay", False):
-        return (
-            "steps that compute KV of the last tokens only: set "
-            "--no-enable-decoder-swa-bounded-replay"
-        )
     if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
-        params, "swa_gates_prefix_match", True
+        params,
+        "swa_gates_prefix_match",  # not in 0.5.22
+        True,
     ):
         return (
             "windows that belong to requests: remove --enable-encoder-swa-bounded-replay and unset "
@@ -922,8 +958,6 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
         return f"a {type(pool).__name__}: set --disable-hybrid-swa-memory"
     if not hasattr(pool, "pd_kv_layout"):
         return "DeepSeek V4 of SGLang 0.5.22: install 0.5.23"
-    if not _RATIOS.issuperset(pool.compression_ratios):
-        return "compressed attention whose layers share KV of one or two tokens"
     if any(each is not None and each.online for each in pool.compress_state_pools):
         return "sums in one row for each request: unset SGLANG_OPT_USE_ONLINE_COMPRESS"
     if not params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size:

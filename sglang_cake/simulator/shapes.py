@@ -29,12 +29,15 @@ _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config
 # Of those that generate no text, the ones that a server supports.
 POOLING = frozenset(
     {
+        "Cosmos3EdgeForConditionalGeneration",
+        "Cosmos3ForConditionalGeneration",
         "Gemma2ForSequenceClassification",
         "InternLM2ForRewardModel",
         "LlamaEmbeddingModel",
         "LlamaForClassification",
         "LlamaForSequenceClassification",
         "LlamaForSequenceClassificationWithNormal_Weights",
+        "MiMoV2ASRForCausalLM",
         "MistralModel",
         "NanbeigeForSequenceClassification",
         "Qwen2ForRewardModel",

@@ -1,6 +1,7 @@
-"""Failures of one test do not count in the next."""
+"""Failures of one test do not count in the next. Algorithms of plug-ins are those of one test."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,3 +14,22 @@ def calm_boundary() -> Iterator[None]:
 
     yield
     BOUNDARY.__dict__.update({**Boundary().__dict__, "hooks": BOUNDARY.hooks})
+
+
+@pytest.fixture
+def register_algorithm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers an algorithm of speculative decoding as a plug-in does."""
+    from sglang.srt.speculative import spec_registry
+
+    algorithms: dict[str, Any] = {}
+    monkeypatch.setattr(spec_registry, "_REGISTRY", algorithms)
+
+    def register(
+        name: str, *, has_draft_kv: bool = True, factory: Callable[..., Any] = lambda args: object
+    ) -> None:
+        algorithms.pop(name, None)
+        members = {"has_draft_kv": lambda algorithm: has_draft_kv}
+        made = type("Mine", (spec_registry.CustomSpecAlgo,), members)
+        spec_registry.register_algorithm(name, spec_class=made)(factory)
+
+    return register

@@ -99,13 +99,15 @@ class CoordinatorHarness(HeldReads):
         load: LoadCost = LOAD,
         chunk: int = 64,
         end_blocks: int = 0,
+        tail_tokens: int = 0,
         next_tokens: int = 0,
         tree: Any = None,
     ) -> None:
         """Args:
         store: is put in front of what is stored.
         ranks: there are others (`peer`).
-        tree: a `HybridTree`, whose pools are used; `slots` and `end_blocks` are its own.
+        tree: a `HybridTree`, whose pools are used; `slots`, `end_blocks` and `tail_tokens` are its
+            own.
         """
         super().__init__(io)
         self.end_blocks = end_blocks
@@ -156,6 +158,7 @@ class CoordinatorHarness(HeldReads):
             counters=self.counters,
             reporter=RequestReporter(None, speaks=True, metrics=None),
             end_blocks=end_blocks,
+            tail_tokens=tail_tokens if tree is None else tree.tail_tokens,
             next_tokens=next_tokens,
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)

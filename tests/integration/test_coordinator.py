@@ -117,6 +117,37 @@ def test_coordinator_blocks_whose_keys_cover_next_tokens_are_loaded_up_to_those_
         harness.io.close()
 
 
+@pytest.mark.parametrize(
+    ("data", "loaded"),
+    [
+        ({}, 4 * BLOCK - PAGE),
+        ({"return_logprob": True, "logprob_start_len": 4 * BLOCK}, 4 * BLOCK - PAGE),
+        ({"return_logprob": True, "logprob_start_len": 4 * BLOCK - 1}, 0),
+        ({"return_hidden_states": "last"}, 4 * BLOCK - PAGE),
+        ({"return_hidden_states": True}, 0),
+    ],
+)
+def test_coordinator_prompt_is_loaded_up_to_its_last_window_unless_all_of_it_is_read(
+    data: dict[str, Any], loaded: int
+) -> None:
+    harness = CoordinatorHarness(tail_tokens=PAGE)
+    try:
+        req = req_of(4)
+        vars(req).update({"return_logprob": False, "return_hidden_states": False} | data)
+        harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
+        harness.arrive(req)
+        for _ in range(3):
+            harness.coordinator.poll([req.rid])
+            harness.settle()
+        assert any(harness.step(req) for _ in range(2))
+        [report] = req.customized_info["cake"]
+        assert report["loaded_tokens"] == loaded
+        harness.leave(req)
+        harness.all_back()
+    finally:
+        harness.io.close()
+
+
 def test_coordinator_loads_that_never_land_leave_the_prompt_to_compute(
     harness: CoordinatorHarness,
 ) -> None:

@@ -1,5 +1,5 @@
 """A coordinator with SGLang's own tree, allocators and pools, of families that no server on a CPU
-runs: sliding windows beside recurrent states, DeepSeek V4, DeepSeek V3.2 and MiniMax M3.
+runs: sliding windows beside recurrent states, DeepSeek V4 and V4.1, V3.2 and MiniMax M3.
 
 Each step reads what a model's step would, and finds it right (`HybridTree.check_context`).
 """
@@ -25,6 +25,7 @@ KINDS: dict[str, Callable[[], HybridTree]] = {
     "window-state-extra-buffer": partial(tree_of, "window-state-extra-buffer"),
     "window-unequal": partial(tree_of, "window-unequal"),
     "deepseek v4": partial(CompressedTree, pages=12),
+    "deepseek v4.1, replay": partial(CompressedTree, kind="v4.1, replay", pages=12),
     "dsa": partial(SparseTree, SPARSE["dsa"]),
     "minimax": partial(SparseTree, SPARSE["minimax"]),
 }
@@ -39,6 +40,7 @@ class TreeHarness(CoordinatorHarness):
         self.block_tokens = self.side.block
         count = 0 if self.side.ends is None else self.side.ends.count
         super().__init__(tree=self.side, end_blocks=count, staging=2 * count + 2 * BLOCKS)
+        self.question = [*range(1, 4 + self.side.tail_tokens)]
         self.chain = KeyChain(KeySeed(NAMESPACE), self.block_tokens)
         self.document = [*range(1000, 1000 + BLOCKS * self.block_tokens)]
         self.keys = self.write(self.document)
@@ -160,10 +162,10 @@ def kinds() -> Any:
 def test_coordinator_trees_waiting_prompt_is_loaded_to_its_end(kind: str) -> None:
     with harness_of(kind) as harness:
         harness.open(*harness.keys)
-        req = harness.prompt([*harness.document, 1, 2, 3])
+        req = harness.prompt([*harness.document, *harness.question])
         report = harness.prefill(req)
         assert report["loaded_tokens"] == len(harness.document)
-        assert report["computed_tokens"] == 3
+        assert report["computed_tokens"] == len(harness.question)
         harness.go(req)
         harness.nothing_is_left()
 
@@ -171,7 +173,7 @@ def test_coordinator_trees_waiting_prompt_is_loaded_to_its_end(kind: str) -> Non
 @kinds()
 def test_coordinator_trees_running_prompt_meets_what_has_landed(kind: str) -> None:
     with harness_of(kind) as harness:
-        req = harness.prompt([*harness.document, 1, 2, 3])
+        req = harness.prompt([*harness.document, *harness.question])
         harness.poll(req)
         assert not harness.run_step(req)
         computed = req.prefix_len
@@ -180,7 +182,7 @@ def test_coordinator_trees_running_prompt_meets_what_has_landed(kind: str) -> No
         report = harness.prefill(req)
         assert report["loaded_tokens"] > 0
         assert report["meet_token"] >= computed
-        assert report["loaded_tokens"] + report["computed_tokens"] == len(harness.document) + 3
+        assert report["loaded_tokens"] + report["computed_tokens"] == len(req.origin_input_ids)
         harness.go(req)
         harness.nothing_is_left()
 
@@ -192,7 +194,7 @@ def test_coordinator_trees_abort_returns_all_of_a_prompt(
     kind: str, landed: str, running: bool
 ) -> None:
     with harness_of(kind) as harness:
-        req = harness.prompt([*harness.document, 1, 2, 3])
+        req = harness.prompt([*harness.document, *harness.question])
         harness.poll(req)
         if running:
             assert not harness.run_step(req)
@@ -213,7 +215,7 @@ def test_coordinator_trees_slots_that_another_prompt_needs_are_given_up(kind: st
     with harness_of(kind) as harness:
         side, block = harness.side, harness.block_tokens
         harness.open(*harness.keys)
-        req = harness.prompt([*harness.document, 1, 2, 3])
+        req = harness.prompt([*harness.document, *harness.question])
         for _ in range(3):
             harness.poll(req)
         placed = harness.coordinator.placed_tokens

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from kv_pools import as_bytes, deepseek_v4, hybrid, mha, rows_of, states_of, windows
+from kv_pools import as_bytes, deepseek_v4, hybrid, mha, qsa, rows_of, states_of, windows
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import ConfigError
@@ -18,11 +20,21 @@ from sglang_cake.integration.memory.end_states import (
     CompressedWindow,
     EndPart,
     EndSlots,
+    RecurrentStates,
     WindowRows,
 )
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 SLOTS, WINDOW, BLOCK_BYTES = 512, 12, 1 << 12
+STATE = Mamba2StateShape.create(
+    tp_world_size=1,
+    intermediate_size=16,
+    n_groups=1,
+    num_heads=2,
+    head_dim=8,
+    state_size=4,
+    conv_kernel=4,
+)
 
 
 def target() -> Any:
@@ -55,6 +67,16 @@ def test_draft_pools_of_a_hybrid_have_rows_beside_the_states_of_the_target() -> 
     """SGLang gives a draft model of such a target the target's own states."""
     of, mtp = hybrid(SLOTS), hybrid(SLOTS)
     assert DraftPools.of([mtp], of) == DraftPools(rows=(mtp.full_kv_pool,))
+
+
+def test_draft_pools_of_a_hybrid_with_an_index_have_it_in_blocks() -> None:
+    of, mtp = qsa(SLOTS), qsa(SLOTS)
+    found = DraftPools.of([mtp], of)
+    assert found == DraftPools(rows=(mtp,))
+    kv = DeviceKV(of, block_tokens=64, drafts=found.rows)
+    assert [part for group in kv.layout.groups for part, _ in group.parts] == [
+        *("k", "v", "index", "draft_k", "draft_v", "draft_index")
+    ]
 
 
 def test_draft_pools_windows_in_slots_of_the_target_are_rows_of_blocks() -> None:
@@ -145,6 +167,70 @@ def test_draft_pools_windows_of_deepseek_v4_are_pages_of_its_end_states() -> Non
     for a, b in zip(mtp.swa_kv_pool.kv_buffer, other.swa_kv_pool.kv_buffer, strict=True):
         assert torch.equal(as_bytes(b)[4], as_bytes(a)[2])
         assert not torch.equal(as_bytes(b)[3], as_bytes(a)[2])
+
+
+def states(slots: int = 8) -> HybridReqToTokenPool:
+    """Of two layers."""
+    return HybridReqToTokenPool(
+        size=4,
+        mamba_size=slots,
+        mamba_spec_state_size=4,
+        max_context_len=64,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=STATE, layers=[0, 1]),
+        mamba_layer_ids=[0, 1],
+        enable_mamba_extra_buffer=False,
+    )
+
+
+def states_of_draft(of: HybridReqToTokenPool, slots: int = 8) -> HybridReqToTokenPool:
+    """As SGLang makes them for one of several draft layers."""
+    return of.clone_with_new_mamba(
+        mamba_size=slots,
+        mamba_spec_state_size=4,
+        cache_params=Mamba2CacheParams(shape=STATE, layers=[0]),
+        device="cpu",
+        enable_mamba_extra_buffer=False,
+        draft_model_idx=0,
+    )
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_draft_pools_end_state_brings_the_states_of_all_draft_layers(drafts: int) -> None:
+    """With none, as a control, the states of a draft stay behind."""
+    sides = []
+    for seed in (1, 2):
+        of = states()
+        mtps = [states_of_draft(of) for _ in range(max(1, drafts))]
+        pools = [of.mamba_pool, *(each.mamba_pool for each in mtps)]
+        planes = [
+            plane
+            for pool in pools
+            for tensor in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
+            for plane in tensor
+        ]
+        filled(planes, seed)
+        found = DraftPools.of([], mha(SLOTS), states=pools[1 : 1 + drafts])
+        part = RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=found.states)
+        sides.append((part, planes))
+    (source, rows), (sink, given_rows) = sides
+    taken, given = torch.tensor([2]), torch.tensor([5])
+    moved(source, sink, EndSlots(state=taken), EndSlots(state=given))
+    equal = [
+        torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
+        for a, b in zip(rows, given_rows, strict=True)
+    ]
+    own = len(rows) * 2 // (2 + max(1, drafts))  # a draft has one layer
+    assert all(equal[:own])
+    assert equal[own:] == [drafts > 0] * (len(rows) - own)
+
+
+def test_draft_pools_without_rows_for_all_states_are_refused() -> None:
+    of = states()
+    small = states_of_draft(of, slots=4)
+    with pytest.raises(ConfigError, match=r"^cake cannot store a draft model [^\n]+$"):
+        RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=[small.mamba_pool])
 
 
 def test_draft_pools_of_deepseek_v4_that_compress_or_are_smaller_are_refused() -> None:

@@ -23,6 +23,7 @@ class FakeEnds:
     """End states that are the number of their token."""
 
     count = COUNT
+    tail_tokens = 0
 
     def __init__(self, window_tokens: int = 0) -> None:
         self.window_tokens = window_tokens
@@ -136,6 +137,21 @@ def test_end_saving_with_a_draft_model_waits_for_windows_and_not_for_states(
     assert harness.asked == [6 * BLOCK]
     harness.tell(other, 6 * BLOCK + 1)
     assert harness.asked == [6 * BLOCK, 6 * BLOCK]
+
+
+@pytest.mark.parametrize(("extra_tokens", "end"), [(0, 5), (7, 5), (8, 6)])
+def test_end_saving_leaves_the_last_tokens_that_every_prompt_computes(
+    harness: EndHarness, extra_tokens: int, end: int
+) -> None:
+    """Otherwise the same prompt could not load its own end."""
+    harness.ends.window_tokens = harness.ends.tail_tokens = 8
+    record = known(6, extra_tokens=extra_tokens)
+    harness.tell(record, 4 * BLOCK)
+    assert harness.asked == []
+    harness.tell(record, 6 * BLOCK + extra_tokens)
+    assert harness.stored_ends(record) == [end * BLOCK]
+    record.agreed.stored = (True,) * 6
+    assert harness.saving.branch(record) == end * BLOCK
 
 
 def test_end_saving_never_stores_an_end_whose_key_is_not_known(harness: EndHarness) -> None:

@@ -352,16 +352,6 @@ RESOLVED: list[tuple[dict[str, Any], list[str], str | None]] = [
     ({**SALA, "mixer_types": ["minicpm4"]}, [], None),
     (HRM, [], "the radix cache, which SGLang turns off for this model"),
     ({**HRM, "prefix_lm": False}, [], None),
-    (
-        {
-            "architectures": ["Qwen4ExpForConditionalGeneration"],
-            "model_type": "qwen4_exp",
-            "vision_config": {},
-            "text_config": {**SMALL, **QSA, "model_type": "qwen4_exp_text"},
-        },
-        [],
-        "sparse attention with a compressed index",
-    ),
     (V4, [], None),
     (V4, ["--cake-block-tokens", "256"], None),
     (V4, ["--cake-block-tokens", "128"], "page size 256: set --cake-block-tokens 256"),
@@ -386,21 +376,25 @@ def test_launcher_models_with_forced_settings_are_served_or_refused_by_what_help
         assert (reason or "") in "".join(result["stderr"]), (config, flags, result)
 
 
-FULL_PREFILL = "--no-enable-decoder-swa-bounded-replay"
-
-
-def test_launcher_deepseek_v4_on_a_gpu_is_served_or_refused_by_what_helps(
+def test_launcher_models_of_a_gpu_are_served_or_refused_by_what_helps(
     probe: Probe, tmp_path: Path
 ) -> None:
     """SGLang turns bounded replay on for DeepSeek V4.1 on a GPU."""
+    qwen = {
+        "architectures": ["Qwen4ExpForConditionalGeneration"],
+        "model_type": "qwen4_exp",
+        "vision_config": {},
+        "text_config": {**SMALL, **QSA, "model_type": "qwen4_exp_text"},
+    }
     v4, v41 = {**SMALL, **V4}, {**SMALL, **V4, "model_type": "deepseek_v41"}
-    known = _model(tmp_path / "v41", v41)
-    low = _model(tmp_path / "low", {**v41, "compress_ratios": [0, 2]})
+    v41 |= {"compress_ratios": [0, 2], "kv_source_layer_ids": [1]}
+    shared = _model(tmp_path / "v41", v41)
     cases: list[tuple[str, list[str], str]] = [
         (_model(tmp_path / "v4", v4), [], ""),
-        (known, [], f"set {FULL_PREFILL}"),
-        (known, [FULL_PREFILL], ""),
-        (low, [FULL_PREFILL], "whose layers share KV of one or two tokens"),
+        (_model(tmp_path / "qwen", {**SMALL, **qwen}), [], ""),
+        (shared, [], ""),
+        (shared, ["--no-enable-decoder-swa-bounded-replay"], ""),
+        (shared, ["--enable-encoder-swa-bounded-replay"], "windows that belong to requests"),
     ]
     base = ["--device", "cuda", "--enable-cake", "--skip-tokenizer-init"]
     gpu = {"resolve": True, "machine": {"is_cuda": True, "is_sm100": True}}

@@ -1,7 +1,9 @@
 """A setting changes the namespace exactly if it changes the meaning of KV."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +179,23 @@ def test_identity_changed_draft_model_changes_the_namespace() -> None:
     assert len(set(names)) == len(names)
     assert _with_draft() == _with_draft(speculative_num_steps=7) == _with_draft()
     assert _digest(args={"speculative_algorithm": "NGRAM"}) == _digest()
+
+
+def test_identity_algorithm_of_a_plugin_counts_with_its_code(
+    register_algorithm: Callable[..., None], tmp_path: Path
+) -> None:
+    names = [_digest()]
+    for code in ("def worker(args): ...", "def worker(args): return 1"):
+        (tmp_path / "mine.py").write_text(code)
+        scope: dict[str, Any] = {"__name__": "mine"}
+        exec(compile(code, tmp_path / "mine.py", "exec"), scope)
+        register_algorithm("MINE", factory=scope["worker"])
+        names += [_digest(args={"speculative_algorithm": "MINE"}) for _ in range(2)]
+    assert names[1] == names[2]
+    assert names[3] == names[4]
+    assert len(set(names)) == 3
+    register_algorithm("MINE", factory=partial(scope["worker"]))  # its code is not known
+    assert len({_digest(args={"speculative_algorithm": "MINE"}) for _ in range(2)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -411,12 +430,18 @@ def test_identity_pushed_adapters_are_all_different(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "drafts"), [("EAGLE", 3), ("FROZEN_KV_MTP", 0), ("dspark", 3), ("UNO", 0)]
+    ("algorithm", "drafts"),
+    [("EAGLE", 3), ("FROZEN_KV_MTP", 0), ("dspark", 3), ("UNO", 0), ("MINE", 3), ("NO_KV", 0)],
 )
 def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
-    monkeypatch: pytest.MonkeyPatch, algorithm: str, drafts: int
+    monkeypatch: pytest.MonkeyPatch,
+    register_algorithm: Callable[..., None],
+    algorithm: str,
+    drafts: int,
 ) -> None:
     """That of Gemma 4 reads the target's KV, and has a pool for show."""
+    register_algorithm("MINE", has_draft_kv=True)
+    register_algorithm("NO_KV", has_draft_kv=False)
     loaded = LoadedFiles()
     monkeypatch.setattr(weight_hooks, "LOADED", loaded)  # the hooks know that of the process
     load = hooks_of(weight_hooks.install)["load_model"]

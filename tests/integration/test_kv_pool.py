@@ -12,6 +12,7 @@ from kv_pools import (
     buffers_for,
     buffers_of,
     deepseek_v4,
+    deepseek_v41,
     dsa,
     hybrid,
     mha,
@@ -19,6 +20,7 @@ from kv_pools import (
     mla,
     nvfp4,
     pooled_dsa,
+    qsa,
     rows_of,
     scramble,
     slots_in_pages,
@@ -141,11 +143,13 @@ CASES = {
     ),
     "minimax, 4 bits": Case(lambda: nvfp4(512), 128, 128),
     "deepseek v4": Case(lambda: deepseek_v4(2048), 256, 512, states_of),
+    "deepseek v4.1": Case(lambda: deepseek_v41(2048), 256, 512, states_of),
     "full attention beside windows": Case(
         lambda: windows(SLOTS), 1, BLOCK, lambda pool: (pool.swa_kv_pool,)
     ),
     "windows": Case(lambda: windows(2 * SLOTS).swa_kv_pool, 1, BLOCK),
     "full attention beside states": Case(lambda: hybrid(512), 64, 128),
+    "qsa": Case(lambda: qsa(512), 64, 128),
 }
 
 

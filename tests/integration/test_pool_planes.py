@@ -7,6 +7,7 @@ import pytest
 import torch
 from kv_pools import (
     deepseek_v4,
+    deepseek_v41,
     dsa,
     hybrid,
     mha,
@@ -14,6 +15,7 @@ from kv_pools import (
     mla,
     nvfp4,
     pooled_dsa,
+    qsa,
     rows_of,
     states_of,
     windows,
@@ -24,7 +26,6 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPoolMXFP8,
     MLATokenToKVPoolFP4,
 )
-from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import PlaneGroup
@@ -86,6 +87,16 @@ STORED = {
             PlaneGroup(2, (("index", (64 * (128 + 4),)),), "uint8", row_tokens=256),
         ],
     ),
+    "deepseek v4.1": (
+        lambda: deepseek_v41(1024),
+        states_of,
+        [
+            PlaneGroup(1, (("kv", (149760,)),), "uint8", row_tokens=256),
+            PlaneGroup(1, (("kv", (74880,)),), "uint8", row_tokens=256),
+            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=64),
+            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=128),
+        ],
+    ),
     "full attention beside windows": (
         lambda: windows(SLOTS),
         lambda pool: (pool.swa_kv_pool,),
@@ -100,6 +111,22 @@ STORED = {
         lambda: hybrid(SLOTS),
         lambda pool: (),
         [PlaneGroup(2, K_AND_V.parts, "bfloat16")],
+    ),
+    "qsa": (
+        lambda: qsa(SLOTS),
+        lambda pool: (),
+        [
+            PlaneGroup(2, K_AND_V.parts, "bfloat16"),
+            PlaneGroup(2, (("index", (1, 16)),), "bfloat16", row_tokens=4),
+        ],
+    ),
+    "qsa, 8 bits": (
+        lambda: qsa(SLOTS, qsa_indexer_dtype=FP8),
+        lambda pool: (),
+        [
+            PlaneGroup(2, K_AND_V.parts, "bfloat16"),
+            PlaneGroup(2, (("index", (1, 16)),), "float8_e4m3fn", row_tokens=4),
+        ],
     ),
     "dsa beside states": (
         lambda: hybrid(
@@ -133,7 +160,7 @@ def test_pool_planes_of_a_pool_are_all_of_its_buffers(kind: str) -> None:
     assert all(each.slots >= pool.size + pool.page_size for each in found)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STORED if kind != "deepseek v4"])
+@pytest.mark.parametrize("kind", [k for k in STORED if not k.startswith(("deepseek", "qsa"))])
 def test_pool_planes_have_the_bytes_that_sglang_counts(kind: str) -> None:
     make, apart, _ = STORED[kind]
     pool = make()
@@ -206,17 +233,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: deepseek_v4(1024),
         "it keeps compress_state_pools, indexer_compress_state_pools, swa_kv_pool beside",
     ),
-    "an index outside of the pool of full attention": (
-        lambda: hybrid(
-            SLOTS,
-            kind=QSATokenToKVPool,
-            qsa_index_kv_heads=1,
-            qsa_index_head_dim=16,
-            qsa_compress_ratio=4,
-            qsa_token_topk=16,
-            num_request_slots=8,
-        ),
-        "qsa_compressed_k_buffer_pool",
+    "an index, with more for each request": (
+        lambda: _with_more(qsa(SLOTS)),
+        "it keeps more beside",
     ),
 }
 

@@ -18,6 +18,7 @@ from kv_pools import (
     minimax,
     mla,
     nvfp4,
+    qsa,
     rows_of,
     scramble,
     slots_in_pages,
@@ -172,6 +173,7 @@ GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         partial(deepseek_v4, 2048),
         {"page": 256, "block_tokens": 256, "apart": states_of},
     ),
+    "rows of several tokens": (partial(qsa, 512), {"page": 64, "block_tokens": 128}),
 }
 
 

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from sglang_cake.core.codec_names import CHOICES, LOSSY
 from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import support_matrix
+from sglang_cake.integration.identity.identity import LoadedDraft, ModelSource
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
     RULES,
@@ -51,7 +52,6 @@ def _args(**changes: Any) -> SimpleNamespace:
         "dcp_size": 1,
         "use_ray": False,
         "speculative_algorithm": None,
-        "enable_decoder_swa_bounded_replay": None,
         "enable_encoder_swa_bounded_replay": False,
         "enable_unified_memory": False,
         "enable_mis": False,
@@ -240,13 +240,19 @@ def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
     assert "\n" not in reason
 
 
-def test_support_matrix_bounded_replay_by_default_is_refused_with_the_flag_that_helps() -> None:
-    """SGLang turns it on for DeepSeek V4.1 while it resolves the settings."""
-    args = _args(enable_decoder_swa_bounded_replay=True)
-    for model in (None, replace(PLAIN, is_hybrid_swa=True, is_compressed=True)):
-        assert "set --no-enable-decoder-swa-bounded-replay" in str(unsupported(args, model, 128))
-    args.enable_decoder_swa_bounded_replay = False
+@pytest.mark.parametrize("has_draft_kv", [False, True])
+def test_support_matrix_algorithm_of_a_plugin_is_served_as_it_was_registered(
+    register_algorithm: Callable[..., None], has_draft_kv: bool
+) -> None:
+    args = _args(speculative_algorithm="Mine")
+    assert "what this speculative algorithm keeps" in str(unsupported(args, None, 128))
+    register_algorithm("MINE", has_draft_kv=has_draft_kv)
     assert unsupported(args, PLAIN, 128) is None
+    runner: Any = SimpleNamespace(req_to_token_pool=None)
+    draft = LoadedDraft(runner, ModelSource("d"), None)
+    seen, unseen = [draft] if has_draft_kv else [], [] if has_draft_kv else [draft]
+    assert unsupported_drafts(args, seen, None) is None
+    assert "did not see the draft model of Mine" in str(unsupported_drafts(args, unseen, None))
 
 
 def test_support_matrix_radix_cache_that_sglang_turned_off_is_no_flag_to_change() -> None:
@@ -331,7 +337,6 @@ def _pools(**changes: Any) -> Any:
         "token_to_kv_pool_allocator": allocator,
         "req_to_token_pool": states,
         "swa_gates_prefix_match": True,
-        "decoder_swa_bounded_replay": False,
     }
     assert set(changes) <= set(params)
     return SimpleNamespace(
@@ -368,7 +373,6 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
     [
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
         ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
-        ({"decoder_swa_bounded_replay": True}, "--no-enable-decoder-swa-bounded-replay"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )
@@ -397,7 +401,6 @@ def _compressed(**changes: Any) -> Any:
     ("changes", "advice"),
     [
         ({}, None),
-        ({"compression_ratios": [0, 1, 2]}, "KV of one or two tokens"),
         ({"compress_state_pools": [SimpleNamespace(online=True)]}, "SGLANG_OPT_USE_ONLINE_COMPRES"),
         ({"swa_page_size": 64}, "SGLANG_OPT_SM120_DIRECT_SWA_KV"),
     ],
@@ -598,7 +601,8 @@ def test_support_matrix_draft_kv_is_served_with_end_states_and_without_lossy_cod
         ("FROZEN_KV_MTP", [], False, None),
         ("EAGLE", [None], False, None),
         ("EAGLE", ["target's"], False, None),
-        ("EAGLE", ["target's", "own"], False, "a draft model with recurrent states"),
+        ("EAGLE", ["target's", "own, in the target's slots"], False, None),
+        ("EAGLE", ["target's", "own"], False, "recurrent states in slots of its own"),
         ("EAGLE", [], False, "did not see the draft model of EAGLE"),
         ("EAGLE", [None], True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
     ],
@@ -611,9 +615,14 @@ def test_support_matrix_draft_model_whose_kv_would_be_missing_is_refused(
     from sglang.srt.environ import envs
 
     args = SimpleNamespace(speculative_algorithm=algorithm)
-    pools = [SimpleNamespace(mamba_pool=states) for states in drafts]
-    models = [SimpleNamespace(runner=SimpleNamespace(req_to_token_pool=pool)) for pool in pools]
-    requests = SimpleNamespace(mamba_pool="target's")
+    slots, others = object(), object()
+    models = []
+    for states in drafts:
+        mapping = others if states == "own" else slots
+        pool = SimpleNamespace(mamba_pool=states, req_index_to_mamba_index_mapping=mapping)
+        runner: Any = SimpleNamespace(req_to_token_pool=pool)
+        models.append(LoadedDraft(runner, ModelSource("d"), None))
+    requests = SimpleNamespace(mamba_pool="target's", req_index_to_mamba_index_mapping=slots)
     with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(skips):
         reason = unsupported_drafts(args, models, requests)
     assert (reason is None) == (advice is None)

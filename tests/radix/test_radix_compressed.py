@@ -1,20 +1,21 @@
-"""End states of DeepSeek V4: its own pool, behind SGLang's tree and allocator."""
+"""End states of DeepSeek V4 and V4.1: their own pools, behind SGLang's tree and allocator."""
 
 import pytest
 
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
 from hybrid_machine import run_machine
-from hybrid_trees import CompressedTree
+from hybrid_trees import COMPRESSED, CompressedTree
 from trees import CORES
 
 PAGE = CompressedTree.PAGE
-PROMPT = [*range(1000, 1600)]  # two pages, and a part of one
+PROMPT = [*range(1000, 1680)]  # two pages, and a part of one
+both = pytest.mark.parametrize(("core", "kind"), [(c, k) for c in CORES for k in COMPRESSED])
 
 
-def stored(core: str = "python") -> CompressedTree:
+def stored(core: str = "python", kind: str = "v4") -> CompressedTree:
     """An empty tree, and a store with the end of the prompt's second page."""
-    side = CompressedTree(core)
+    side = CompressedTree(core, kind=kind)
     req = side.arrive(PROMPT)
     assert side.admit(req)
     assert side.compute(req, 2 * PAGE)
@@ -27,9 +28,11 @@ def stored(core: str = "python") -> CompressedTree:
     return side
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_radix_compressed_end_attached_to_waiting_request_serves_the_rest(core: str) -> None:
-    side = stored(core)
+@both
+def test_radix_compressed_end_attached_to_waiting_request_serves_the_rest(
+    core: str, kind: str
+) -> None:
+    side = stored(core, kind)
     other = side.arrive(range(5000, 5300))  # takes the first pages
     assert side.admit(other)
     assert side.compute(other, 300)
@@ -45,12 +48,12 @@ def test_radix_compressed_end_attached_to_waiting_request_serves_the_rest(core: 
     assert side.arrive(PROMPT).prefix_len == 2 * PAGE
 
 
-@pytest.mark.parametrize("core", CORES)
+@both
 @pytest.mark.parametrize("front", [0, PAGE])
 def test_radix_compressed_end_attached_to_running_request_serves_the_rest(
-    core: str, front: int
+    core: str, kind: str, front: int
 ) -> None:
-    side = stored(core)
+    side = stored(core, kind)
     req = side.arrive(PROMPT)
     assert side.admit(req)
     assert not front or side.compute(req, front)
@@ -62,16 +65,16 @@ def test_radix_compressed_end_attached_to_running_request_serves_the_rest(
     side.check_books()
 
 
-def test_radix_compressed_end_has_the_bytes_of_one_page() -> None:
-    side = stored()
-    whole = side.allocator.get_kvcache()
-    window = sum(rows[0].nbytes for rows in whole.swa_kv_pool.kv_buffer)
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_radix_compressed_end_has_the_bytes_of_one_page(kind: str) -> None:
+    side = stored(kind=kind)
+    window = sum(rows[0].nbytes for rows in side.windows)
     sums = sum(each.kv_score_buffer.kv_score[: each.ring_size].nbytes for each in side.sums)
     blocks = side.store.ends[tuple(PROMPT[: 2 * PAGE])]
     raw = b"".join(blocks)
     assert len(blocks) == side.ends.count == -(-(window + sums) // len(blocks[0])) > 1
     assert not any(raw[window + sums :])
-    assert raw[window : window + sums].count(0) < sums // 8
+    assert raw[: window + sums].count(0) < (window + sums) // 8
 
 
 @pytest.mark.parametrize("index", [0, -1])  # of the window; of sums
@@ -87,6 +90,20 @@ def test_radix_compressed_wrong_end_is_noticed(index: int) -> None:
         side.compute(req, len(PROMPT))
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_radix_compressed_random_calls_keep_kv_and_books_right(core: str) -> None:
-    run_machine(lambda: CompressedTree(core))
+def test_radix_compressed_prompt_computes_the_last_window_of_a_replay() -> None:
+    """The control: what `CompressedTree` asserts, for a load that ends too near to the end."""
+    side = stored(kind="v4.1, replay")
+    for behind, allowed in ((127, False), (128, True)):
+        req = side.arrive(PROMPT[: 2 * PAGE + behind])
+        assert (side.stored_end(req.full_untruncated_fill_ids, 0) == 2 * PAGE) == allowed
+        slots = side.slots(2 * PAGE)
+        side.tree.attach_waiting(req, slots, 2 * PAGE)
+        assert (req.prefix_len == 2 * PAGE) == allowed, "SGLang's own match"
+        side.empty()
+
+
+@pytest.mark.parametrize(
+    ("core", "kind"), [*((core, "v4") for core in CORES), ("python", "v4.1, replay")]
+)
+def test_radix_compressed_random_calls_keep_kv_and_books_right(core: str, kind: str) -> None:
+    run_machine(lambda: CompressedTree(core, kind=kind))

@@ -339,11 +339,12 @@ def test_end_blocks_have_zeros_behind_their_bytes(kind: str) -> None:
 
 def test_end_states_of_other_forms_have_other_descriptions() -> None:
     texts = [tree_of(kind).ends.describe() for kind in KINDS]
-    assert len(set(texts)) == 4  # windows, of two shapes, states, both: not pages and buffers
+    # Windows, of two shapes, states, of two kinds, both: not pages and buffers.
+    assert len(set(texts)) == 5
     wider = replace(KINDS["window"], sliding_window_size=WINDOW + 1)
     larger = replace(KINDS["state"], mamba_state_size=8)
     layers = replace(KINDS["window"], full_attention_layer_ids=(1, 2, 4))
-    assert len({*texts, *(HybridTree(cfg).ends.describe() for cfg in (wider, larger, layers))}) == 7
+    assert len({*texts, *(HybridTree(cfg).ends.describe() for cfg in (wider, larger, layers))}) == 8
 
 
 # ---- random calls ----

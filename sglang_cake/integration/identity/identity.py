@@ -26,6 +26,7 @@ from sglang_cake.core.namespace import LABEL, Namespace
 from sglang_cake.integration.identity import content, kv_settings
 from sglang_cake.integration.identity.content import ContentChanged, Files, content_digest
 from sglang_cake.integration.memory.kv_shard import KvShard
+from sglang_cake.integration.support_matrix import plugin_algorithm
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -107,6 +108,9 @@ def server_fields(
     hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
     if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
         fields["ngram_tokens"] = hashlib.sha256(hasher.token_map.cpu().numpy()).hexdigest()
+    if (plugin := plugin_algorithm(values.speculative_algorithm)) is not None:
+        # The KV of accepted tokens is what its worker leaves.
+        fields["plugin_algorithm"] = f"{plugin.name} {_implementation(plugin.factory)}"
     if drafts:
         models = [each.runner.model_config for each in drafts]
         fields["draft_algorithm"] = values.speculative_algorithm
@@ -145,12 +149,15 @@ def _device_name(ctx: "TreeCacheBuildContext") -> str:
     return torch.cuda.get_device_name() if runner.device == "cuda" else str(runner.device)
 
 
-def _implementation(model_class: type) -> str:
-    """The name of the model's class, with a digest of its code if it is not part of SGLang."""
-    name = model_class.__name__
-    if model_class.__module__.split(".")[0] == "sglang":
-        return name
-    file = inspect.getsourcefile(model_class)
+def _implementation(made: Any) -> str:
+    """The name of a class or a function, with a digest of its code if it is not part of SGLang."""
+    name = getattr(made, "__name__", type(made).__name__)
+    if made.__module__.split(".")[0] == "sglang":
+        return str(name)
+    try:
+        file = inspect.getsourcefile(made)
+    except TypeError:
+        file = None
     code = sorted(Path(file).parent.glob("*.py")) if file is not None else []
     if not code:
         return f"{name} {uuid.uuid4().hex}"
@@ -225,6 +232,11 @@ class LoadedDraft:
     def pool(self) -> Any:
         """Its KV pool, which has the slots of the target's."""
         return self.runner.token_to_kv_pool
+
+    @property
+    def states(self) -> Any:
+        """The pool of its recurrent states, which may be the target's; None: it has none."""
+        return getattr(self.runner.req_to_token_pool, "mamba_pool", None)
 
 
 @dataclass(slots=True)

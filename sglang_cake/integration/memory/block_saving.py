@@ -110,10 +110,13 @@ class BlockSaving:
         unsaved.next_block = max(unsaved.next_block, full)
         unsaved.tokens = tokens
         unsaved.row = row
-        if self._ends is not None and not self._ends.window_tokens:
-            # States do not depend on the next tokens, as draft models' rows in windows do. So a
-            # key is enough.
-            full = record.chain.blocks(max(len(tokens), len(record.tokens)))
+        if self._ends is not None:
+            known = max(len(tokens), len(record.tokens))
+            if not self._ends.window_tokens:
+                # States do not depend on the next tokens, as draft models' rows in windows do. So a
+                # key is enough.
+                full = record.chain.blocks(known)
+            full = min(full, record.chain.blocks(known - self._ends.tail_tokens))
         end = min(held_tokens // self._block_tokens, full) * self._block_tokens
         if find_end is not None and self.wants_end(record, end, last=last):
             unsaved.end = end
@@ -133,7 +136,7 @@ class BlockSaving:
         size = self._block_tokens
         known = [block * size + size for block, yes in enumerate(record.agreed.ends) if yes]
         since = max([seen, *(each for each in known if each <= end)])
-        last |= end >= (len(record.tokens) - 1) // size * size or end == self.branch(record)
+        last |= end >= self._last_block(record) * size or end == self.branch(record)
         return end > seen and (end - since) // size >= self._ends.count * (
             1 if last else END_SPACING
         )
@@ -143,7 +146,12 @@ class BlockSaving:
         are. Prompts that begin alike diverge there: the next one will need this end."""
         stored = record.agreed.stored
         run = stored.index(False) if False in stored else len(stored)
-        return min(run, (len(record.tokens) - 1) // self._block_tokens) * self._block_tokens
+        return min(run, self._last_block(record)) * self._block_tokens
+
+    def _last_block(self, record: PromptRecord) -> int:
+        """How many blocks of the prompt may come from a cache."""
+        computed = 1 if self._ends is None else max(1, self._ends.tail_tokens)
+        return max(0, len(record.tokens) - computed) // self._block_tokens
 
     def polled(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """Call before a step is scheduled. Blocks that found no buffer before are saved, as far as

@@ -388,7 +388,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """Where the window begins that belongs to the last block before `up_to`."""
         if self.ends is None or not self.ends.window_tokens or self.coordinator is None:
             return None
-        up_to -= self.coordinator.next_tokens
+        up_to -= self.coordinator.next_tokens + self.ends.tail_tokens
         return up_to - up_to % self.coordinator.block_tokens - self.ends.window_tokens
 
     def _answer_window_start(self, req: "Req") -> int | None:

@@ -1,4 +1,5 @@
-"""Where draft models keep their KV: in the target's slots, or in those of its sliding windows."""
+"""Where draft models keep their KV: in the target's slots, or in those of its sliding windows and
+recurrent states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +15,20 @@ class DraftPools:
     Attributes:
         rows: with a row for each slot of the target. Blocks have them.
         windows: with a row for each slot of the target's sliding windows. End states have them.
+        states: of recurrent states, with a row for each of the target's. End states have them.
     """
 
     rows: tuple[Any, ...] = ()
     windows: tuple[Any, ...] = ()
+    states: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, pools: Sequence[Any], target: Any) -> "DraftPools":
+    def of(cls, pools: Sequence[Any], target: Any, *, states: Sequence[Any] = ()) -> "DraftPools":
         """
-        Args: pools: one for each draft model. target: the pool of the model itself.
+        Args:
+            pools: one for each draft model.
+            target: the pool of the model itself.
+            states: pools of the draft models' own recurrent states.
 
         Raises: ConfigError, one line, if a pool has its rows elsewhere.
         """
@@ -30,14 +36,16 @@ class DraftPools:
         windows: list[Any] = []
         for pool in pools:
             window = getattr(pool, "swa_kv_pool", None)
-            if window is None:  # a hybrid's pool has the states of the target beside its rows
-                rows.append(getattr(pool, "full_kv_pool", pool))
+            if window is None:
+                has_index = hasattr(pool, "qsa_compressed_k_buffer_pool")
+                # A hybrid's pool has the states of the target beside its rows.
+                rows.append(pool if has_index else getattr(pool, "full_kv_pool", pool))
                 continue
-            states = (*getattr(pool, "compress_state_pools", ()),)
+            sums = (*getattr(pool, "compress_state_pools", ()),)
             mapping = getattr(target, "full_to_swa_index_mapping", None)
             if pool.swa_uses_full_indices:
                 rows.append(window)
-            elif mapping is pool.full_to_swa_index_mapping and not any(states):
+            elif mapping is pool.full_to_swa_index_mapping and not any(sums):
                 windows.append(window)
             else:
                 raise ConfigError(
@@ -47,4 +55,4 @@ class DraftPools:
             full = getattr(pool, "full_kv_pool", None)
             if full is not None and full.layer_num:
                 rows.append(full)
-        return cls(tuple(rows), tuple(windows))
+        return cls(tuple(rows), tuple(windows), tuple(states))

@@ -9,6 +9,10 @@ tokens, the prefix's ends. At an end it needs an end state:
 | recurrent: Mamba, linear attention, short convolutions | their state behind token `P - 1` |
 | compressed: DeepSeek V4 | the last page of the window, with sums of tokens yet to be compressed |
 
+With SGLang's bounded replay (DeepSeek V4.1), the last layers compute a step's last tokens alone. So
+their window before an end is incomplete, and no part of an end state. They need no window before a
+step that has the last `tail_tokens` of a prompt.
+
 An end state is stored as end blocks. Each has the size of a block; unused bytes are zero.
 So stores, host buffers and the loader handle one size.
 """
@@ -19,14 +23,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
 
+if TYPE_CHECKING:
+    from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+
+NO_DRAFTS = DraftPools()
 # Pools inside of a KV pool that hold the data of end states.
 END_POOLS = ("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools")
 
@@ -110,13 +119,71 @@ class EndStates:
     Attributes:
         parts: in the order of their end blocks.
         window_tokens: tokens of an end's window; 0: no layer has a sliding window.
+        tail_tokens: so many last tokens of a prompt are computed, whatever is stored.
         count: end blocks of one end.
     """
 
-    def __init__(self, parts: Sequence[EndPart], *, window_tokens: int = 0) -> None:
+    def __init__(
+        self, parts: Sequence[EndPart], *, window_tokens: int = 0, tail_tokens: int = 0
+    ) -> None:
         self.parts = tuple(parts)
         self.window_tokens = window_tokens
+        self.tail_tokens = tail_tokens
         self.count = sum(part.count for part in parts)
+
+    @classmethod
+    def of(
+        cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: DraftPools = NO_DRAFTS
+    ) -> "EndStates | None":
+        """Those of a model; None: a prefix needs none.
+
+        Args: tree: of the model. kv: of its blocks. Raises: ConfigError.
+        """
+        windows = drafts.windows
+        parts: list[EndPart] = []
+        window_tokens = tail_tokens = 0
+        block_bytes = kv.layout.block_bytes
+        if tree.supports_swa():
+            pool = tree.token_to_kv_pool_allocator.get_kvcache()
+            page = tree.page_size
+            window_tokens = -(-max(tree.sliding_window_size, page) // page) * page
+            if is_compressed(pool):
+                layers = None
+                if tree.decoder_swa_bounded_replay:
+                    tail_tokens, windows = tree.sliding_window_size, ()
+                    layers = max(pool.kv_source_layers)  # the first one of the last layers
+                parts.append(
+                    CompressedWindow(
+                        pool,
+                        block_bytes=block_bytes,
+                        streams=kv.streams,
+                        drafts=windows,
+                        layers=layers,
+                    )
+                )
+            else:
+                parts.append(
+                    WindowRows(
+                        partial(kv.beside, pool.swa_kv_pool, drafts=windows),
+                        token_bytes=DeviceKV(
+                            pool.swa_kv_pool, block_tokens=1, drafts=windows
+                        ).layout.block_bytes,
+                        window_tokens=window_tokens,
+                        block_bytes=block_bytes,
+                    )
+                )
+        if tree.supports_mamba():
+            parts.append(
+                RecurrentStates(
+                    tree.req_to_token_pool.mamba_pool,
+                    block_bytes=block_bytes,
+                    streams=kv.streams,
+                    drafts=drafts.states,
+                )
+            )
+        if not parts:
+            return None
+        return cls(parts, window_tokens=window_tokens, tail_tokens=tail_tokens)
 
     def describe(self) -> str:
         """Canonical JSON for the namespace: end states of another form are never found."""
@@ -334,14 +401,30 @@ class StateRows:
 class RecurrentStates(StateRows):
     """States of recurrent layers, each in a row of the state pool.
 
-    Args: pool: SGLang's `MambaPool`. Others as for `StateRows`.
+    Args:
+        pool: SGLang's `MambaPool`.
+        drafts: those of draft models, with a row for each state.
+        Others as for `StateRows`.
     """
 
-    def __init__(self, pool: Any, *, block_bytes: int, streams: CopyStreams | None = None) -> None:
-        (inventory,) = pool.get_device_pool_infos()
-        buffers = inventory.buffer_info
-        layers = [layer for each in (*buffers.conv, buffers.temporal) for layer in each]
-        planes = [plane for plane in (*layers, *buffers.extra_checkpoint_buffers) if plane.numel()]
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        block_bytes: int,
+        streams: CopyStreams | None = None,
+        drafts: Sequence[Any] = (),
+    ) -> None:
+        planes: list[torch.Tensor] = []
+        for each in (pool, *drafts):
+            (inventory,) = each.get_device_pool_infos()
+            found = inventory.buffer_info
+            layers = [layer for some in (*found.conv, found.temporal) for layer in some]
+            planes += [
+                plane for plane in (*layers, *found.extra_checkpoint_buffers) if plane.numel()
+            ]
+        if drafts and min(map(len, planes)) < len(planes[0]):
+            raise ConfigError("cake cannot store a draft model without rows for all states")
         super().__init__(planes, block_bytes=block_bytes, streams=streams)
 
 
@@ -355,6 +438,7 @@ class CompressedWindow(StateRows):
     Args:
         pool: SGLang's `DeepSeekV4TokenToKVPool`.
         drafts: pools of draft models with pages for the same windows.
+        layers: so many first layers have windows without gaps; None: all.
         Others as for `StateRows`.
     """
 
@@ -365,8 +449,10 @@ class CompressedWindow(StateRows):
         block_bytes: int,
         streams: CopyStreams | None = None,
         drafts: Sequence[Any] = (),
+        layers: int | None = None,
     ) -> None:
-        windows = [buffer for each in (pool.swa_kv_pool, *drafts) for buffer in each.kv_buffer]
+        windows = [*pool.swa_kv_pool.kv_buffer[:layers]]
+        windows += [buffer for each in drafts for buffer in each.kv_buffer]
         if min(map(len, windows)) < len(windows[0]):
             raise ConfigError("cake cannot store a draft model without pages for all windows")
         rings = [

@@ -103,17 +103,23 @@ def _planes(pool: Any, prefix: str) -> Iterator[PoolPlanes]:
             if inner is not None:
                 yield from _own_planes(inner, prefix, inner.page_size * ratio)
     yield from _own_planes(pool, prefix, getattr(pool, "page_size", 1))
+    if keys := tuple(getattr(pool, "qsa_compressed_k_buffer_pool", ())):
+        parts = ((f"{prefix}index", tuple(keys[0].shape[1:])),)
+        dtype = str(pool.qsa_compressed_dtype).removeprefix("torch.")
+        yield PoolPlanes(PlaneGroup(len(keys), parts, dtype, pool.qsa_compress_ratio), keys)
 
 
 def _tails(pool: Any) -> Iterator[torch.Tensor]:
-    """Memory of a pooled index for tokens whose key is not complete yet. There are no such tokens
-    at the end of a page, and blocks are whole pages."""
+    """Memory of a pooled or compressed index for tokens whose key is not complete yet. There are
+    no such tokens at the end of a page, and blocks are whole pages."""
     for name in _INNER:
         if (inner := getattr(pool, name, None)) is not None:
             yield from _tails(inner)
     if getattr(pool, "kpool_use_compress", False):
         for layer in range(pool.start_layer, pool.start_layer + pool.layer_num):
             yield from pool.get_compress_tail_buffers(layer)
+    if hasattr(pool, "qsa_key_state_buffer_pool"):
+        yield from (*pool.qsa_key_state_buffer_pool, pool.qsa_rope_position_buffer)
 
 
 def _own_planes(pool: Any, prefix: str, page_tokens: int) -> Iterator[PoolPlanes]:

@@ -81,6 +81,12 @@ def may_overlap_last_step(req: "Req") -> bool:
     return not (isinstance(given, dict) and given.get(LAST_STEP) == "late")
 
 
+def reads_prompt(req: "Req") -> bool:
+    """Whether the response has data of tokens of the prompt: their log probabilities or states."""
+    logprobs = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    return bool(logprobs or req.return_hidden_states is True)
+
+
 def facts_of(
     req: "Req", load_id: str, tokens: "array[int]", costs: PromptCosts, block_tokens: int
 ) -> RequestFacts:

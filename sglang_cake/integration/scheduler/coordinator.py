@@ -36,6 +36,7 @@ from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoad
 from sglang_cake.integration.request.request_metadata import (
     facts_of,
     may_overlap_last_step,
+    reads_prompt,
     seed_of,
     tenant_of,
     unkeyed_because,
@@ -97,6 +98,7 @@ class Coordinator:
         keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
+        tail_tokens: as for `EndStates`.
         end_rank: as for `KeyChain`.
 
     Attributes:
@@ -126,11 +128,13 @@ class Coordinator:
         counters: Counters,
         reporter: RequestReporter,
         end_blocks: int = 0,
+        tail_tokens: int = 0,
         end_rank: tuple[int, int] = (0, 1),
         keys_media: bool = False,
         next_tokens: int = 0,
     ) -> None:
         self._end_blocks = end_blocks
+        self._tail_tokens = tail_tokens
         self._end_rank = end_rank
         self.next_tokens = next_tokens
         self.keys_media = keys_media
@@ -188,8 +192,7 @@ class Coordinator:
             return
         self.end(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
-        # A block's key may cover tokens behind it, and so may those of SGLang's tree.
-        limit = max(0, longest_prefix_tokens(req, len(tokens)) - self.next_tokens)
+        limit = self._limit(req, len(tokens))
         media = self._media(req)
         chain = None if media is None else self._chain(req, media)
         if media is None or chain is None:
@@ -210,6 +213,14 @@ class Coordinator:
         self._tenants.arrives(record.facts.tenant)
         self._look_up(record)
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
+
+    def _limit(self, req: "Req", tokens: int) -> int:
+        """How many of a request's first `tokens` tokens may be loaded."""
+        if self._tail_tokens and reads_prompt(req):
+            return 0  # the last layers compute all of its tokens, and need a whole window
+        limit = min(longest_prefix_tokens(req, tokens), tokens - self._tail_tokens)
+        # A block's key may cover tokens behind it, and so may those of SGLang's tree.
+        return max(0, limit - self.next_tokens)
 
     def prompt_digest(self, rid: str) -> bytes:
         """32 bytes for all that the KV of a live prompt depends on; of a prompt without a record,
