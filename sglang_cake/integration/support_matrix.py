@@ -540,11 +540,6 @@ RULES: tuple[_Rule, ...] = (
     ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
     ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
     (
-        "use_ray",
-        bool,
-        "does not support Ray, whose workers load no plug-ins of SGLang: remove --use-ray",
-    ),
-    (
         "speculative_algorithm",
         lambda name: name is not None and name.upper() not in _ALGORITHMS,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
