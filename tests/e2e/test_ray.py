@@ -35,6 +35,7 @@ def address(standins: dict[str, str]) -> Iterator[str]:
         command = (
             *(*RAY, "start", "--head", "--block", "--num-gpus", "1", "--num-cpus", "2"),
             *("--port", str(port), "--temp-dir", folder, "--object-store-memory", "80000000"),
+            *("--min-worker-port", "22000", "--max-worker-port", "22999"),  # not `port`
             *("--include-dashboard", "false", "--disable-usage-stats"),
         )
         log = Path(folder, "log")
