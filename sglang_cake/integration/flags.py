@@ -7,7 +7,8 @@ A setting is checked twice, both times in the launching process and before anyth
 
 The launching process hands the settings to its children through the environment. A process may
 build several engines, one after the other. So the variables written for one engine are removed
-before the next is configured, and never count as the user's.
+before the next is configured, and never count as the user's. Schedulers that Ray starts are no
+children: they take the settings from the ServerArgs that they are given.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from sglang_cake.stores.open_store import sources_of_setting
 
 BACKEND = "cake"
 
+_RAY_ENGINE = "sglang.srt.ray.engine"
 _SETTINGS_FILE = "config"  # `--cake-config` names a file with settings
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
 # Variables that are handed over now -> (the value written, the user's value or None).
@@ -142,6 +144,8 @@ def resolve_once(original: Any, record: Any) -> None:
         config = _config_of(record)
         if config is not None and not getattr(record, "_cake_checked", False):
             _refuse(reason_when_resolved(record, config))
+            if record.use_ray or _RAY_ENGINE in sys.modules:  # RayEngine does not need the flag
+                _install_actors()
             _set(record, "_cake_checked", True)
     except ConfigError as error:
         _withdraw()
@@ -159,6 +163,27 @@ def resolve_once(original: Any, record: Any) -> None:
 def is_handed_over() -> bool:
     """Whether this process is the child of a launcher that enabled cake."""
     return os.environ.get(ENABLED_ENV) == "1"
+
+
+def take_over(record: Any) -> bool:
+    """Write the variables that a child of the launcher inherits, in a worker of Ray. Variables of
+    its node that are settings of cake do not count. Returns whether the server has cake."""
+    config = _config_of(record)
+    if config is None:
+        return False
+    for variable in _environment_of_user():
+        del os.environ[variable]
+    _hand_over(config)
+    return True
+
+
+def _install_actors() -> None:
+    """Raises: ConfigError if Ray cannot be imported."""
+    try:
+        from sglang_cake.integration import ray_actors
+    except ImportError as error:
+        raise ConfigError(f"--use-ray needs Ray ({error}): pip install 'sglang[ray]'") from None
+    ray_actors.install()
 
 
 def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:

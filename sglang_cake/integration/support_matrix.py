@@ -579,11 +579,6 @@ RULES: tuple[_Rule, ...] = (
     ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
     ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
     (
-        "use_ray",
-        bool,
-        "does not support Ray, whose workers load no plug-ins of SGLang: remove --use-ray",
-    ),
-    (
         "speculative_algorithm",
         _is_unknown,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "

@@ -123,6 +123,18 @@ def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) ->
     _check_refused(done, "cake does not support models that generate no text")
 
 
+def test_launcher_use_ray_without_ray_is_refused_with_the_package(
+    tmp_path: Path, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('no Ray here')")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", path)
+    done = _launch(
+        tmp_path, FORKED_LAUNCH, ["--model-path", llama, "--enable-cake", "--use-ray", *CPU]
+    )
+    _check_refused(done, "--use-ray needs Ray (no Ray here): pip install 'sglang[ray]'")
+
+
 def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
     output = done.stdout
     ours = [each for each in output.splitlines() if each.startswith("sglang-cake: error:")]
