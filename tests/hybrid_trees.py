@@ -34,6 +34,11 @@ from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.srt.mem_cache.unified_memory_pool import (
+    init_unified_mamba_pools,
+    init_unified_mamba_swa_pools,
+    init_unified_swa_pools,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
@@ -41,6 +46,7 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
@@ -170,10 +176,7 @@ class HybridTree:
         self.cfg = cfg
         self.block = block
         with pytest.MonkeyPatch.context() as patch:
-            for name, make in (parts or {}).items():
-                patch.setattr(fixtures, name, make)
-            if cfg.components == (FULL,):  # a server's allocator, which the fixture does not have
-                patch.setattr(fixtures, "TokenToKVPoolAllocator", partial(allocator, cfg.page_size))
+            self._make_pools(patch, parts or {})
             patch.setattr(fixtures, "UnifiedRadixCache", tree)
             patch.setattr(fixtures, "get_device", lambda: "cpu")
             # The wheel has no Rust core that tells of its nodes, so a server's own is taken.
@@ -201,6 +204,16 @@ class HybridTree:
         self.behind = cfg.page_size if cfg.is_eagle else 0
         self.tree.coordinator.next_tokens = int(cfg.is_eagle)
 
+    def _make_pools(
+        self, patch: pytest.MonkeyPatch, parts: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        """Have SGLang's fixture make these pools."""
+        for name, make in parts.items():
+            patch.setattr(fixtures, name, make)
+        if self.cfg.components == (FULL,):  # a server's allocator, which the fixture does not have
+            make = partial(allocator, self.cfg.page_size)
+            patch.setattr(fixtures, "TokenToKVPoolAllocator", make)
+
     @property
     def full_allocator(self) -> Any:
         """Of the slots of full attention."""
@@ -223,10 +236,15 @@ class HybridTree:
                 yield f"s/{layer}", as_bytes(plane)
 
     def write_state(self, digest: torch.Tensor, slot: int) -> None:
+        slot = self._state_row(slot)
         for name, rows in self._states():
             rows[slot] = stamp(digest, f"state {name}", rows.shape[1])[0]
 
+    def _state_row(self, slot: int) -> int:
+        return int(self.requests.translate_mamba_indices(torch.tensor([slot])))
+
     def has_state(self, digest: torch.Tensor, slot: int) -> bool:
+        slot = self._state_row(slot)
         return all(
             torch.equal(rows[slot], stamp(digest, f"state {name}", rows.shape[1])[0])
             for name, rows in self._states()
@@ -310,10 +328,10 @@ class HybridTree:
         needed = 0
         if self.cfg.has_mamba:
             needed = (not req.kv.holds_mamba) + 2 * self.cfg.enable_mamba_extra_buffer
-            short = needed - self.requests.mamba_allocator.available_size()
+            short = needed - self.free_states()
             if short > 0:
                 self.tree.evict_for_alloc(EvictParams(mamba_num=short))
-                short = needed - self.requests.mamba_allocator.available_size()
+                short = needed - self.free_states()
             if short > 0:
                 self.drop(req)
                 return False
@@ -327,6 +345,9 @@ class HybridTree:
         req.extend_end = req.prefix_len
         self.live.append(req)
         return True
+
+    def free_states(self) -> int:
+        return int(self.requests.mamba_allocator.available_size())
 
     def drop(self, req: Any) -> None:
         """A waiting request is not admitted, and goes."""
@@ -400,11 +421,11 @@ class HybridTree:
         """What SGLang does with states before a forward: copies on write, and clears."""
         batch: Any = SimpleNamespace()
         ScheduleBatch._collect_deferred_mamba_cow_and_clear(batch, [req])
-        pool = self.requests.mamba_pool
+        pool, rows = self.requests.mamba_pool, self.requests.translate_mamba_indices
         if batch.mamba_cow_src_indices is not None:
-            pool.copy_from(batch.mamba_cow_src_indices, batch.mamba_cow_dst_indices)
+            pool.copy_from(rows(batch.mamba_cow_src_indices), rows(batch.mamba_cow_dst_indices))
         if batch.mamba_clear_indices is not None:
-            pool.clear_slots(batch.mamba_clear_indices)
+            pool.clear_slots(rows(batch.mamba_clear_indices))
 
     def release(self, req: Any, *, checkpoint: bool = True) -> None:
         if not req.kv.kv_allocated_len:  # SGLang has no such request: admission is for a step
@@ -509,8 +530,15 @@ class HybridTree:
         for kind in ("full", "swa") if self.cfg.has_swa else ("full",):
             for _, rows, _ in self.places(kind, torch.arange(self.block)):
                 rows.fill_(0x5A)
+        if self.cfg.has_mamba:
+            for _, rows in self._states():
+                rows.fill_(0x5A)
 
     # ---- the books ----
+
+    def taken(self, allocator: Any) -> int:
+        """How many slots it has given out."""
+        return int(allocator.size - allocator.available_size())
 
     def check_books(self) -> None:
         """Each slot of each pool is free, in the tree, or of one live request."""
@@ -528,17 +556,114 @@ class HybridTree:
                 held_states += 1
                 if self.cfg.enable_mamba_extra_buffer:
                     held_states += kv.mamba_ping_pong_empty.count(False)
-        full = self.full_allocator
         own = tree.full_evictable_size() + tree.full_protected_size()
-        assert full.available_size() + own + held_full == full.size
+        assert own + held_full == self.taken(self.full_allocator)
         if self.cfg.has_swa:
-            swa = self.allocator.swa_attn_allocator
             own = tree.swa_evictable_size() + tree.swa_protected_size()
-            assert swa.available_size() + own + held_swa == swa.size
+            assert own + held_swa == self.taken(self.allocator.swa_attn_allocator)
         if self.cfg.has_mamba:
             states = self.requests.mamba_allocator
             own = tree.mamba_evictable_size() + tree.mamba_protected_size()
             assert states.available_size() + own + held_states == states.size
+
+
+class UnifiedTree(HybridTree):
+    """A hybrid whose pools are in one memory, where SGLang moves slots to other rows. It does so
+    whenever the books are checked. The test has `torch.cuda.current_stream` call `wait`."""
+
+    def __init__(self, cfg: CacheConfig, core: str = "python", **options: Any) -> None:
+        super().__init__(cfg, core, **options)
+        members = ("full_attn_allocator", "swa_attn_allocator", "mamba_allocator")
+        movers = [
+            getattr(self.allocator, name) for name in members if hasattr(self.allocator, name)
+        ]
+        self.tree.copier = Copier(self.kv, lambda took_s: None, movers=movers)
+        self.moves = 0
+
+    def _make_pools(
+        self, patch: pytest.MonkeyPatch, parts: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        made: list[Any] = []
+
+        def requests(cache_params: Any, **options: Any) -> Any:
+            made.append(unified_pools(self.cfg, cache_params))
+            return made[0].req_to_token_pool
+
+        def windows(**options: Any) -> Any:
+            if not made:
+                made.append(unified_pools(self.cfg))
+            return made[0].token_to_kv_pool
+
+        patch.setattr(fixtures, "HybridReqToTokenPool", requests)
+        patch.setattr(fixtures, "SWAKVPool", windows)
+        patch.setattr(fixtures, "HybridLinearKVPool", lambda **_: made[0].token_to_kv_pool)
+        for name in ("SWATokenToKVPoolAllocator", "TokenToKVPoolAllocator"):
+            patch.setattr(fixtures, name, lambda **_: made[0].token_to_kv_pool_allocator)
+
+    def places(self, kind: str, slots: torch.Tensor) -> Iterator[Place]:
+        rows = self.allocator.translate_kv_loc(slots) if kind == "full" else slots
+        yield from super().places(kind, rows)
+
+    def slots(self, tokens: int) -> torch.Tensor:
+        slots: torch.Tensor = self.allocator.alloc(tokens)
+        return slots
+
+    def free_states(self) -> int:
+        return int(self.requests.mamba_allocator.schedulable_available_size())
+
+    def taken(self, allocator: Any) -> int:
+        return int(allocator.allocated_count())
+
+    def check_books(self) -> None:
+        self.moves += self.allocator.flush_opportunistic()
+        assert not self.allocator.verify_byte_accounting()
+        super().check_books()
+
+
+def unified_pools(cfg: CacheConfig, states: Any = None) -> Any:
+    """What SGLang makes with `--enable-unified-memory`. Args: states: of a recurrent model."""
+    options = {
+        "device": "cpu",
+        "kv_cache_dtype": cfg.dtype,
+        "head_num": cfg.head_num,
+        "head_dim": cfg.head_dim,
+        "v_head_dim": cfg.head_dim,
+        "page_size": cfg.page_size,
+        "start_layer": 0,
+        "end_layer": cfg.num_layers,
+        "full_attention_layer_ids": list(cfg.full_attention_layer_ids),
+        "enable_memory_saver": False,
+        "need_sort": False,
+        "lazy_compaction": True,
+    }
+    windows = {
+        "swa_head_num": cfg.head_num,
+        "swa_head_dim": cfg.head_dim,
+        "swa_v_head_dim": cfg.head_dim,
+        "swa_attention_layer_ids": list(cfg.non_full_layer_ids),
+        "full_max_total_num_tokens": cfg.kv_size,
+        "swa_max_total_num_tokens": cfg.kv_size,
+    }
+    if states is None:
+        return init_unified_swa_pools(**options | windows)
+    recurrent = {
+        "mamba_layer_ids": list(cfg.non_full_layer_ids),
+        "mamba2_cache_params": states,
+        "max_mamba_cache_size": cfg.mamba_cache_size,
+        "model_context_len": cfg.max_context_len,
+        "extra_max_context_len": 0,
+        "max_num_reqs": cfg.max_num_reqs,
+        "enable_mamba_extra_buffer": cfg.enable_mamba_extra_buffer,
+        "enable_mamba_extra_buffer_lazy": False,
+        "speculative_num_draft_tokens": None,
+        "disable_overlap_schedule": True,
+    }
+    if cfg.has_swa:
+        windows["sliding_window_size"] = cfg.sliding_window_size
+        return init_unified_mamba_swa_pools(**options | windows | recurrent)
+    alone = {"is_draft_worker": False, "use_mla_backend": False}
+    alone |= {"max_total_num_tokens": cfg.kv_size}
+    return init_unified_mamba_pools(**options | recurrent | alone)
 
 
 # Pools of DeepSeek V4, and whether SGLang replays.

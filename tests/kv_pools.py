@@ -3,6 +3,7 @@
 import time
 from array import array
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_memory_pool import (
+    init_unified_mamba_pools,
+    init_unified_mamba_swa_pools,
+    init_unified_swa_pools,
+)
 from sglang.srt.runtime_context import get_context
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
@@ -209,6 +215,66 @@ def qsa(slots: int, **options: Any) -> QSATokenToKVPool:
     sizes |= {"qsa_token_topk": 16, "num_request_slots": 8}
     made: QSATokenToKVPool = hybrid(slots, kind=QSATokenToKVPool, **sizes | options)
     return made
+
+
+def unified(slots: int, *, page: int = 1, beside: str = "windows", mla: bool = False) -> Any:
+    """The allocator of pools in one memory, as `--enable-unified-memory` makes them: of full
+    attention, as in `windows` or `hybrid`, and of "windows", "states" or "both". `slots`: about so
+    many of each."""
+    options = {
+        "device": "cpu",
+        "kv_cache_dtype": torch.bfloat16,
+        "head_num": 2,
+        "head_dim": 8,
+        "v_head_dim": 8 if beside == "states" else 4,
+        "page_size": page,
+        "start_layer": 0,
+        "end_layer": 4,
+        "full_attention_layer_ids": [1, 3],
+        "enable_memory_saver": False,
+        "need_sort": False,
+        "lazy_compaction": True,
+    }
+    windows = {
+        "swa_head_num": 4,
+        "swa_head_dim": 8,
+        "swa_v_head_dim": 4,
+        "swa_attention_layer_ids": [0, 2],
+        "full_max_total_num_tokens": slots,
+        "swa_max_total_num_tokens": slots,
+    }
+    recurrent = {
+        "mamba_layer_ids": [0, 2],
+        "mamba2_cache_params": SimpleNamespace(
+            shape=SimpleNamespace(conv=[(3, 8)], temporal=(1, 4, 8)),
+            dtype=SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32),
+            layers=[0, 2],
+        ),
+        "model_context_len": slots,
+        "extra_max_context_len": 1,
+        "max_mamba_cache_size": 8,
+        "max_num_reqs": 4,
+        "enable_mamba_extra_buffer": False,
+        "enable_mamba_extra_buffer_lazy": False,
+        "speculative_num_draft_tokens": None,
+        "disable_overlap_schedule": True,
+    }
+    alone = {
+        "is_draft_worker": False,
+        "use_mla_backend": mla,
+        "kv_lora_rank": 8 if mla else None,
+        "qk_rope_head_dim": 8 if mla else None,
+        "max_total_num_tokens": slots,
+    }
+    with get_context().override_server_args(device="cpu"):
+        match beside:
+            case "windows":
+                made = init_unified_swa_pools(**options | windows)
+            case "states":
+                made = init_unified_mamba_pools(**options | recurrent | alone)
+            case _:
+                made = init_unified_mamba_swa_pools(**options | windows | recurrent)
+        return made.token_to_kv_pool_allocator
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,7 +235,13 @@ class CakeService:
         self.writer = Writer(None, write_queue, self._io, self.counters)
         # A rank that gave up a late copy alone would compute another step than the others.
         patience_s = PATIENCE_S if parallel.attn_tp_size == 1 else None
-        self.copier = CopyThread(self.kv, self.loader.copied, patience_s=patience_s)
+        self.copier = CopyThread(
+            self.kv,
+            self.loader.copied,
+            patience_s=patience_s,
+            movers=_movers(allocator) if self.kv.moves else (),
+        )
+        tree.copier = self.copier if self.kv.moves else None
         self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, ends)
         self.step_costs = _step_costs(ctx, self.loader)
         # The same for any weights. More ranks compute faster, also where they hold the same KV.
@@ -245,8 +252,7 @@ class CakeService:
         self.device_slots = DeviceSlots(
             self.kv,
             self.copier,
-            # Windows get slots when their prefix joins the tree, not with each block.
-            getattr(allocator, "full_attn_allocator", allocator),
+            _block_slots(allocator, tree),
             tree.evict_own,
             self.counters,
             ends,
@@ -470,6 +476,24 @@ async def _stats(store: Store) -> StoreStats | None:
         return await store.stats()
     except StoreError:  # statistics are optional; failures of blocks are counted elsewhere
         return None
+
+
+def _movers(allocator: Any) -> list[Any]:
+    """The allocators of the pools that share one memory, each of which moves its own slots."""
+    names = ("full_attn_allocator", "swa_attn_allocator", "mamba_allocator")
+    return [getattr(allocator, name) for name in names if hasattr(allocator, name)]
+
+
+def _block_slots(allocator: Any, tree: CakeRadixCache) -> Any:
+    """The allocator of blocks' slots. Windows get slots when their prefix joins the tree, not with
+    each block."""
+    full = getattr(allocator, "full_attn_allocator", allocator)
+    if tree.copier is None:
+        return full
+    # What is free in a memory of all pools is for SGLang to say: it also keeps to its own limit.
+    return SimpleNamespace(
+        alloc=full.alloc, free_segment=full.free_segment, available_size=tree.free_tokens
+    )
 
 
 def _device_kv(

@@ -590,12 +590,6 @@ RULES: tuple[_Rule, ...] = (
         "does not support windows that belong to requests: remove "
         "--enable-encoder-swa-bounded-replay",
     ),
-    (
-        "enable_unified_memory",
-        bool,
-        "does not support slots that move in one memory of all pools: remove "
-        "--enable-unified-memory",
-    ),
     ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
@@ -671,6 +665,11 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                     "--enable-cake"
                 )
             return f"cake {reason}"
+    if args.enable_unified_memory and has_draft_kv(args):
+        return (
+            "cake does not support draft models in one memory of all pools: remove "
+            "--enable-unified-memory or --speculative-algorithm"
+        )
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
 
@@ -899,7 +898,12 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
     from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.unified_hybrid_swa import (
+        UnifiedMambaSWATokenToKVPoolAllocator,
+        UnifiedSWATokenToKVPoolAllocator,
+    )
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+    from sglang.srt.mem_cache.unified_memory_pool import UnifiedHybridReqToTokenPool
 
     params = ctx.params
     if (ctx.is_hybrid_swa or ctx.is_hybrid_ssm) and config.lossy:
@@ -909,14 +913,22 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         )
     if ctx.is_hybrid_swa:
         allocator = params.token_to_kv_pool_allocator
-        if type(allocator) is not SWATokenToKVPoolAllocator:
+        if type(allocator) not in (
+            SWATokenToKVPoolAllocator,
+            UnifiedSWATokenToKVPoolAllocator,
+            UnifiedMambaSWATokenToKVPoolAllocator,
+        ):
             return f"cake does not support sliding windows in a {type(allocator).__name__}"
         reason = _unsupported_windows(allocator.get_kvcache(), params)
         if reason is not None:
             return f"cake does not support {reason}"
     if ctx.is_hybrid_ssm:
         pool = params.req_to_token_pool
-        if type(pool) not in (HybridReqToTokenPool, HybridMambaDecodeReqToTokenPool):
+        if type(pool) not in (
+            HybridReqToTokenPool,
+            HybridMambaDecodeReqToTokenPool,
+            UnifiedHybridReqToTokenPool,
+        ):
             return f"cake does not support recurrent states in a {type(pool).__name__}"
         if pool.mamba_ckpt_pool is not None:
             return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"
@@ -937,6 +949,7 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
     tree, with all that a prefix needs in them."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.unified_memory_pool import UnifiedSWAKVPool
 
     if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
         params,
@@ -947,7 +960,7 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
             "windows that belong to requests: remove --enable-encoder-swa-bounded-replay and unset "
             "SGLANG_HACK_FLASHMLA_BACKEND"
         )
-    if type(pool) is SWAKVPool:
+    if type(pool) in (SWAKVPool, UnifiedSWAKVPool):
         return None
     if type(pool) is not DeepSeekV4TokenToKVPool:
         return f"a {type(pool).__name__}: set --disable-hybrid-swa-memory"

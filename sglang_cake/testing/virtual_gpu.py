@@ -256,6 +256,7 @@ class VirtualKV:
     """
 
     encoded = False
+    moves = False
 
     def __init__(self, gpu: VirtualGpu, layout: BlockLayout, dma_bytes_per_s: float) -> None:
         self.gpu = gpu

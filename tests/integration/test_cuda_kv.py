@@ -10,7 +10,7 @@ import torch
 from fake_cuda import FakeCuda, PlainRowKernel, install
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_pools import as_bytes, buffers_for, buffers_of, mha
+from kv_pools import as_bytes, buffers_for, buffers_of, mha, unified
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -158,6 +158,53 @@ def test_cuda_kv_forwards_wait_for_the_last_of_several_copies(
         harness.run()
         whole = harness.kv.layout.block_bytes
         assert seen == [[bytes([n]) * whole] for n in range(5)]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_cuda_kv_moves_of_slots_are_behind_all_copies(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """With the control: without the wait, some order of the streams moves other bytes."""
+    wrong = 0
+    for seed in SEEDS:
+        harness = GpuHarness(monkeypatch, seed)
+        whole = harness.kv.layout.block_bytes
+        loaded, stored = harness.slots[:2]
+        harness.fill(stored, 2)
+        harness.run()
+        harness.kv.load(harness.block(1), loaded, ())
+        (buffer,) = buffers_for(harness.kv, 1)
+        harness.kv.save(stored, [buffer], ())
+        moves = harness.cuda.current_stream()
+        if waits:
+            harness.kv.before_moves(moves)
+        harness.forward = moves
+        seen = harness.read(loaded)
+        harness.fill(stored, 0xBB)
+        harness.run()
+        wrong += seen != [bytes([1]) * whole] or bytes(buffer.view) != bytes([2]) * whole
+    assert bool(wrong) != waits
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_cuda_kv_slots_that_move_get_other_owners_behind_copies_into_them(
+    monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    """The scheduler thread's stream zeroes slots, and copies states into others."""
+    wrong = 0
+    for seed in SEEDS:
+        pool = unified(12 * BLOCK).get_kvcache().swa_kv_pool if moves else None
+        harness = GpuHarness(monkeypatch, seed, pool)
+        assert harness.kv.moves == moves
+        slots = harness.slots[0]
+        copy = harness.kv.load(harness.block(1), slots, ())
+        harness.kv.order_forwards_after([copy])
+        harness.forward = harness.cuda.current_stream()
+        harness.fill(slots, 0)
+        seen = harness.read(slots)
+        harness.run()
+        wrong += any(seen[0]) or any(as_bytes(b)[slots].any() for b in buffers_of(harness.pool))
+    assert bool(wrong) != moves
 
 
 def test_cuda_streams_of_copies_have_another_priority_than_those_of_sglang(

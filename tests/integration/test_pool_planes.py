@@ -18,6 +18,7 @@ from kv_pools import (
     qsa,
     rows_of,
     states_of,
+    unified,
     windows,
 )
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
@@ -107,6 +108,26 @@ STORED = {
         lambda pool: (),
         [PlaneGroup(2, (("k", (4, 6)), ("v", (4, 5))), "bfloat16")],
     ),
+    "full attention in one memory with windows": (
+        lambda: unified(SLOTS).get_kvcache(),
+        lambda pool: (pool.swa_kv_pool,),
+        [PlaneGroup(2, (("k", (2, 8)), ("v", (2, 4))), "bfloat16")],
+    ),
+    "windows in one memory with full attention": (
+        lambda: unified(SLOTS, page=4).get_kvcache().swa_kv_pool,
+        lambda pool: (),
+        [PlaneGroup(2, (("k", (4, 8)), ("v", (4, 4))), "bfloat16")],
+    ),
+    "full attention in one memory with states": (
+        lambda: unified(SLOTS, page=4, beside="states").get_kvcache(),
+        lambda pool: (pool.mamba_pool,),
+        [PlaneGroup(2, K_AND_V.parts, "bfloat16")],
+    ),
+    "latent rows in one memory with states": (
+        lambda: unified(SLOTS, beside="states", mla=True).get_kvcache(),
+        lambda pool: (pool.mamba_pool,),
+        [PlaneGroup(2, (("kv", (1, 16)),), "bfloat16")],
+    ),
     "full attention beside states": (
         lambda: hybrid(SLOTS),
         lambda pool: (),
@@ -160,7 +181,10 @@ def test_pool_planes_of_a_pool_are_all_of_its_buffers(kind: str) -> None:
     assert all(each.slots >= pool.size + pool.page_size for each in found)
 
 
-@pytest.mark.parametrize("kind", [k for k in STORED if not k.startswith(("deepseek", "qsa"))])
+@pytest.mark.parametrize(
+    "kind",
+    [k for k in STORED if not k.startswith(("deepseek", "qsa")) and "in one memory" not in k],
+)
 def test_pool_planes_have_the_bytes_that_sglang_counts(kind: str) -> None:
     make, apart, _ = STORED[kind]
     pool = make()
@@ -249,7 +273,7 @@ def test_pool_planes_of_a_pool_with_anything_else_are_refused_in_one_line(kind: 
 
 
 @pytest.mark.parametrize(
-    "name", ["host_transfer_translate", "requires_physical_write_loc", "layer_shard_enabled"]
+    "name", ["translate_loc_to_hisparse_device", "layer_shard_enabled", "shard_spec"]
 )
 def test_pool_planes_of_a_pool_whose_slots_are_no_rows_are_refused(name: str) -> None:
     pool = mla(32)

@@ -23,6 +23,7 @@ from kv_pools import (
     scramble,
     slots_in_pages,
     states_of,
+    unified,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -168,6 +169,10 @@ GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         {"page": 64, "block_tokens": 192, "blocks": 1},
     ),
     "index rows": (partial(minimax, 512), {"page": 64, "block_tokens": 64}),
+    "rows of all layers in turn": (
+        lambda: unified(SLOTS).get_kvcache().swa_kv_pool,
+        {"block_tokens": 32},
+    ),
     "pages only": (partial(nvfp4, 512), {"page": 128, "block_tokens": 128}),
     "compressed pages": (
         partial(deepseek_v4, 2048),

@@ -214,7 +214,6 @@ def test_support_matrix_longrope_beyond_the_original_context_is_refused(
         ("attn_cp_size", 2),
         ("dcp_size", 2),
         ("enable_encoder_swa_bounded_replay", True),
-        ("enable_unified_memory", True),
         ("enable_mis", True),
         ("speculative_algorithm", "MY_PLUGIN"),
         ("enable_hisparse", True),
@@ -236,6 +235,18 @@ def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
     assert reason.startswith("cake ")
     assert f"--{field.replace('_', '-')}" in reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "advice"), [(None, None), ("DFLASH", "remove --enable-unified-memory")]
+)
+def test_support_matrix_one_memory_of_all_pools_is_refused_beside_draft_models(
+    algorithm: str | None, advice: str | None
+) -> None:
+    args = _args(enable_unified_memory=True, speculative_algorithm=algorithm)
+    reason = unsupported(args, PLAIN, 128)
+    assert (reason is None) == (advice is None)
+    assert reason is None or (str(advice) in reason and "\n" not in reason)
 
 
 @pytest.mark.parametrize("has_draft_kv", [False, True])
@@ -345,6 +356,25 @@ def _pools(**changes: Any) -> Any:
 def test_support_matrix_pools_of_end_states_are_supported() -> None:
     assert unsupported_pools(_pools(), CakeConfig()) is None
     assert unsupported_pools(_pools(), CakeConfig(codec="zstd")) is None
+
+
+def test_support_matrix_pools_of_end_states_in_one_memory_are_supported() -> None:
+    ctx = _pools()
+    states, allocator = ctx.params.req_to_token_pool, ctx.params.token_to_kv_pool_allocator
+    memory = pytest.importorskip("sglang.srt.mem_cache.unified_memory_pool")
+    allocators = pytest.importorskip("sglang.srt.mem_cache.allocator.unified_hybrid_swa")
+    ctx.params.req_to_token_pool = memory.UnifiedHybridReqToTokenPool.__new__(
+        memory.UnifiedHybridReqToTokenPool
+    )
+    vars(ctx.params.req_to_token_pool).update(vars(states))
+    for kind in (
+        allocators.UnifiedSWATokenToKVPoolAllocator,
+        allocators.UnifiedMambaSWATokenToKVPoolAllocator,
+    ):
+        unified = ctx.params.token_to_kv_pool_allocator = kind.__new__(kind)
+        vars(unified).update(vars(allocator))
+        unified._kvcache = memory.UnifiedSWAKVPool.__new__(memory.UnifiedSWAKVPool)
+        assert unsupported_pools(ctx, CakeConfig()) is None
 
 
 def test_support_matrix_states_in_the_pool_of_a_decode_server_are_supported() -> None:

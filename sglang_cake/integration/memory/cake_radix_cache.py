@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sglang_cake.integration.identity.content import Files
     from sglang_cake.integration.identity.identity import Identity
     from sglang_cake.integration.memory.block_saving import BlockSaving
+    from sglang_cake.integration.memory.copier import Copier
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
     from sglang_cake.integration.scheduler.coordinator import Coordinator
     from sglang_cake.integration.scheduler.waker import Waker
@@ -78,6 +79,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     Attributes: set by `build`, and None where cake, or that part of it, is off.
         ends: the end states of the model; None: a prefix may end at every block.
+        copier: of a pool whose slots SGLang moves; None: they stay where they are.
         releasing: id of a request that gives its row back and returns to the queue
             (`queue_order.requeue`).
     """
@@ -88,6 +90,7 @@ class CakeRadixCache(UnifiedRadixCache):
     helpers: NoHelpers = NoHelpers()
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
+    copier: "Copier | None" = None
     releasing: str | None = None
     _window_start: int | None = None  # the checkpoint under way keeps windows from this token on
 
@@ -155,9 +158,13 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: Any) -> EvictResult:
         self._before_slots_are_freed()
-        target = self._free_tokens() + params.num_tokens
+        target = self.free_tokens() + params.num_tokens
+        states = self._free_states() + params.mamba_num
         result = super().evict_for_alloc(params, **kwargs)
-        result.num_tokens_evicted += self._reclaim(target - self._free_tokens())
+        satisfied = kwargs.get("allocation_reclaim_satisfied")
+        if satisfied is None or not satisfied():
+            missing = max(target - self.free_tokens(), self._tokens_of(states))
+            result.num_tokens_evicted += self._reclaim(missing)
         return result
 
     # ---- what the boundary calls ----
@@ -208,6 +215,12 @@ class CakeRadixCache(UnifiedRadixCache):
 
     # ---- what cake calls ----
 
+    def free_tokens(self) -> int:
+        """Slots that are free for full attention."""
+        allocator = self.token_to_kv_pool_allocator
+        free = allocator.full_available_size if self.supports_swa() else allocator.available_size
+        return int(free())
+
     def evict_own(self, tokens: int, *, window_tokens: int = 0, states: int = 0) -> None:
         """Evict from the tree alone, never landed blocks. Its errors are those of the caller: no
         request may end while slots are allocated for it."""
@@ -244,7 +257,6 @@ class CakeRadixCache(UnifiedRadixCache):
             state = self.tree_core.get_component_device_value(node, ComponentType.MAMBA)
             if state is None:
                 return None
-            state = self.req_to_token_pool.translate_mamba_indices(state)
         return EndSlots(window, state)
 
     def allocate_end(self, req: "Req", span: Span) -> EndSlots | None:
@@ -261,7 +273,8 @@ class CakeRadixCache(UnifiedRadixCache):
             new = min(rows, span.tokens)
             if (short := new - allocator.swa_available_size()) > 0:
                 self.evict_own(0, window_tokens=short)
-            slots = allocator.swa_attn_allocator.alloc(new)
+            windows = allocator.swa_attn_allocator
+            slots = (windows.alloc if self.copier is None else windows.alloc_physical)(new)
             if slots is None:
                 return None
             window = torch.cat([slots.new_zeros(rows - new), slots]).to(torch.int64)
@@ -276,7 +289,9 @@ class CakeRadixCache(UnifiedRadixCache):
         """Free slots that `allocate_end` gave, and that nothing writes to."""
         if end.window is not None:
             window = end.window[end.window > 0]
-            self.token_to_kv_pool_allocator.swa_attn_allocator.free(window)
+            windows = self.token_to_kv_pool_allocator.swa_attn_allocator
+            free = windows.free if self.copier is None else windows.cancel_physical_reservation
+            free(window)
         if end.state is not None and not self._is_own_state(req):
             self.req_to_token_pool.mamba_allocator.free(end.state)
 
@@ -408,6 +423,9 @@ class CakeRadixCache(UnifiedRadixCache):
         new = min(len(window), len(slots))
         allocator = self.token_to_kv_pool_allocator
         allocator.set_full_to_swa_mapping(slots[-new:], window[-new:])
+        if self.copier is not None:  # they may move from now on, behind the copies into them
+            key = ("cake", "load")
+            allocator.swa_attn_allocator.set_hicache_transfer_done_event(key, self.copier)
 
     def _adopt_window(
         self, req: "Req", slots: torch.Tensor, stop: int, window: torch.Tensor
@@ -527,10 +545,20 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.coordinator is not None:
             self.coordinator.emptied()
 
-    def _free_tokens(self) -> int:
+    def _free_states(self) -> int:
+        """How many states there is memory for, where states and KV share it; else 0."""
+        if self.copier is None or not self.supports_mamba():
+            return 0
+        return int(self.req_to_token_pool.mamba_allocator.schedulable_available_size())
+
+    def _tokens_of(self, states: int) -> int:
+        """The tokens whose memory is missing for so many free states."""
+        missing = states - self._free_states()
+        if missing <= 0 or self.copier is None or not self.supports_mamba():
+            return 0
         allocator = self.token_to_kv_pool_allocator
-        free = allocator.full_available_size if self.supports_swa() else allocator.available_size
-        return int(free())
+        missing_bytes = missing * int(allocator.mamba_allocator.entry_bytes_per_page)
+        return -(-missing_bytes // int(allocator.full_attn_allocator.entry_bytes))
 
     def _placed_tokens(self) -> int:
         return 0 if self.coordinator is None else self.coordinator.placed_tokens

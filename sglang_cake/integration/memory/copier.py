@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -144,6 +145,8 @@ class Copier:
     Args:
         copied: `(seconds)` is called with the time that the copy of a loaded block took.
         patience_s: how long the scheduler thread waits for a launch; None: as long as it takes.
+        movers: allocators of SGLang that move slots. They do so in the scheduler thread, which
+            alone asks for copies then, and behind all copies that were asked for.
     """
 
     def __init__(
@@ -152,10 +155,16 @@ class Copier:
         copied: Callable[[float], object],
         *,
         patience_s: float | None = PATIENCE_S,
+        movers: Sequence[Any] = (),
     ) -> None:
         self._kv = kv
         self._copied = copied
         self._patience_s = patience_s
+        self._movers = movers
+        self._unordered = False  # whether a copy was asked for since slots could move last
+        for mover in movers:
+            if hasattr(mover, "make_room"):  # between two pools: it asks a gate, and does not wait
+                mover.host_transfer_move_gate = self._may_move
         self._failure: Exception | None = None
         self._found_no_memory = False
 
@@ -168,6 +177,7 @@ class Copier:
     def launch_load(self, copy: SlotCopy, staged: StagedBlock, launch: Callable[[], Copy]) -> None:
         """The same with another copy, such as that of an end block."""
         self._post(lambda: self._load(copy, staged, launch))
+        self._hold_moves()
 
     def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
         """Copy slots (int64 `[len(buffers) * block_tokens]`, on the device) into whole blocks.
@@ -180,7 +190,20 @@ class Copier:
         """The same with another copy, such as that of an end state."""
         save = Save()
         self._post(lambda: self._save(save, launch))
+        self._hold_moves()
         return save
+
+    def wait(self, stream: Any) -> None:
+        """Launch what was asked for, and have what comes next on `stream` start after it.
+
+        A mover calls it, as it would call an event of HiCache's transfers: slots are about to move
+        on `stream`.
+        """
+        launched = threading.Event()
+        self._post(launched.set)
+        launched.wait()
+        self._kv.before_moves(stream)
+        self._unordered = False
 
     def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
         """These copies, which the copier was given. As `SlotCopy.launched`, for all together."""
@@ -221,6 +244,16 @@ class Copier:
         if self._patience_s is None:
             return None
         return self._patience_s - (time.monotonic() - since_s)
+
+    def _hold_moves(self) -> None:
+        self._unordered = True
+        for mover in self._movers:  # it waits once, before its next move
+            mover.set_hicache_transfer_done_event("cake", self)
+
+    def _may_move(self) -> bool:
+        if self._unordered:
+            self.wait(torch.cuda.current_stream())
+        return True
 
     def _post(self, begin: Callable[[], "_UnderWay | None"]) -> None:
         with self._kv.here():
@@ -275,8 +308,9 @@ class CopyThread(Copier):
         copied: Callable[[float], object],
         *,
         patience_s: float | None = PATIENCE_S,
+        movers: Sequence[Any] = (),
     ) -> None:
-        super().__init__(kv, copied, patience_s=patience_s)
+        super().__init__(kv, copied, patience_s=patience_s, movers=movers)
         self._jobs: queue.SimpleQueue[Callable[[], _UnderWay | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cake-copy", daemon=True)
         self._thread.start()

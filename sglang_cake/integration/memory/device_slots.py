@@ -5,6 +5,9 @@ lands, while a forward runs. One prompt owns the slots of a block until the bloc
 The tree reports these slots as evictable (`cake_radix_cache.py`), so SGLang may plan with that
 memory. When SGLang needs it, `reclaim` frees slots, and their blocks are computed instead.
 
+Where SGLang moves slots (`--enable-unified-memory`), no slots are reserved: a block gets them when
+it has landed, from the scheduler thread, which also moves slots.
+
 With several ranks, slots are allocated and freed at the same moment on each, since each decides on
 what all ranks know. Copies are of one rank: a block whose slots are withdrawn may still be under
 way, so the forwards that follow wait for its copy on the device.
@@ -66,6 +69,8 @@ class DeviceSlots:
     def reserve(self, record: PromptRecord, blocks: Iterable[int]) -> None:
         """Reserve slots for `blocks`, which are to be loaded, in this order, as far as there is
         memory."""
+        if self._kv.moves:
+            return
         memory = record.memory
         taken = memory.reserved.keys() | memory.slots.keys()
         todo = [b for b in self._with_slots(record, blocks) if b not in taken]

@@ -31,6 +31,7 @@ from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
+from sglang_cake.integration.memory.pool_planes import translation_of
 
 if TYPE_CHECKING:
     from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
@@ -50,10 +51,11 @@ class EndSlots:
     """Device memory of the end state at one token.
 
     Attributes:
-        window: slots of the last window in the pool of sliding windows, int64, oldest first. Nearer
-            to the start of a prompt than a window, there are fewer. What is loaded into slot 0 is
+        window: rows of the last window in the pool of sliding windows, int64, oldest first. Nearer
+            to the start of a prompt than a window, there are fewer. What is loaded into row 0 is
             not needed: it is SGLang's target for padding.
-        state: slot in the pool of recurrent states, or page of a compressed window; int64 `[1]`.
+        state: slot in the pool of recurrent states, and its row once it is prepared; or page of a
+            compressed window; int64 `[1]`.
     """
 
     window: torch.Tensor | None = None
@@ -288,7 +290,7 @@ class StateRows:
     """One row of each of some tensors: the bytes of all rows, one after the other, cut into blocks.
 
     Args:
-        planes: the tensors. SGLang owns them.
+        planes: the tensors, of contiguous rows. SGLang owns them.
         block_bytes: size of a buffer.
         streams: of the blocks' copies; None: on a CPU. They go through its rings, in pieces.
     """
@@ -300,7 +302,7 @@ class StateRows:
         block_bytes: int,
         streams: CopyStreams | None = None,
     ) -> None:
-        if not planes or not all(plane.is_contiguous() for plane in planes):
+        if not planes or not all(plane[0].is_contiguous() for plane in planes):
             raise ConfigError("cake cannot store end states in this form of memory")
         self._planes = planes
         self._rows = [plane.view(len(plane), -1).view(torch.uint8) for plane in planes]
@@ -426,6 +428,12 @@ class RecurrentStates(StateRows):
         if drafts and min(map(len, planes)) < len(planes[0]):
             raise ConfigError("cake cannot store a draft model without rows for all states")
         super().__init__(planes, block_bytes=block_bytes, streams=streams)
+        self._translate = translation_of(pool)
+
+    def prepare(self, slots: EndSlots) -> EndSlots:
+        if self._translate is None or slots.state is None:
+            return slots
+        return replace(slots, state=self._translate(slots.state))
 
 
 class CompressedWindow(StateRows):

@@ -17,7 +17,13 @@ from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import mib
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.pool_planes import WORDS, Piece, pool_planes
+from sglang_cake.integration.memory.pool_planes import (
+    WORDS,
+    Piece,
+    moves_slots,
+    pool_planes,
+    translation_of,
+)
 
 COPY_BYTES = 128 * 2**20  # at most, of device memory, for the copies of a process
 PIECE_BYTES = 24 * 2**20  # of a block, at most, that one DMA and one kernel move
@@ -124,6 +130,7 @@ class DeviceKV:
 
     Attributes:
         slots: the pool's, with those of the first page, which are never used.
+        moves: SGLang moves slots to other rows. `before_moves` orders copies with that.
         encoded: `load` gets payloads, and decodes them.
         streams: that copies run on; None: they run in the calling thread.
 
@@ -164,10 +171,15 @@ class DeviceKV:
         self.layout = BlockLayout(tuple(each.group for each in found), block_tokens)
         self.device = found[0].buffers[0].device
         self.encoded = encoded
+        self.moves = moves_slots(pool)
+        self._translate = translation_of(pool)
         word = WORDS[math.gcd(max(WORDS), *(plane.row_bytes for plane in self.layout.planes))]
         self._rows = [
             buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
         ]
+        self._word = str(word).removeprefix("torch.")  # as NumPy names it
+        # Rows of one plane lie one behind the other, unless pools share their memory.
+        self._dense = all(rows.is_contiguous() for rows in self._rows)
         self._plane_words = [
             plane.rows * rows.shape[1]
             for plane, rows in zip(self.layout.planes, self._rows, strict=True)
@@ -200,18 +212,25 @@ class DeviceKV:
     def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
         """Copy a whole block into slots (int64 `[block_tokens]`, on the device), behind `after`."""
         started_s = time.perf_counter()
-        self._scatter([self._fetched(block)], slots)
+        self._scatter([self._fetched(block)], self._rows_of(slots))
         return Copy(took_s=time.perf_counter() - started_s)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
         """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are behind
         `after`, into whole blocks."""
-        self._gather(slots, [_tensor(block) for block in blocks])
+        self._gather(self._rows_of(slots), [_tensor(block) for block in blocks])
         return Copy()
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         """Forwards that are launched from now on start after these copies, all in one direction,
         have left the KV pool."""
+
+    def before_moves(self, stream: Any) -> None:
+        """What is launched on `stream` from now on starts after all copies launched so far."""
+
+    def _rows_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Where slots are now: in whole pages, as they are given."""
+        return slots if self._translate is None else self._translate(slots)
 
     def _fetched(self, buffer: Buffer) -> torch.Tensor:
         """The block that a buffer holds (uint8 `[block_bytes]`)."""
@@ -229,7 +248,7 @@ class DeviceKV:
 
     def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            if (start := _start_of_run(part)) is not None:
+            if (start := self._start_of_run(part)) is not None:
                 torch._foreach_copy_(self._run(start), self._planes_of(block))
                 continue
             for rows, index, plane in self._indexed(block, part):
@@ -237,7 +256,7 @@ class DeviceKV:
 
     def _gather(self, slots: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
         for block, part in zip(blocks, self._parts(slots), strict=True):
-            if (start := _start_of_run(part)) is not None:
+            if (start := self._start_of_run(part)) is not None:
                 torch._foreach_copy_(self._planes_of(block), self._run(start))
                 continue
             for rows, index, plane in self._indexed(block, part):
@@ -246,6 +265,18 @@ class DeviceKV:
     def _parts(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         size = self.layout.block_tokens
         return (slots[i : i + size] for i in range(0, len(slots), size))
+
+    def _start_of_run(self, slots: torch.Tensor) -> int | None:
+        """The first of slots in CPU memory that lie one behind the other, as they do unless the
+        pool is fragmented; None: these do not.
+
+        One call copies such slots of all planes. It is faster than indexing, and lets go of the GIL
+        once, and not once for each plane.
+        """
+        numbers = slots.numpy()
+        first = int(numbers[0])
+        in_a_row = self._dense and (numbers == np.arange(first, first + len(numbers))).all()
+        return first if in_a_row else None
 
     @cached_property
     def _pool_words(self) -> list[np.ndarray]:
@@ -256,7 +287,7 @@ class DeviceKV:
 
     def _planes_of(self, block: torch.Tensor) -> list[torch.Tensor]:
         """The planes of a block (uint8 `[block_bytes]`), `[words]` each."""
-        words = block.numpy()[: self.layout.block_bytes].view(self._pool_words[0].dtype)
+        words = block.numpy()[: self.layout.block_bytes].view(self._word)
         stops = itertools.accumulate(self._plane_words)
         return [
             torch.from_numpy(words[stop - size : stop])
@@ -395,13 +426,14 @@ class CudaKV(DeviceKV):
         streams = self.streams
         with streams.launching(streams.into, after):
             begin = _recorded(streams.into, timed=True)
+            rows = self._rows_of(slots)
             for piece in self._pieces:
                 place = self._ring_in[0, : piece.size_bytes]
                 if self.encoded:  # a block of one piece
                     self._decode(block, place)
                 else:
                     place.copy_(_part(_tensor(block), piece), non_blocking=True)
-                self._kernel.scatter(self._ring_in, self._index[:1], slots, piece)
+                self._kernel.scatter(self._ring_in, self._index[:1], rows, piece)
             end = _recorded(streams.into, timed=True)
             return Copy(end, end, (slots,), begin, number=next(streams.numbers))
 
@@ -410,9 +442,10 @@ class CudaKV(DeviceKV):
         tokens = self.layout.block_tokens
         count = len(self._ring_out)
         with streams.launching(streams.out, after):
+            all_rows = self._rows_of(slots)
             for start in range(0, len(blocks), count):
                 some = blocks[start : start + count]
-                rows = slots[start * tokens : (start + len(some)) * tokens]
+                rows = all_rows[start * tokens : (start + len(some)) * tokens]
                 for piece in self._pieces:
                     self._kernel.gather(rows, self._ring_out, self._index[: len(some)], piece)
                     pool = _recorded(streams.out)
@@ -425,8 +458,14 @@ class CudaKV(DeviceKV):
         if copies:
             last = max(copies, key=lambda copy: copy.number)
             assert last.pool is not None
-            stream = self.streams.forward or torch.cuda.current_stream(self.device)
-            stream.wait_event(last.pool)
+            # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
+            streams = self._launching if self.moves else self._launching[-1:]
+            for stream in streams:
+                stream.wait_event(last.pool)
+
+    def before_moves(self, stream: Any) -> None:
+        stream.wait_stream(self.streams.into)
+        stream.wait_stream(self.streams.out)
 
     @property
     def _launching(self) -> list[torch.cuda.Stream]:
@@ -440,18 +479,6 @@ def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.E
     event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
-
-
-def _start_of_run(slots: torch.Tensor) -> int | None:
-    """The first of slots in CPU memory that lie one behind the other, as they do unless the pool is
-    fragmented; None: these do not.
-
-    One call copies such slots of all planes. It is faster than indexing, and lets go of the GIL
-    once, and not once for each plane.
-    """
-    numbers = slots.numpy()
-    first = int(numbers[0])
-    return first if (numbers == np.arange(first, first + len(numbers))).all() else None
 
 
 def _part(block: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -4,7 +4,7 @@ The buffers of a pool decide what is stored, not its class. A pool with further 
 refused: blocks without that memory would be wrong KV.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,13 +25,7 @@ _INNER = {"full_kv_pool": "", "main_pool": "", "index_kv_pool": "index_", "index
 _COMPRESSED = ("kv_pools", "index_pools")
 # Attributes of pools whose slots are not the rows of their buffers. The pool translates slots, or a
 # rank has only some of the rows.
-_NO_ROWS = (
-    "host_transfer_translate",
-    "requires_physical_write_loc",
-    "translate_loc_to_hisparse_device",
-    "layer_shard_enabled",
-    "shard_spec",
-)
+_NO_ROWS = ("translate_loc_to_hisparse_device", "layer_shard_enabled", "shard_spec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +33,7 @@ class PoolPlanes:
     """The planes of one group in device memory.
 
     Attributes:
-        buffers: one for each plane, in block order, contiguous. Row `i` holds the slots
+        buffers: one for each plane, in block order, of contiguous rows. Row `i` holds the slots
             `[i * row_tokens, (i + 1) * row_tokens)`. SGLang owns them.
     """
 
@@ -60,6 +54,23 @@ class Piece(NamedTuple):
     size_bytes: int
 
 
+def moves_slots(pool: Any) -> bool:
+    """Whether the numbers of a pool's slots are not those of its rows, since SGLang moves slots in
+    a memory that several pools share (`--enable-unified-memory`)."""
+    return bool(getattr(_of_full_attention(pool), "requires_physical_write_loc", False))
+
+
+def translation_of(pool: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What gives the rows of slots, int64, as they are at that moment; None: slots are rows."""
+    found: Callable[[torch.Tensor], torch.Tensor] | None
+    found = getattr(_of_full_attention(pool), "host_transfer_translate", None)
+    return found
+
+
+def _of_full_attention(pool: Any) -> Any:
+    return getattr(pool, "full_kv_pool", pool)
+
+
 def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") -> list[PoolPlanes]:
     """All planes that a pool keeps for a slot. In a hybrid, these are the KV of full attention.
 
@@ -73,10 +84,11 @@ def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") ->
     found = list(_planes(pool, prefix))
     if not found:
         raise ConfigError(f"cake cannot store a {name}: it has no K and V in rows of slots")
-    needed = (pool.size // pool.page_size + 1) * pool.page_size  # the first page is never used
+    sized = _of_full_attention(pool) if moves_slots(pool) else pool
+    needed = (sized.size // pool.page_size + 1) * pool.page_size  # the first page is never used
     buffers = [buffer for planes in found for buffer in planes.buffers]
     if min(planes.slots for planes in found) < needed or not all(
-        buffer.is_contiguous() for buffer in buffers
+        buffer[0].is_contiguous() for buffer in buffers
     ):
         raise ConfigError(f"cake cannot store a {name}: its buffers are no rows of {needed} slots")
     others = [each for _, each in _memory(apart, "")]

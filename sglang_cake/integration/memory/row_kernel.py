@@ -34,8 +34,8 @@ def copy_rows(
     blocks,  # the words of all blocks
     index,  # [copied blocks]: which blocks
     slots,  # [copied blocks * BLOCK_TOKENS]
-    planes,  # int64 [planes, 4]: address in the pool; units of a row; units before it in a block;
-    #                  slots of a row
+    planes,  # int64 [planes, 5]: address in the pool; units of a row; units before it in a block;
+    #                  slots of a row; units from a row of the pool to the next
     stride,  # units from a block to the next
     first,  # units of a block before those that are copied
     BLOCK_TOKENS: tl.constexpr,
@@ -50,7 +50,7 @@ def copy_rows(
     TILES: tl.constexpr = (BLOCK_TOKENS + TOKENS - 1) // TOKENS
     block = tl.program_id(0) // TILES
     row = tl.program_id(0) % TILES * TOKENS + tl.arange(0, TOKENS)
-    plane = planes + tl.program_id(1) * 4
+    plane = planes + tl.program_id(1) * 5
     if PAGED:
         row_slots = tl.load(plane + 3)
         inside = row * row_slots < BLOCK_TOKENS
@@ -66,7 +66,7 @@ def copy_rows(
     # all blocks, may have more than 2 GiB.
     width = tl.load(plane + 1) * UNIT_WORDS
     start = (place * stride + tl.load(plane + 2) - first) * UNIT_WORDS
-    in_pool = pool + in_rows[:, None] * width
+    in_pool = pool + in_rows[:, None] * (tl.load(plane + 4) * UNIT_WORDS)
     in_block = blocks + start + row[:, None] * width
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)[None, :]
@@ -90,18 +90,19 @@ class RowKernel:
     (an estimate, not measured yet).
 
     Args:
-        planes: the pool in block order (`DeviceKV.rows`): for each plane a contiguous tensor of any
-            dtype, `[rows, ...]`. Its memory must not move.
+        planes: the pool in block order (`DeviceKV.rows`): for each plane a tensor of any dtype,
+            `[rows, ...]`, of contiguous rows. Its memory must not move.
         layout: of a block.
     """
 
     def __init__(self, planes: Sequence[torch.Tensor], layout: BlockLayout) -> None:
         widths = [plane.row_bytes for plane in layout.planes]
         for plane, width in zip(planes, widths, strict=True):
-            assert plane.is_contiguous(), plane.stride()
+            assert plane[0].is_contiguous(), plane.stride()
             assert plane.nbytes == len(plane) * width, (plane.shape, width)
         addresses = [plane.data_ptr() for plane in planes]
-        unit = math.gcd(_MAX_UNIT_BYTES, *addresses, *widths)
+        strides = [plane.stride(0) * plane.itemsize for plane in planes]
+        unit = math.gcd(_MAX_UNIT_BYTES, *addresses, *widths, *strides)
         self._unit_bytes = unit
         self._word = WORDS[min(unit, max(WORDS))]
         columns = min(triton.next_power_of_2(max(widths) // self._word.itemsize), _TILE_COLUMNS)
@@ -120,8 +121,14 @@ class RowKernel:
         self._pool = tuple(planes)  # keeps the addresses valid
         self._planes = torch.tensor(
             [
-                (address, plane.row_bytes // unit, plane.start // unit, plane.row_tokens)
-                for address, plane in zip(addresses, layout.planes, strict=True)
+                (
+                    address,
+                    plane.row_bytes // unit,
+                    plane.start // unit,
+                    plane.row_tokens,
+                    stride // unit,
+                )
+                for address, stride, plane in zip(addresses, strides, layout.planes, strict=True)
             ],
             dtype=torch.int64,
             device=planes[0].device,

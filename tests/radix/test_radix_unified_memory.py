@@ -1,0 +1,149 @@
+"""Pools in one memory, where SGLang moves slots: blocks and end states are saved from SGLang's tree
+and pools, loaded, and attached, while slots move."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
+
+import torch
+from hybrid_machine import run_machine
+from hybrid_trees import BLOCK, KINDS, Blocks, UnifiedTree
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from trees import CORES
+
+from sglang_cake.core.token_span import Span
+
+PROMPT = [*range(100, 150)]  # six blocks and two tokens
+UNIFIED = (
+    "window",
+    "window-pages",
+    "state",
+    "state-extra-buffer",
+    "window-state",
+    "window-state-extra-buffer",
+)
+
+
+@pytest.fixture(autouse=True)
+def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's allocators wait for transfers on the current stream, also on a CPU."""
+    stream = SimpleNamespace(wait_event=lambda event: event.wait(None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+
+def kinds() -> Any:
+    return pytest.mark.parametrize("kind", UNIFIED)
+
+
+def stored(kind: str, core: str = "python") -> UnifiedTree:
+    """An empty tree, and a store with the prompt's ends at 16, 32 and 48."""
+    side = UnifiedTree(KINDS[kind], core)
+    other = side.arrive([*range(300, 340)])  # its slots are freed, so that others move
+    assert side.admit(other)
+    assert side.compute(other, 40)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    for end in (16, 32, 48):
+        assert side.compute(req, end)
+        assert side.save(req, end)
+    side.release(other, checkpoint=False)
+    side.tree.evict(EvictParams(num_tokens=40, swa_num_tokens=40, mamba_num=4))
+    side.check_books()
+    assert side.compute(req, len(PROMPT))
+    side.release(req)
+    side.check_books()
+    side.empty()
+    return side
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("running", [False, True])
+@kinds()
+def test_radix_unified_memory_loaded_blocks_and_ends_serve_the_rest(
+    kind: str, running: bool, core: str
+) -> None:
+    side = stored(kind, core)
+    other = side.arrive([*range(300, 340)])
+    assert side.admit(other)
+    assert side.compute(other, 40)
+    req = side.arrive(PROMPT)
+    if running:
+        assert side.admit(req)
+        assert side.compute(req, 2 * BLOCK)
+    assert side.load(req, 48, running=running)
+    assert req.prefix_len == 48
+    assert running or side.admit(req)
+    side.release(other, checkpoint=False)
+    side.tree.evict(EvictParams(num_tokens=40, swa_num_tokens=40, mamba_num=4))
+    side.check_books()
+    assert side.moves
+    assert side.compute(req, len(PROMPT))  # it reads what was loaded, and finds it right
+    side.release(req)
+    side.check_books()
+
+
+@kinds()
+def test_radix_unified_memory_ends_given_back_are_free(kind: str) -> None:
+    side = stored(kind)
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, 8)
+    end = side.tree.allocate_end(req, Span(8, 48))
+    assert end is not None
+    side.tree.free_end(req, end)
+    side.check_books()
+    assert side.load(req, 48, running=True)
+    assert side.compute(req, len(PROMPT))
+
+
+class LandedBlocks(Blocks):
+    """A coordinator that holds slots of landed blocks."""
+
+    def __init__(self, allocator: Any, slots: torch.Tensor) -> None:
+        super().__init__(BLOCK, placed_tokens=len(slots))
+        self._allocator = allocator
+        self._slots = slots
+
+    def reclaim(self, tokens: int) -> int:
+        count = -(-tokens // BLOCK) * BLOCK
+        self._allocator.free_segment(self._slots[:count], start_pos=0)
+        self._slots = self._slots[count:]
+        self.placed_tokens = len(self._slots)
+        return count
+
+
+@pytest.mark.parametrize("kind", ["state", "window-state"])
+def test_radix_unified_memory_states_get_the_memory_of_landed_blocks(kind: str) -> None:
+    """What no step of SGLang's own tree could free."""
+    side = UnifiedTree(KINDS[kind])
+    full = side.full_allocator
+    page = side.cfg.page_size
+    landed = full.alloc(full.available_size() // page * page)
+    side.tree.coordinator = LandedBlocks(full, landed)
+    assert side.free_states() == 0
+    side.tree.evict_for_alloc(EvictParams(mamba_num=2))
+    assert side.free_states() >= 2
+    assert 0 < side.tree.coordinator.placed_tokens < len(landed)
+    assert side.requests.mamba_allocator.alloc(2) is not None
+
+
+def test_radix_unified_memory_state_of_a_slot_that_moved_is_noticed() -> None:
+    """The control: the rows of a state are not its number."""
+    side = stored("state")
+    states = side.requests.mamba_allocator
+    side.scramble()
+    states.free(states.alloc(2)[:1])  # the next one gets another number, and this row
+    side.ends.parts[0].prepare = lambda slots: slots  # type: ignore[method-assign, union-attr]
+    req = side.arrive(PROMPT)
+    assert side.load(req, 48, running=False)
+    assert side.admit(req)
+    with pytest.raises(AssertionError, match="state"):
+        side.compute(req, len(PROMPT))
+
+
+@kinds()
+def test_radix_unified_memory_random_calls_keep_kv_and_books_right(kind: str) -> None:
+    run_machine(lambda: UnifiedTree(KINDS[kind]))
