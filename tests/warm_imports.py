@@ -17,9 +17,6 @@ for name in (
     "sglang.srt.constrained.xgrammar_backend",
     "sglang.srt.dllm.algorithm",
     "sglang.srt.entrypoints.openai.serving_responses",
-    "sglang_cake.integration.plugin",
-    "sglang_cake.integration.overlap.forward_hook",
-    "sglang_cake.integration.scheduler.scheduler_hooks",
     "uvicorn.protocols.http.auto",
 ):
     import_module(name)

@@ -495,7 +495,7 @@ class Meet:
         return min(token // self.block_tokens, len(self._states))
 
     def _blocks_below(self, front: int) -> int:
-        """The number of blocks of which no token right of `front` could be attached."""
+        """Index of the first block that could still be attached; all blocks if none could."""
         if front >= self.limit:
             return len(self._states)
         return self._block_of(front)

@@ -58,8 +58,8 @@ class LoadProgress:
         begun: whether a block has landed.
         load_from: as of the last `StepPlan`: only blocks from this one on are read; None: no block
             is.
-        relied_from: the front at the first step that relied on loads, and computed less than it
-            could; None: there was none.
+        relied_from: the front at the first step that was shortened or left out because loads were
+            expected; None: there was none.
         relied_s: time since that step could begin.
     """
 
@@ -189,8 +189,8 @@ def _overlap_gain(
 
 
 def _to_next_step_s(link_s: float, device_s: float, costs: PromptCosts) -> float:
-    """Time from the end of loads to the end of the step that the device computes then for other
-    requests. The first such step began when the device had computed its part of this prompt."""
+    """The rest of the step of other requests that runs when the loads end. Such steps follow each
+    other from `device_s` on, when the device has computed its part of this prompt."""
     if link_s <= device_s or not costs.others_s:
         return 0.0
     unsure_s = costs.load.error * link_s + costs.prefill.error * device_s

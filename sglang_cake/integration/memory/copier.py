@@ -95,9 +95,8 @@ class SlotCopy:
             return self._copy
 
     def launched(self, timeout_s: float | None) -> Copy | None:
-        """The copy, which is launched, or will be in a moment. A launch that has begun is waited
-        for. None: it found no device memory, or it is late and the slots are withdrawn. Raises:
-        what else the launch raised."""
+        """Wait until the copy is launched. None: it found no device memory, or it was not launched
+        within `timeout_s`, and the slots are withdrawn. Raises: what else the launch raised."""
         with self._changed:
             assert self._begun
             self._withdrawn |= not self._changed.wait_for(lambda: self.settled, timeout_s)

@@ -153,9 +153,9 @@ class DeviceSlots:
         return any(copy.failed for copy in copies)
 
     def uncopied(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
-        """The landed blocks among `blocks` that device memory lacks. Such a block has no slots, or
-        its copy found no device memory, or its copy is late. A copy under way counts as made. The
-        caller may wait for the copier. Raises: the error of a copy."""
+        """Those of `blocks` that have landed and are not on the device: without slots, or with a
+        copy that found no device memory or is late. A copy that was launched counts as made. Waits
+        for launches, as long as the copier allows. Raises: the error of a copy."""
         blocks = self._with_slots(record, blocks)
         slots = record.memory.slots
         copies = {b: slots[b] for b in blocks if b in slots}

@@ -398,8 +398,8 @@ class PromptRecord:
 
     @property
     def fallback(self) -> Literal["compute", "load"] | None:
-        """The side that got all stored tokens which the tree lacked. None: both sides got a part,
-        or the tree lacked none."""
+        """The side that alone provided the stored tokens that the tree lacked. None: both did, or
+        the tree lacked none."""
         size = self.meet.block_tokens
         first = -(-self.stats.matched_tokens // size)
         usable = self.meet.usable(self.agreed.stored, self.agreed.ends)

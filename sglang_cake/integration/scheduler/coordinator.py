@@ -570,8 +570,8 @@ class Coordinator:
         )
 
     def _look_up_evicted(self, rids: Sequence[str]) -> None:
-        """Look up waiting requests again of which the tree has evicted more than has landed. As
-        often as it evicts so much of them."""
+        """Repeat the lookup of a waiting request whenever the tree has evicted more of its blocks
+        than have landed."""
         for record in [self._records[rid] for rid in rids if rid in self._records]:
             prefilled = record.stats.prefill_s is not None
             if self.store_detached or prefilled or not record.agreed.lookup_done:

@@ -154,8 +154,8 @@ class CakePrefillAdder(PrefillAdder):
     new_chunked_req: "Req | None"
     chunked_req_limit: int | None
     _stop: int | None = None  # where the step of the request being admitted must end
-    # Slots that the request whose prompt goes on after this step needs to its end. SGLang reserves
-    # none: its chunked request takes all of a step, so that no other one is admitted beside it.
+    # Slots that the chunked request still needs. SGLang reserves none: its chunked request takes
+    # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
 
     def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:

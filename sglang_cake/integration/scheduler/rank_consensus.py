@@ -109,7 +109,8 @@ def _own(record: PromptRecord) -> LoadUpdate:
 
 
 def _state(record: PromptRecord) -> int:
-    """What the numbers of a request in a reduction depend on."""
+    """A code for what decides how many numbers a request adds to a reduction. It must be the same
+    on all ranks."""
     return record.awaits_loader + 2 * record.agreed.lookup_done
 
 

@@ -61,10 +61,6 @@ class BlockFiles:
         self._sync = sync
         self._direct = direct
 
-    def is_there(self, digest: Digest, key: BlockKey) -> bool:
-        """Whether the path of the block exists, as a hint."""
-        return os.path.lexists("/".join((str(self._root), *self._names(digest, key))))
-
     def size_bytes(self, digest: Digest, key: BlockKey) -> int | None:
         """Size of the block's file; None if there is none. Raises: OSError."""
         status = nofollow.status_of(self._root, *self._names(digest, key))

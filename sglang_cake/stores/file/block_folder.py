@@ -175,10 +175,6 @@ class BlockFolder:
             self.evictor.set_benefit(facts.benefit)
         self.supervisor.was_touched(digest, self._accesses.report(keys, facts, time.time()))
 
-    def has_file(self, digest: Digest, key: BlockKey) -> bool:
-        """Whether the path of the block exists, as a hint. The index is not read."""
-        return self._files.is_there(digest, key)
-
     @contextlib.contextmanager
     def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
         """A context with the descriptor of the block's file, which is not evicted meanwhile.
