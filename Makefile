@@ -3,6 +3,7 @@
 #   make demo MODEL=smollm2        a trained model that answers a question
 #   make test ARGS="tests/simulator/test_ideal_ttft.py"
 #   make test ARGS="-n 0"    in one process, as a debugger wants it
+#   make test ARGS="-m breadth"    more models and algorithms in the same situations
 .PHONY: setup setup-tests smollm2 test test-versions lint demo bench gpu-check gpu-serve docs clean
 .DEFAULT_GOAL := demo
 
@@ -14,7 +15,7 @@ setup-tests:
 
 # The tests start hundreds of processes, which find compiled modules.
 test: setup setup-tests
-	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -v -n 2 --durations=25 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -v -n 2 -m "not breadth" --durations=25 $(ARGS)
 
 # With every version of SGLang that is supported, each in its own environment: an hour, 8 GB.
 test-versions: setup-tests

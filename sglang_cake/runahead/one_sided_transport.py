@@ -206,7 +206,12 @@ class OneSidedTransport:
     ) -> None:
         self._links = {rank: _Link(engine, timeout_s) for rank in ranks}
         self._engine = engine
-        self._members = connect(self._receive_buffer)
+        try:
+            self._members = connect(self._receive_buffer)
+        except BaseException:
+            for link in self._links.values():
+                link.close()
+            raise
         self._handler: Handler | None = None
 
     # ---- `Transport` ----

@@ -26,7 +26,7 @@ STRICT = {
 # Most of the memory is that of other servers, which start and end meanwhile.
 FLAGS = ("--mem-fraction-static", "0.5", "--chunked-prefill-size", str(CHUNK))
 # A server that has nothing to do would take a core from the others, and SGLang's own first requests
-# take a second.
+# take a second. The servers of test_examples.py are started without these flags.
 QUIET = ("--sleep-on-idle", "--skip-server-warmup")
 
 
@@ -158,7 +158,6 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
         strict: bool = True,
         warm: bool = True,  # forked from a process that has imported SGLang
         stop: signal.Signals = signal.SIGINT,
-        quiet: bool = True,
     ) -> Iterator[Live]:
         nonlocal count
         count += 1
@@ -183,7 +182,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
 
         server = SglangServer(
             model,
-            (*FLAGS, *(QUIET if quiet else ()), *cake, *flags),
+            (*FLAGS, *QUIET, *cake, *flags),
             env={**ONE_THREAD, **(STRICT if strict else {}), **(env or {})},
             log=folder / f"server-{count}.log",
             run=run,

@@ -114,6 +114,8 @@ FAMILIES = {
     ),
 }
 CROWDED = [*FAMILIES][:5]
+# Their pools are those of other families, with other shapes.
+BREADTH = {"nemotron-h", "granite-4", "lfm2", "gemma-4", "llama-4", "qwen3-next-2-ranks"}
 # In the order of the families, so that the servers of a family run one after the other.
 LAST = [name + SECOND for name, each in FAMILIES.items() if each.second]
 
@@ -144,7 +146,11 @@ def hybrid(
         assert len(live.store.namespaces()) == family.namespaces
 
 
-@pytest.mark.parametrize("hybrid", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+    "hybrid",
+    [pytest.param(name, marks=[pytest.mark.breadth] * (name in BREADTH)) for name in FAMILIES],
+    indirect=True,
+)
 class TestFamily(Meeting):
     pass
 

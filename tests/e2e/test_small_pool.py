@@ -1,6 +1,5 @@
 """A pool that is too small for all requests: page 16, mixed chunks, no overlap scheduling, mode
-`auto`, and a server as users start it: it makes requests first, and polls if it has nothing to do.
-"""
+`auto`."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ def small(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]
         *("--enable-mixed-chunk", "--disable-overlap-schedule"),
         *("--enable-metrics", "--schedule-conservativeness", "0.05"),
     )
-    with start(models["first"], flags, store=folder / "store-small", quiet=False) as live:
+    with start(models["first"], flags, store=folder / "store-small") as live:
         yield live
 
 

@@ -112,6 +112,8 @@ KINDS = {
     ),
 }
 CROWDED = [*KINDS][:4]  # a chain, windows, and states with extra buffers and without
+# Algorithms and pools that other kinds have in another combination.
+BREADTH = {"ngram-windows-both", "ngram-states-load", "mtp-states-load", "eagle3-states-load"}
 
 
 @dataclass(slots=True)
@@ -169,7 +171,10 @@ def tiny_models(folder: Path) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.breadth] * (kind in BREADTH)) for kind in KINDS],
+)
 def speculating(
     request: pytest.FixtureRequest,
     start: Start,

@@ -277,7 +277,7 @@ def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
 def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     side = stored(kind)
     page = side.cfg.page_size
-    save, rows = side.ends.parts[0], side.window_tokens
+    save, rows = side.ends.parts[0], side.ends.window_tokens
     req = side.arrive(PROMPT)
     assert side.admit(req)
     for stop in (40, 48 if side.cfg.has_mamba else len(PROMPT)):

@@ -89,8 +89,9 @@ def mooncake_group(size: int) -> list[Transport]:
 
 
 def ring_group(size: int, engine_of: Callable[[int], WriteEngine]) -> list[Transport]:
+    engines = [engine_of(rank) for rank in range(size)]  # they listen, so their ports are not free
     peers = addresses(size)
-    return [ring_member(rank, peers, engine_of(rank)) for rank in range(size)]
+    return [ring_member(rank, peers, engines[rank]) for rank in range(size)]
 
 
 def ring_member(

@@ -1,6 +1,7 @@
 """Parts through Mooncake's engine: what is wrong, late, or of a peer that went and came back."""
 
 import ctypes
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,11 +16,6 @@ from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
-
-
-@pytest.fixture
-def peers() -> list[tuple[str, int]]:
-    return addresses(2)
 
 
 class WatchedEngine:
@@ -48,6 +44,11 @@ Pair = tuple[list[OneSidedTransport], list[MessageRecord]]
 @pytest.fixture
 def engines() -> list[WatchedEngine]:
     return [WatchedEngine(engine(rank)) for rank in range(2)]
+
+
+@pytest.fixture
+def peers(engines: list[WatchedEngine]) -> list[tuple[str, int]]:
+    return addresses(len(engines))  # the engines listen, so their ports are not free
 
 
 @pytest.fixture
@@ -206,3 +207,18 @@ def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[WatchedEn
     assert other.raw[:64] == DATA
     read = engine(0).engine.transfer_sync_read
     assert read(session, source, ctypes.addressof(other), 64) != 0
+
+
+def test_mooncake_transport_that_cannot_listen_gives_its_memory_back(
+    engines: list[WatchedEngine], peers: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the engine refuses later memory at the same address."""
+    freed: list[int] = []
+    monkeypatch.setattr(MooncakeEngine, "free", lambda self, address: freed.append(address))
+    with socket.create_server(peers[0]), pytest.raises(OSError, match="in use"):
+        ring_member(0, peers, engines[0])  # type: ignore[arg-type]
+    monkeypatch.undo()
+    for address in freed:
+        engines[0].free(address)
+    assert sorted(freed) == sorted(engines[0].buffers)
+    assert freed
