@@ -31,7 +31,8 @@ def small(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]
         *("--enable-mixed-chunk", "--disable-overlap-schedule"),
         *("--enable-metrics", "--schedule-conservativeness", "0.05"),
     )
-    with start(models["first"], flags, store=folder / "store-small") as live:
+    store, bandwidth = folder / "store-small", "50MB/s"  # `auto` is to load, on any machine
+    with start(models["first"], flags, store=store, bandwidth=bandwidth) as live:
         yield live
 
 
