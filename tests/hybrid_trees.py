@@ -47,6 +47,7 @@ from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier
+from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
@@ -193,7 +194,7 @@ class HybridTree:
         self.kv = DeviceKV(
             pool, block_tokens=block, apart=[each for each in apart if each is not None]
         )
-        self.ends = self.tree.ends = EndStates.of(self.tree, self.kv)
+        self.ends = self.tree.ends = EndStates.of(self.tree, self.kv, DraftPools())
         self.tail_tokens = 0 if self.ends is None else self.ends.tail_tokens
         self.tree.coordinator = Blocks(block)
         self.live: list[Any] = []

@@ -24,6 +24,7 @@ class WatchedEngine:
     def __init__(self, inner: MooncakeEngine) -> None:
         self._inner = inner
         self.buffers: list[int] = []  # addresses, in the order of `allocate`
+        self.freed: list[int] = []
         self.on_write: Callable[..., bool] = inner.write
 
     def __getattr__(self, name: str) -> Any:
@@ -33,6 +34,10 @@ class WatchedEngine:
         address, memory = self._inner.allocate()
         self.buffers.append(address)
         return address, memory
+
+    def free(self, address: int) -> None:
+        self._inner.free(address)
+        self.freed.append(address)
 
     def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
         return self.on_write(session, source, destination, size_bytes)
@@ -210,15 +215,10 @@ def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[WatchedEn
 
 
 def test_mooncake_transport_that_cannot_listen_gives_its_memory_back(
-    engines: list[WatchedEngine], peers: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    engines: list[WatchedEngine], peers: list[tuple[str, int]]
 ) -> None:
     """Else the engine refuses later memory at the same address."""
-    freed: list[int] = []
-    monkeypatch.setattr(MooncakeEngine, "free", lambda self, address: freed.append(address))
     with socket.create_server(peers[0]), pytest.raises(OSError, match="in use"):
         ring_member(0, peers, engines[0])  # type: ignore[arg-type]
-    monkeypatch.undo()
-    for address in freed:
-        engines[0].free(address)
-    assert sorted(freed) == sorted(engines[0].buffers)
-    assert freed
+    assert engines[0].buffers
+    assert sorted(engines[0].freed) == sorted(engines[0].buffers)

@@ -193,13 +193,12 @@ async def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
     async with folder_with_blocks(damage) as root:
         with waiting_for_the_index(60.0):  # it is made anew
             async with opened_store(root) as store:
-                until_s = time.monotonic() + 60
-                stored = False
+                until_s, stored = time.monotonic() + 60, False
                 while not stored:
                     assert time.monotonic() < until_s
                     with suppress(StoreUnavailable):
                         stored = await store.put(key_of("new"), block_of("new"))
-                    await asyncio.sleep(0 if stored else 0.05)
+                    await asyncio.sleep(0.05)
                 assert await read(store, key_of("new")) == block_of("new")
 
 

@@ -36,7 +36,6 @@ from sglang_cake.integration.memory.pool_planes import translation_of
 if TYPE_CHECKING:
     from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
-NO_DRAFTS = DraftPools()
 # Pools inside of a KV pool that hold the data of end states.
 END_POOLS = ("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools")
 
@@ -134,12 +133,12 @@ class EndStates:
         self.count = sum(part.count for part in parts)
 
     @classmethod
-    def of(
-        cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: DraftPools = NO_DRAFTS
-    ) -> "EndStates | None":
+    def of(cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: DraftPools) -> "EndStates | None":
         """Those of a model; None: a prefix needs none.
 
-        Args: tree: of the model. kv: of its blocks. Raises: ConfigError.
+        Args: tree: of the model. kv: of its blocks. drafts: of its draft models.
+
+        Raises: ConfigError.
         """
         windows = drafts.windows
         parts: list[EndPart] = []
