@@ -5,7 +5,10 @@ package `sgl_kernel` without its libraries, this file is what the package loads 
 (README.md beside it). Slower than the kernels, and for no other kind of model.
 """
 
+import enum
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import library
@@ -47,3 +50,13 @@ _define(
     fused_add_rmsnorm,
 )
 _define("weak_ref_tensor(Tensor(a) tensor) -> Tensor(a)", weak_ref_tensor)
+
+# A fused MLP of small batches, for which SGLang 0.5.23 compiles a kernel with `nvidia-cutlass-dsl`
+# (not on such a machine either). With this in its place, models compute the MLP in parts.
+_dual_gemm = ModuleType("sglang.kernels.ops.gemm.cutedsl_dual_gemm")
+vars(_dual_gemm).update(
+    MAX_DUAL_GEMM_DECODE_TOKENS=0,
+    DualGemmQuantMode=enum.Enum("DualGemmQuantMode", ["UNQUANT"]),
+    can_use_dual_gemm=lambda *args: False,
+)
+sys.modules[_dual_gemm.__name__] = _dual_gemm

@@ -50,7 +50,7 @@ def copies(size: Size, device: torch.device) -> Iterator[Finding]:
     for name, page in CASES:
         wrong = copies_of(FORMS[name], page, load, device)
         yield Finding(f"{name}, page {page}", wrong or "equal", ok=not wrong)
-    wrong = copies_of(MHA, 64, load, device, ring_bytes=2**19)
+    wrong = copies_of(MHA, 64, load, device, place_bytes=2**19)
     yield Finding("bf16, in two pieces", wrong or "equal", ok=not wrong)
 
 
@@ -60,20 +60,20 @@ def copies_of(
     load: Load | None,
     device: torch.device,
     *,
-    ring_bytes: int | None = None,
+    place_bytes: int | None = None,
 ) -> str:
     """What differs between a pool on `device` and one on the CPU after the same copies; nothing if
     all is right.
 
-    Args: ring_bytes: of device memory for copies, each way; None: as much as a block takes.
+    Args: place_bytes: of a place for copies; None: as much as a block takes.
     """
     ours, plain = (
         make_pool(form, SLOTS, page_tokens=page, device=where) for where in (device, CPU)
     )
     forward = None if load is None else load.stream
     streams = None
-    if ring_bytes is not None:
-        memory = CopyMemory(ring_bytes, ring_bytes, decodes=False, decoding_bytes=0)
+    if place_bytes is not None:
+        memory = CopyMemory(place_bytes, in_places=2, out_places=1)
         streams = CopyStreams(device, memory, forward)
     kv = CudaKV(ours, block_tokens=BLOCK_TOKENS, forward_stream=forward, streams=streams)
     reference = DeviceKV(plain, block_tokens=BLOCK_TOKENS)

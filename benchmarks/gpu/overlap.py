@@ -334,6 +334,7 @@ class Arm:
     gaps_s: list[float] = field(default_factory=list)
     plan_s: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)  # of predicted steps, relative
+    steps: list[list[tuple[float, float]]] = field(default_factory=list)  # predicted and true, s
     bytes_per_s: list[float] = field(default_factory=list)  # between the first read and the last
 
     @property
@@ -343,6 +344,7 @@ class Arm:
     def add(self, scheduler: LiveScheduler, run: PromptRun) -> None:
         self.ttft_s.append(run.ttft_s)
         self.steps_s.append([true_s for _, true_s in run.predictions])
+        self.steps.append(run.predictions)
         pairs = zip(scheduler.forwards, scheduler.forwards[1:], strict=False)
         self.gaps_s.extend(after.gap_s(before) for before, after in pairs)
         self.plan_s.extend(scheduler.plan_s)
@@ -480,6 +482,8 @@ def cell(
         yield Finding(f"{name}: gaps of {mode}, longest", max(gaps) * 1e3, "ms")
     plan_ms = max(auto.plan_s) * 1e3
     yield Finding(f"{name}: scheduler thread before a launch", plan_ms, "ms, longest")
+    steps = ", ".join(f"{p * 1e3:.1f} {t * 1e3:.1f}" for p, t in auto.steps[-1])
+    yield Finding(f"{name}: last steps of auto", steps, "ms, predicted and true")
     error = statistics.median(auto.errors)
     yield size.at_most(MOST_ERROR, f"{name}: error of predicted steps", error, "median")
     return over

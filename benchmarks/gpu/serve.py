@@ -153,7 +153,11 @@ def measure(
             replies = [_asked(server, prompt) for _ in range(args.repeats)]
             found["prompts"][length] = summary(cold, replies)
             progress.say(f"{name}, {arm}, {length:,} tokens: {found['prompts'][length]}")
-        found["load"] = under_load(server, model, work, small=args.small)
+        try:
+            found["load"] = under_load(server, model, work, small=args.small)
+        except Exception as error:  # what was found before stays in the result
+            progress.say(f"{name}, {arm}, under load: {error}")
+            found["error"] = str(error)
     return found
 
 

@@ -7,12 +7,14 @@ from types import ModuleType
 
 import torch
 
-# What the modules of the copies, the coordinator and the costs take from SGLang. None of it is
+# What the modules of the copies, the coordinator and the costs take from SGLang. Nothing of it is
 # called here.
 _MODULES: dict[str, dict[str, object]] = {
     "sglang": {},
     "sglang.version": {"__version__": "0"},
     "sglang.srt": {},
+    "sglang.srt.managers": {},
+    "sglang.srt.managers.schedule_batch": {"MM_PAD_SHIFT_VALUE": 1_000_000},
     "sglang.srt.plugins": {},
     "sglang.srt.plugins.hook_registry": {
         "HookRegistry": type("HookRegistry", (), {}),

@@ -27,6 +27,7 @@ from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.scheduler.waker import sleep_s
 from sglang_cake.integration.step_costs import StepCosts, StepTimer
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
 from sglang_cake.loading.loader import Loader
@@ -34,7 +35,7 @@ from sglang_cake.loading.priority import order
 from sglang_cake.writeback.block_writer import Writer
 
 NAMESPACE = Digest(b"n" * 32)
-POLL_S = 0.0005  # SGLang's pause while only loads are awaited
+POLL_S = 0.0005  # the least pause while only loads are awaited
 
 
 @dataclass(eq=False)
@@ -184,8 +185,9 @@ class SchedulerLoop(ABC):
         while coming or self._live or self._in_flight:
             while coming and coming[0].arrive_s <= self.io.now_s:
                 self._arrive(coming.popleft())
+            awake_since_s = self.io.now_s
             if not self._iterate() and not self._in_flight:
-                pause_s = POLL_S
+                pause_s = max(POLL_S, sleep_s(self.io.now_s - awake_since_s))
                 if coming and not self._live:
                     pause_s = max(POLL_S, coming[0].arrive_s - self.io.now_s)
                 self.io.until(self.io.now_s + pause_s)
@@ -204,9 +206,10 @@ class SchedulerLoop(ABC):
 
     def _iterate(self) -> bool:
         """Plan and launch a step, and process the one before. False: no step was launched."""
-        reqs: list[Any] = [run.req for run in self._live]
-        entries = [self.coordinator.queue_entry(req) for req in reqs]
-        self._live = [self._live[i] for i in order(entries)]
+        if len(self._live) > 1:
+            reqs: list[Any] = [run.req for run in self._live]
+            entries = [self.coordinator.queue_entry(req) for req in reqs]
+            self._live = [self._live[i] for i in order(entries)]
         self.polls += 1
         with self.coordinator.timed():
             self.coordinator.poll([run.req.rid for run in self._live])

@@ -269,7 +269,7 @@ class VirtualKV:
         kernel_s = 2 * layout.block_bytes / HBM_BYTES_PER_S
         self._kernel_s = max(self._pieces * KERNEL_S, kernel_s)  # of all pieces
         memory = CopyMemory.of_blocks(layout.block_bytes)
-        self._ring = 1 if self._pieces > 1 else memory.out_bytes // memory.in_bytes
+        self._out_places = 1 if self._pieces > 1 else memory.out_places
         gpu.hold(self, memory.all_bytes)
 
     def here(self) -> AbstractContextManager[object]:
@@ -299,8 +299,8 @@ class VirtualKV:
         self._out.wait(max(*after, gpu.io.now_s))
         begin_s = self._out.tail_s
         pool_s = begin_s
-        for start in range(0, len(blocks), self._ring):
-            count = len(blocks[start : start + self._ring])
+        for start in range(0, len(blocks), self._out_places):
+            count = len(blocks[start : start + self._out_places])
             launches = (1 + count) * self._pieces
             self._launch(launches, launches * LAUNCH_S + self._pieces * EVENT_S)
             self._out.wait(self.launched_s)

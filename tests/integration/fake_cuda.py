@@ -66,6 +66,7 @@ class FakeStream:
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self._cuda = FakeCuda.now
         self.priority = priority
+        self.device_index = 0
         self.queue: deque[tuple[_Record | None, Callable[[], object]]] = deque()
         self._cuda.streams.append(self)
 
@@ -104,18 +105,31 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before = getattr(self._here, "stream", None)
-        self._here.stream = stream
+        before, inside = self.current_stream(), self._here.inside
+        self._here.inside = True
+        self.set_stream(stream)
         try:
-            with contextlib.nullcontext() if self.eager else _Later(stream):
-                yield
+            yield
         finally:
-            self._here.stream = before
+            self._here.inside = inside
+            self.set_stream(before)
+
+    def set_stream(self, stream: FakeStream) -> None:
+        """What this thread launches waits in `stream`. Outside of `with torch.cuda.stream(...)`,
+        what it launches in its own stream runs at once."""
+        here = self._here
+        if here.mode is not None:
+            here.mode.__exit__(None, None, None)
+        here.mode, here.stream = None, stream
+        if not self.eager and (here.inside or stream is not here.own):
+            here.mode = _Later(stream)
+            here.mode.__enter__()
 
     def current_stream(self, device: object = None) -> FakeStream:
         """Of this thread; one that has none gets its own."""
         if getattr(self._here, "stream", None) is None:
-            self._here.stream = FakeStream()
+            self._here.stream = self._here.own = FakeStream()
+            self._here.inside, self._here.mode = False, None
         found: FakeStream = self._here.stream
         return found
 
@@ -230,6 +244,7 @@ def install(
         ("Event", FakeEvent),
         ("Stream", FakeStream),
         ("stream", cuda.stream),
+        ("set_stream", cuda.set_stream),
         ("current_stream", cuda.current_stream),
         ("synchronize", cuda.run_all),
         ("device", lambda device: contextlib.nullcontext()),

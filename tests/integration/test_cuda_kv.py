@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sglang_cake.codecs.catalogue import chain_of
-from sglang_cake.core.buffers import Buffer, on_page
+from sglang_cake.core.buffers import PAGE_BYTES, Buffer, on_page
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.end_states import EndSlots, RecurrentStates
 from sglang_cake.integration.memory.kv_pool import (
     COPY_BYTES,
-    OUT_BLOCKS,
     PIECE_BYTES,
     Copy,
     CopyMemory,
@@ -32,13 +31,13 @@ from sglang_cake.integration.memory.kv_pool import (
 from sglang_cake.integration.runahead.layer_gate_cuda import CudaRows
 
 BLOCK, SEEDS = 16, range(12)
-RING_BYTES = 4096  # of which a block takes several
+PLACE_BYTES = 4096  # of which a block takes several
 
 
 class GpuHarness:
     """A `CudaKV`, and forwards that write to slots and read them.
 
-    Args: ring_bytes: of device memory for copies, each way; None: its own choice.
+    Args: place_bytes: of a place for copies; None: its own choice.
     """
 
     def __init__(
@@ -47,14 +46,14 @@ class GpuHarness:
         seed: int,
         pool: Any = None,
         kernel: type[PlainRowKernel] = PlainRowKernel,
-        ring_bytes: int | None = None,
+        place_bytes: int | None = None,
     ) -> None:
         self.cuda: FakeCuda = install(monkeypatch, seed, kernel=kernel)
         self.pool = mha(12 * BLOCK) if pool is None else pool
         self.forward: Any = torch.cuda.Stream()
         streams = None
-        if ring_bytes is not None:
-            memory = CopyMemory(ring_bytes, ring_bytes, decodes=False, decoding_bytes=0)
+        if place_bytes is not None:
+            memory = CopyMemory(place_bytes, in_places=2, out_places=1)
             streams = CopyStreams(torch.device("cpu"), memory, self.forward)
         self.kv = CudaKV(
             self.pool, block_tokens=BLOCK, forward_stream=self.forward, streams=streams
@@ -130,8 +129,19 @@ def test_cuda_kv_load_is_behind_the_forward_before_and_before_the_forward_behind
 def test_cuda_kv_save_takes_what_the_forward_before_wrote(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    assert OUT_BLOCKS < 6  # so that the ring is used again
     assert GpuHarness(monkeypatch, seed).wrong_saves() == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cuda_kv_places_are_used_again_when_they_have_been_read(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """There are fewer of them than blocks."""
+    size = PAGE_BYTES
+    assert GpuHarness(monkeypatch, seed, place_bytes=size).wrong_loads() == 0
+    harness = GpuHarness(monkeypatch, seed, place_bytes=size)
+    assert pieces_of(harness.kv.layout, size) == pieces_of(harness.kv.layout)
+    assert harness.wrong_saves() == 0
 
 
 @pytest.mark.parametrize("what", ["fenced", "ordered"])
@@ -216,7 +226,7 @@ def test_cuda_streams_of_copies_have_another_priority_than_those_of_sglang(
     CudaKV(harness.pool, block_tokens=BLOCK, forward_stream=harness.forward)
     CudaRows(harness.kv)
     priorities = [stream.priority for stream in harness.cuda.streams[before:]]
-    assert priorities == [-1] * 4
+    assert priorities == [-1] * 5
     assert harness.forward.priority == 0
 
 
@@ -232,7 +242,8 @@ def test_copy_memory_of_blocks_of_any_size_is_within_its_bound(
     memory = CopyMemory.of_blocks(block_bytes, encoded=encoded)
     assert memory.all_bytes <= COPY_BYTES == 128 * 2**20
     assert memory.decodes <= encoded
-    assert memory.out_bytes >= memory.in_bytes >= min(block_bytes, PIECE_BYTES)
+    assert memory.piece_bytes >= min(block_bytes, PIECE_BYTES)
+    assert min(memory.in_places, memory.out_places) >= (1 if memory.decodes else 2)
 
 
 def test_copy_memory_blocks_of_16_mib_are_decoded_on_the_device_and_larger_ones_are_not() -> None:
@@ -307,7 +318,7 @@ def test_cuda_kv_takes_no_more_device_memory_than_it_says(
             kept.append(kv.load(loaded, slots, ()))
             kept.append(kv.save(row, buffers, ()))
         assert memory.decodes == (codec is not None)
-        assert memory.in_bytes + memory.out_bytes < live.peak
+        assert memory.all_bytes - memory.decoding_bytes < live.peak
         assert live.peak <= memory.all_bytes + 2**14  # and small tables
 
 
@@ -316,10 +327,10 @@ def test_cuda_kv_block_of_several_pieces_is_ordered_like_one(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     pool = mha(12 * BLOCK, heads=2, dim=16)
-    harness = GpuHarness(monkeypatch, seed, pool, ring_bytes=RING_BYTES)
-    assert len(pieces_of(harness.kv.layout, RING_BYTES)) > 1
+    harness = GpuHarness(monkeypatch, seed, pool, place_bytes=PLACE_BYTES)
+    assert len(pieces_of(harness.kv.layout, PLACE_BYTES)) > 1
     assert harness.wrong_loads() == 0
-    assert GpuHarness(monkeypatch, seed, pool, ring_bytes=RING_BYTES).wrong_saves() == 0
+    assert GpuHarness(monkeypatch, seed, pool, place_bytes=PLACE_BYTES).wrong_saves() == 0
 
 
 def test_cuda_kv_pools_share_streams_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +357,7 @@ def test_cuda_kv_failed_launch_leaves_nothing_under_way(monkeypatch: pytest.Monk
     """The slots of a load that fails are free at once."""
     for seed in SEEDS:
         pool = mha(12 * BLOCK, heads=2, dim=16)
-        harness = GpuHarness(monkeypatch, seed, pool, Failing, RING_BYTES)
+        harness = GpuHarness(monkeypatch, seed, pool, Failing, PLACE_BYTES)
         block = harness.block(1)
         with pytest.raises(torch.OutOfMemoryError):
             harness.kv.load(block, harness.slots[0], ())
@@ -368,14 +379,14 @@ class Failing(PlainRowKernel):
 # ---- recurrent states ----
 
 
-@pytest.mark.parametrize("ring_bytes", [48, 4096])
+@pytest.mark.parametrize("place_bytes", [48, 4096])
 def test_recurrent_states_go_through_the_rings_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, ring_bytes: int
+    monkeypatch: pytest.MonkeyPatch, place_bytes: int
 ) -> None:
     for seed in SEEDS:
         cuda = install(monkeypatch, seed)
         forward: Any = torch.cuda.Stream()
-        memory = CopyMemory(ring_bytes, ring_bytes, decodes=False, decoding_bytes=0)
+        memory = CopyMemory(place_bytes, in_places=2, out_places=1)
         streams = CopyStreams(torch.device("cpu"), memory, forward)
         random = torch.Generator().manual_seed(seed)
         planes = [torch.randn((2, 4, 5, width), generator=random) for width in (3, 8)]

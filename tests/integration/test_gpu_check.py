@@ -39,7 +39,7 @@ FORMS = {
     "DSA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, index_page_bytes=64 * 132),
     "MiniMax": PoolForm(layers=3, heads=2, dim=8, v_dim=8, index_dim=12),
 }
-RING_BYTES = {"MHA": 4096, "MLA": 12288, "DSA": 12288}  # that hold half of a block at most
+PLACE_BYTES = {"MHA": 4096, "MLA": 12288, "DSA": 12288}  # that hold half of a block at most
 CASES = [(form, page) for form in FORMS for page in (1, 64) if (form, page) != ("DSA", 1)]
 
 
@@ -61,8 +61,8 @@ def test_gpu_check_copies_are_compared_with_plain_indexing(
 ) -> None:
     load = Load(SMALL, torch.cuda.Stream(), CPU)
     assert exact.copies_of(FORMS[form], page, load, CPU) == ""
-    if form in RING_BYTES:
-        assert exact.copies_of(FORMS[form], page, load, CPU, ring_bytes=RING_BYTES[form]) == ""
+    if form in PLACE_BYTES:
+        assert exact.copies_of(FORMS[form], page, load, CPU, place_bytes=PLACE_BYTES[form]) == ""
 
     class Twisted(PlainRowKernel):
         def scatter(self, blocks: Any, index: Any, slots: Any, piece: Any = None) -> None:
@@ -161,6 +161,7 @@ def _findings(auto_s: float, block_s: float) -> dict[str, bool | None]:
         arms[mode].steps_s.append([1.0, 1.0, 1.0, 1.0] if mode == "compute" else [0.001])
         arms[mode].bytes_per_s.append(size.form.token_bytes * 128 / block_s)
         arms[mode].plan_s.append(0.001)
+        arms[mode].steps.append([(1.0, 1.1)])
         arms[mode].errors.append(auto_s / 10)
     return {each.what.partition(": ")[2]: each.ok for each in overlap.cell(size, link, 32768, arms)}
 
@@ -260,7 +261,12 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from benchmarks.gpu import stand_ins
 stand_ins.install()
+import pytest, torch
+from fake_cuda import install
 from benchmarks.gpu import environment, exact, measuring, overlap, sanitizer, speed
+install(pytest.MonkeyPatch(), 0, eager=True)
+found = list(overlap.overlap(measuring.SMALL, torch.device("cpu")))
+assert found and all(each.ok is not False for each in found), found
 """
 
 
@@ -279,7 +285,7 @@ def test_gpu_check_needs_neither_sglang_nor_what_only_servers_need() -> None:
     subprocess.run(
         [sys.executable, "-c", BARE.replace("{names}", repr(missing))],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
         check=True,
     )
 

@@ -336,7 +336,7 @@ class StateRows:
         if streams is None:
             move(torch.empty(self._block_bytes, dtype=torch.uint8))
             return Copy()
-        return self._launch(streams.out, after, partial(move, streams.ring_out), state)
+        return self._launch(streams.out, after, partial(move, streams.ring_out[0]), state)
 
     def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
         state = slots.state
@@ -344,24 +344,28 @@ class StateRows:
         first = index * self._block_bytes
         source = _bytes(buffer)[: self._starts[-1] - first]
 
-        def move(ring: torch.Tensor) -> None:
-            for at in range(0, len(source), len(ring)):
-                piece = source[at : at + len(ring)]
-                if ring is not source:
-                    piece = ring[: len(piece)].copy_(piece, non_blocking=True)
-                begin, stop = first + at, first + at + len(piece)
-                for rows, start in zip(self._rows, self._starts, strict=False):
-                    low, high = max(begin, start), min(stop, start + rows.shape[1])
-                    if low < high:
-                        part = piece[low - begin : high - begin].unsqueeze(0)
-                        rows[:, low - start : high - start].index_copy_(0, state, part)
-
         streams = self._streams
         if streams is None:
             started_s = time.perf_counter()
-            move(source)
+            self._put(source, first, state)
             return Copy(took_s=time.perf_counter() - started_s)
-        return self._launch(streams.into, after, partial(move, streams.ring_in), state)
+
+        def move() -> None:
+            size = streams.ring_in.shape[1]
+            for at in range(0, len(source), size):
+                with streams.place() as place:
+                    self._put(streams.fetch(source[at : at + size], place), first + at, state)
+
+        return self._launch(streams.into, after, move, state)
+
+    def _put(self, piece: torch.Tensor, begin: int, state: torch.Tensor) -> None:
+        """Copy bytes of a state, from byte `begin` on, into its rows."""
+        stop = begin + len(piece)
+        for rows, start in zip(self._rows, self._starts, strict=False):
+            low, high = max(begin, start), min(stop, start + rows.shape[1])
+            if low < high:
+                part = piece[low - begin : high - begin].unsqueeze(0)
+                rows[:, low - start : high - start].index_copy_(0, state, part)
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         last = max(copies, key=lambda copy: copy.number, default=Copy())

@@ -27,8 +27,11 @@ from sglang_cake.integration.memory.pool_planes import (
 
 COPY_BYTES = 128 * 2**20  # at most, of device memory, for the copies of a process
 PIECE_BYTES = 24 * 2**20  # of a block, at most, that one DMA and one kernel move
-OUT_BLOCKS = 4  # that one kernel moves out of the pool
-OUT_BYTES = 3 * PIECE_BYTES  # of device memory, at most, for blocks on their way out
+# A kernel waits until a matrix product lets go of the multiprocessors: 1.6 ms for a large one on an
+# H100. Meanwhile the link goes on as long as there is place for what it brings.
+IN_BYTES = 64 * 2**20  # of device memory, at most, for blocks on their way in
+OUT_BYTES = 56 * 2**20  # for blocks on their way out
+MOST_PLACES = 16  # of one direction
 # Device memory that decoding takes beside the block itself, in sizes of the block (5.1 at most, of
 # what is decoded on a device).
 DECODING_BLOCKS = 5.5
@@ -62,28 +65,31 @@ class CopyMemory:
     """Device memory that the copies of a process take, one way and the other.
 
     Attributes:
+        piece_bytes: of a place, for a block or a piece of one.
+        in_places, out_places: of the rings.
         decodes: blocks are decoded on the device. Larger blocks are decoded by a CPU.
-        in_bytes, out_bytes: of the rings.
         decoding_bytes: at most, beside the rings.
     """
 
-    in_bytes: int
-    out_bytes: int
-    decodes: bool
-    decoding_bytes: int
+    piece_bytes: int
+    in_places: int
+    out_places: int
+    decodes: bool = False
+    decoding_bytes: int = 0
 
     @classmethod
     def of_blocks(cls, block_bytes: int, *, encoded: bool = False) -> "CopyMemory":
         """For blocks of this size, and for smaller ones. Args: encoded: loads come encoded."""
         piece = min(-(-block_bytes // PAGE_BYTES) * PAGE_BYTES, PIECE_BYTES)
         decoding = math.ceil(DECODING_BLOCKS * block_bytes)
-        decodes = encoded and block_bytes <= PIECE_BYTES and 2 * piece + decoding <= COPY_BYTES
-        out_blocks = 1 if decodes else min(OUT_BLOCKS, OUT_BYTES // piece)
-        return cls(piece, out_blocks * piece, decodes, decoding if decodes else 0)
+        if encoded and block_bytes <= PIECE_BYTES and 2 * piece + decoding <= COPY_BYTES:
+            return cls(piece, 1, 1, decodes=True, decoding_bytes=decoding)
+        places = (min(MOST_PLACES, most // piece) for most in (IN_BYTES, OUT_BYTES))
+        return cls(piece, *places)
 
     @property
     def all_bytes(self) -> int:
-        return self.in_bytes + self.out_bytes + self.decoding_bytes
+        return (self.in_places + self.out_places) * self.piece_bytes + self.decoding_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,16 +323,35 @@ class DeviceKV:
             yield rows, index[tokens], words.view(-1, rows.shape[1])
 
 
-class CopyStreams:
-    """The streams that copies run on, one each way, each with a ring of device memory that bytes go
-    through. All pools of a process share them.
-
-    The order of launches on a stream is the order in which its ring is used, so nothing waits for
-    a free place.
+@dataclass(eq=False, slots=True)
+class Place:
+    """Device memory for a piece of a block on its way into the pool.
 
     Attributes:
-        into, out: the streams.
-        ring_in, ring_out: uint8, the device memory of each.
+        memory: uint8 `[piece_bytes]`.
+        index: int64 `[1]`, on the device: which place of the ring it is.
+        fetched: recorded in the stream `fetching`, behind the last DMA into the memory.
+        read: recorded in the stream `into`, behind what read the memory last.
+    """
+
+    memory: torch.Tensor
+    index: torch.Tensor
+    fetched: torch.cuda.Event
+    read: torch.cuda.Event
+
+
+class CopyStreams:
+    """The streams that copies run on, and the device memory that bytes go through: a ring of places
+    each way. All pools of a process share them.
+
+    Events order the streams with the use of places. The host never waits for a free one.
+
+    Attributes:
+        into: the stream that writes into pools.
+        fetching: the stream of DMAs from host memory into places, which go on while a kernel in
+            `into` waits for multiprocessors.
+        out: the stream out of pools.
+        ring_in, ring_out: uint8 `[places, piece_bytes]`, the device memory of each way.
         numbers: of copies, in the order of their launches.
 
     Args:
@@ -340,31 +365,58 @@ class CopyStreams:
         # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
         # normal priority. A kernel of ours is short, and waits for no block of a long one.
         self.into = torch.cuda.Stream(device, priority=-1)
+        self.fetching = torch.cuda.Stream(device, priority=-1)
         self.out = torch.cuda.Stream(device, priority=-1)
-        self.ring_in = torch.empty(memory.in_bytes, dtype=torch.uint8, device=device)
-        self.ring_out = torch.empty(memory.out_bytes, dtype=torch.uint8, device=device)
+        self.ring_in, self.ring_out = (
+            torch.empty((places, memory.piece_bytes), dtype=torch.uint8, device=device)
+            for places in (memory.in_places, memory.out_places)
+        )
+        indices = torch.arange(memory.in_places, device=device).split(1)
+        places = [
+            Place(*each, torch.cuda.Event(), torch.cuda.Event())
+            for each in zip(self.ring_in, indices, strict=True)
+        ]
+        self._places = itertools.cycle(places)
         self.numbers = itertools.count()
 
     @contextlib.contextmanager
     def launching(self, stream: torch.cuda.Stream, after: Fence) -> Iterator[None]:
         """Launch copies in `stream`, behind `after`. If that fails, what was launched is over
         before the error is raised: its slots and buffers get other owners then."""
-        with torch.cuda.stream(stream):
+        with _current(stream):
             for event in after:
                 stream.wait_event(event)
             try:
                 yield
             except BaseException:
+                _recorded(self.fetching).synchronize()
                 _recorded(stream).synchronize()
                 raise
 
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Place]:
+        """The next place, for copies that are launched in `into` inside."""
+        place = next(self._places)
+        yield place
+        place.read.record(self.into)
+
+    def fetch(self, source: torch.Tensor, place: Place) -> torch.Tensor:
+        """Copy host memory (uint8) into a place. Returns what holds it, for copies in `into`."""
+        target = place.memory[: len(source)]
+        with _current(self.fetching):
+            self.fetching.wait_event(place.read)
+            target.copy_(source, non_blocking=True)
+            place.fetched.record(self.fetching)
+        self.into.wait_event(place.fetched)
+        return target
+
 
 class CudaKV(DeviceKV):
-    """The same on a GPU: copies run on two streams of their own, one each way, beside forwards.
+    """The same on a GPU: copies run on streams of their own beside forwards.
 
-    A block goes through device memory, in one piece or several (`pieces_of`), as the ring has room:
-    one DMA between host and ring, and one kernel between ring and slots (`row_kernel.py`). The host
-    waits for a copy only if its buffer is not pinned.
+    A block goes through device memory, in one piece or several (`pieces_of`), as a place has room:
+    one DMA between host and place, and one kernel between place and slots (`row_kernel.py`). The
+    host waits for a copy only if its buffer is not pinned.
 
     Args:
         forward_stream: as for `CopyStreams`.
@@ -393,15 +445,8 @@ class CudaKV(DeviceKV):
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
         self.encoded = memory.decodes
         self.streams = streams or CopyStreams(self.device, memory, forward_stream)
-        self._pieces = pieces_of(self.layout, self.streams.ring_in.numel())
-        largest = max(piece.size_bytes for piece in self._pieces)
-        stride = -(-largest // PAGE_BYTES) * PAGE_BYTES
-        count = 1
-        if len(self._pieces) == 1:
-            count = min(OUT_BLOCKS, self.streams.ring_out.numel() // stride)
-        self._ring_in = self.streams.ring_in[:stride].view(1, stride)
-        self._ring_out = self.streams.ring_out[: count * stride].view(count, stride)
-        self._index = torch.arange(count, device=self.device)
+        self._pieces = pieces_of(self.layout, self.streams.ring_in.shape[1])
+        self._index = torch.arange(len(self.streams.ring_out), device=self.device)
         self._kernel = RowKernel(self._rows, self.layout)
 
     def beside(self, pool: Any, block_tokens: int, *, drafts: Sequence[Any] = ()) -> DeviceKV:
@@ -428,28 +473,29 @@ class CudaKV(DeviceKV):
             begin = _recorded(streams.into, timed=True)
             rows = self._rows_of(slots)
             for piece in self._pieces:
-                place = self._ring_in[0, : piece.size_bytes]
-                if self.encoded:  # a block of one piece
-                    self._decode(block, place)
-                else:
-                    place.copy_(_part(_tensor(block), piece), non_blocking=True)
-                self._kernel.scatter(self._ring_in, self._index[:1], rows, piece)
+                with streams.place() as place:
+                    if self.encoded:  # a block of one piece
+                        self._decode(block, place.memory[: piece.size_bytes])
+                    else:
+                        streams.fetch(_part(_tensor(block), piece), place)
+                    self._kernel.scatter(streams.ring_in, place.index, rows, piece)
             end = _recorded(streams.into, timed=True)
             return Copy(end, end, (slots,), begin, number=next(streams.numbers))
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
         streams = self.streams
         tokens = self.layout.block_tokens
-        count = len(self._ring_out)
+        ring = streams.ring_out
+        count = len(ring) if len(self._pieces) == 1 else 1
         with streams.launching(streams.out, after):
             all_rows = self._rows_of(slots)
             for start in range(0, len(blocks), count):
                 some = blocks[start : start + count]
                 rows = all_rows[start * tokens : (start + len(some)) * tokens]
                 for piece in self._pieces:
-                    self._kernel.gather(rows, self._ring_out, self._index[: len(some)], piece)
+                    self._kernel.gather(rows, ring, self._index[: len(some)], piece)
                     pool = _recorded(streams.out)
-                    for block, place in zip(some, self._ring_out, strict=False):
+                    for block, place in zip(some, ring, strict=False):
                         target = _part(_tensor(block), piece)
                         target.copy_(place[: piece.size_bytes], non_blocking=True)
             return Copy(_recorded(streams.out), pool, (slots,), number=next(streams.numbers))
@@ -473,6 +519,20 @@ class CudaKV(DeviceKV):
         current = torch.cuda.current_stream(self.device)
         forward = self.streams.forward
         return [current] if forward is None else [current, forward]
+
+
+@contextlib.contextmanager
+def _current(stream: torch.cuda.Stream) -> Iterator[None]:
+    """What the calling thread launches goes to `stream`, of the thread's device.
+
+    `torch.cuda.stream` looks the device up each time, for which it asks for the driver: 14 us.
+    """
+    before = torch.cuda.current_stream(stream.device_index)
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:

@@ -48,7 +48,7 @@ class StepBudget(NamedTuple):
 
 def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "SchedulePolicy") -> None:
     """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first."""
-    if not coordinator.adaptive:
+    if not coordinator.adaptive or len(queue) < 2:
         return
     if coordinator.fair or any(coordinator.uses_store(req.rid) for req in queue):
         entries = [_queue_entry(req, coordinator, policy) for req in queue]

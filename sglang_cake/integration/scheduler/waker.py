@@ -5,8 +5,6 @@ import os
 import time
 from typing import Any
 
-import zmq
-
 # A poll holds the interpreter, which the threads that load need too. So the scheduler thread sleeps
 # for so many times as long as it was awake, but not for longer than `_LONGEST_S`: decisions also
 # depend on the time that loads take.
@@ -14,10 +12,17 @@ _TIMES_AWAKE = 9
 _LONGEST_S = 0.005
 
 
+def sleep_s(awake_s: float) -> float:
+    """How long the scheduler thread may sleep after so long a poll."""
+    return min(_TIMES_AWAKE * awake_s, _LONGEST_S)
+
+
 class Waker:
     """One thread sleeps; any thread wakes it."""
 
     def __init__(self) -> None:
+        import zmq  # SGLang's, which `sleep_s` does not need
+
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
@@ -33,10 +38,11 @@ class Waker:
         Args: requests: the socket that requests come from; any other object is not watched.
         Returns whether something ended the sleep.
         """
+        import zmq
+
         if isinstance(requests, zmq.Socket) and requests not in self._poller:
             self._poller.register(requests, zmq.POLLIN)
-        awake_s = time.monotonic() - self._awake_since_s
-        pause_s = min(_TIMES_AWAKE * awake_s, _LONGEST_S)
+        pause_s = sleep_s(time.monotonic() - self._awake_since_s)
         ready = [each for each, _ in self._poller.poll(math.ceil(1e3 * pause_s))]
         if self._woken in ready:
             os.eventfd_read(self._woken)
