@@ -385,7 +385,7 @@ def overlap(size: Size, device: torch.device) -> Iterator[Finding]:
 
 def _fill(
     gpu: Gpu, io: LiveIo, blocks: dict[BlockKey, "np.ndarray[Any, Any]"]
-) -> Iterator[Finding]:
+) -> Generator[Finding, None, PrefillCost]:
     """Compute and store every prompt. The value is the cost of steps that was learned."""
     size = gpu.size
     rate = STORING_GB_PER_S * GB

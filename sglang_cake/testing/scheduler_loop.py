@@ -130,7 +130,9 @@ class SchedulerLoop(ABC):
             self.counters,
             queue_depth=depth,
             prior=LoadCost(0.0, kv.layout.block_bytes / 1e9, depth=depth),
+            wake=self._wake,
         )
+        self._woken = False
         self.writer = Writer(store, write_queue, io, self.counters)
         self.copier = copier(self.loader.copied)
         self.saving = BlockSaving(kv, self.copier, self.writer)
@@ -190,8 +192,17 @@ class SchedulerLoop(ABC):
                 pause_s = max(POLL_S, sleep_s(self.io.now_s - awake_since_s))
                 if coming and not self._live:
                     pause_s = max(POLL_S, coming[0].arrive_s - self.io.now_s)
-                self.io.until(self.io.now_s + pause_s)
+                self._pause(self.io.now_s + pause_s)
         return runs
+
+    def _wake(self) -> None:
+        self._woken = True
+
+    def _pause(self, until_s: float) -> None:
+        self.io.until(min(until_s, self.io.now_s + POLL_S))
+        while self.io.now_s < until_s and not self._woken:
+            self.io.until(min(until_s, self.io.now_s + POLL_S))
+        self._woken = False
 
     def settle(self) -> None:
         """Let all writes end."""

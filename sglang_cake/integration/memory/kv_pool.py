@@ -84,8 +84,7 @@ class CopyMemory:
         decoding = math.ceil(DECODING_BLOCKS * block_bytes)
         if encoded and block_bytes <= PIECE_BYTES and 2 * piece + decoding <= COPY_BYTES:
             return cls(piece, 1, 1, decodes=True, decoding_bytes=decoding)
-        places = (min(MOST_PLACES, most // piece) for most in (IN_BYTES, OUT_BYTES))
-        return cls(piece, *places)
+        return cls(piece, min(MOST_PLACES, IN_BYTES // piece), min(MOST_PLACES, OUT_BYTES // piece))
 
     @property
     def all_bytes(self) -> int:

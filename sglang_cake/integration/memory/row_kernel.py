@@ -82,8 +82,9 @@ class RowKernel:
 
     Every copy is one launch, for any number of blocks, on the calling thread's stream. The thread's
     device must be that GPU. The caller orders the copy with all other work on the pool and on the
-    blocks, and keeps the arguments alive until it is done. Nothing is copied to the host, and the host does not wait. The first
-    copy in each direction compiles the kernel; it may be one of no blocks.
+    blocks, and keeps the arguments alive until it is done. Nothing is copied to the host, and the
+    host does not wait. The first copy in each direction compiles the kernel; it may be one of no
+    blocks.
 
     The rows of a plane are contiguous, and each warp reads or writes up to 512 bytes of a row at a
     time. On an H100 a block of 16 MiB takes 13 us, 0.91 of the rate of a memcpy within the device.
