@@ -13,9 +13,11 @@ with one latent row for a token. They are built on the GPU when they are first n
 
 import argparse
 import math
+import multiprocessing
 import shutil
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +95,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def model_of(case: Case, *, small: bool) -> Path:
     """The case's model, built once."""
-    import torch
-
     size = {
         "llama": SMALL_LLAMA if small else LLAMA,
         "deepseek": SMALL_DEEPSEEK if small else DEEPSEEK,
@@ -103,11 +103,19 @@ def model_of(case: Case, *, small: bool) -> Path:
     if not path.is_dir():
         building = servers.WORK / "gpu-building"
         shutil.rmtree(building, ignore_errors=True)
-        build: Any = build_llama if case.model == "llama" else build_deepseek
-        with torch.device("cuda"):  # where large models take seconds
-            build(building, **size, dtype="bfloat16", max_tokens=65536)
+        # In another process: PyTorch would keep the device memory that the servers need.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            process.submit(_build, case.model, building, size).result()
         building.rename(path)
     return path
+
+
+def _build(model: str, path: Path, size: dict[str, Any]) -> None:
+    import torch
+
+    build: Any = build_llama if model == "llama" else build_deepseek
+    with torch.device("cuda"):  # where large models take seconds
+        build(path, **size, dtype="bfloat16", max_tokens=65536)
 
 
 def flags_of(arm: str, store: Path, link: str | None) -> tuple[list[str], dict[str, str]]:

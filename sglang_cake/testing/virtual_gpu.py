@@ -8,10 +8,12 @@ blocks of real size. Models stand in for the rest:
   blocks without bytes.
 - `VirtualScheduler`: SGLang's loop (`scheduler_loop.py`).
 
-Times of the GPU are estimates from data sheets and from measured host times of launches; none was
-measured on the GPU that is named.
+Times of copies and launches are those that `make gpu-check` measured on an H100. Forwards have the
+costs of `sglang-cake plan`, which are estimates. The interpreter is not modelled: on a device,
+threads that load at 25 GB/s also slow the launches of a forward.
 """
 
+import math
 import weakref
 from bisect import insort
 from collections import deque
@@ -43,11 +45,13 @@ from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 BLOCK_TOKENS = 128
 STORE_LATENCY_S = 0.0005
-DMA_BYTES_PER_S = 52e9  # PCIe Gen5 x16, pinned memory
-HBM_BYTES_PER_S = 2.6e12
+DMA_BYTES_PER_S = 53e9  # PCIe Gen5 x16, pinned memory
+HBM_BYTES_PER_S = 2.57e12
 KERNEL_S = 3e-6  # the least time of a kernel
-LAUNCH_S = 15e-6  # host time of one launch from Python, with its views
-EVENT_S = 3e-6
+# A kernel beside a forward starts when a matrix product of the forward ends: they take this long.
+PRODUCT_S = 1.6e-3
+LAUNCH_S = 25e-6  # host time of one launch from Python, with its views
+EVENT_S = 4e-6
 LAYER_BLOCKS = 64  # blocks of which one kernel copies a layer
 # SGLang's default sizes of prefill graphs (`generate_prefill_cuda_graph_batch_sizes`).
 GRAPH_TOKENS = (
@@ -270,6 +274,7 @@ class VirtualKV:
         self._kernel_s = max(self._pieces * KERNEL_S, kernel_s)  # of all pieces
         memory = CopyMemory.of_blocks(layout.block_bytes)
         self._out_places = 1 if self._pieces > 1 else memory.out_places
+        self._read_s = deque([0.0] * memory.in_places)  # when each place has been read
         gpu.hold(self, memory.all_bytes)
 
     def here(self) -> AbstractContextManager[object]:
@@ -282,15 +287,33 @@ class VirtualKV:
     def load(self, block: Any, slots: torch.Tensor, after: tuple[float, ...]) -> VirtualCopy:
         gpu = self.gpu
         count = 2 * self._pieces
-        took_s = count * LAUNCH_S + (2 + len(after)) * EVENT_S
+        took_s = count * LAUNCH_S + (6 + len(after)) * EVENT_S
         if gpu.layers:
             took_s = gpu.layers * (LAUNCH_S + EVENT_S) / LAYER_BLOCKS
         self._launch(count, took_s)
-        self._in.wait(max(self.launched_s, *after))
-        end_s = gpu.to_device.run(self._in.tail_s, self._dma_s) + self._kernel_s
-        self._in.tail_s = end_s
+        begin_s = max(self._in.tail_s, self.launched_s, *after)
+        for _ in range(self._pieces):
+            ready_s = max(self.launched_s, self._read_s.popleft())
+            fetched_s = gpu.to_device.run(ready_s, self._dma_s / self._pieces)
+            self._in.tail_s = self._kernel_starts_s(max(fetched_s, *after))
+            self._in.tail_s += self._kernel_s / self._pieces
+            self._read_s.append(self._in.tail_s)
         gpu.kernels_s += self._kernel_s
-        return VirtualCopy(gpu, end_s, end_s, self._dma_s + self._kernel_s)
+        end_s = self._in.tail_s
+        return VirtualCopy(gpu, end_s, end_s, end_s - begin_s)
+
+    def _kernel_starts_s(self, ready_s: float) -> float:
+        """When a kernel of the stream into the pool starts: behind the one before it at once, and
+        otherwise between two products of a forward that runs then."""
+        if ready_s <= self._in.tail_s:
+            return self._in.tail_s
+        for begin_s, end_s in reversed(self.gpu.forwards):
+            if end_s <= ready_s:
+                break
+            if begin_s <= ready_s:
+                products = math.ceil((ready_s - begin_s) / PRODUCT_S)
+                return min(end_s, begin_s + products * PRODUCT_S)
+        return ready_s
 
     def save(
         self, slots: torch.Tensor, blocks: Sequence[Any], after: tuple[float, ...]

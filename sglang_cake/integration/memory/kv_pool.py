@@ -362,7 +362,8 @@ class CopyStreams:
     ) -> None:
         self.forward = forward
         # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
-        # normal priority. A kernel of ours is short, and waits for no block of a long one.
+        # normal priority. A kernel of ours is short, and starts before blocks of others that have
+        # not begun.
         self.into = torch.cuda.Stream(device, priority=-1)
         self.fetching = torch.cuda.Stream(device, priority=-1)
         self.out = torch.cuda.Stream(device, priority=-1)
