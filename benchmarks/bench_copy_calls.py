@@ -84,6 +84,8 @@ class StubDriver:
         driver = self
 
         class Stream:
+            device_index = 0
+
             def __init__(self, device: object = None, priority: int = 0) -> None:
                 pass
 
@@ -126,9 +128,8 @@ def stubbed() -> Iterator[StubDriver]:
         "Stream": stream_class,
         "Event": driver.event_class(),
         "current_stream": lambda device=None: current,
-        "stream": lambda found: contextlib.nullcontext(),
+        "set_stream": lambda found: None,
         "device": lambda device: contextlib.nullcontext(),
-        "device_of": lambda tensor: contextlib.nullcontext(),
     }
     copy_ = torch.Tensor.copy_
 

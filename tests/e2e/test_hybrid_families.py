@@ -72,7 +72,7 @@ class Family:
     namespaces: int = 1
 
 
-# The first five are CROWDED, and the first one alone has images: pytest orders parameters by their
+# The first three are CROWDED, and the first one alone has images: pytest orders parameters by their
 # place.
 FAMILIES = {
     # States, in a multimodal model.
@@ -113,9 +113,12 @@ FAMILIES = {
         build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2, namespaces=2
     ),
 }
-CROWDED = [*FAMILIES][:5]
+CROWDED = [*FAMILIES][:3]
 # Their pools are those of other families, with other shapes.
-BREADTH = {"nemotron-h", "granite-4", "lfm2", "gemma-4", "llama-4", "qwen3-next-2-ranks"}
+BREADTH = {
+    *("falcon-h1", "nemotron-h", "granite-4", "lfm2", "gemma-4", "llama-4"),
+    "qwen3-next-2-ranks",
+}
 # In the order of the families, so that the servers of a family run one after the other.
 LAST = [name + SECOND for name, each in FAMILIES.items() if each.second]
 

@@ -176,7 +176,7 @@ class TestBranchingOfStates(PrefixCacheBranchingMixin, Kit):
 # ---- what is stored is loaded ----
 
 
-@pytest.mark.parametrize("tokens", [BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1, 4 * CHUNK, 1000, 2047])
+@pytest.mark.parametrize("tokens", [8 * BLOCK, 8 * BLOCK + 1, 4 * CHUNK, 2047])
 def test_prompt_of_any_length_cold_and_stored_gives_the_answer_of_transformers(
     hybrid: Hybrid, prompt: Make, tokens: int
 ) -> None:

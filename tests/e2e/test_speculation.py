@@ -72,7 +72,7 @@ class Kind:
         return self.target == "mellum" or self.has_states
 
 
-# The first four are CROWDED: pytest orders parameters by their place.
+# The first three are CROWDED: pytest orders parameters by their place.
 KINDS = {
     "eagle-both": Kind("EAGLE", "both", DRAFT_CHAIN, draft="eagle"),
     "standalone-windows-load": Kind(
@@ -111,9 +111,12 @@ KINDS = {
         draft="eagle3-of-one-layer",
     ),
 }
-CROWDED = [*KINDS][:4]  # a chain, windows, and states with extra buffers and without
+CROWDED = [*KINDS][:3]  # a chain, windows, and states
 # Algorithms and pools that other kinds have in another combination.
-BREADTH = {"ngram-windows-both", "ngram-states-load", "mtp-states-load", "eagle3-states-load"}
+BREADTH = {
+    *("ngram-windows-both", "ngram-states-load", "mtp-load", "mtp-states-load"),
+    "eagle3-states-load",
+}
 
 
 @dataclass(slots=True)
