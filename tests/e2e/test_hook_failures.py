@@ -13,23 +13,26 @@ Make = Callable[[int], list[int]]
 POOL = 2560
 KEY = "an admin key"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
-# Hooks that a request on a stored prompt calls, or a flush.
+# Hooks that a request on a stored prompt calls, or a flush: one of each kind of place,
 HOOKS = (
     "Scheduler._add_request_to_queue",
     "Scheduler._process_hicache_events",
-    "Scheduler.get_prefill_adder_class",
-    "Scheduler.on_idle",
     "SchedulePolicy.calc_priority",
-    "SchedulerOutputStreamer.get_cached_tokens_details",
     "TokenizerManager.update_request_meta_info",
     "TpModelWorker.forward_batch_generation",
-    "CakePrefillAdder.__init__",
     "CakePrefillAdder.add_one_req",
-    "CakePrefillAdder.add_chunked_req",
-    "CakePrefillAdder._select_prefill_admission",
     "CakePrefillAdder._commit_prefill_admission",
     "CakeRadixCache.checkpoint",
     "CakeRadixCache.on_release",
+)
+# and the others.
+MORE_HOOKS = (
+    "Scheduler.get_prefill_adder_class",
+    "Scheduler.on_idle",
+    "SchedulerOutputStreamer.get_cached_tokens_details",
+    "CakePrefillAdder.__init__",
+    "CakePrefillAdder.add_chunked_req",
+    "CakePrefillAdder._select_prefill_admission",
     "CakeRadixCache.reset",
     "CakeRadixCache.evict",
 )
@@ -93,7 +96,9 @@ def impatient(
         yield faulty
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    "hook", [*HOOKS, *(pytest.param(hook, marks=pytest.mark.breadth) for hook in MORE_HOOKS)]
+)
 def test_hook_raising_once_leaves_the_answer_unchanged(
     patient: Faulty, plain: Live, prompt: Make, hook: str
 ) -> None:

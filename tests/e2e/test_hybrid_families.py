@@ -116,7 +116,7 @@ FAMILIES = {
 CROWDED = [*FAMILIES][:3]
 # Their pools are those of other families, with other shapes.
 BREADTH = {
-    *("falcon-h1", "nemotron-h", "granite-4", "lfm2", "gemma-4", "llama-4"),
+    *("falcon-h1", "mimo-v2", "nemotron-h", "granite-4", "lfm2", "gemma-4", "llama-4"),
     "qwen3-next-2-ranks",
 }
 # In the order of the families, so that the servers of a family run one after the other.

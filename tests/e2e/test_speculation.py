@@ -114,8 +114,8 @@ KINDS = {
 CROWDED = [*KINDS][:3]  # a chain, windows, and states
 # Algorithms and pools that other kinds have in another combination.
 BREADTH = {
-    *("ngram-windows-both", "ngram-states-load", "mtp-load", "mtp-states-load"),
-    "eagle3-states-load",
+    *("standalone-states-load", "ngram-windows-both", "ngram-states-load", "mtp-load"),
+    *("mtp-states-load", "eagle3-states-load"),
 }
 
 

@@ -70,6 +70,13 @@ MIDWAY = (
     *("refused", "reset halfway", "truncated", "stalled", "late", "endless body"),
     *("a byte too short", "a flipped bit", "another block", "503", "403", "redirect"),
 )
+# Every fault of HTTP, and those of S3 that boto3 handles.
+CASES = [("http", fault) for fault in READS] + [
+    pytest.param("s3", fault, marks=[pytest.mark.breadth] * (fault not in PUTS)) for fault in READS
+]
+MIDWAY_CASES = [("http", fault) for fault in MIDWAY] + [
+    pytest.param("s3", fault, marks=[pytest.mark.breadth] * (fault in PUTS)) for fault in MIDWAY
+]
 # HTTP has a 404 for a block that is not there; S3 reads nothing without a length.
 OF_KIND = {
     ("http", "no such bucket"): None,
@@ -164,7 +171,7 @@ def lines_in(caplog):
     return [record.message for record in caplog.records if record.name.endswith("circuit_breaker")]
 
 
-@pytest.mark.parametrize("fault", READS)
+@pytest.mark.parametrize(("served", "fault"), CASES, indirect=["served"])
 async def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fault, caplog):
     expected, clock = remote.expected(fault), Clock()
     async with closing(remote.opened(clock, remote.patience(fault))) as store:
@@ -215,7 +222,7 @@ async def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, f
             assert clock.now_s < 20 * LAST_S
 
 
-@pytest.mark.parametrize("fault", MIDWAY)
+@pytest.mark.parametrize(("served", "fault"), MIDWAY_CASES, indirect=["served"])
 def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     clock = Clock()
     store = remote.opened(clock, remote.patience(fault))
