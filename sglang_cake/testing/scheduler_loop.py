@@ -199,6 +199,7 @@ class SchedulerLoop(ABC):
         self._woken = True
 
     def _pause(self, until_s: float) -> None:
+        """Wait, as a server's scheduler thread does while it only waits for loads."""
         self.io.until(min(until_s, self.io.now_s + POLL_S))
         while self.io.now_s < until_s and not self._woken:
             self.io.until(min(until_s, self.io.now_s + POLL_S))

@@ -13,7 +13,7 @@ Make = Callable[[int], list[int]]
 POOL = 2560
 KEY = "an admin key"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
-# Hooks that a request on a stored prompt calls, or a flush: one of each kind of place,
+# Hooks that a request on a stored prompt calls, or a flush.
 HOOKS = (
     "Scheduler._add_request_to_queue",
     "Scheduler._process_hicache_events",
@@ -25,7 +25,7 @@ HOOKS = (
     "CakeRadixCache.checkpoint",
     "CakeRadixCache.on_release",
 )
-# and the others.
+# Others of the same classes.
 MORE_HOOKS = (
     "Scheduler.get_prefill_adder_class",
     "Scheduler.on_idle",

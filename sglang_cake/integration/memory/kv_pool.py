@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -367,10 +367,9 @@ class CopyStreams:
         self.into = torch.cuda.Stream(device, priority=-1)
         self.fetching = torch.cuda.Stream(device, priority=-1)
         self.out = torch.cuda.Stream(device, priority=-1)
-        self.ring_in, self.ring_out = (
-            torch.empty((places, memory.piece_bytes), dtype=torch.uint8, device=device)
-            for places in (memory.in_places, memory.out_places)
-        )
+        ring = partial(torch.empty, dtype=torch.uint8, device=device)
+        self.ring_in = ring((memory.in_places, memory.piece_bytes))
+        self.ring_out = ring((memory.out_places, memory.piece_bytes))
         indices = torch.arange(memory.in_places, device=device).split(1)
         places = [
             Place(*each, torch.cuda.Event(), torch.cuda.Event())

@@ -48,9 +48,11 @@ class StepBudget(NamedTuple):
 
 def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "SchedulePolicy") -> None:
     """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first."""
-    if not coordinator.adaptive or len(queue) < 2:
+    if not coordinator.adaptive:
         return
-    if coordinator.fair or any(coordinator.uses_store(req.rid) for req in queue):
+    # An entry also notes since when a request waits, which counts for fairness.
+    several = len(queue) > 1
+    if coordinator.fair or (several and any(coordinator.uses_store(req.rid) for req in queue)):
         entries = [_queue_entry(req, coordinator, policy) for req in queue]
         queue[:] = [queue[i] for i in order(entries)]
 
