@@ -176,7 +176,7 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
     pool = make_pool(form, 64 * BLOCK_TOKENS, device=META)
     forward: Any = torch.cuda.Stream()
     kv = CudaKV(pool, block_tokens=BLOCK_TOKENS, forward_stream=forward)
-    copier = Copier(kv, lambda took_s: None)
+    copier = Copier(kv)
     slots = torch.empty(BLOCK_TOKENS, dtype=torch.int64, device=META)
     many = torch.empty(SAVED * BLOCK_TOKENS, dtype=torch.int64, device=META)
     buffer = Buffer(on_page(kv.load_buffer_bytes))

@@ -578,7 +578,7 @@ class UnifiedTree(HybridTree):
         movers = [
             getattr(self.allocator, name) for name in members if hasattr(self.allocator, name)
         ]
-        self.tree.copier = Copier(self.kv, lambda took_s: None, movers=movers)
+        self.tree.copier = Copier(self.kv, movers=movers)
         self.moves = 0
 
     def _make_pools(

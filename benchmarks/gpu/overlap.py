@@ -9,7 +9,9 @@ the prompt's slots are compared.
 
 import asyncio
 import statistics
+import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -257,6 +259,7 @@ class LiveScheduler(SchedulerLoop):
     Attributes:
         forwards: launched so far.
         plan_s: of each of them, the time of the scheduler thread before its launch.
+        cpu_s: what the last prompt took of a CPU, by thread.
     """
 
     def __init__(
@@ -278,14 +281,18 @@ class LiveScheduler(SchedulerLoop):
         self._began_s = 0.0
         self.forwards: list[Forward] = []
         self.plan_s: list[float] = []
+        self.cpu_s: Counter[str] = Counter()
 
     def one(self, req: LoopRequest) -> PromptRun:
         """Serve one prompt alone, and check its KV. Nothing may wait for the device meanwhile."""
         self.forwards.clear()
         self.plan_s.clear()
         self.store.read_s.clear()
+        before_s = _cpu_s()
         with no_waiting(), torch.inference_mode():
             (run,) = self.serve([(0.0, req)])
+        self.cpu_s = _cpu_s()
+        self.cpu_s.subtract(before_s)
         run.predictions = [(step.predicted_s, step.seconds()) for step in self.forwards]
         return run
 
@@ -325,7 +332,7 @@ class LiveScheduler(SchedulerLoop):
         return super()._iterate()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arm:
     """Runs of one mode, in one cell."""
 
@@ -336,6 +343,8 @@ class Arm:
     errors: list[float] = field(default_factory=list)  # of predicted steps, relative
     steps: list[list[tuple[float, float]]] = field(default_factory=list)  # predicted and true, s
     bytes_per_s: list[float] = field(default_factory=list)  # between the first read and the last
+    cpu_s: Counter[str] = field(default_factory=Counter)  # of all blocks that were read, by thread
+    blocks: int = 0  # that were read
 
     @property
     def median_s(self) -> float:
@@ -350,6 +359,8 @@ class Arm:
         self.plan_s.extend(scheduler.plan_s)
         self.errors.extend(abs(p / max(t, 1e-9) - 1) for p, t in run.predictions)
         reads = scheduler.store.read_s
+        self.blocks += len(reads)
+        self.cpu_s.update(scheduler.cpu_s)
         if len(reads) > 1:
             block_bytes = scheduler.kv.layout.block_bytes
             self.bytes_per_s.append((len(reads) - 1) * block_bytes / (reads[-1] - reads[0]))
@@ -480,6 +491,12 @@ def cell(
         gaps = arms[mode].gaps_s or [0.0]
         yield Finding(f"{name}: gaps of {mode}, median", statistics.median(gaps) * 1e3, "ms")
         yield Finding(f"{name}: gaps of {mode}, longest", max(gaps) * 1e3, "ms")
+    # Of threads that all need the interpreter. The main thread's is that of the whole loop.
+    loading = arms["load"]
+    for thread, cpu_s in loading.cpu_s.most_common():
+        a_block_us = cpu_s / max(1, loading.blocks) * 1e6
+        if a_block_us >= 1:
+            yield Finding(f"{name}: CPU time a block, {thread}", a_block_us, "us")
     plan_ms = max(auto.plan_s) * 1e3
     yield Finding(f"{name}: scheduler thread before a launch", plan_ms, "ms, longest")
     steps = ", ".join(f"{p * 1e3:.1f} {t * 1e3:.1f}" for p, t in auto.steps[-1])
@@ -503,6 +520,16 @@ def _ideal(size: Size, link: float, tokens: int, arms: dict[Mode, Arm]) -> Ideal
 def _prompts(size: Size) -> list[tuple[int, int]]:
     """Number and tokens of each."""
     return [(n + 1, stored + size.question_tokens) for n, stored in enumerate(size.prompts)]
+
+
+def _cpu_s() -> Counter[str]:
+    """CPU time that the threads of each name have taken."""
+    taken_s: Counter[str] = Counter()
+    for thread in threading.enumerate():
+        if thread.ident is not None:
+            clock = time.pthread_getcpuclockid(thread.ident)
+            taken_s[thread.name.rpartition("_")[0] or thread.name] += time.clock_gettime(clock)
+    return taken_s
 
 
 def _all_free(gpu: Gpu) -> bool:

@@ -118,7 +118,7 @@ class Copying:
         self.into, self.out = (part.contiguous() for part in order.split(slots // 2))
         self.staging = pinned_pool(STAGED, self.block_bytes, device)
         self.queue = pinned_pool(STAGED, self.block_bytes, device)
-        self.copier = CopyThread(self.kv, lambda took_s: None)
+        self.copier = CopyThread(self.kv)
         self.fence: Fence = ()
         self._saves: list[tuple[Future[None], list[Buffer]]] = []
 

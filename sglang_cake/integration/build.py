@@ -234,7 +234,6 @@ class CakeService:
         patience_s = PATIENCE_S if parallel.attn_tp_size == 1 else None
         self.copier = CopyThread(
             self.kv,
-            self.loader.copied,
             patience_s=patience_s,
             movers=_movers(allocator) if self.kv.moves else (),
         )

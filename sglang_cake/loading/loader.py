@@ -41,8 +41,12 @@ class StagedBlock:
     """A fetched block, shared by every prompt that wants it. Thread-safe.
 
     It starts with one holder. The last release returns the buffer with `give` (to a pool, or to
-    the store that lent it) and calls `on_free`; `used` then says whether any holder used the bytes.
-    If none did, the block was loaded in vain.
+    the store that lent it) and calls `on_free`.
+
+    Attributes:
+        used: whether any holder used the bytes. If none did, the block was loaded in vain.
+        reason: why they were not used.
+        copy_s: how long a copy to the device took; 0: not known.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class StagedBlock:
         self.buffer = buffer
         self.used = False
         self.reason = ""
+        self.copy_s = 0.0
         self._give = give
         self._on_free = on_free
         self._lock = threading.Lock()
@@ -67,10 +72,11 @@ class StagedBlock:
             self._holders += 1
             return True
 
-    def release(self, *, used: bool, reason: str = "") -> None:
-        """Stop being a holder. `reason` says why the bytes were not used, if they were not."""
+    def release(self, *, used: bool, reason: str = "", copy_s: float = 0.0) -> None:
+        """Stop being a holder. The arguments become attributes."""
         with self._lock:
             self.used |= used
+            self.copy_s = copy_s or self.copy_s
             if not used:
                 self.reason = reason
             self._holders -= 1
@@ -431,10 +437,6 @@ class Loader:
         """Start from the costs that an earlier process measured, by tier."""
         self._io.post(self._fits.recall, costs, time.monotonic())
 
-    def copied(self, took_s: float) -> None:
-        """The copy of a block to the device took `took_s`."""
-        self._io.post(self._fits.copied, took_s)
-
     def fence(self, load_id: str, block: int) -> None:
         """Blocks below `block` are computed: no read of them starts after this returns."""
         queue = self._by_id.get(load_id)
@@ -785,6 +787,8 @@ class Loader:
     def _forget(self, key: BlockKey, staged: StagedBlock) -> None:
         if self._staged.get(key) is staged:
             del self._staged[key]
+        if staged.copy_s:
+            self._fits.copied(staged.copy_s)
         self._pump()
 
     def _pause(self, queue: _PromptQueue) -> None:

@@ -87,7 +87,7 @@ class SchedulerLoop(ABC):
     Args:
         io: the I/O thread, which also has the clock: `now_s`, and `until`, which waits.
         allocator: of slots, as `DeviceSlots` has it.
-        copier: makes the copier, given the function that gets the time of each copy.
+        copier: makes the copier.
         staging, write_queue: host memory for blocks.
         prior: cost of steps before any was measured.
         overlap: SGLang's overlap scheduler; otherwise it waits for each step before the next.
@@ -104,7 +104,7 @@ class SchedulerLoop(ABC):
         allocator: Any,
         store: Any,
         *,
-        copier: Callable[[Callable[[float], object]], Copier],
+        copier: Callable[[], Copier],
         staging: BufferPool,
         write_queue: BufferPool,
         prior: PrefillCost,
@@ -134,7 +134,7 @@ class SchedulerLoop(ABC):
         )
         self._woken = False
         self.writer = Writer(store, write_queue, io, self.counters)
-        self.copier = copier(self.loader.copied)
+        self.copier = copier()
         self.saving = BlockSaving(kv, self.copier, self.writer)
         self.step_costs = StepCosts(
             self.loader, prior, chunk_tokens=chunk_tokens, pipelined=overlap

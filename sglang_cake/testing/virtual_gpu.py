@@ -347,8 +347,8 @@ class VirtualKV:
 class VirtualCopier(Copier):
     """The copier's thread in virtual time: it launches one copy after the other."""
 
-    def __init__(self, io: VirtualIo, kv: Any, copied: Callable[[float], object]) -> None:
-        super().__init__(kv, copied)
+    def __init__(self, io: VirtualIo, kv: Any) -> None:
+        super().__init__(kv)
         self._io = io
         self._virtual: VirtualKV = kv
         self._jobs: deque[Callable[[], Any]] = deque()

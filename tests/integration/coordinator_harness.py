@@ -139,7 +139,7 @@ class CoordinatorHarness(HeldReads):
         self.step_costs = CountedStepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
         self.device_slots = DeviceSlots(
             self.kv,
-            Copier(self.kv, loader.copied),
+            Copier(self.kv),
             self.allocator,
             (lambda tokens: None) if tree is None else tree.tree.evict_own,
             self.counters,

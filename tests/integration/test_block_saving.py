@@ -33,7 +33,7 @@ class SavingHarness:
         self.counters = Counters()
         self.buffers = BufferPool(buffers_for(self.kv, buffers))
         self.writer = Writer(self.store, self.buffers, self.io, self.counters)
-        copier = Copier(self.kv, lambda took_s: None)
+        copier = Copier(self.kv)
         self.saving = BlockSaving(self.kv, copier, self.writer, shard)
         # SGLang's rows of slots are int32, and slots come in no order.
         order = torch.randperm(256, generator=torch.Generator().manual_seed(2)) + 1
@@ -260,7 +260,7 @@ class SlowCopier(Copier):
     """Launches copies that take until the test ends them."""
 
     def __init__(self, kv: DeviceKV) -> None:
-        super().__init__(kv, lambda took_s: None)
+        super().__init__(kv)
         self.saves: list[Save] = []
 
     def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:

@@ -53,9 +53,8 @@ class SlotsHarness:
         self.counters = Counters()
         self.tree: list[torch.Tensor] = []
         self.asked: list[int] = []
-        self.took_s: list[float] = []
         self.device_slots = DeviceSlots(
-            self.kv, Copier(self.kv, self.took_s.append), self.allocator, self.evict, self.counters
+            self.kv, Copier(self.kv), self.allocator, self.evict, self.counters
         )
 
     def evict(self, tokens: int) -> None:
@@ -363,9 +362,7 @@ def test_device_slots_copies_start_when_the_device_knows_the_slots(
     kv = CudaKV(pool, block_tokens=BLOCK, forward_stream=None)
     staging = Staging(kv)
     allocator: Any = SimpleNamespace(alloc=alloc, available_size=lambda: BLOCK)
-    ignored: Callable[..., None] = lambda *args: None  # noqa: E731
-    copier = Copier(kv, ignored)
-    device_slots = DeviceSlots(kv, copier, allocator, ignored, Counters())
+    device_slots = DeviceSlots(kv, Copier(kv), allocator, lambda tokens: None, Counters())
     record = record_of(1, block=BLOCK)
     record.meet.found([True])
     data = staging.land(record, 0)

@@ -64,7 +64,7 @@ class EndHarness(SavingHarness):
     def __init__(self, shard: KvShard = SOLE) -> None:
         super().__init__(buffers=4)
         self.ends: Any = FakeEnds()
-        self.copier = HeldCopier(self.kv, lambda took_s: None)
+        self.copier = HeldCopier(self.kv)
         self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, self.ends)
         self.gone = False
         self.asked: list[int] = []

@@ -139,7 +139,7 @@ def test_unified_memory_slots_do_not_move_under_a_copy(
 
     side = OneMemory(kind, monkeypatch, halting)
     side.before_wait = goes_on.set
-    copier = CopyThread(side.kv, lambda took_s: None, movers=[side.full] if waits else [])
+    copier = CopyThread(side.kv, movers=[side.full] if waits else [])
     try:
         slots = side.fragmented()
         side.fill(slots)
@@ -178,7 +178,7 @@ def test_unified_memory_slots_are_given_to_blocks_that_have_landed(
     side = OneMemory("windows", monkeypatch)
     device = DeviceSlots(
         side.kv,
-        Copier(side.kv, lambda took_s: None, movers=[side.full]),
+        Copier(side.kv, movers=[side.full]),
         side.full,
         lambda tokens: None,
         Counters(),
@@ -228,7 +228,7 @@ def test_unified_memory_windows_between_two_pools_do_not_move_under_a_copy(
         as_bytes(buffer)[rows] = torch.arange(len(rows), dtype=torch.uint8)[:, None] + number
     buffers, wanted = buffers_for(kv, 3), buffers_for(kv, 3)
     kv.save(rows, wanted, ())
-    copier = CopyThread(kv, lambda took_s: None, movers=[windows] if waits else [])
+    copier = CopyThread(kv, movers=[windows] if waits else [])
 
     def launch() -> Any:
         knows_rows.set()

@@ -128,7 +128,12 @@ class LoaderHarness(HeldReads):
         self.held: list[Fetched] = []
 
     def new_loader(
-        self, store: Store, depth: int = 2, *, least_limit_s: float = LEAST_LIMIT_S
+        self,
+        store: Store,
+        depth: int = 2,
+        *,
+        least_limit_s: float = LEAST_LIMIT_S,
+        copy_s: float = 0.0,
     ) -> Loader:
         return Loader(
             store,
@@ -136,7 +141,7 @@ class LoaderHarness(HeldReads):
             self.io,
             self.counters,
             queue_depth=depth,
-            prior=LoadCost(0.0, 1.0, depth=depth),
+            prior=LoadCost(0.0, 1.0, copy_s, depth=depth),
             least_limit_s=least_limit_s,
             wake=self.wake,
         )
@@ -185,9 +190,9 @@ class LoaderHarness(HeldReads):
         found = [e for e in self.news() if isinstance(e, Fetched)]
         return [(e.load_id, e.block) for e in found]
 
-    def release(self, *, used: bool = True, reason: str = "ended") -> None:
+    def release(self, *, used: bool = True, reason: str = "ended", copy_s: float = 0.0) -> None:
         for event in self.held:
-            event.staged.release(used=used, reason=reason)
+            event.staged.release(used=used, reason=reason, copy_s=copy_s)
         self.held.clear()
         self.settle()
 
@@ -502,8 +507,7 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     tokens = tokens_of(0, 9)
     keys = harness.fill(tokens)
     store = LendingStore(harness.recorded, keys)
-    harness.loader = harness.new_loader(store, depth=7)
-    harness.loader.copied(0.25)
+    harness.loader = harness.new_loader(store, depth=7, copy_s=0.25)
     harness.begin("a", tokens, first=2)
     assert harness.landed() == [("a", block) for block in range(8, 1, -1)]
     assert isinstance(harness.events[0], LookedUp)
@@ -529,8 +533,7 @@ def test_loader_lent_blocks_say_nothing_of_the_cost_before_a_copy_is_measured(
     harness.begin("a", tokens)
     assert harness.landed() == [("a", 11), ("a", 10)]
     assert harness.loader.cost.block_s == 1.0, "as it was believed before"
-    harness.loader.copied(0.25)
-    harness.release()
+    harness.release(copy_s=0.25)
     assert len(harness.landed()) == 2
     assert harness.loader.cost.block_s == 0.25
 
@@ -542,9 +545,7 @@ def test_loader_lends_a_prompt_as_many_blocks_as_are_copied_soon(
     ahead = 5 if copy_s == 0.002 else 2  # 10 ms of copies, and the depth at least
     one, other = tokens_of(0, 12), tokens_of(1, 12)
     keys = [*harness.fill(one), *harness.fill(other)]
-    harness.loader = harness.new_loader(LendingStore(harness.recorded, keys))
-    if copy_s:
-        harness.loader.copied(copy_s)
+    harness.loader = harness.new_loader(LendingStore(harness.recorded, keys), copy_s=copy_s)
     harness.begin("a", one)
     assert harness.landed() == [("a", block) for block in range(11, 11 - ahead, -1)]
     harness.begin("b", other)

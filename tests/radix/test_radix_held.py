@@ -45,7 +45,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
         self.counters = Counters()
         self.device_slots = DeviceSlots(
             kv,
-            Copier(kv, lambda took_s: None),
+            Copier(kv),
             self.allocator,
             self.tree.evict_own,
             self.counters,

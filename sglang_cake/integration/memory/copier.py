@@ -142,7 +142,6 @@ class Copier:
     """Launches copies in the thread that asks for them, and waits for each: for a CPU's tests.
 
     Args:
-        copied: `(seconds)` is called with the time that the copy of a loaded block took.
         patience_s: how long the scheduler thread waits for a launch; None: as long as it takes.
         movers: allocators of SGLang that move slots. They do so in the scheduler thread, which
             alone asks for copies then, and behind all copies that were asked for.
@@ -151,13 +150,11 @@ class Copier:
     def __init__(
         self,
         kv: DeviceKV,
-        copied: Callable[[float], object],
         *,
         patience_s: float | None = PATIENCE_S,
         movers: Sequence[Any] = (),
     ) -> None:
         self._kv = kv
-        self._copied = copied
         self._patience_s = patience_s
         self._movers = movers
         self._unordered = False  # whether a copy was asked for since slots could move last
@@ -278,11 +275,7 @@ class Copier:
             staged.release(used=False, reason="cancelled")
             return None
 
-        def end() -> None:
-            self._copied(launched.seconds())
-            staged.release(used=True)
-
-        return _UnderWay(launched, end)
+        return _UnderWay(launched, lambda: staged.release(used=True, copy_s=launched.seconds()))
 
     def _save(self, save: Save, launch: Callable[[], Copy]) -> _UnderWay | None:
         if not save.launched.set_running_or_notify_cancel():
@@ -304,12 +297,11 @@ class CopyThread(Copier):
     def __init__(
         self,
         kv: DeviceKV,
-        copied: Callable[[float], object],
         *,
         patience_s: float | None = PATIENCE_S,
         movers: Sequence[Any] = (),
     ) -> None:
-        super().__init__(kv, copied, patience_s=patience_s, movers=movers)
+        super().__init__(kv, patience_s=patience_s, movers=movers)
         self._jobs: queue.SimpleQueue[Callable[[], _UnderWay | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cake-copy", daemon=True)
         self._thread.start()
