@@ -1,9 +1,9 @@
 """Reads stored blocks into host memory, last block first, for all prompts of a server.
 
 The scheduler thread says which prompts want which blocks (`begin`, `set_load_from`), which blocks
-are computed (`fence`) and when a prompt needs no further block (`end`). The I/O thread goes on
-without being asked again, so the link stays busy while the scheduler thread is in a prefill step.
-Events come back through `drain`.
+are computed (`set_first_loadable`) and when a prompt needs no further block (`end`). The I/O thread
+goes on without being asked again, so the link stays busy while the scheduler thread is in a prefill
+step. Events come back through `drain`.
 """
 
 import asyncio
@@ -269,7 +269,8 @@ class _PromptQueue:
 
     Attributes:
         cost: average cost of its loads, as measured last. Written by the I/O thread.
-        fence: blocks below it are computed. Written by the scheduler thread under the gate.
+        first_loadable: blocks below it are computed. Written by the scheduler thread under the
+            gate.
         load_from: no read of a block below it is worth starting. Written by the scheduler thread
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes from the end.
@@ -289,7 +290,7 @@ class _PromptQueue:
     store: Store
     cost: LoadCost
     keys: list[BlockKey] = field(default_factory=list)
-    fence: int = 0
+    first_loadable: int = 0
     load_from: int = 0
     todo: list[int] = field(default_factory=list)
     tiers: list[int] = field(default_factory=list)
@@ -334,7 +335,7 @@ class _PromptQueue:
     def count_ahead(self) -> None:
         """Count `ahead` again. Blocks that are being read count until they have arrived."""
         if len(self.ahead) > 1:  # with one tier, the number of blocks makes no difference
-            first = bisect_left(self.todo, max(self.fence, self.load_from))
+            first = bisect_left(self.todo, max(self.first_loadable, self.load_from))
             self.ahead = Counter(self.tier(b) for b in self.todo[first:]) or self.ahead
 
 
@@ -389,7 +390,7 @@ class Loader:
         self._io = io
         self._counters = counters
         self._depth = queue_depth
-        self._gate = threading.Lock()  # makes "fenced" and "being read" exclude each other
+        self._gate = threading.Lock()  # makes "computed" and "being read" exclude each other
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
         self._reads: dict[BlockKey, _SharedRead] = {}
@@ -408,7 +409,7 @@ class Loader:
     def begin(self, request: LoadRequest) -> None:
         """Look the prompt up (answered by a LookedUp) and load it at once, if it should be."""
         assert self._store is not None
-        queue = _PromptQueue(request, self._store, self.cost, fence=request.first_block)
+        queue = _PromptQueue(request, self._store, self.cost, first_loadable=request.first_block)
         self._by_id[request.load_id] = queue
         self._io.post(self._open, queue)
 
@@ -435,12 +436,12 @@ class Loader:
         """The copy of a block to the device took `took_s`."""
         self._io.post(self._fits.copied, took_s)
 
-    def fence(self, load_id: str, block: int) -> None:
+    def set_first_loadable(self, load_id: str, block: int) -> None:
         """Blocks below `block` are computed: no read of them starts after this returns."""
         queue = self._by_id.get(load_id)
-        if queue is not None and block > queue.fence:
+        if queue is not None and block > queue.first_loadable:
             with self._gate:
-                queue.fence = block
+                queue.first_loadable = block
             self._io.post(self._trim, queue)
 
     def set_load_from(self, load_id: str, block: int | None) -> None:
@@ -586,7 +587,7 @@ class Loader:
                 return
             queue, place = found
             with self._gate:
-                if queue.todo[place] < queue.fence:
+                if queue.todo[place] < queue.first_loadable:
                     del queue.todo[: place + 1]
                     continue
                 if not self._start(queue, queue.todo[place]):
@@ -697,8 +698,8 @@ class Loader:
 
     async def _fetch(self, read: _SharedRead, buffer: Buffer) -> None:
         with self._gate:
-            wanted = any(block >= queue.fence for queue, block in read.waiters)
-        if not wanted:  # fenced since the read was started
+            wanted = any(block >= queue.first_loadable for queue, block in read.waiters)
+        if not wanted:  # computed since the read was started
             self._retire(read)
             self._give_up(read, buffer, reason=None)
             return
@@ -796,7 +797,7 @@ class Loader:
 
     def _trim(self, queue: _PromptQueue) -> None:
         """Stop reads of blocks that are computed."""
-        self._keep(queue, range(queue.fence, queue.request.indices))
+        self._keep(queue, range(queue.first_loadable, queue.request.indices))
 
     def _aim(self, queue: _PromptQueue, run: range) -> None:
         """Stop reads of blocks that are not wanted any more, and start others."""
@@ -823,7 +824,7 @@ class Loader:
         self._queues.remove(queue)
         queue.todo.clear()
         with self._gate:
-            queue.fence = queue.request.indices
+            queue.first_loadable = queue.request.indices
         self._trim(queue)
 
 

@@ -236,7 +236,8 @@ class Meet:
         self._end_states = bytearray()  # of the target's end blocks
         self.front = 0
         self.advance(front)
-        self._first = self.fence  # at arrival: the loader's choice of a target starts from it, too
+        # At arrival: the loader's choice of a target starts from it, too.
+        self._first = self.first_loadable
 
     def anew(self, front: int) -> "Meet":
         """Of the same prompt, before its lookup, when the tree holds `[0, front)`."""
@@ -362,7 +363,7 @@ class Meet:
 
     def claim(self, stop: int) -> int:
         """The step being scheduled computes `[front, stop)`; `drop_before(stop)` came before.
-        Returns the new `fence`."""
+        Returns the new `first_loadable`."""
         surplus = self.drop_before(stop)
         assert not surplus, "the step computes landed blocks"
         last = min(-(-stop // self.block_tokens), len(self._states))
@@ -370,7 +371,7 @@ class Meet:
         for block in range(self._blocks_below(self.front), last):
             self._apply(block, Event.CLAIM)
         self.front = stop
-        return self.fence
+        return self.first_loadable
 
     # ---- questions ----
 
@@ -429,7 +430,7 @@ class Meet:
         return end_indices(self.blocks, self.end_blocks, self._target)
 
     @property
-    def fence(self) -> int:
+    def first_loadable(self) -> int:
         """Blocks below this one are computed: the loader must not read them."""
         first = self._block_of(self.front)
         taken = first < len(self._states) and self._states[first] == BlockState.CLAIMED

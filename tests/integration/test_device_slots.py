@@ -326,7 +326,7 @@ def test_device_slots_random_actions_lose_no_slot(
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
             device_slots.discard(record, meet.advance(front), "in_tree")
-            device_slots.unreserve(record, range(meet.fence), "overtaken")
+            device_slots.unreserve(record, range(meet.first_loadable), "overtaken")
         held = sum(
             len(copy.slots)
             for r in records

@@ -323,7 +323,7 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
     assert harness.failures() == {"lookup": 1}
 
 
-def test_loader_fenced_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
+def test_loader_computed_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     store = TwoPlaces(harness.recorded, keys)
@@ -333,7 +333,7 @@ def test_loader_fenced_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
     assert harness.loader.cost_of("a").block_s == pytest.approx((3 * 0.5 + 3 * 30.0) / 6)
-    harness.loader.fence("a", 3)
+    harness.loader.set_first_loadable("a", 3)
     harness.open(keys[5])
     assert harness.loader.cost_of("a").block_s == pytest.approx(30.0)
 
@@ -366,26 +366,31 @@ def test_loader_lookup_without_load_reads_nothing(harness: LoaderHarness) -> Non
     assert harness.read_keys() == []
 
 
-# ---- the fence ----
+# ---- computed blocks ----
 
 
-def test_loader_fence_cancels_reads_below_it_and_starts_no_more(harness: LoaderHarness) -> None:
+def test_loader_reads_of_computed_blocks_end_and_none_starts(
+    harness: LoaderHarness,
+) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
-    harness.loader.fence("a", 5)
+    harness.loader.set_first_loadable("a", 5)
     assert harness.waiting() == [keys[5]]
     assert harness.wasted() == {"cancelled": BYTES}
     harness.open(*keys)
     assert harness.landed() == [("a", 5)]
     assert harness.read_keys() == [keys[5], keys[4]]
-    harness.loader.fence("a", 2)  # a fence never goes back
+    harness.loader.set_first_loadable("a", 2)  # it never goes back
     assert harness.read_keys() == [keys[5], keys[4]]
 
 
-def test_loader_fence_before_a_queued_read_begins_prevents_the_read(harness: LoaderHarness) -> None:
-    """The loader has started the next read, and its task has not run, when the fence rises."""
+def test_loader_block_computed_before_its_read_begins_is_not_read(
+    harness: LoaderHarness,
+) -> None:
+    """The loader has started the next read, and its task has not run, when its block is
+    computed."""
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     entered, go_on = threading.Event(), threading.Event()
@@ -400,7 +405,7 @@ def test_loader_fence_before_a_queued_read_begins_prevents_the_read(harness: Loa
     harness.io.loop.call_soon_threadsafe(harness.slow.release, keys[3])
     assert entered.wait(PATIENCE_S)
     started = harness.loader.under_way("a")[1]
-    harness.loader.fence("a", 2)
+    harness.loader.set_first_loadable("a", 2)
     go_on.set()
     assert harness.read_keys() == [keys[3], keys[2]]
     assert ended == [keys[3]]
@@ -586,7 +591,7 @@ def test_loader_reads_blocks_below_while_lent_blocks_wait_for_their_copies(
     assert harness.wakes == 2, "the lookup, and the last block"
 
 
-@pytest.mark.parametrize("how", ["fence", "keep"])
+@pytest.mark.parametrize("how", ["compute", "keep"])
 def test_loader_ahead_of_its_copies_reads_nothing_that_is_not_worth_it(
     harness: LoaderHarness, how: str
 ) -> None:
@@ -597,9 +602,9 @@ def test_loader_ahead_of_its_copies_reads_nothing_that_is_not_worth_it(
     harness.loader = harness.new_loader(store)
     harness.begin("a", tokens, load=False)
     harness.settle()
-    if how == "fence":
-        harness.loader.fence("a", 4)
-    harness.loader.set_load_from("a", 0 if how == "fence" else 4)
+    if how == "compute":
+        harness.loader.set_first_loadable("a", 4)
+    harness.loader.set_load_from("a", 0 if how == "compute" else 4)
     assert sorted(harness.landed()) == [("a", 4), ("a", 5), ("a", 10), ("a", 11)]
     assert harness.read_keys() == [keys[5], keys[4]]
     harness.release()
@@ -692,7 +697,7 @@ def test_loader_store_that_fails_to_lend_is_read(harness: LoaderHarness, error: 
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
 
 
-def test_loader_fenced_blocks_are_not_lent(harness: LoaderHarness) -> None:
+def test_loader_computed_blocks_are_not_lent(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     store = LendingStore(harness.recorded, keys)
@@ -700,7 +705,7 @@ def test_loader_fenced_blocks_are_not_lent(harness: LoaderHarness) -> None:
     harness.begin("a", tokens, load=False)
     harness.settle()
     assert store.lent == []
-    harness.loader.fence("a", 2)
+    harness.loader.set_first_loadable("a", 2)
     harness.loader.set_load_from("a", 0)
     harness.settle()
     assert store.lent == [keys[3], keys[2]]
@@ -801,7 +806,7 @@ def test_loader_prompts_sharing_a_read_see_the_same_reading(
     readings = harness.loader.under_way("a")
     assert readings.keys() == {1, 0}
     assert harness.loader.under_way("b") == readings
-    harness.loader.fence("a", 1)
+    harness.loader.set_first_loadable("a", 1)
     harness.settle()
     assert harness.loader.under_way("a").keys() == {1}
     assert harness.loader.under_way("b") == readings, "for b it goes on"
@@ -878,7 +883,7 @@ def test_loader_landed_event_is_queued_before_a_whole_read_ends(
     assert bytes(reading.buffer.view) == bytes_of(keys[0])
 
 
-@pytest.mark.parametrize("how", ["missing", "broken", "fence", "end"])
+@pytest.mark.parametrize("how", ["missing", "broken", "compute", "end"])
 def test_loader_failed_read_frees_its_buffer_only_after_its_end(
     harness: LoaderHarness, ends: list[End], how: str
 ) -> None:
@@ -891,8 +896,8 @@ def test_loader_failed_read_frees_its_buffer_only_after_its_end(
         harness.faulty.fail(keys[0], BlockMissing("gone"))
     harness.begin("a", tokens)
     harness.settle()
-    if how == "fence":
-        harness.loader.fence("a", 1)
+    if how == "compute":
+        harness.loader.set_first_loadable("a", 1)
     elif how == "end":
         harness.loader.end("a")
     harness.settle()
@@ -986,7 +991,7 @@ def test_loader_keep_none_cancels_reads_and_a_later_keep_resumes(
     harness.loader.set_load_from("a", None)
     assert harness.waiting() == []
     assert harness.pool.free == harness.pool.capacity
-    harness.loader.fence("a", 2)
+    harness.loader.set_first_loadable("a", 2)
     harness.loader.set_load_from("a", 0)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.open(*keys)
@@ -1132,7 +1137,7 @@ def test_loader_end_cancels_reads_and_reports_nothing_more(harness: LoaderHarnes
     harness.open(*keys)
     assert harness.landed() == []
     harness.loader.end("a")
-    harness.loader.fence("a", 3)
+    harness.loader.set_first_loadable("a", 3)
 
 
 def test_loader_end_before_the_lookup_begins_reads_nothing(harness: LoaderHarness) -> None:
@@ -1227,7 +1232,7 @@ def test_loader_closed_finishes_open_reads_and_starts_no_more(harness: LoaderHar
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["begin", "fence", "order", "keep", "end", "open", "news", "release", "lose"]
+            ["begin", "compute", "order", "keep", "end", "open", "news", "release", "lose"]
         ),
         st.integers(0, 2),
         st.integers(0, 5),
@@ -1277,17 +1282,17 @@ def drive_loader(
     harness: LoaderHarness, keys: list[list[BlockKey]], actions: list[tuple[str, int, int]]
 ) -> None:
     live: set[int] = set()
-    fence = [0, 0, 0]
+    first = [0, 0, 0]
     readings: set[BlockRead] = set()
     for action, who, number in actions:
         rid = str(who)
         if action == "begin" and who not in live:
             live.add(who)
-            fence[who] = number // 2
-            harness.begin(rid, PROMPTS[who], first=fence[who])
-        elif action == "fence":
-            fence[who] = max(fence[who], number)
-            harness.loader.fence(rid, number)
+            first[who] = number // 2
+            harness.begin(rid, PROMPTS[who], first=first[who])
+        elif action == "compute":
+            first[who] = max(first[who], number)
+            harness.loader.set_first_loadable(rid, number)
         elif action == "order":
             harness.loader.order([rid, *map(str, live - {who})])
         elif action == "keep":
@@ -1320,7 +1325,7 @@ def drive_loader(
         told = {
             e.block for e in harness.events if not isinstance(e, LookedUp) and e.load_id == str(who)
         }
-        assert set(range(fence[who], 6)) <= told
+        assert set(range(first[who], 6)) <= told
     for who in live:
         harness.loader.end(str(who))
     harness.news()

@@ -45,9 +45,9 @@ class MeetMachine(MeetRace):
     ) -> None:
         self.start(page, pages, prompt, chunk, short, device)
 
-    def fence(self) -> None:
-        """What the loader does when it hears of the fence."""
-        self.loading = {b for b in self.loading if b >= self.meet.fence}
+    def forget_computed(self) -> None:
+        """What the loader does when it hears of `first_loadable`."""
+        self.loading = {b for b in self.loading if b >= self.meet.first_loadable}
 
     def attach(self) -> None:
         while (span := self.meet.island()) is not None:
@@ -58,7 +58,7 @@ class MeetMachine(MeetRace):
                 self.bytes_here.remove(b)
             self.cover(*span, "attached")
             self.meet.attach(span)
-        self.fence()
+        self.forget_computed()
 
     def claim(self, stop: int) -> None:
         assert self.meet.front < stop <= self.prompt
@@ -66,8 +66,8 @@ class MeetMachine(MeetRace):
         self.cover(self.meet.front, stop, "computed")
         claimed = range(self.meet.front // self.block, -(-stop // self.block))
         assert not any(before[b] is S.LANDED for b in claimed if b < len(before))
-        assert self.meet.claim(stop) == self.meet.fence
-        self.fence()
+        assert self.meet.claim(stop) == self.meet.first_loadable
+        self.forget_computed()
 
     # ---- what may happen, in any order ----
 
@@ -77,10 +77,10 @@ class MeetMachine(MeetRace):
         full = self.prompt // self.block
         some = st.lists(st.booleans(), min_size=full, max_size=full)
         stored = data.draw(st.one_of(st.just([True] * full), some))
-        fence = self.meet.fence
+        first = self.meet.first_loadable
         self.found = True
         self.meet.found(stored)
-        self.loading = {b for b in range(fence, self.meet.blocks) if stored[b]}
+        self.loading = {b for b in range(first, self.meet.blocks) if stored[b]}
         self.forget_not_wanted()
 
     def forget_not_wanted(self) -> None:
@@ -139,7 +139,7 @@ class MeetMachine(MeetRace):
         assert here - set(surplus) <= {front // self.block}
         self.bytes_here -= set(surplus)
         self.got[:front] = ["tree"] * front
-        self.fence()
+        self.forget_computed()
 
     # ---- what must hold at every moment ----
 
@@ -164,11 +164,13 @@ class MeetMachine(MeetRace):
             self.forget_not_wanted()
 
     @invariant()
-    def fence_hides_what_compute_owns(self) -> None:
+    def no_claimed_block_is_loadable(self) -> None:
         if hasattr(self, "meet"):
             meet = self.meet
-            assert not any(meet.state(b) is S.CLAIMED for b in range(meet.fence, meet.blocks))
-            assert not any(b < meet.fence for b in self.loading)
+            assert not any(
+                meet.state(b) is S.CLAIMED for b in range(meet.first_loadable, meet.blocks)
+            )
+            assert not any(b < meet.first_loadable for b in self.loading)
 
     @invariant()
     def pending_means_a_block_is_to_come(self) -> None:
@@ -331,7 +333,7 @@ def test_meet_island_right_of_a_hole_waits_for_the_claim() -> None:
 
 def test_meet_prefix_ending_inside_a_block_attaches_its_rest() -> None:
     meet = meet_of(3.5, page=16, front=80)
-    assert meet.fence == 1
+    assert meet.first_loadable == 1
     meet.found([True] * 3)
     assert states(meet) == [S.CLAIMED, S.WANTED, S.WANTED]
     assert meet.landed(1)
@@ -373,7 +375,7 @@ def test_meet_front_past_the_limit_claims_every_block() -> None:
     assert meet.landed(2)
     assert meet.advance(170) == [2]
     assert states(meet) == [S.CLAIMED] * 3
-    assert meet.fence == 3
+    assert meet.first_loadable == 3
     assert not meet.pending
 
 

@@ -56,7 +56,7 @@ class EndRace(MeetRace):
         """What the loader does when it hears of the target."""
         wanted = {*self.meet.run, *self.meet.end_indices}
         self.loading = (self.loading & wanted) | (wanted - self.asked)
-        self.loading -= {b for b in range(self.meet.blocks) if b < self.meet.fence}
+        self.loading -= {b for b in range(self.meet.blocks) if b < self.meet.first_loadable}
         self.asked |= wanted
 
     def attach(self) -> None:
@@ -80,7 +80,7 @@ class EndRace(MeetRace):
         touched = range(self.meet.front // self.block, -(-stop // self.block))
         assert not self.bytes_here & {b for b in touched if b < self.meet.blocks}
         self.cover(front, stop, "computed")
-        assert self.meet.claim(stop) == self.meet.fence
+        assert self.meet.claim(stop) == self.meet.first_loadable
         self.tell_loader()
 
     # ---- what may happen, in any order ----

@@ -72,7 +72,9 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
             meet.give_up()
         if not plan.wait:
             yield f"fence {meet.claim(plan.stop)}"
-        wanted = [b for b in range(meet.fence, meet.blocks) if meet.state(b) is BlockState.WANTED]
+        wanted = [
+            b for b in range(meet.first_loadable, meet.blocks) if meet.state(b) is BlockState.WANTED
+        ]
         coming = wanted[::-1][: 1 + int(step_s / block_s)]  # from the back
         since_s = 0.0 if coming else since_s + step_s
         for each in coming:
@@ -82,7 +84,7 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
                 begun |= meet.landed(each)
         if draw.random() < 0.02:
             meet.advance(meet.front // 2 // page * page)  # the tree has evicted the rest
-        yield f"{meet.front} {meet.fence} {meet.view().states.hex()}"
+        yield f"{meet.front} {meet.first_loadable} {meet.view().states.hex()}"
 
 
 @pytest.mark.parametrize("mode", MODES)

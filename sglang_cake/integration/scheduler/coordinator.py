@@ -422,7 +422,7 @@ class Coordinator:
             attach(req, slots, span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
-        self.prompt_loads.fence(record, record.meet.fence)
+        self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a settled request; None: compute as usual, no block is to come."""
@@ -749,7 +749,7 @@ class Coordinator:
                 chain=record.chain,
                 tokens=record.tokens,
                 blocks=record.meet.blocks,
-                first_block=record.meet.fence,
+                first_block=record.meet.first_loadable,
                 facts=record.facts,
                 should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
                 take=partial(self._device_slots.take_bytes, record),
@@ -798,7 +798,7 @@ class Coordinator:
         self._reporter.trace(record, "claim", start=span.start, stop=span.stop)
 
     def _claim(self, req: "Req", record: PromptRecord, stop: int) -> None:
-        self.prompt_loads.fence(record, record.meet.claim(stop))
+        self.prompt_loads.set_first_loadable(record, record.meet.claim(stop))
         if stop >= len(record.tokens):
             self._prefilled(req, record)
 

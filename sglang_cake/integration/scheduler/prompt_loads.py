@@ -99,20 +99,20 @@ class PromptLoads:
             self._late(record)
         record.set_load_from(block)
         if overdue and block is None:
-            self._loader.fence(record.load_id, record.meet.blocks)
+            self._loader.set_first_loadable(record.load_id, record.meet.blocks)
             self._device_slots.discard(record, record.meet.give_up(), "overtaken")
             self._device_slots.unreserve(record, list(record.memory.reserved), "overtaken")
             self._aim(record)
         else:
             self._loader.set_load_from(record.load_id, block)
 
-    def fence(self, record: PromptRecord, fence: int) -> None:
-        """Blocks below `fence` are computed: none of them is read any more."""
-        self._loader.fence(record.load_id, fence)
-        computed = [b for b in record.memory.reserved if b < fence]
+    def set_first_loadable(self, record: PromptRecord, block: int) -> None:
+        """Blocks below `block` are computed: none of them is read any more."""
+        self._loader.set_first_loadable(record.load_id, block)
+        computed = [b for b in record.memory.reserved if b < block]
         self._device_slots.unreserve(record, computed, "overtaken")
-        for block in [b for b in record.local.fetched if b < fence]:
-            self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
+        for each in [b for b in record.local.fetched if b < block]:
+            self._device_slots.refuse(record, record.local.fetched.pop(each), "overtaken")
         self._aim(record)
 
     def stop_loading(self, record: PromptRecord, reason: str) -> None:
