@@ -48,10 +48,6 @@ class ReportedAccesses:
         self.has_reports = False  # a request was reported: reads alone are no accesses any more
 
     @property
-    def announced_blocks(self) -> int:
-        return len(self._announced)
-
-    @property
     def requests(self) -> int:
         return len(self._requests)
 
