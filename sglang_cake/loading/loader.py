@@ -235,14 +235,14 @@ class LoadRequest:
     Attributes:
         load_id: names this request, never another one.
         tokens: 'q'; the loader only reads it.
-        blocks: how many leading blocks may be loaded at all.
+        block_count: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
         should_load: whether to load at once, given the stored blocks that are of use, and the cost
             of loading them. `set_load_from` changes that decision later.
         facts: about the request, for the store.
-        take: called with each block whose checked bytes are in host memory, on the I/O thread and
-            before its `Fetched`. It must be quick. It returns whether it takes the block over; then
-            it releases it once, and the `Fetched` has no bytes.
+        take_over: called with each block whose checked bytes are in host memory, on the I/O thread
+            and before its `Fetched`. It must be quick. It returns whether it takes the block over;
+            then it releases it once, and the `Fetched` has no bytes.
         end_blocks: blocks of one end state. Those of the target are read before all others; their
             indices are those of `meet.end_indices`.
     """
@@ -250,17 +250,17 @@ class LoadRequest:
     load_id: str
     chain: KeyChain
     tokens: "array[int]"
-    blocks: int
+    block_count: int
     first_block: int
     should_load: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None
-    take: Callable[[int, StagedBlock], bool] | None = None
+    take_over: Callable[[int, StagedBlock], bool] | None = None
     end_blocks: int = 0
 
     @property
     def indices(self) -> int:
         """Every block and every end block has a lower index."""
-        return self.blocks * (1 + self.end_blocks)
+        return self.block_count * (1 + self.end_blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -304,20 +304,20 @@ class _PromptQueue:
 
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
-        first = self.request.blocks
+        first = self.request.block_count
         if block < first:
             return self.keys[block]
         return self.end_keys[(block - first) % self.request.end_blocks]
 
     def tier(self, block: int) -> int:
         """The tier that a block, or an end block of the target, will be read from."""
-        return self.tiers[block if block < self.request.blocks else self.run.stop - 1]
+        return self.tiers[block if block < self.request.block_count else self.run.stop - 1]
 
     def aim(self, run: range) -> list[int]:
         """From now on the blocks of `run` and the end behind it are wanted, and nothing else.
         Returns their indices, ascending. What was asked for once is not asked for again."""
         request = self.request
-        ends = end_indices(request.blocks, request.end_blocks, run.stop)
+        ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
         if run:
             self.end_keys = request.chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
@@ -523,10 +523,10 @@ class Loader:
             queue.tiers = tiers_of(queue.store, keys)
             if request.end_blocks:
                 ends = await self._look_up_ends(queue, stored)
-                queue.run = best_run(stored[: request.blocks], ends, request.first_block)
+                queue.run = best_run(stored[: request.block_count], ends, request.first_block)
                 todo = queue.aim(queue.run)
             else:
-                last = min(request.blocks, len(keys))
+                last = min(request.block_count, len(keys))
                 todo = [b for b in range(request.first_block, last) if stored[b]]
         except Exception as error:
             if not isinstance(error, StoreError):
@@ -557,7 +557,7 @@ class Loader:
         """Behind which blocks an end is stored, until the best one is known."""
         request = queue.request
         ends = [False] * len(stored)
-        blocks = possible_ends(stored[: request.blocks], request.first_block)
+        blocks = possible_ends(stored[: request.block_count], request.first_block)
         # Ends are far apart, so stores must not look at some keys and infer the others.
         for start in range(0, len(blocks), EXACT_KEYS):
             some = blocks[start : start + EXACT_KEYS]
@@ -601,7 +601,7 @@ class Loader:
             if queue.asks:
                 first = self._ranks.get(queue.request.load_id) == 0
                 # End blocks stay in their buffers until the front has reached the end.
-                ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
+                ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
                 left = self._staging.free - ends
                 has_buffers = first or left > self._staging.capacity // 4
                 if has_buffers and (place := self._next_place(queue)) is not None:
@@ -617,7 +617,7 @@ class Loader:
         todo = queue.todo
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
         # End blocks are not copied before the last of them is there.
-        if queue.lent < max(self._depth, ahead) or todo[-1] >= queue.request.blocks:
+        if queue.lent < max(self._depth, ahead) or todo[-1] >= queue.request.block_count:
             return len(todo) - 1
         if queue.ahead.keys() <= {queue.lender}:
             return None
@@ -671,7 +671,7 @@ class Loader:
         if lent is None:
             return False
 
-        counted = block < queue.request.blocks
+        counted = block < queue.request.block_count
         queue.lent += counted
         queue.lender = tier
 
@@ -757,7 +757,7 @@ class Loader:
 
     def _arrived(self, queue: _PromptQueue, block: int, staged: StagedBlock) -> None:
         request = queue.request
-        taken = request.take is not None and request.take(block, staged)
+        taken = request.take_over is not None and request.take_over(block, staged)
         event = Fetched(request.load_id, block, None if taken else staged, time.monotonic())
         self._outbox.append(event)
 

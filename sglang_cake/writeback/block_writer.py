@@ -66,12 +66,12 @@ class Writer:
         """A buffer for one block, or None if all are in use. Scheduler thread."""
         return self._pool.take()
 
-    def take_all(self, blocks: int) -> list[Buffer] | None:
+    def take_all(self, count: int) -> list[Buffer] | None:
         """So many buffers, or None if there are not enough. Scheduler thread."""
         taken: list[Buffer] = []
-        while len(taken) < blocks and (buffer := self._pool.take()) is not None:
+        while len(taken) < count and (buffer := self._pool.take()) is not None:
             taken.append(buffer)
-        if len(taken) == blocks:
+        if len(taken) == count:
             return taken
         self.put_back(taken)
         return None
@@ -81,10 +81,10 @@ class Writer:
         for buffer in buffers:
             self._pool.give(buffer)
 
-    def give_up(self, blocks: int) -> None:
+    def give_up(self, count: int) -> None:
         """So many blocks got no buffer, and are not stored."""
-        if blocks:
-            self._counters.add("unstored_blocks", blocks, label="queue_full")
+        if count:
+            self._counters.add("unstored_blocks", count, label="queue_full")
 
     def offer(self, job: WriteJob) -> None:
         """Take over `job` and its buffers. Without a store, its blocks are counted as unstored.

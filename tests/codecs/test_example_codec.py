@@ -11,8 +11,8 @@ from sglang_cake.cli import main
 from sglang_cake.codecs.catalogue import chain_of, parse
 from sglang_cake.codecs.codec_steps import Malformed
 from sglang_cake.codecs.frame import HEADER_BYTES, encoded_frame, read_header
+from sglang_cake.config import resolve
 from sglang_cake.core.codec_names import own_names
-from sglang_cake.core.config import resolve
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.core.namespace import Namespace

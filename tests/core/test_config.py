@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.core.codec_names import CODECS
-from sglang_cake.core.config import (
+from sglang_cake.config import (
     CONFIG_ENV,
     ENABLED_ENV,
     NAMES,
@@ -22,6 +21,7 @@ from sglang_cake.core.config import (
     resolve,
     to_environment,
 )
+from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.errors import ConfigError
 
 PATHS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip)

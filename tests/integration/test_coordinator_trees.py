@@ -85,12 +85,12 @@ class TreeHarness(CoordinatorHarness):
             req.init_next_round_input(tree)
             lock = tree.lock(req.last_node)
             try:
-                self.coordinator.settle(req, tree.attach_waiting, tree)
+                self.coordinator.attach_islands(req, tree.attach_waiting, tree)
             finally:
                 tree.unlock(lock)
             side.check_books()
         else:
-            self.coordinator.settle(req, tree.attach_running, tree)
+            self.coordinator.attach_islands(req, tree.attach_running, tree)
             side.check_books()
         plan = self.coordinator.plan(req, chunk)
         if plan is not None and plan.wait:

@@ -21,7 +21,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.request.runahead_interface import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler import scheduler_hooks
 
 
@@ -44,7 +44,7 @@ class PrefillServer:
             matched_tokens=lambda req, tokens, limit: 0,
             service=None,
             saving=None,
-            helpers=NoHelpers(),
+            helpers=NoRunahead(),
             let_go=lambda: None,
         )
 
@@ -160,8 +160,8 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
         def found_no_memory(self) -> bool:
             return False
 
-        def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
-            return [copy.launched(None) for copy in copies]
+        def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
+            return [copy.wait_launched(None) for copy in copies]
 
         def load(self, copy: SlotCopy, staged: Any) -> None:
             self.count += 1
@@ -184,7 +184,7 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
         staging.land(record, block)
     assert device_slots.place(record, [0, 1])
     assert not device_slots.copying  # no copy into the tree
-    device_slots.take(record, Span(0, 2 * BLOCK - 1))
+    device_slots.take_slots(record, Span(0, 2 * BLOCK - 1))
     for number in (1, 2):
         device_slots.check_copies()
         assert device_slots.copying

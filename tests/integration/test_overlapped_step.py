@@ -131,7 +131,7 @@ class LastStepHarness:
     def begin(self) -> Span | None:
         """As a scheduling step does for a request that is alone."""
         self.base.coordinator.poll([self.req.rid])
-        self.base.coordinator.settle(self.req, self.base.attach)
+        self.base.coordinator.attach_islands(self.req, self.base.attach)
         step = self.base.coordinator.plan(self.req, 64)
         if step is None or not step.wait:
             return None

@@ -87,7 +87,7 @@ class PrefillLoop:
         load = coordinator.record(req.rid)
         if load is not None and load.meet.front > req.in_tree:
             self.progress += 1  # the tree forgot: whoever was put back for it could not know
-        coordinator.settle(req, self.attach)
+        coordinator.attach_islands(req, self.attach)
         req.in_tree = req.prefix_len
         step = coordinator.plan(req, adder.rem_chunk_tokens)
         total = len(req.origin_input_ids)

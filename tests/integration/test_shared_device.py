@@ -167,7 +167,7 @@ class SharedDevice:
         coordinator, total = self.base.coordinator, len(req.origin_input_ids)
         if left <= 0 or coordinator.awaits_lookup(req):
             return req.prefix_len
-        coordinator.settle(req, self._attach)
+        coordinator.attach_islands(req, self._attach)
         step = coordinator.plan(req, left)
         return min(total, req.prefix_len + left) if step is None else step.stop
 

@@ -159,7 +159,7 @@ class LoaderHarness(HeldReads):
             load_id=rid,
             chain=KeyChain(SEED, BLOCK),
             tokens=tokens,
-            blocks=len(tokens) // BLOCK,
+            block_count=len(tokens) // BLOCK,
             first_block=first,
             should_load=lambda stored, cost: load and sum(stored[first:]) >= least,
         )

@@ -26,7 +26,7 @@ def ahead(meet: Meet) -> list[tuple[int, BlockState]]:
 
 
 def states(meet: Meet) -> list[BlockState]:
-    return [meet.state(b) for b in range(meet.blocks)]
+    return [meet.state(b) for b in range(meet.block_count)]
 
 
 class MeetMachine(MeetRace):
@@ -80,11 +80,11 @@ class MeetMachine(MeetRace):
         first = self.meet.first_loadable
         self.found = True
         self.meet.found(stored)
-        self.loading = {b for b in range(first, self.meet.blocks) if stored[b]}
+        self.loading = {b for b in range(first, self.meet.block_count) if stored[b]}
         self.forget_not_wanted()
 
     def forget_not_wanted(self) -> None:
-        for b in range(self.meet.blocks):
+        for b in range(self.meet.block_count):
             if self.meet.state(b) is S.WANTED:
                 assert b in self.loading, "waits for a block that nobody brings"
 
@@ -149,9 +149,9 @@ class MeetMachine(MeetRace):
             return
         meet = self.meet
         assert meet.front == self.front_of_tokens()
-        landed = {b for b in range(meet.blocks) if meet.state(b) is S.LANDED}
+        landed = {b for b in range(meet.block_count) if meet.state(b) is S.LANDED}
         assert landed == self.bytes_here
-        for b in range(meet.blocks):
+        for b in range(meet.block_count):
             tokens = self.got[b * self.block : min((b + 1) * self.block, meet.limit)]
             if meet.state(b) is S.LANDED:
                 assert "computed" not in tokens
@@ -168,7 +168,7 @@ class MeetMachine(MeetRace):
         if hasattr(self, "meet"):
             meet = self.meet
             assert not any(
-                meet.state(b) is S.CLAIMED for b in range(meet.first_loadable, meet.blocks)
+                meet.state(b) is S.CLAIMED for b in range(meet.first_loadable, meet.block_count)
             )
             assert not any(b < meet.first_loadable for b in self.loading)
 
@@ -270,7 +270,7 @@ def meet_of(
 def test_meet_prompt_shorter_than_a_block_has_no_blocks() -> None:
     meet = meet_of(0.9)
     meet.found([])
-    assert meet.blocks == 0
+    assert meet.block_count == 0
     assert meet.island() is None
     assert not meet.pending
     assert plan(meet, 32) == StepPlan(32)
@@ -284,8 +284,8 @@ def test_meet_wholly_stored_prompt_leaves_its_last_page_to_compute(
 ) -> None:
     meet = meet_of(4, page=page)
     meet.found([True] * 4)
-    assert meet.blocks == -(-attached // 64)  # with pages of a block the last one is of no use
-    for b in reversed(range(meet.blocks)):
+    assert meet.block_count == -(-attached // 64)  # with pages of a block the last one is of no use
+    for b in reversed(range(meet.block_count)):
         assert meet.landed(b)
     assert meet.island() == Span(0, attached)
     meet.attach(Span(0, attached))
@@ -355,7 +355,7 @@ def test_meet_limit_inside_the_last_block_cuts_the_island() -> None:
     meet = meet_of(3, page=16, limit=170)
     meet.found([True] * 3)
     assert meet.limit == 160
-    assert meet.blocks == 3
+    assert meet.block_count == 3
     meet.claim(128)
     assert meet.landed(2)
     assert meet.island() == Span(128, 160)
@@ -366,7 +366,7 @@ def test_meet_limit_inside_the_last_block_cuts_the_island() -> None:
 def test_meet_limit_at_a_block_border_leaves_the_block_out() -> None:
     meet = meet_of(3, limit=128)
     meet.found([True] * 3)
-    assert meet.blocks == 2
+    assert meet.block_count == 2
 
 
 def test_meet_front_past_the_limit_claims_every_block() -> None:

@@ -56,7 +56,7 @@ class EndRace(MeetRace):
         """What the loader does when it hears of the target."""
         wanted = {*self.meet.run, *self.meet.end_indices}
         self.loading = (self.loading & wanted) | (wanted - self.asked)
-        self.loading -= {b for b in range(self.meet.blocks) if b < self.meet.first_loadable}
+        self.loading -= {b for b in range(self.meet.block_count) if b < self.meet.first_loadable}
         self.asked |= wanted
 
     def attach(self) -> None:
@@ -78,7 +78,7 @@ class EndRace(MeetRace):
         front = self.meet.front
         self.surplus(self.meet.drop_before(stop))
         touched = range(self.meet.front // self.block, -(-stop // self.block))
-        assert not self.bytes_here & {b for b in touched if b < self.meet.blocks}
+        assert not self.bytes_here & {b for b in touched if b < self.meet.block_count}
         self.cover(front, stop, "computed")
         assert self.meet.claim(stop) == self.meet.first_loadable
         self.tell_loader()
@@ -183,7 +183,7 @@ class EndRace(MeetRace):
         if not hasattr(self, "meet"):
             return
         meet = self.meet
-        to_come = {b for b in range(meet.blocks) if meet.state(b) in (S.WANTED, S.LANDED)}
+        to_come = {b for b in range(meet.block_count) if meet.state(b) in (S.WANTED, S.LANDED)}
         assert to_come == set(meet.run)
         assert bool(meet.target) == bool(to_come)
         assert not meet.run or meet.run.stop * self.block == meet.target
@@ -201,7 +201,7 @@ class EndRace(MeetRace):
     def tokens_are_got_in_order(self) -> None:
         if hasattr(self, "meet"):
             assert self.meet.front == self.front_of_tokens()
-            for b in self.bytes_here & set(range(self.meet.blocks)):
+            for b in self.bytes_here & set(range(self.meet.block_count)):
                 assert "computed" not in self.got[b * self.block : (b + 1) * self.block]
 
     @invariant()
@@ -268,7 +268,7 @@ def meet_of(blocks: float, *, end_blocks: int = 2, block: int = 64, front: int =
 
 def ends_at(meet: Meet, *blocks: int) -> list[bool]:
     """Ends before these blocks."""
-    return [b + 1 in blocks for b in range(meet.blocks)]
+    return [b + 1 in blocks for b in range(meet.block_count)]
 
 
 def land(meet: Meet, *blocks: int) -> None:

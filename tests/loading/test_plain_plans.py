@@ -47,7 +47,7 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
         front=below(prompt // 4 + 1) // page * page,
     )
     share = (1.0, 0.9, 0.5)[below(3)]
-    meet.found([draw.random() < share for _ in range(meet.blocks)])
+    meet.found([draw.random() < share for _ in range(meet.block_count)])
     # A block loads in a hundredth to a hundred times of what computing it takes.
     block_s = block * 0.001 * 10 ** (4 * draw.random() - 2)
     error = draw.random() / 2
@@ -73,7 +73,9 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
         if not plan.wait:
             yield f"fence {meet.claim(plan.stop)}"
         wanted = [
-            b for b in range(meet.first_loadable, meet.blocks) if meet.state(b) is BlockState.WANTED
+            b
+            for b in range(meet.first_loadable, meet.block_count)
+            if meet.state(b) is BlockState.WANTED
         ]
         coming = wanted[::-1][: 1 + int(step_s / block_s)]  # from the back
         since_s = 0.0 if coming else since_s + step_s

@@ -6,7 +6,7 @@ import sys
 import pytest
 from storetools import ALICE, store
 
-from sglang_cake.core.config import resolve
+from sglang_cake.config import resolve
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.cli import main
-from sglang_cake.core.config import resolve
+from sglang_cake.config import resolve
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import redacted, split_urls

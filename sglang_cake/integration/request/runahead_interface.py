@@ -1,4 +1,4 @@
-"""The interface of KV-Runahead to the core. `NoHelpers` implements it for a server that is in no
+"""The interface of KV-Runahead to the core. `NoRunahead` implements it for a server that is in no
 group, `Runahead` (`integration/runahead/runahead_scheduler.py`) for a member of one."""
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Verdict = Literal["alone", "wait", "share"]
 
 
-class NoHelpers:
+class NoRunahead:
     """The interface of KV-Runahead, for a server that is no member of a group. `Runahead` overrides
     every method. The scheduler thread owns it."""
 

@@ -5,8 +5,8 @@ SGLang drives it in this order in each scheduling step:
 
 1. `poll`: the loader's events are taken, all ranks agree on them, and landed blocks get slots.
 2. SGLang's checkpoint of the chunk computed before (`BlockSaving.checkpointed`).
-3. For each request of the step: `settle` attaches the islands that the front touches, `plan` says
-   how far to compute, and `claimed` records what the step computes.
+3. For each request of the step: `attach_islands` attaches the islands that the front touches,
+   `plan` says how far to compute, and `claimed` records what the step computes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest, KeyChain, Media
 from sglang_cake.core.token_span import Span
@@ -219,7 +219,7 @@ class Coordinator:
         if self._tail_tokens and reads_prompt(req):
             return 0  # the last layers compute all of its tokens, and need a whole window
         limit = min(longest_prefix_tokens(req, tokens), tokens - self._tail_tokens)
-        # A block's key may cover tokens behind it, and so may those of SGLang's tree.
+        # A block's key may cover tokens after it, and so may those of SGLang's tree.
         return max(0, limit - self.next_tokens)
 
     def prompt_digest(self, rid: str) -> bytes:
@@ -230,7 +230,7 @@ class Coordinator:
         return bytes(32) if self._namespace is None or self.suspended else self._namespace
 
     def answer(self, req: "Req", prompt_digest: bytes) -> None:
-        """A decode server has the KV of a prompt, and is about to generate: have the blocks behind
+        """A decode server has the KV of a prompt, and is about to generate: have the blocks after
         the prompt stored. Those of the prompt are the prefill server's to store.
 
         Args:
@@ -254,7 +254,7 @@ class Coordinator:
                 )
         elif not self.store_detached:
             self.end(req.rid)
-            stored = (True,) * chain.blocks(len(tokens))
+            stored = (True,) * chain.block_count(len(tokens))
             record = self._record_of(req, chain, tokens, limit=0, stored=stored)
             self._tenants.arrives(record.facts.tenant)
             self._keep(record)
@@ -380,7 +380,7 @@ class Coordinator:
         self.waiting |= waits
         return waits
 
-    def settle(self, req: "Req", attach: Attach, memory: EndMemory | None = None) -> None:
+    def attach_islands(self, req: "Req", attach: Attach, memory: EndMemory | None = None) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
         Args: memory: of end states, for a model that has them.
@@ -414,7 +414,7 @@ class Coordinator:
                     continue
             try:
                 self._attached(record, span)
-                slots = self._device_slots.take(record, span)
+                slots = self._device_slots.take_slots(record, span)
             except BaseException:
                 if memory is not None and end is not None:
                     memory.free_end(req, end)
@@ -425,7 +425,8 @@ class Coordinator:
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
-        """The next step of a settled request; None: compute as usual, no block is to come."""
+        """The next step of a request, after `attach_islands`; None: compute as usual, since no
+        block is to come."""
         record = self._records.get(req.rid)
         if record is None or not record.meet.pending:
             return None
@@ -559,9 +560,9 @@ class Coordinator:
             overhead_s=step_s if self._records else None,  # an idle poll is no step
             costs=self.step_costs.own,
         )
-        self.prompt_loads.take()
+        self.prompt_loads.take_events()
         if self._device_slots.check_copies() and not self._consensus.alone:
-            # What `settle` would do on this rank alone. The ranks agree on it before the step.
+            # `attach_islands` would do it on this rank alone. The ranks agree on it before.
             for record in list(self._records.values()):
                 if self._device_slots.found_no_memory(record):
                     self.end(record.rid)
@@ -651,7 +652,7 @@ class Coordinator:
         self.prompt_loads.serve(served)
         if served:
             first = served[0]
-            blocks = [block for block in first.memory.staged if block < first.meet.blocks]
+            blocks = [block for block in first.memory.staged if block < first.meet.block_count]
             if self._has_memory_for(first):
                 self._device_slots.place(first, blocks)
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
@@ -748,11 +749,11 @@ class Coordinator:
                 load_id=record.load_id,
                 chain=record.chain,
                 tokens=record.tokens,
-                blocks=record.meet.blocks,
+                block_count=record.meet.block_count,
                 first_block=record.meet.first_loadable,
                 facts=record.facts,
                 should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
-                take=partial(self._device_slots.take_bytes, record),
+                take_over=partial(self._device_slots.take_bytes, record),
                 end_blocks=self._end_blocks,
             )
         )

@@ -3,7 +3,7 @@ wanted."""
 
 from collections.abc import Sequence
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import LATE
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
@@ -46,7 +46,7 @@ class PromptLoads:
         self._records.pop(record.load_id, None)  # absent if the arrival failed before `expect`
         self.stop_loading(record, "ended")
 
-    def take(self) -> None:
+    def take_events(self) -> None:
         """Take the loader's events since the last call."""
         for event in self._loader.drain():
             self._receive(event)
@@ -99,7 +99,7 @@ class PromptLoads:
             self._late(record)
         record.set_load_from(block)
         if overdue and block is None:
-            self._loader.set_first_loadable(record.load_id, record.meet.blocks)
+            self._loader.set_first_loadable(record.load_id, record.meet.block_count)
             self._device_slots.discard(record, record.meet.give_up(), "overtaken")
             self._device_slots.unreserve(record, list(record.memory.reserved), "overtaken")
             self._aim(record)
