@@ -266,7 +266,7 @@ def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]
             staged = arrived.get()
             copy_in_pieces(target, staged.buffer.view, lambda: None)
             staged.release(used=True)
-        loader.end(name)
+        loader.cancel(name)
 
     def alone(number: int) -> None:
         for source in sources:

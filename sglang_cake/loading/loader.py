@@ -1,9 +1,9 @@
 """Reads stored blocks into host memory, last block first, for all prompts of a server.
 
 The scheduler thread says which prompts want which blocks (`begin`, `set_load_from`), which blocks
-are computed (`set_first_loadable`) and when a prompt needs no further block (`end`). The I/O thread
-goes on without being asked again, so the link stays busy while the scheduler thread is in a prefill
-step. Events come back through `drain`.
+are computed (`set_first_loadable`) and when a prompt needs no further block (`cancel`). The I/O
+thread goes on without being asked again, so the link stays busy while the scheduler thread is in a
+prefill step. Events come back through `drain`.
 """
 
 import asyncio
@@ -248,7 +248,7 @@ class LoadRequest:
     """
 
     load_id: str
-    chain: KeyChain
+    key_chain: KeyChain
     tokens: "array[int]"
     block_count: int
     first_block: int
@@ -320,7 +320,7 @@ class _PromptQueue:
         ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
         if run:
-            self.end_keys = request.chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
+            self.end_keys = request.key_chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
         wanted = [*run, *ends]
         todo = set(self.todo)
         self.todo = [block for block in wanted if block in todo or block not in self.asked]
@@ -480,7 +480,7 @@ class Loader:
             queues = [self._by_id[each] for each in order if each in self._by_id]
             self._io.post(self._reorder, queues)
 
-    def end(self, load_id: str) -> None:
+    def cancel(self, load_id: str) -> None:
         """The prompt needs no further block; reads for it alone are cancelled."""
         queue = self._by_id.pop(load_id, None)
         if queue is not None:
@@ -515,7 +515,7 @@ class Loader:
 
     async def _look_up(self, queue: _PromptQueue) -> None:
         request = queue.request
-        keys = request.chain.of(request.tokens)
+        keys = request.key_chain.of(request.tokens)
         queue.keys = keys
         ends: list[bool] = []
         try:
@@ -561,7 +561,7 @@ class Loader:
         # Ends are far apart, so stores must not look at some keys and infer the others.
         for start in range(0, len(blocks), EXACT_KEYS):
             some = blocks[start : start + EXACT_KEYS]
-            keys = [request.chain.end_keys(queue.keys[b], 1)[0] for b in some]
+            keys = [request.key_chain.end_keys(queue.keys[b], 1)[0] for b in some]
             found = await queue.store.contains(keys)
             for block, yes in zip(some, found, strict=True):
                 ends[block] = yes

@@ -408,11 +408,6 @@ class Meet:
         return len(self._states)
 
     @property
-    def target(self) -> int:
-        """The front may jump up to this token. With end states: to it alone; 0: nowhere."""
-        return self._target * self.block_tokens if self.end_blocks else self.limit
-
-    @property
     def indices(self) -> list[int]:
         """Those of the blocks, and of the target's end blocks."""
         return [*range(self.block_count), *self.end_indices]
@@ -423,7 +418,8 @@ class Meet:
 
     @property
     def run(self) -> range:
-        """With end states: the blocks up to the target that the front may jump over."""
+        """With end states: the blocks up to the target that the front may jump over. It stops at
+        the target, or at 0 if there is none."""
         return range(self._states[: self._target].translate(_TO_COME).rfind(0) + 1, self._target)
 
     @property

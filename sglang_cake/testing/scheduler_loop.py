@@ -274,7 +274,7 @@ class SchedulerLoop(ABC):
             run.ttft_s = self.io.now_s - run.arrive_s
             self._checkpoint(run, last=True)
             run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
-            self.coordinator.end(run.req.rid)
+            self.coordinator.release(run.req.rid)
             self.release(run)
             run.req.row.clear()
 

@@ -281,7 +281,7 @@ class CoordinatorHarness(HeldReads):
 
     def leave(self, req: FakeReq) -> None:
         """Its slots go back, as when the tree is emptied."""
-        self.coordinator.end(req.rid)
+        self.coordinator.release(req.rid)
         for slots in req.owned:
             self.allocator.free(slots)
         req.owned.clear()

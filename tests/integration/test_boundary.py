@@ -435,7 +435,7 @@ def _steps(harness: CoordinatorHarness, req: FakeReq) -> Iterator[Callable[[], A
         harness.settle()
         yield lambda: coordinator.poll([req.rid])
     yield lambda: coordinator.reclaim(BLOCK)
-    yield lambda: coordinator.end(req.rid)
+    yield lambda: coordinator.release(req.rid)
 
 
 def _run_with(bomb: Bomb) -> None:
@@ -449,7 +449,7 @@ def _run_with(bomb: Bomb) -> None:
                 step()
             except Fault:
                 sys.setprofile(None)
-                harness.coordinator.end(req.rid)  # what the boundary does
+                harness.coordinator.release(req.rid)  # what the boundary does
             finally:
                 sys.setprofile(None)
             owned = sum(len(each) for each in req.owned)

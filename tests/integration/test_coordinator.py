@@ -329,7 +329,7 @@ def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness)
     harness.coordinator.claimed(req, 72)
     harness.settle()
     assert harness.slow.waiting == []
-    harness.coordinator.end(req.rid)
+    harness.coordinator.release(req.rid)
     harness.all_back()
 
 
@@ -522,7 +522,7 @@ def test_coordinator_adapter_tenant_and_salt_seed_the_keys(harness: CoordinatorH
         harness.arrive(req)
         load = harness.coordinator.record(req.rid)
         assert load is not None
-        return load.chain.of(load.tokens)[0]
+        return load.key_chain.of(load.tokens)[0]
 
     alike = [
         first_key(lora_id="l1", extra_key="tenant" + "l1"),
@@ -554,7 +554,7 @@ def test_coordinator_new_weights_change_the_keys_and_may_suspend(
     assert load is not None
     harness.coordinator.poll([req.rid])
     assert load.agreed.stored == (False, False)
-    harness.coordinator.end_all()
+    harness.coordinator.release_all()
     harness.all_back()
 
 
@@ -571,7 +571,7 @@ def test_coordinator_without_a_namespace_skips_and_counts_requests(
     harness.coordinator.rebase(NAMESPACE, suspended=False)
     harness.arrive(req)
     assert harness.coordinator.record(req.rid) is not None
-    harness.coordinator.end_all()
+    harness.coordinator.release_all()
     harness.all_back()
 
 

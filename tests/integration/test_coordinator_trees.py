@@ -128,7 +128,7 @@ class TreeHarness(CoordinatorHarness):
         if req in side.waiting:
             side.waiting.remove(req)
             side.drop(req)
-            self.coordinator.end(req.rid)
+            self.coordinator.release(req.rid)
         else:
             side.release(req, checkpoint=checkpoint)
         side.check_books()

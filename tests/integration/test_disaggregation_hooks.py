@@ -53,7 +53,7 @@ class PrefillServer:
 def harness() -> Iterator[CoordinatorHarness]:
     made = CoordinatorHarness(mode="load")
     yield made
-    made.coordinator.end_all()
+    made.coordinator.release_all()
     made.io.close()
 
 
@@ -115,7 +115,7 @@ def test_prefill_server_prompt_that_starts_over_is_looked_up_again(
 ) -> None:
     req = req_of(2.5)
     harness.arrive(req)
-    harness.coordinator.end(req.rid)  # its row was released
+    harness.coordinator.release(req.rid)  # its row was released
     hooks["optimistic_release_and_requeue"](None, server, req)
     assert harness.coordinator.live == [req.rid]
 
@@ -240,7 +240,7 @@ def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the
     harness.arrive(req)
     metadata = Metadata()
     sent(hooks, harness.coordinator, req, metadata)
-    harness.coordinator.end(req.rid)
+    harness.coordinator.release(req.rid)
     reads = len(harness.slow.waiting)
     received(hooks, harness.coordinator, generating(req), metadata)
     record = harness.coordinator.record(req.rid)
@@ -293,7 +293,7 @@ def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_k
     coordinator.store_detached = detached == "prefill"
     harness.arrive(req)
     sent(hooks, coordinator, req, metadata)
-    coordinator.end(req.rid)
+    coordinator.release(req.rid)
     coordinator.store_detached = detached == "decode"
     received(hooks, coordinator, generating(req), metadata)
     assert coordinator.live == []

@@ -50,8 +50,8 @@ class PrefillLoop:
         load = self.base.coordinator.record(rid)
         assert load is not None
         if self.chance.random() < 0.6:
-            self.base.coordinator.end(rid)
-            keys = load.chain.of(req.origin_input_ids)
+            self.base.coordinator.release(rid)
+            keys = load.key_chain.of(req.origin_input_ids)
             self.base.store({keys[b]: self.base.block(b) for b in range(blocks)})
             self.base.arrive(req)
             self.closed += keys
@@ -172,6 +172,6 @@ def returns_in(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch) -> int:
         else:
             raise AssertionError("somebody does not get on")
     finally:
-        loop.base.coordinator.end_all()
+        loop.base.coordinator.release_all()
         loop.base.io.close()
     return loop.returns

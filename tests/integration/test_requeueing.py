@@ -121,7 +121,7 @@ def admissions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield make
     for admission in made:
-        admission.base.coordinator.end_all()
+        admission.base.coordinator.release_all()
         admission.base.io.close()
 
 
@@ -244,7 +244,7 @@ def test_chunked_request_in_fcfs_yields_to_an_earlier_landed_request(
     admission.queue.append(stored)
     admission.land(stored)
     assert admission.chunk(running) is running  # it had its turn while nobody asked for it
-    admission.base.coordinator.end("stored")
+    admission.base.coordinator.release("stored")
     stored = admission.req("stored again", stored=True)
     later = admission.req("later")
     admission.queue[:] = [stored]

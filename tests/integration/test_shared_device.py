@@ -138,7 +138,7 @@ class SharedDevice:
             for at_s, req in list(live):
                 if req.prefix_len == len(req.origin_input_ids):
                     done[req.rid] = self.io.now_s - begun_s - at_s
-                    coordinator.end(req.rid)
+                    coordinator.release(req.rid)
                     live.remove((at_s, req))
         return [done[req.rid] for _, req in arrivals]
 

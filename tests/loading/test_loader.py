@@ -157,7 +157,7 @@ class LoaderHarness(HeldReads):
         self.keys[rid] = keys_of(tokens)
         prompt = LoadRequest(
             load_id=rid,
-            chain=KeyChain(SEED, BLOCK),
+            key_chain=KeyChain(SEED, BLOCK),
             tokens=tokens,
             block_count=len(tokens) // BLOCK,
             first_block=first,
@@ -266,7 +266,7 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     for event in harness.held:
         assert bytes(event.staged.buffer.view) == bytes_of(keys[event.block])
     harness.release()
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.settle()
     assert harness.pool.free == harness.pool.capacity
     assert harness.wasted() == {}
@@ -411,7 +411,7 @@ def test_loader_block_computed_before_its_read_begins_is_not_read(
     assert ended == [keys[3]]
     assert harness.loader.under_way("a").keys() == {2}
     assert not started.wait_whole(time.monotonic() + PATIENCE_S)
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.landed() == [("a", 3)]
     harness.release()
     assert harness.pool.free == harness.pool.capacity
@@ -420,7 +420,7 @@ def test_loader_block_computed_before_its_read_begins_is_not_read(
 def test_loader_read_cancelled_before_it_began_frees_its_buffer(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
-    ended = after_read_ends(harness, keys[3], lambda: harness.loader.end("a"))
+    ended = after_read_ends(harness, keys[3], lambda: harness.loader.cancel("a"))
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[3], keys[2]]
     # The read of block 1 starts, and is cancelled before its task has run at all.
@@ -717,7 +717,7 @@ def test_loader_shared_read_goes_on_when_one_prompt_ends(harness: LoaderHarness)
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     assert harness.waiting() == keys
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.waiting() == keys
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
@@ -741,7 +741,7 @@ def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     harness.io.post(busy)
     assert entered.wait(PATIENCE_S)
     # The I/O thread does both in one iteration of its loop.
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.loader.set_load_from("b", 0)
     go_on.set()
     harness.open(*keys)
@@ -810,7 +810,7 @@ def test_loader_prompts_sharing_a_read_see_the_same_reading(
     harness.settle()
     assert harness.loader.under_way("a").keys() == {1}
     assert harness.loader.under_way("b") == readings, "for b it goes on"
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.loader.under_way("a") == {}
     harness.settle()
     assert harness.loader.under_way("b") == readings
@@ -899,7 +899,7 @@ def test_loader_failed_read_frees_its_buffer_only_after_its_end(
     if how == "compute":
         harness.loader.set_first_loadable("a", 1)
     elif how == "end":
-        harness.loader.end("a")
+        harness.loader.cancel("a")
     harness.settle()
     (end,) = ends
     assert not end.whole
@@ -1130,13 +1130,13 @@ def test_loader_end_cancels_reads_and_reports_nothing_more(harness: LoaderHarnes
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[3], keys[2]]
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.waiting() == []
     assert harness.wasted() == {"cancelled": 2 * BYTES}
     assert harness.pool.free == harness.pool.capacity
     harness.open(*keys)
     assert harness.landed() == []
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.loader.set_first_loadable("a", 3)
 
 
@@ -1146,7 +1146,7 @@ def test_loader_end_before_the_lookup_begins_reads_nothing(harness: LoaderHarnes
     go_on = threading.Event()
     harness.io.post(go_on.wait, PATIENCE_S)
     harness.begin("a", tokens)
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     go_on.set()
     assert harness.read_keys() == []
     assert harness.pool.free == harness.pool.capacity
@@ -1165,7 +1165,7 @@ def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> N
     harness.loader = harness.new_loader(SlowLookup(harness.recorded))
     harness.begin("a", tokens)
     assert asked.wait(PATIENCE_S)
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.io.post(answer.set)
     assert harness.read_keys() == []
     assert harness.loader.stats.reads == 0
@@ -1299,7 +1299,7 @@ def drive_loader(
             harness.loader.set_load_from(rid, number)
         elif action == "end":
             live.discard(who)
-            harness.loader.end(rid)
+            harness.loader.cancel(rid)
         elif action == "open":
             harness.io.loop.call_soon_threadsafe(harness.slow.release, keys[who][number])
         elif action == "lose":
@@ -1327,7 +1327,7 @@ def drive_loader(
         }
         assert set(range(first[who], 6)) <= told
     for who in live:
-        harness.loader.end(str(who))
+        harness.loader.cancel(str(who))
     harness.news()
     harness.release()
     assert harness.pool.free == harness.pool.capacity
@@ -1405,6 +1405,6 @@ def test_loader_wasted_bytes_are_counted_in_encoded_size(harness: LoaderHarness)
     harness.release(used=False, reason="overtaken")
     assert harness.wasted() == {"overtaken": 10}
     assert harness.waiting() == [first]
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.settle()
     assert harness.wasted() == {"overtaken": 10, "cancelled": 10}

@@ -175,8 +175,8 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.overlap_runner is not None and not self.overlap_runner.leave(rid):
             return
         if self.coordinator is not None:
-            self.coordinator.end(rid)
-        self.helpers.end(rid)
+            self.coordinator.release(rid)
+        self.helpers.release(rid)
 
     def forget_all(self) -> None:
         """The same for every request."""
@@ -532,8 +532,8 @@ class CakeRadixCache(UnifiedRadixCache):
             if record is not None:
                 self.saving.released(record)
         if self.coordinator is not None and req.rid != self.releasing:
-            self.coordinator.end(req.rid)
-        self.helpers.end(req.rid)
+            self.coordinator.release(req.rid)
+        self.helpers.release(req.rid)
 
     @guarded("CakeRadixCache.release_aborted_request")
     def _aborted(self, request: Any) -> None:

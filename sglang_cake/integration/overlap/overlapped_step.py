@@ -290,7 +290,7 @@ class OverlapRunner:
             self.due = None
         if not reported and self._coordinator.record(req.rid) is not None:
             self._step = None  # its slots are the row's
-            self._coordinator.end(req.rid)
+            self._coordinator.release(req.rid)
         return result
 
     # ---- inside ----

@@ -226,7 +226,7 @@ class PromptRecord:
     rid: str
     load_id: str
     tokens: "array[int]"
-    chain: KeyChain
+    key_chain: KeyChain
     facts: RequestFacts
     meet: Meet
     local: LocalLoads

@@ -43,7 +43,7 @@ class NoRunahead:
         """AROUND a worker's `forward_batch_generation`. Raises: errors of SGLang."""
         return original(worker, batch, **kwargs)
 
-    def end(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted."""
 
     def close(self) -> None:

@@ -195,7 +195,7 @@ class Runahead(NoRunahead):
         chain = self._chain
         return 0 if chain is None or chain.rid != rid else chain.owned.split - chain.span.start
 
-    def end(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
         if self._chain is not None and self._chain.rid == rid:

@@ -454,7 +454,7 @@ class CakePrefillAdder(PrefillAdder):
         try:
             if tree.overlap_runner is not None and coordinator is not None:
                 tree.overlap_runner.abandon(req)
-                coordinator.end(req.rid)
+                coordinator.release(req.rid)
         except Exception as error:
             BOUNDARY.failed(_WAITING, error, unsafe=True)
         tree.let_go()

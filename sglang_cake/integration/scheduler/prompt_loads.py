@@ -117,7 +117,7 @@ class PromptLoads:
 
     def stop_loading(self, record: PromptRecord, reason: str) -> None:
         """No further block is needed; blocks that did not join the tree are given up."""
-        self._loader.end(record.load_id)
+        self._loader.cancel(record.load_id)
         for block in list(record.local.fetched):
             self._device_slots.refuse(record, record.local.fetched.pop(block), reason)
         self._device_slots.discard_all(record, reason)
