@@ -16,7 +16,8 @@ the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
 """What `--cake-codec` takes, beside the names of `own_names`."""
 ON_DEVICE: Final = ("int8", "int4", "kvquant3")
-"""Codecs that a GPU decodes itself."""
+"""Codecs that a GPU decodes itself: those whose chain `catalogue.decodes_on_device`, which this
+module may not import. A test compares."""
 OWN_CODECS: Final = "sglang_cake.codecs"
 """The entry-point group in which other packages register codecs (`codecs/registered_codecs.py`)."""
 
