@@ -221,7 +221,7 @@ ROWS: dict[str, tuple[str, Callable[[], dict[str, Arm]]]] = {
     "retried call": ("us", retried_calls),
     "traced event": ("us", trace_lines),
     "event of the simulator": ("us", clock_events),
-    "start: settings": ("ms", lambda: starts("sglang_cake.core.config", "pydantic_settings")),
+    "start: settings": ("ms", lambda: starts("sglang_cake.config", "pydantic_settings")),
 }
 
 

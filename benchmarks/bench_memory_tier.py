@@ -261,12 +261,12 @@ def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]
         prior = LoadCost(0.0, 0.01, depth=READ_DEPTH)
         loader = Loader(read, staging, io, Counters(), queue_depth=READ_DEPTH, prior=prior)
         name = str(number)
-        loader.begin(LoadRequest(name, chain, tokens, blocks, 0, lambda *_: True, take=take))
+        loader.begin(LoadRequest(name, chain, tokens, blocks, 0, lambda *_: True, take_over=take))
         for _ in range(blocks):
             staged = arrived.get()
             copy_in_pieces(target, staged.buffer.view, lambda: None)
             staged.release(used=True)
-        loader.end(name)
+        loader.cancel(name)
 
     def alone(number: int) -> None:
         for source in sources:

@@ -45,7 +45,7 @@ from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms
 from sglang_cake.cli.named_stores import blocks_in, one_store, readable
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.demo.event_trace import TRACE_ENV

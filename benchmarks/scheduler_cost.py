@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
@@ -28,7 +28,7 @@ from sglang_cake.loading.loader import Fetched, LoaderEvent, LookedUp
 BLOCK_TOKENS = 128
 LOAD_S = 0.01  # what the stub loader claims a block takes
 CHUNK_TOKENS = 512
-PHASES = ("poll", "settle", "plan", "claimed")
+PHASES = ("poll", "attach_islands", "plan", "claimed")
 
 
 class _Staged:
@@ -57,10 +57,10 @@ class _Loader:
     def begin(self, prompt: Any) -> None:
         self.load_id = prompt.load_id
 
-    def fence(self, load_id: str, block: int) -> None: ...
+    def set_first_loadable(self, load_id: str, block: int) -> None: ...
     def set_load_from(self, load_id: str, block: int | None) -> None: ...
     def order(self, load_ids: Any) -> None: ...
-    def end(self, load_id: str) -> None: ...
+    def cancel(self, load_id: str) -> None: ...
 
 
 class _DeviceSlots:
@@ -92,7 +92,7 @@ class _DeviceSlots:
     def uncopied(self, record: PromptRecord, blocks: Any) -> list[int]:
         return [block for block in blocks if block not in record.memory.slots]
 
-    def take(self, record: PromptRecord, span: Any) -> torch.Tensor:
+    def take_slots(self, record: PromptRecord, span: Any) -> torch.Tensor:
         for block in range(span.start // BLOCK_TOKENS, -(-span.stop // BLOCK_TOKENS)):
             record.memory.slots.pop(block)
         return torch.empty(0)
@@ -124,7 +124,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
         marks = [time.perf_counter()]
         coordinator.poll(["r"])
         marks.append(time.perf_counter())
-        coordinator.settle(req, _attach)
+        coordinator.attach_islands(req, _attach)
         marks.append(time.perf_counter())
         step = coordinator.plan(req, chunk_tokens)
         marks.append(time.perf_counter())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-from sglang_cake.core.config import NAMES, as_flag, help_of
+from sglang_cake.config import NAMES, as_flag, help_of
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
 from sglang_cake.integration.support_matrix import (

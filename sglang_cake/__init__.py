@@ -6,7 +6,7 @@ The public interface: the settings, and what a store of one's own implements. Ev
 change with any version.
 """
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,

@@ -815,7 +815,7 @@ class Blocks:
     def record(self, rid: str) -> None:
         return None
 
-    def end(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         pass
 
     def emptied(self) -> None:

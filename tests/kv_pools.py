@@ -361,7 +361,7 @@ def record_of(
         rid=rid,
         load_id=rid,
         tokens=tokens,
-        chain=KeyChain(SEED, block, next_tokens=next_tokens),
+        key_chain=KeyChain(SEED, block, next_tokens=next_tokens),
         facts=RequestFacts(rid, len(tokens)),
         meet=Meet(
             block_tokens=block,

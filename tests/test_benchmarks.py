@@ -37,8 +37,8 @@ from benchmarks import (
     ttft_report,
 )
 from sglang_cake.cli.demo import ProgressLog
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import CODECS
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.loading.cost_model import work_of
 from sglang_cake.testing import virtual_gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_cake.core.config import NAMES
+from sglang_cake.config import NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/*.md"))

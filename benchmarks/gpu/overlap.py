@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from benchmarks.gpu.measuring import GB, Finding, Size, no_waiting
 from benchmarks.gpu.stand_ins import SlotAllocator, make_pool
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import BufferPool, TellBytes
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.host_memory import available_bytes
 from sglang_cake.core.io_thread import IoThread

@@ -128,8 +128,8 @@ def _decisions_s() -> list[float]:
         limit_tokens=setting.tokens - 1,
         prompt_tokens=setting.tokens,
     )
-    meet.found([True] * meet.blocks)
-    took, last = [], meet.blocks
+    meet.found([True] * meet.block_count)
+    took, last = [], meet.block_count
     while meet.island() is None and meet.front < setting.tokens:
         begun = time.perf_counter()
         step = next_step(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
-from sglang_cake.codecs.frame import BlockFrame, Incoming
+from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
@@ -54,7 +54,7 @@ class SqliteStore:
         if row is None:
             raise BlockMissing(key.hex())
         # Here and not in the thread: after a cancellation `out` is not ours any more.
-        block = Incoming(self._frame, key, out, progress)
+        block = IncomingBlock(self._frame, key, out, progress)
         block.feed(row[0])  # checks the header; raises BlockCorrupt
         return block.finish()  # checks the payload
 

@@ -27,7 +27,7 @@ from sglang_cake.cli.named_stores import NamedStore, progress, run_tool
 from sglang_cake.cli.patch import PatchState, find_installation, patches_root, plan_of
 from sglang_cake.cli.store_bench import measure_size
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import ConfigError, PatchError, StoreError
 from sglang_cake.core.host_memory import available_bytes, buffer_counts, mib
 from sglang_cake.simulator.hardware import GPUS

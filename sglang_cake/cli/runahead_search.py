@@ -28,10 +28,9 @@ from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.grid_search import Journal, Searched, grid_search
-from sglang_cake.runahead.partition import Partition, even
+from sglang_cake.runahead.partition import PARAMETER, Partition, even
 from sglang_cake.runahead.partition_table import load_table, save_table
 
-PARAMETER = "cake_runahead"  # of a request's sampling parameters
 TRIES = 40  # a busy member refuses
 PAUSE_S = 0.25
 NEW_TOKENS = 1

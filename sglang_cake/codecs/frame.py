@@ -1,6 +1,6 @@
 """The header of a stored block: the only place that writes and reads it.
 
-The header is `HEADER_BYTES` long, so that the payload behind it starts on a page. Integers are
+The header is `HEADER_BYTES` long, so that the payload after it starts on a page. Integers are
 little-endian; unused bytes are zero. Byte for byte in docs/format.md, which a test compares with
 `FIELDS`. Payloads may be encoded (`pipeline`), then encrypted (`stores/encrypted.py`); frames of
 both are here too, and need none of the packages that encoding and encryption need.
@@ -158,7 +158,7 @@ class BlockFrame:
 
     namespace: Namespace
     layout: BlockLayout
-    codec: str = RAW  # of the payload; `+aesgcm` behind it if it is encrypted
+    codec: str = RAW  # of the payload; `+aesgcm` after it if it is encrypted
     added_bytes: int = 0  # how many bytes a payload may be longer than the block
     varies: bool = False  # whether payloads may also be shorter
 
@@ -217,7 +217,7 @@ class BlockFrame:
         )
 
 
-class Incoming:
+class IncomingBlock:
     """One framed block that is being received: checked while its bytes arrive, from any source.
 
     There are two ways to fill it: read bytes into the views of `room` and call `advance` with their

@@ -43,7 +43,7 @@ class Leading:
     2401.18079, section 3.5), and so does every codec here that loses bits.
 
     The rows stand in the order of the block in front of the bytes of the other steps, with zero
-    bytes up to a multiple of 64. The other steps get copies of the row behind them: a sink lies far
+    bytes up to a multiple of 64. The other steps get copies of the row after them: a sink lies far
     out, and would widen the range of every channel.
     """
 

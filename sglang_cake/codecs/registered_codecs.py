@@ -12,7 +12,7 @@ from sglang_cake.codecs.pipeline import Chain
 from sglang_cake.core.codec_names import OWN_CODECS
 from sglang_cake.core.errors import ConfigError
 
-# With `+aesgcm` behind it, a name must fit the 16 bytes that a block's header has for it.
+# With `+aesgcm` after it, a name must fit the 16 bytes that a block's header has for it.
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,8}")
 MAX_TEXT_BYTES = ENCODED_HEAD_BYTES - 128  # of a chain; the rest is for `leading` and zeros
 

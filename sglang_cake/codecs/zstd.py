@@ -1,7 +1,7 @@
 """zstd: a shuffle of bytes, then zstd over all of them (RFC 8878, by the `zstandard` package).
 
 zstd finds nothing in floating-point numbers as they are, since every other byte is noise. The
-shuffle first moves the sign behind the mantissa (a rotation by one bit), so that the uppermost byte
+shuffle first moves the sign after the mantissa (a rotation by one bit), so that the uppermost byte
 of a number is its whole exponent. Then it writes all uppermost bytes, then all second ones, and so
 on, so that similar bytes lie side by side.
 """

@@ -11,12 +11,13 @@ AUTO: Final = "auto"
 LOSSLESS: Final = (RAW, "zstd")
 LOSSY: Final = ("int8", "int4", "kvquant3", "cachegen1", "cachegen2", "cachegen3")
 CODECS: Final = (*LOSSLESS, *LOSSY)
-"""The built-in codecs. A name has at most nine characters: with `+aesgcm` behind it, it must fit
+"""The built-in codecs. A name has at most nine characters: with `+aesgcm` after it, it must fit
 the 16 bytes that a block's header has for it."""
 CHOICES: Final = (*CODECS, AUTO)
 """What `--cake-codec` takes, beside the names of `own_names`."""
 ON_DEVICE: Final = ("int8", "int4", "kvquant3")
-"""Codecs that a GPU decodes itself."""
+"""Codecs that a GPU decodes itself: those whose chain `catalogue.decodes_on_device`, which this
+module may not import. A test compares."""
 OWN_CODECS: Final = "sglang_cake.codecs"
 """The entry-point group in which other packages register codecs (`codecs/registered_codecs.py`)."""
 

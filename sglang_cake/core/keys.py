@@ -7,7 +7,7 @@ positions that are not the token's index. The keys of an end state are derived f
 block before it.
 
 If a block has KV of a draft model, its key also covers the next token: a draft model is given the
-token behind the one whose KV it keeps.
+token after the one whose KV it keeps.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class Media:
         items: in the order of their first tokens. Their spans do not overlap.
         positions: rows of the positions that RoPE rotates the first tokens by, of equal length,
             'q'; empty: each token's position is its index.
-        shift: the position of a token behind these rows is its index plus this, in each row.
+        shift: the position of a token after these rows is its index plus this, in each row.
     """
 
     items: tuple[MediaItem, ...] = ()
@@ -122,13 +122,13 @@ def block_keys(
     media: Media = NO_MEDIA,
     next_tokens: int = 0,
 ) -> list[BlockKey]:
-    """Keys of every full block of `tokens` that has so many tokens behind it.
+    """Keys of every full block of `tokens` that has so many tokens after it.
 
     Args:
         tokens: token ids (each fits a signed 64-bit integer); an `array('q')` is hashed as it is.
         known: keys of the leading blocks, if the caller has them: they are not hashed again.
         media: of the prompt that begins with `tokens`.
-        next_tokens: tokens behind a block that its KV depends on.
+        next_tokens: tokens after a block that its KV depends on.
     """
     if media:
         tokens = media.without_pads(tokens)
@@ -148,7 +148,7 @@ def block_keys(
 
 
 def end_keys(block: BlockKey, count: int, rank: int = 0, ranks: int = 1) -> list[BlockKey]:
-    """Keys of the end state behind a block, which is stored as `count` blocks.
+    """Keys of the end state after a block, which is stored as `count` blocks.
 
     The first one is put when all others are stored. So a store that has it has all of them, unless
     it has lost some since.
@@ -190,13 +190,13 @@ class KeyChain:
         self._media = media
         self._keys: list[BlockKey] = []
 
-    def blocks(self, tokens: int) -> int:
+    def block_count(self, tokens: int) -> int:
         """How many of the blocks of so many tokens have keys."""
         return max(0, tokens - self.next_tokens) // self._block_tokens
 
     def of(self, tokens: Sequence[int]) -> list[BlockKey]:
         """Keys of every full block of `tokens`. Args: tokens: those of earlier calls, or more."""
-        count = self.blocks(len(tokens))
+        count = self.block_count(len(tokens))
         if count > len(self._keys):
             self._keys = block_keys(
                 self._seed,

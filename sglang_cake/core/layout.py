@@ -3,7 +3,7 @@
 A block is the concatenation of planes, one after the other, each `[rows, *row_shape]` in row-major
 order: for MHA and GQA the planes are K of layer 0, V of layer 0, K of layer 1, ...; for MLA one
 latent plane a layer. Layers of another shape, and an index beside K and V, are further groups of
-planes behind them.
+planes after them.
 """
 
 import json

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from sglang_cake.core.keys import Digest, sized
 
 LABEL = "name"  # of the model, for people: equal weights with two names share one namespace
+DESCRIPTION = "namespace.json"  # in a store: the name of what describes a namespace
+MAX_DESCRIPTION_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang_cake.core.errors import ConfigError
 
 _KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
-_MAX_KEY_FILE_BYTES = 256  # 64 digits, and room for white space behind them
+_MAX_KEY_FILE_BYTES = 256  # 64 digits, and room for white space after them
 
 
 def read_secret_file(path: Path, *, name: str, most_bytes: int, hint: str) -> bytes:

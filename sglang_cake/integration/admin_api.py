@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import CakeError, ConfigError
 from sglang_cake.integration.boundary import BOUNDARY, register
 from sglang_cake.integration.compat import answer_without_admin_key, is_hooked, tokenizer_manager

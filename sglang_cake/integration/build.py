@@ -19,8 +19,8 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_cake.config import CakeConfig, from_environment
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
-from sglang_cake.core.config import CakeConfig, from_environment
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreError
 from sglang_cake.core.host_memory import HostArena, available_bytes
@@ -58,7 +58,7 @@ from sglang_cake.integration.overlap import forward_hook
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.integration.request.runahead_interface import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker
@@ -156,7 +156,7 @@ class CakeService:
         waker: of the scheduler thread.
     """
 
-    helpers: NoHelpers = NoHelpers()
+    helpers: NoRunahead = NoRunahead()
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig

@@ -230,7 +230,7 @@ def has_tracked_state(kv: Any, place: int) -> bool:
 
 
 def drops_states_beyond_answers() -> bool:
-    """Whether SGLang keeps no state that is behind the last token of an answer: a step that
+    """Whether SGLang keeps no state that is after the last token of an answer: a step that
     accepts drafts may go on beyond it."""
     from sglang.srt.managers.scheduler_components.batch_result_processor import (
         SchedulerBatchResultProcessor,

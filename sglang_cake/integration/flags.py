@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from sglang_cake.core.codec_names import check_installed
-from sglang_cake.core.config import (
+from sglang_cake.config import (
     ENABLED_ENV,
     ENVIRONMENT_PREFIX,
     NAMES,
@@ -34,6 +33,7 @@ from sglang_cake.core.config import (
     resolve,
     to_environment,
 )
+from sglang_cake.core.codec_names import check_installed
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import admin_api, compat, response_stats
 from sglang_cake.integration.support_matrix import (

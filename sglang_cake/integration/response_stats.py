@@ -38,8 +38,8 @@ def install_cached_tokens() -> None:
 
 
 def planned(req: "Req") -> None:
-    """A step is planned behind `req.prefix_len`. SGLang would subtract from the cached tokens those
-    that a request computed behind that, and lost when it went back to the queue."""
+    """A step is planned after `req.prefix_len`. SGLang would subtract from the cached tokens those
+    that a request computed after that, and lost when it went back to the queue."""
     req.already_computed = min(req.already_computed, req.prefix_len)
 
 

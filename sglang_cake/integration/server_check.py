@@ -18,8 +18,8 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import check_installed
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration import flags

@@ -1,4 +1,5 @@
-"""Measures the steps of this process, and holds the costs that all ranks decide on.
+"""Measures the steps of this process, holds the costs that all ranks agree on, and decides on them
+with `planner`: whether to load, which blocks are next, what is overdue.
 
 On a CPU a step is over when the next one is planned. On a GPU with SGLang's overlap scheduler, a
 step is planned and launched while the one before runs. Then a `StepTimer` (CUDA events around the
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import (
@@ -62,7 +63,7 @@ class CudaTimer:
 
 
 @dataclass(slots=True)
-class _Launched:
+class _LaunchedStep:
     """A step whose forward is not known to be over.
 
     Attributes:
@@ -86,11 +87,11 @@ def chunk_tokens(args: Any) -> int:
 
 
 class StepCosts:
-    """Costs of steps and loads. The scheduler thread owns it.
+    """Costs of steps and loads, and what `planner` decides on them. The scheduler thread owns it.
 
     Args:
         chunk_tokens: the most that a prompt computes in one step.
-        pipelined: steps are launched while the one before runs, and `launched` times each.
+        pipelined: steps are launched while the one before runs, and `step_launched` times each.
 
     Attributes:
         pipelined: as given.
@@ -107,7 +108,7 @@ class StepCosts:
         self.pipelined = pipelined
         self._began_s = 0.0
         self._work = StepWork()  # of the step being scheduled or under way
-        self._launched: deque[_Launched] = deque()  # a few: polls take out those that are over
+        self._launched: deque[_LaunchedStep] = deque()  # a few: polls take out those that are over
         self._decodes = 0  # requests that decode in steps that prefill
         self._agreed_busy_s = 0.0
         self.agreed = self._fit.cost
@@ -171,9 +172,9 @@ class StepCosts:
         """The time of the step under way is not that of an ordinary step."""
         self._work = StepWork()
 
-    def launched(self, timer: StepTimer) -> None:
+    def step_launched(self, timer: StepTimer) -> None:
         """The forward of the step being scheduled was launched, on a device that runs it later."""
-        self._launched.append(_Launched(self._work, timer, time.monotonic()))
+        self._launched.append(_LaunchedStep(self._work, timer, time.monotonic()))
 
     def polled(self) -> None:
         """The next step is about to be scheduled. Measure the steps that are over."""

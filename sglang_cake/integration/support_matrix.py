@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import LOSSY, RAW
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.kv_shard import wrong_head_groups
 
@@ -295,7 +295,7 @@ FAMILIES: tuple[Family, ...] = (
         "is_hybrid_ssm",
         "Qwen3.5, Nemotron-H, Kimi Linear",
         "Mamba and linear attention",
-        stored="K and V of the attention layers, and the states behind some prefixes",
+        stored="K and V of the attention layers, and the states after some prefixes",
         proofs=(
             Proof("Qwen3-Next", f"{_HYBRIDS}::states-both"),
             Proof("Qwen3.5", f"{_FAMILIES}::qwen3.5"),
@@ -333,7 +333,7 @@ FAMILIES: tuple[Family, ...] = (
         "is_compressed_index",
         "Qwen4-Exp",
         "sparse attention with a compressed index, beside linear attention",
-        stored="K and V of the attention layers and the index, and the states behind some prefixes",
+        stored="K and V of the attention layers and the index, and the states after some prefixes",
         proofs=(
             Proof("QSA", f"{_PLANES}::qsa"),
             Proof(

@@ -1,4 +1,4 @@
 """The decisions about prompts, and the loader that carries them out.
 
-Terms: docs/glossary.md (front, island, hole, claim, meet, meeting point, target, fence).
+Terms: docs/glossary.md (front, island, hole, claim, meet, meeting point, target).
 """

@@ -1,9 +1,9 @@
 """Reads stored blocks into host memory, last block first, for all prompts of a server.
 
 The scheduler thread says which prompts want which blocks (`begin`, `set_load_from`), which blocks
-are computed (`fence`) and when a prompt needs no further block (`end`). The I/O thread goes on
-without being asked again, so the link stays busy while the scheduler thread is in a prefill step.
-Events come back through `drain`.
+are computed (`set_first_loadable`) and when a prompt needs no further block (`cancel`). The I/O
+thread goes on without being asked again, so the link stays busy while the scheduler thread is in a
+prefill step. Events come back through `drain`.
 """
 
 import asyncio
@@ -241,32 +241,32 @@ class LoadRequest:
     Attributes:
         load_id: names this request, never another one.
         tokens: 'q'; the loader only reads it.
-        blocks: how many leading blocks may be loaded at all.
+        block_count: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
         should_load: whether to load at once, given the stored blocks that are of use, and the cost
             of loading them. `set_load_from` changes that decision later.
         facts: about the request, for the store.
-        take: called with each block whose checked bytes are in host memory, on the I/O thread and
-            before its `Fetched`. It must be quick. It returns whether it takes the block over; then
-            it releases it once, and the `Fetched` has no bytes.
+        take_over: called with each block whose checked bytes are in host memory, on the I/O thread
+            and before its `Fetched`. It must be quick. It returns whether it takes the block over;
+            then it releases it once, and the `Fetched` has no bytes.
         end_blocks: blocks of one end state. Those of the target are read before all others; their
             indices are those of `meet.end_indices`.
     """
 
     load_id: str
-    chain: KeyChain
+    key_chain: KeyChain
     tokens: "array[int]"
-    blocks: int
+    block_count: int
     first_block: int
     should_load: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None
-    take: Callable[[int, StagedBlock], bool] | None = None
+    take_over: Callable[[int, StagedBlock], bool] | None = None
     end_blocks: int = 0
 
     @property
     def indices(self) -> int:
         """Every block and every end block has a lower index."""
-        return self.blocks * (1 + self.end_blocks)
+        return self.block_count * (1 + self.end_blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -275,7 +275,8 @@ class _PromptQueue:
 
     Attributes:
         cost: average cost of its loads, as measured last. Written by the I/O thread.
-        fence: blocks below it are computed. Written by the scheduler thread under the gate.
+        first_loadable: blocks below it are computed. Written by the scheduler thread under the
+            gate.
         load_from: no read of a block below it is worth starting. Written by the scheduler thread
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes from the end.
@@ -295,7 +296,7 @@ class _PromptQueue:
     store: Store
     cost: LoadCost
     keys: list[BlockKey] = field(default_factory=list)
-    fence: int = 0
+    first_loadable: int = 0
     load_from: int = 0
     todo: list[int] = field(default_factory=list)
     tiers: list[int] = field(default_factory=list)
@@ -309,23 +310,23 @@ class _PromptQueue:
 
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
-        first = self.request.blocks
+        first = self.request.block_count
         if block < first:
             return self.keys[block]
         return self.end_keys[(block - first) % self.request.end_blocks]
 
     def tier(self, block: int) -> int:
         """The tier that a block, or an end block of the target, will be read from."""
-        return self.tiers[block if block < self.request.blocks else self.run.stop - 1]
+        return self.tiers[block if block < self.request.block_count else self.run.stop - 1]
 
     def aim(self, run: range) -> list[int]:
         """From now on the blocks of `run` and the end behind it are wanted, and nothing else.
         Returns their indices, ascending. What was asked for once is not asked for again."""
         request = self.request
-        ends = end_indices(request.blocks, request.end_blocks, run.stop)
+        ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
         if run:
-            self.end_keys = request.chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
+            self.end_keys = request.key_chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
         wanted = [*run, *ends]
         todo = set(self.todo)
         self.todo = [block for block in wanted if block in todo or block not in self.asked]
@@ -340,7 +341,7 @@ class _PromptQueue:
     def count_ahead(self) -> None:
         """Count `ahead` again. Blocks that are being read count until they have arrived."""
         if len(self.ahead) > 1:  # with one tier, the number of blocks makes no difference
-            first = bisect_left(self.todo, max(self.fence, self.load_from))
+            first = bisect_left(self.todo, max(self.first_loadable, self.load_from))
             self.ahead = Counter(self.tier(b) for b in self.todo[first:]) or self.ahead
 
 
@@ -395,7 +396,7 @@ class Loader:
         self._io = io
         self._counters = counters
         self._depth = queue_depth
-        self._gate = threading.Lock()  # makes "fenced" and "being read" exclude each other
+        self._gate = threading.Lock()  # makes "computed" and "being read" exclude each other
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
         self._reads: dict[BlockKey, _SharedRead] = {}
@@ -414,7 +415,7 @@ class Loader:
     def begin(self, request: LoadRequest) -> None:
         """Look the prompt up (answered by a LookedUp) and load it at once, if it should be."""
         assert self._store is not None
-        queue = _PromptQueue(request, self._store, self.cost, fence=request.first_block)
+        queue = _PromptQueue(request, self._store, self.cost, first_loadable=request.first_block)
         self._by_id[request.load_id] = queue
         self._io.post(self._open, queue)
 
@@ -437,12 +438,12 @@ class Loader:
         """Start from the costs that an earlier process measured, by tier."""
         self._io.post(self._fits.recall, costs, time.monotonic())
 
-    def fence(self, load_id: str, block: int) -> None:
+    def set_first_loadable(self, load_id: str, block: int) -> None:
         """Blocks below `block` are computed: no read of them starts after this returns."""
         queue = self._by_id.get(load_id)
-        if queue is not None and block > queue.fence:
+        if queue is not None and block > queue.first_loadable:
             with self._gate:
-                queue.fence = block
+                queue.first_loadable = block
             self._io.post(self._trim, queue)
 
     def set_load_from(self, load_id: str, block: int | None) -> None:
@@ -481,7 +482,7 @@ class Loader:
             queues = [self._by_id[each] for each in order if each in self._by_id]
             self._io.post(self._reorder, queues)
 
-    def end(self, load_id: str) -> None:
+    def cancel(self, load_id: str) -> None:
         """The prompt needs no further block; reads for it alone are cancelled."""
         queue = self._by_id.pop(load_id, None)
         if queue is not None:
@@ -516,7 +517,7 @@ class Loader:
 
     async def _look_up(self, queue: _PromptQueue) -> None:
         request = queue.request
-        keys = request.chain.of(request.tokens)
+        keys = request.key_chain.of(request.tokens)
         queue.keys = keys
         ends: list[bool] = []
         try:
@@ -524,10 +525,10 @@ class Loader:
             queue.tiers = tiers_of(queue.store, keys)
             if request.end_blocks:
                 ends = await self._look_up_ends(queue, stored)
-                queue.run = best_run(stored[: request.blocks], ends, request.first_block)
+                queue.run = best_run(stored[: request.block_count], ends, request.first_block)
                 todo = queue.aim(queue.run)
             else:
-                last = min(request.blocks, len(keys))
+                last = min(request.block_count, len(keys))
                 todo = [b for b in range(request.first_block, last) if stored[b]]
         except Exception as error:
             if not isinstance(error, StoreError):
@@ -558,11 +559,11 @@ class Loader:
         """Behind which blocks an end is stored, until the best one is known."""
         request = queue.request
         ends = [False] * len(stored)
-        blocks = possible_ends(stored[: request.blocks], request.first_block)
+        blocks = possible_ends(stored[: request.block_count], request.first_block)
         # Ends are far apart, so stores must not look at some keys and infer the others.
         for start in range(0, len(blocks), EXACT_KEYS):
             some = blocks[start : start + EXACT_KEYS]
-            keys = [request.chain.end_keys(queue.keys[b], 1)[0] for b in some]
+            keys = [request.key_chain.end_keys(queue.keys[b], 1)[0] for b in some]
             found = await queue.store.contains(keys)
             for block, yes in zip(some, found, strict=True):
                 ends[block] = yes
@@ -588,7 +589,7 @@ class Loader:
                 return
             queue, place = found
             with self._gate:
-                if queue.todo[place] < queue.fence:
+                if queue.todo[place] < queue.first_loadable:
                     del queue.todo[: place + 1]
                     continue
                 if not self._start(queue, queue.todo[place]):
@@ -602,7 +603,7 @@ class Loader:
             if queue.asks:
                 first = self._ranks.get(queue.request.load_id) == 0
                 # End blocks stay in their buffers until the front has reached the end.
-                ends = len(queue.todo) - bisect_left(queue.todo, queue.request.blocks)
+                ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
                 left = self._staging.free - ends
                 has_buffers = first or left > self._staging.capacity // 4
                 if has_buffers and (place := self._next_place(queue)) is not None:
@@ -618,7 +619,7 @@ class Loader:
         todo = queue.todo
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
         # End blocks are not copied before the last of them is there.
-        if queue.lent < max(self._depth, ahead) or todo[-1] >= queue.request.blocks:
+        if queue.lent < max(self._depth, ahead) or todo[-1] >= queue.request.block_count:
             return len(todo) - 1
         if queue.ahead.keys() <= {queue.lender}:
             return None
@@ -672,7 +673,7 @@ class Loader:
         if lent is None:
             return False
 
-        counted = block < queue.request.blocks
+        counted = block < queue.request.block_count
         queue.lent += counted
         queue.lender = tier
 
@@ -699,8 +700,8 @@ class Loader:
 
     async def _fetch(self, read: _SharedRead, buffer: Buffer) -> None:
         with self._gate:
-            wanted = any(block >= queue.fence for queue, block in read.waiters)
-        if not wanted:  # fenced since the read was started
+            wanted = any(block >= queue.first_loadable for queue, block in read.waiters)
+        if not wanted:  # computed since the read was started
             self._retire(read)
             self._give_up(read, buffer, reason=None)
             return
@@ -758,7 +759,7 @@ class Loader:
 
     def _arrived(self, queue: _PromptQueue, block: int, staged: StagedBlock) -> None:
         request = queue.request
-        taken = request.take is not None and request.take(block, staged)
+        taken = request.take_over is not None and request.take_over(block, staged)
         event = Fetched(request.load_id, block, None if taken else staged, time.monotonic())
         self._outbox.append(event)
 
@@ -800,7 +801,7 @@ class Loader:
 
     def _trim(self, queue: _PromptQueue) -> None:
         """Stop reads of blocks that are computed."""
-        self._keep(queue, range(queue.fence, queue.request.indices))
+        self._keep(queue, range(queue.first_loadable, queue.request.indices))
 
     def _aim(self, queue: _PromptQueue, run: range) -> None:
         """Stop reads of blocks that are not wanted any more, and start others."""
@@ -827,7 +828,7 @@ class Loader:
         self._queues.remove(queue)
         queue.todo.clear()
         with self._gate:
-            queue.fence = queue.request.indices
+            queue.first_loadable = queue.request.indices
         self._trim(queue)
 
 

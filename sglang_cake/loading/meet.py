@@ -120,7 +120,7 @@ def run_lengths(stored: Sequence[bool] | bytes | bytearray, first: int = 0) -> l
 
 
 def possible_ends(stored: Sequence[bool], first: int) -> list[int]:
-    """The blocks behind which a stored prefix could end, the one with the longest run up to it
+    """The blocks after which a stored prefix could end, the one with the longest run up to it
     first; of equal ones, the last first. Args: first: blocks before it are in the tree."""
     lengths = run_lengths(stored, first)
     blocks = [block for block, length in enumerate(lengths) if length]
@@ -131,7 +131,7 @@ def best_run(stored: Sequence[bool], ends: Sequence[bool], first: int) -> range:
     """The longest unbroken run of stored blocks up to a stored end; empty if there is none.
 
     Args:
-        ends: by block, whether the end behind it is stored.
+        ends: by block, whether the end after it is stored.
     """
     for last in possible_ends(stored, first):
         if ends[last]:
@@ -139,15 +139,15 @@ def best_run(stored: Sequence[bool], ends: Sequence[bool], first: int) -> range:
     return range(0)
 
 
-def end_indices(blocks: int, end_blocks: int, target: int) -> range:
+def end_indices(block_count: int, end_blocks: int, target: int) -> range:
     """The indices of the end blocks of one end of a prompt. They follow those of its blocks, and
     every end has its own.
 
     Args:
-        blocks: of the prompt.
+        block_count: of the prompt.
         target: blocks before the end; 0: there is no end.
     """
-    start = blocks + (target - 1) * end_blocks
+    start = block_count + (target - 1) * end_blocks
     return range(start, start + end_blocks) if target else range(0)
 
 
@@ -231,12 +231,13 @@ class Meet:
         count = min(prompt_tokens // block_tokens, -(-self.limit // block_tokens))
         self._prompt_tokens = prompt_tokens
         self._states = bytearray([BlockState.ABSENT]) * count
-        self._ends: Set[int] = set()  # blocks behind which an end is stored
+        self._ends: Set[int] = set()  # blocks after which an end is stored
         self._target = 0  # blocks before the target; 0: there is none
         self._end_states = bytearray()  # of the target's end blocks
         self.front = 0
         self.advance(front)
-        self._first = self.fence  # at arrival: the loader's choice of a target starts from it, too
+        # At arrival: the loader's choice of a target starts from it, too.
+        self._first = self.first_loadable
 
     def anew(self, front: int) -> "Meet":
         """Of the same prompt, before its lookup, when the tree holds `[0, front)`."""
@@ -252,7 +253,7 @@ class Meet:
     # ---- events; those that return a list say which landed blocks are given up ----
 
     def found(self, stored: Sequence[bool], ends: Sequence[bool] = ()) -> None:
-        """The lookup's answer: by block, whether it is stored, and whether the end behind it is.
+        """The lookup's answer: by block, whether it is stored, and whether the end after it is.
         Entries past the last block are ignored."""
         for block, yes in zip(range(len(self._states)), stored, strict=False):
             if yes:
@@ -260,12 +261,14 @@ class Meet:
         if not self.end_blocks:
             return
         usable = self.usable(stored, ends)
-        for block in range(self.blocks):  # the loader of this rank may have chosen another target
+        for block in range(
+            self.block_count
+        ):  # the loader of this rank may have chosen another target
             if not usable[block] and self._states[block] == BlockState.WANTED:
                 self._apply(block, Event.LOSE)
         if any(usable):
             self._ends = {block for block, yes in enumerate(ends) if yes}
-            self._aim(self.blocks - usable[::-1].index(True))
+            self._aim(self.block_count - usable[::-1].index(True))
             self._keep_run()
 
     def usable(self, stored: Sequence[bool], ends: Sequence[bool]) -> Sequence[bool]:
@@ -273,8 +276,8 @@ class Meet:
         `best_run`."""
         if not self.end_blocks:
             return stored
-        run = best_run(stored[: self.blocks], ends, self._first)
-        return [block in run for block in range(self.blocks)]
+        run = best_run(stored[: self.block_count], ends, self._first)
+        return [block in run for block in range(self.block_count)]
 
     def landed(self, block: int) -> bool:
         """Every rank has fetched the block. False: too late, discard its bytes."""
@@ -306,7 +309,7 @@ class Meet:
         """
         surplus = []
         if front < self.front:
-            last = min(self._block_of(self.front) + 1, self.blocks)
+            last = min(self._block_of(self.front) + 1, self.block_count)
             for block in range(self._block_of(front), last):
                 self._apply(block, Event.EVICT)
             self.front = front
@@ -362,7 +365,7 @@ class Meet:
 
     def claim(self, stop: int) -> int:
         """The step being scheduled computes `[front, stop)`; `drop_before(stop)` came before.
-        Returns the new `fence`."""
+        Returns the new `first_loadable`."""
         surplus = self.drop_before(stop)
         assert not surplus, "the step computes landed blocks"
         last = min(-(-stop // self.block_tokens), len(self._states))
@@ -370,7 +373,7 @@ class Meet:
         for block in range(self._blocks_below(self.front), last):
             self._apply(block, Event.CLAIM)
         self.front = stop
-        return self.fence
+        return self.first_loadable
 
     # ---- questions ----
 
@@ -380,7 +383,7 @@ class Meet:
 
     def state(self, block: int) -> BlockState:
         """State of a block, or of an end block. End blocks of former targets are GONE."""
-        if block < self.blocks:
+        if block < self.block_count:
             return BlockState(self._states[block])
         ends = self.end_indices
         return BlockState(self._end_states[block - ends.start]) if block in ends else _S.GONE
@@ -400,36 +403,32 @@ class Meet:
         )
 
     @property
-    def blocks(self) -> int:
+    def block_count(self) -> int:
         """How many blocks may be loaded at all, end blocks aside."""
         return len(self._states)
 
     @property
-    def target(self) -> int:
-        """The front may jump up to this token. With end states: to it alone; 0: nowhere."""
-        return self._target * self.block_tokens if self.end_blocks else self.limit
-
-    @property
     def indices(self) -> list[int]:
         """Those of the blocks, and of the target's end blocks."""
-        return [*range(self.blocks), *self.end_indices]
+        return [*range(self.block_count), *self.end_indices]
 
     def has(self, block: int) -> bool:
         """Whether it is the index of a block, or of an end block of the target."""
-        return block < self.blocks or block in self.end_indices
+        return block < self.block_count or block in self.end_indices
 
     @property
     def run(self) -> range:
-        """With end states: the blocks up to the target that the front may jump over."""
+        """With end states: the blocks up to the target that the front may jump over. It stops at
+        the target, or at 0 if there is none."""
         return range(self._states[: self._target].translate(_TO_COME).rfind(0) + 1, self._target)
 
     @property
     def end_indices(self) -> range:
         """The indices of the target's end blocks."""
-        return end_indices(self.blocks, self.end_blocks, self._target)
+        return end_indices(self.block_count, self.end_blocks, self._target)
 
     @property
-    def fence(self) -> int:
+    def first_loadable(self) -> int:
         """Blocks below this one are computed: the loader must not read them."""
         first = self._block_of(self.front)
         taken = first < len(self._states) and self._states[first] == BlockState.CLAIMED
@@ -485,7 +484,7 @@ class Meet:
 
     def _apply(self, block: int, event: Event) -> BlockState:
         state = TRANSITIONS[self.state(block), event]
-        if block < self.blocks:
+        if block < self.block_count:
             self._states[block] = state
         elif block in self.end_indices:
             self._end_states[block - self.end_indices.start] = state

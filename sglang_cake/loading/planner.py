@@ -305,7 +305,7 @@ def overlap_span(
     """The stored tokens, from the front on, that an overlapped last step would find loaded or on
     their way if it began now (docs/theory.md). None: it must wait, or there will be no such step.
 
-    The step computes the tokens behind the stored part. Its layer i needs KV of layer i alone, and
+    The step computes the tokens after the stored part. Its layer i needs KV of layer i alone, and
     a block's bytes come layer by layer. So it can run while the last blocks are read, and wait at
     each layer for KV that is not there yet. With end states there is no such step: its first layer
     may need all of the end state.

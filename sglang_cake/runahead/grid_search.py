@@ -75,11 +75,6 @@ def grid_search(
         stride //= 2
 
 
-def grid_points(workers: int, points: int) -> int:
-    """Measurements of one full level."""
-    return int(points ** (workers - 1))
-
-
 def _grid(around: Partition, step: int, points: int) -> Iterator[Partition]:
     first, *inner, last = around.bounds
     reach = range(-(points // 2), points // 2 + 1)

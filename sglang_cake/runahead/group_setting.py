@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.runahead.messages import MAX_MEMBERS

@@ -16,12 +16,12 @@ from msgspec import Meta, Struct
 
 from sglang_cake.core import untrusted
 from sglang_cake.core.errors import RunaheadError
+from sglang_cake.core.layout import MAX_LAYERS
 from sglang_cake.runahead.partition import Partition
 
 VERSION = 4
 MAX_MESSAGE_BYTES = 16 * 2**20  # an offer of 4 million tokens
 MAX_MEMBERS = 256
-MAX_LAYERS = 4096
 PATH_BYTES = 16
 KEY_BYTES = 32
 _TOKEN_BYTES = 4

@@ -20,6 +20,10 @@ from itertools import pairwise
 from sglang_cake.core.token_span import Span
 
 StepSeconds = Callable[[int, int], float]
+# A field of `sampling_params.custom_params`, for searches and benchmarks: "alone"; "closed" or
+# "table", whether or not that is predicted to be faster; or a list of tokens, the end of each
+# worker's span.
+PARAMETER = "cake_runahead"
 _HALVINGS = 40  # of a bisection: to one part in 10^12
 
 

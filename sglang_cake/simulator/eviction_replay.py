@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.conversation import ConversationTracker
-from sglang_cake.stores.eviction.heaps import BlockHeap
+from sglang_cake.stores.eviction.heaps import Rank
 from sglang_cake.stores.eviction.policy import (
     ADMIT_ALL,
     AccessContext,
     AdmissionPolicy,
-    BasePolicy,
     EvictionPolicy,
     Usage,
 )
@@ -343,7 +343,7 @@ class Replay:
                 self._policy.add(*spared.pop(parent))
 
 
-class BeladyPolicy(BasePolicy):
+class BeladyPolicy(RankedPolicy):
     """Evicts the block whose next use is farthest (Belady, "A study of replacement algorithms for a
     virtual-storage computer", 1966); of the blocks of one request, the last one.
 
@@ -355,32 +355,22 @@ class BeladyPolicy(BasePolicy):
     """
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__(self._next_use)
         self._uses: dict[int, list[int]] = {}
         for index, request in enumerate(trace.requests):
             for block in request.blocks:
                 self._uses.setdefault(block, []).append(index)
         self._never = len(trace.requests)
         self._request = -1
-        self._heap = BlockHeap()
 
     def refresh(self, now_s: float) -> None:
         self._request += 1
 
-    def add(self, block: int, usage: Usage) -> None:
-        self._usage[block] = usage
+    def _next_use(self, block: int, usage: Usage) -> Rank:
         uses = self._uses[usage.ident]
         later = bisect_right(uses, self._request)
         next_use = uses[later] if later < len(uses) else self._never
-        self._heap.put(block, (-next_use, -usage.context.position))
-
-    def remove(self, block: int) -> None:
-        self._usage.pop(block, None)
-        self._heap.remove(block)
-
-    def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        entry = self._heap.pop()
-        return None if entry is None else (entry.block, self._usage.pop(entry.block))
+        return -next_use, -usage.context.position
 
 
 def seconds_bound(trace: Trace, capacity_blocks: int, clock: SavedTime) -> float:

@@ -26,7 +26,8 @@ _CONTEXT_FIELDS = (
 )
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Of those that generate no text, the ones that a server supports.
+# Of those that generate no text, the ones that a server supports: they are in
+# `support_matrix.POOLING_ARCHITECTURES` too, which this package may not import. A test compares.
 POOLING = frozenset(
     {
         "Cosmos3EdgeForConditionalGeneration",

@@ -279,11 +279,13 @@ class SimulatedServer:
             prompt_tokens=prompt.prompt_tokens,
             end_blocks=self._machine.end_blocks,
         )
-        count = meet.blocks if prompt.stored_blocks is None else prompt.stored_blocks
+        count = meet.block_count if prompt.stored_blocks is None else prompt.stored_blocks
         live = LivePrompt(result, meet, count, self._clock.now + self._known_latency_s())
-        stored = [b < count for b in range(meet.blocks)]
+        stored = [b < count for b in range(meet.block_count)]
         if self._mode != "compute":
-            meet.found(stored, [b + 1 == min(count, meet.blocks) for b in range(meet.blocks)])
+            meet.found(
+                stored, [b + 1 == min(count, meet.block_count) for b in range(meet.block_count)]
+            )
         self._lives.append(live)
         self._rank()
         self._revise([live])

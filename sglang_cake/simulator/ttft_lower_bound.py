@@ -146,7 +146,7 @@ class _Device:
         return min(start + self._tokens_in(inside_s, start), float(stop), float(self._prompt))
 
     def rest_s(self, computed: float, gap: float, stored: int, when_s: float) -> float:
-        """Work that is left at `when_s`: the gap behind the computed tokens, and the tail."""
+        """Work that is left at `when_s`: the gap after the computed tokens, and the tail."""
         tokens_s = self.tokens_s(computed, computed + gap) + self.tokens_s(stored, self._prompt)
         tokens = gap + self._prompt - stored
         return tokens_s + min(self._overhead_s(i, tokens) for i in self._steps_by(when_s))
@@ -203,7 +203,7 @@ def _least(missing: Callable[[float], float], most: float) -> float:
 
 
 def _loaded(machine: Machine, when_s: float, block_tokens: int) -> float:
-    """Tokens that all links together can have delivered by then, behind the end state."""
+    """Tokens that all links together can have delivered by then, after the end state."""
     store_links = machine.store_links
     begin_s = min(store_link.load.latency_s for store_link in store_links)
     if when_s <= begin_s:

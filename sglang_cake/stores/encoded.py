@@ -80,11 +80,6 @@ class EncodedStore(WrapperStore):
         self._decoders = ThreadPoolExecutor(decode_threads(depth), "cake-decode")
         self._encoders = ThreadPoolExecutor(1, "cake-encode")
 
-    @property
-    def idle_buffers(self) -> int:
-        """Number of buffers that are allocated and unused."""
-        return len(self._idle)
-
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:

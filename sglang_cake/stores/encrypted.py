@@ -124,11 +124,6 @@ class EncryptedStore(WrapperStore):
         self._idle: list[memoryview] = []
         self._threads = ThreadPoolExecutor(THREADS, "cake-seal")
 
-    @property
-    def idle_buffers(self) -> int:
-        """Number of buffers that are allocated and unused."""
-        return len(self._idle)
-
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:

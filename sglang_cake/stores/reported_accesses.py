@@ -47,14 +47,6 @@ class ReportedAccesses:
         self._last_s = float("-inf")  # access time of the last request's first block
         self.has_reports = False  # a request was reported: reads alone are no accesses any more
 
-    @property
-    def announced_blocks(self) -> int:
-        return len(self._announced)
-
-    @property
-    def requests(self) -> int:
-        return len(self._requests)
-
     def report(self, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float) -> list[Access]:
         """Accesses to the blocks of a request that were not reported before, last block first."""
         with self._lock:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import BufferPool
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.block_saving import BlockSaving
@@ -233,7 +233,7 @@ class SchedulerLoop(ABC):
         launched = work != StepWork()
         if launched:
             step = self.launch(work, batch)
-            self.step_costs.launched(step)
+            self.step_costs.step_launched(step)
             self._in_flight.append((step, [run for run in batch if _prefilled(run)]))
             self._live = [run for run in self._live if not _prefilled(run)]
             self._chunked = [run for run in batch if not _prefilled(run)]
@@ -251,7 +251,7 @@ class SchedulerLoop(ABC):
             left = self._chunk_tokens - work.tokens - decodes
             if left <= 0 or self.coordinator.awaits_lookup(req):
                 continue
-            self.coordinator.settle(req, self._attach)
+            self.coordinator.attach_islands(req, self._attach)
             step = self.coordinator.plan(req, left)
             total = len(req.origin_input_ids)
             stop = min(total, req.prefix_len + left) if step is None else step.stop
@@ -274,7 +274,7 @@ class SchedulerLoop(ABC):
             run.ttft_s = self.io.now_s - run.arrive_s
             self._checkpoint(run, last=True)
             run.report = (run.req.customized_info or {}).get("cake", [{}])[0]
-            self.coordinator.end(run.req.rid)
+            self.coordinator.release(run.req.rid)
             self.release(run)
             run.req.row.clear()
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.host_memory import buffer_counts
 from sglang_cake.core.keys import BlockKey
@@ -354,13 +354,13 @@ class VirtualCopier(Copier):
         self._jobs: deque[Callable[[], Any]] = deque()
         self._busy = False
 
-    def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
+    def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
         self._wait(lambda: all(copy.settled for copy in copies))
-        return super().launched(copies)
+        return super().wait_launched(copies)
 
-    def saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
+    def wait_saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
         self._wait(lambda: all(save.launched.done() for save in saves))
-        return super().saves_launched(saves)
+        return super().wait_saves_launched(saves)
 
     def _wait(self, launched: Callable[[], bool]) -> None:
         """The scheduler thread waits."""

@@ -38,7 +38,7 @@ class WriteJob:
         of_end: they are end blocks of the end at the last of `tokens`.
     """
 
-    chain: KeyChain
+    key_chain: KeyChain
     tokens: "array[int]"
     blocks: tuple[int, ...]
     buffers: tuple[Buffer, ...]
@@ -60,31 +60,30 @@ class Writer:
         self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)
         self._jobs: set[asyncio.Task[None]] = set()
         self._quiet_until_s = 0.0
-        self.pending_blocks = 0  # the I/O thread writes, any thread may read
 
     def take(self) -> Buffer | None:
         """A buffer for one block, or None if all are in use. Scheduler thread."""
         return self._pool.take()
 
-    def take_all(self, blocks: int) -> list[Buffer] | None:
+    def take_all(self, count: int) -> list[Buffer] | None:
         """So many buffers, or None if there are not enough. Scheduler thread."""
         taken: list[Buffer] = []
-        while len(taken) < blocks and (buffer := self._pool.take()) is not None:
+        while len(taken) < count and (buffer := self._pool.take()) is not None:
             taken.append(buffer)
-        if len(taken) == blocks:
+        if len(taken) == count:
             return taken
         self.put_back(taken)
         return None
 
     def put_back(self, buffers: Sequence[Buffer]) -> None:
-        """Return buffers that are not needed after all. Scheduler thread."""
+        """Return buffers that are not needed after all. Any thread."""
         for buffer in buffers:
             self._pool.give(buffer)
 
-    def give_up(self, blocks: int) -> None:
+    def give_up(self, count: int) -> None:
         """So many blocks got no buffer, and are not stored."""
-        if blocks:
-            self._counters.add("unstored_blocks", blocks, label="queue_full")
+        if count:
+            self._counters.add("unstored_blocks", count, label="queue_full")
 
     def offer(self, job: WriteJob) -> None:
         """Take over `job` and its buffers. Without a store, its blocks are counted as unstored.
@@ -101,7 +100,6 @@ class Writer:
             await asyncio.wait(self._jobs)
 
     def _accept(self, job: WriteJob, store: Store | None) -> None:
-        self.pending_blocks += len(job.blocks)
         task = asyncio.ensure_future(self._run(job, store))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
@@ -109,17 +107,15 @@ class Writer:
     async def _run(self, job: WriteJob, store: Store | None) -> None:
         try:
             await asyncio.wrap_future(job.copied)
-            keys = job.chain.of(job.tokens)
+            keys = job.key_chain.of(job.tokens)
         except Exception:
             # E.g. the device is gone. Half-copied buffers must never be stored.
             logger.exception("the KV of %d blocks could not be copied", len(job.blocks))
-            for buffer in job.buffers:
-                self._release(buffer)
+            self.put_back(job.buffers)
             return
         if store is None:  # detached between a request's lookup and its last blocks
             self._counters.add("unstored_blocks", len(job.blocks), label="unavailable")
-            for buffer in job.buffers:
-                self._release(buffer)
+            self.put_back(job.buffers)
             return
         if job.facts is not None:
             try:
@@ -128,7 +124,9 @@ class Writer:
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
         if job.of_end:
-            await self._put_end(store, job.chain.end_keys(keys[-1], len(job.buffers)), job.buffers)
+            await self._put_end(
+                store, job.key_chain.end_keys(keys[-1], len(job.buffers)), job.buffers
+            )
             return
         puts = [
             self._put(store, keys[block], buffer, first=block == 0)
@@ -147,7 +145,7 @@ class Writer:
             await self._put(store, keys[0], buffers[0], first=False)
         else:
             self._counters.add("unstored_blocks", label="unavailable")
-            self._release(buffers[0])
+            self._pool.give(buffers[0])
 
     async def _put(self, store: Store, key: BlockKey, buffer: Buffer, *, first: bool) -> bool:
         """Returns whether the block is stored."""
@@ -166,7 +164,7 @@ class Writer:
             self._counters.add("unstored_blocks", label="unavailable")
             logger.exception("a store broke its contract; a block was not stored")
         finally:
-            self._release(buffer)
+            self._pool.give(buffer)
         return False
 
     def _warn(self, error: StoreError) -> None:
@@ -174,7 +172,3 @@ class Writer:
         if now_s >= self._quiet_until_s:  # a full disk fails every block: one warning is enough
             self._quiet_until_s = now_s + WARN_EVERY_S
             logger.warning("blocks are not stored: %s", error)
-
-    def _release(self, buffer: Buffer) -> None:
-        self._pool.give(buffer)
-        self.pending_blocks -= 1

@@ -11,8 +11,8 @@ from sglang_cake.cli import main
 from sglang_cake.codecs.catalogue import chain_of, parse
 from sglang_cake.codecs.codec_steps import Malformed
 from sglang_cake.codecs.frame import HEADER_BYTES, encoded_frame, read_header
+from sglang_cake.config import resolve
 from sglang_cake.core.codec_names import own_names
-from sglang_cake.core.config import from_mapping
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.core.namespace import Namespace
@@ -83,7 +83,7 @@ async def read(store):
 
 
 async def test_own_codec_is_named_by_flag_and_stored_in_frames(deflate, tmp_path):
-    config = from_mapping({"codec": "deflate"})
+    config = resolve({"codec": "deflate"}, {}, spell=str)
     assert not config.lossy
     assert "deflate" in own_names()
     counters = Counters()
@@ -105,7 +105,7 @@ def test_own_lossy_codec_is_told_by_its_chain(install):
     code += "from sglang_cake.codecs.pipeline import Chain\n"
     code += "CHAIN = Chain(Groups(8, group=64))"
     install("int8by64 = cake_int8_by_64:CHAIN", "cake_int8_by_64", code)
-    assert from_mapping({"codec": "int8by64"}).lossy
+    assert resolve({"codec": "int8by64"}, {}, spell=str).lossy
     assert chain_of("int8by64", SMOOTH).of_first().leading is not None
 
 
@@ -166,17 +166,17 @@ def test_own_codec_that_cannot_be_used_is_one_line(install, codec, code, why):
     module = f"cake_codec_{codec.lower()}"
     install(f"{codec} = {module}:CHAIN", "" if code is None else module, code or "")
     with pytest.raises(ConfigError) as error:
-        from_mapping({"codec": codec})
+        resolve({"codec": codec}, {}, spell=str)
     assert why in str(error.value)
     assert codec in str(error.value)
     assert "\n" not in str(error.value)
-    assert from_mapping({"codec": "zstd"}).codec == "zstd", "others are not disturbed"
+    assert resolve({"codec": "zstd"}, {}, spell=str).codec == "zstd", "others are not disturbed"
 
 
 def test_own_codec_of_two_packages_is_refused(install, deflate):
     install("deflate = cake_other:CHAIN")
     with pytest.raises(ConfigError, match="cake_deflate_codec:CHAIN, cake_other:CHAIN"):
-        from_mapping({"codec": "deflate"})
+        resolve({"codec": "deflate"}, {}, spell=str)
 
 
 def test_own_step_cannot_replace_another_one(install):
@@ -188,7 +188,7 @@ def test_own_step_cannot_replace_another_one(install):
 
 def test_own_codec_cannot_replace_a_built_in_one(install):
     install("zstd = cake_codec_zstd:CHAIN", "cake_codec_zstd", "raise AssertionError")
-    assert from_mapping({"codec": "zstd"}).codec == "zstd"
+    assert resolve({"codec": "zstd"}, {}, spell=str).codec == "zstd"
     assert "zstd" not in own_names()
     assert chain_of("zstd", SMOOTH) == parse(chain_of("zstd", SMOOTH).describe().encode())
     assert "cake_codec_zstd" not in sys.modules
@@ -196,4 +196,4 @@ def test_own_codec_cannot_replace_a_built_in_one(install):
 
 def test_unknown_codec_names_the_installed_ones(deflate):
     with pytest.raises(ConfigError, match=r"zstd.*deflate.*did you mean deflate"):
-        from_mapping({"codec": "deflat"})
+        resolve({"codec": "deflat"}, {}, spell=str)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.core.codec_names import CODECS
-from sglang_cake.core.config import (
+from sglang_cake.config import (
     CONFIG_ENV,
     ENABLED_ENV,
     NAMES,
@@ -18,11 +17,11 @@ from sglang_cake.core.config import (
     as_flag,
     as_variable,
     from_environment,
-    from_mapping,
     load_file,
     resolve,
     to_environment,
 )
+from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.errors import ConfigError
 
 PATHS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip)
@@ -51,9 +50,9 @@ def test_config_environment_round_trip_is_equal(config: CakeConfig) -> None:
 
 @given(CONFIGS)
 def test_config_mapping_round_trip_is_equal_typed_and_as_text(config: CakeConfig) -> None:
-    assert from_mapping(asdict(config)) == config
+    assert resolve(asdict(config), {}, spell=str) == config
     text = {name: str(value) for name, value in asdict(config).items() if value is not None}
-    assert from_mapping(text) == config
+    assert resolve(text, {}, spell=str) == config
 
 
 @given(CONFIGS, CONFIGS, CONFIGS, st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(NAMES)))
@@ -117,7 +116,7 @@ def test_config_files_of_every_format_give_equal_settings(
     if name.lower().endswith("ml") and not name.endswith("toml"):
         pytest.importorskip("yaml")
     want = CakeConfig(mode="load", block_tokens=64, staging_bytes=2 * 2**30)
-    assert from_mapping(load_file(str(tmp_path / name))) == want
+    assert resolve(load_file(str(tmp_path / name)), {}, spell=str) == want
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ BAD: list[tuple[str, object, str]] = [
 def test_config_bad_value_is_refused_with_name_and_allowed_values(
     name: str, value: object, part: str
 ) -> None:
-    assert part in _message(lambda: from_mapping({name: value}))
+    assert part in _message(lambda: resolve({name: value}, {}, spell=str))
     assert part in _message(lambda: resolve({name: value}, {}))
     if "\n" not in name:
         assert as_flag(name) in _message(lambda: resolve({name: value}, {}))
@@ -205,16 +204,16 @@ def test_config_unknown_environment_name_is_refused_with_a_suggestion() -> None:
 @given(st.sampled_from(NAMES), st.text() | st.integers() | st.floats() | st.none() | st.booleans())
 def test_config_any_value_is_taken_or_refused_in_one_line(name: str, value: Any) -> None:
     try:
-        config = from_mapping({name: value})
+        config = resolve({name: value}, {}, spell=str)
     except ConfigError:
-        _message(lambda: from_mapping({name: value}))
+        _message(lambda: resolve({name: value}, {}, spell=str))
     else:
         assert from_environment(to_environment(config)) == config
 
 
 def test_config_every_field_is_a_setting_with_a_default() -> None:
     assert {field.name for field in fields(CakeConfig)} == set(NAMES)
-    assert from_mapping({}) == CakeConfig()
+    assert resolve({}, {}, spell=str) == CakeConfig()
 
 
 def _message(action: Any) -> str:

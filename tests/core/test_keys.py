@@ -73,7 +73,7 @@ def test_key_chain_with_next_tokens_has_a_key_for_each_of_its_blocks(
     chain = KeyChain(SEED, block_tokens, next_tokens=next_tokens)
     for part in (tokens[:stop], tokens):
         assert chain.of(part) == block_keys(SEED, part, block_tokens, next_tokens=next_tokens)
-        assert len(chain.of(part)) == chain.blocks(len(part))
+        assert len(chain.of(part)) == chain.block_count(len(part))
 
 
 def test_block_keys_image_that_begins_behind_a_block_changes_its_key_with_a_next_token():

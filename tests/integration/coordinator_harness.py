@@ -11,8 +11,8 @@ import torch
 from held_reads import HeldReads
 from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scramble
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import Buffer, BufferPool
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
 from sglang_cake.core.token_span import Span
@@ -260,7 +260,7 @@ class CoordinatorHarness(HeldReads):
         """One scheduling step of a request that is served. True: its prefill is over."""
         if self.coordinator.awaits_lookup(req):
             return False
-        self.coordinator.settle(req, self.attach, self)
+        self.coordinator.attach_islands(req, self.attach, self)
         plan = self.coordinator.plan(req, CHUNK)
         if plan is not None and plan.wait:
             return False
@@ -281,7 +281,7 @@ class CoordinatorHarness(HeldReads):
 
     def leave(self, req: FakeReq) -> None:
         """Its slots go back, as when the tree is emptied."""
-        self.coordinator.end(req.rid)
+        self.coordinator.release(req.rid)
         for slots in req.owned:
             self.allocator.free(slots)
         req.owned.clear()

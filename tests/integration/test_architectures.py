@@ -20,7 +20,7 @@ from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.integration import compat
 from sglang_cake.integration.support_matrix import (
     FAMILIES,

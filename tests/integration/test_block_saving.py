@@ -44,7 +44,7 @@ class SavingHarness:
         before = len(self.store.calls)
         self.saving.checkpointed(record, record.tokens[:upto], self.row[:upto], last=last)
         self.io.run(self.writer.drained(), PATIENCE_S)
-        keys = record.chain.of(record.tokens)
+        keys = record.key_chain.of(record.tokens)
         assert self.buffers.free == self.buffers.capacity
         return sorted(keys.index(key) for _, key in self.store.calls[before:])
 
@@ -53,14 +53,14 @@ class SavingHarness:
         before = len(self.store.calls)
         self.saving.polled(lambda each: live and each is record)
         self.io.run(self.writer.drained(), PATIENCE_S)
-        keys = record.chain.of(record.tokens)
+        keys = record.key_chain.of(record.tokens)
         return sorted(keys.index(key) for _, key in self.store.calls[before:])
 
     def expect(self, record: PromptRecord, block: int) -> None:
         """The store holds the block's very bytes."""
         slots = self.row[block * BLOCK : (block + 1) * BLOCK].long()
         wanted = b"".join(bytes(as_bytes(b)[slots].numpy()) for b in buffers_of(self.pool))
-        assert self.memory.blocks[record.chain.of(record.tokens)[block]] == wanted
+        assert self.memory.blocks[record.key_chain.of(record.tokens)[block]] == wanted
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_block_saving_output_tokens_make_blocks_beyond_the_prompt(harness: Savin
     longer = record_of(4, block=BLOCK)
     harness.saving.checkpointed(record, longer.tokens, harness.row[: 4 * BLOCK], last=True)
     harness.io.run(harness.writer.drained(), PATIENCE_S)
-    keys = longer.chain.of(longer.tokens)
+    keys = longer.key_chain.of(longer.tokens)
     assert set(harness.memory.blocks) == set(keys[2:])
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 import sglang_cake
-from sglang_cake.core.config import ENABLED_ENV
+from sglang_cake.config import ENABLED_ENV
 from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.integration import admin_api, plugin, response_stats
 from sglang_cake.integration.boundary import (
@@ -34,7 +34,7 @@ from sglang_cake.integration.boundary import (
 )
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.overlap.layer_gate import LayerGate
-from sglang_cake.integration.request.runahead_interface import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler import scheduler_hooks  # noqa: F401 - its parts are guarded
 from sglang_cake.integration.scheduler.prefill_adder import AS_SGLANG, CakePrefillAdder
 
@@ -337,7 +337,7 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
     )
     identity = SimpleNamespace(poll=lambda: calls.append("identify"))
     holder = SimpleNamespace(
-        coordinator=coordinator, service=SimpleNamespace(identity=identity), helpers=NoHelpers()
+        coordinator=coordinator, service=SimpleNamespace(identity=identity), helpers=NoRunahead()
     )
     scheduler = SimpleNamespace(
         tree_cache=holder,
@@ -370,7 +370,7 @@ def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
     tree = SimpleNamespace(
         coordinator=SimpleNamespace(waiting=waiting, live=[]),
         service=SimpleNamespace(waker=SimpleNamespace(sleep=calls.append)),
-        helpers=NoHelpers(),
+        helpers=NoRunahead(),
     )
     receiver = SimpleNamespace(recv_from_tokenizer=source)
     (idle,) = (each for each in registry if each.endswith("Scheduler.on_idle"))
@@ -424,7 +424,7 @@ def _steps(harness: CoordinatorHarness, req: FakeReq) -> Iterator[Callable[[], A
         harness.settle()
         yield lambda: coordinator.poll([req.rid])
     for _ in range(6):
-        yield lambda: coordinator.settle(req, harness.attach)
+        yield lambda: coordinator.attach_islands(req, harness.attach)
         yield lambda: coordinator.plan(req, BLOCK)
         stop = min(req.prefix_len + BLOCK, len(req.origin_input_ids))
         slots = harness.allocator.alloc(-(-(stop - req.prefix_len) // 4) * 4)
@@ -435,7 +435,7 @@ def _steps(harness: CoordinatorHarness, req: FakeReq) -> Iterator[Callable[[], A
         harness.settle()
         yield lambda: coordinator.poll([req.rid])
     yield lambda: coordinator.reclaim(BLOCK)
-    yield lambda: coordinator.end(req.rid)
+    yield lambda: coordinator.release(req.rid)
 
 
 def _run_with(bomb: Bomb) -> None:
@@ -449,7 +449,7 @@ def _run_with(bomb: Bomb) -> None:
                 step()
             except Fault:
                 sys.setprofile(None)
-                harness.coordinator.end(req.rid)  # what the boundary does
+                harness.coordinator.release(req.rid)  # what the boundary does
             finally:
                 sys.setprofile(None)
             owned = sum(len(each) for each in req.owned)

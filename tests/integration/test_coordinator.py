@@ -329,7 +329,7 @@ def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness)
     harness.coordinator.claimed(req, 72)
     harness.settle()
     assert harness.slow.waiting == []
-    harness.coordinator.end(req.rid)
+    harness.coordinator.release(req.rid)
     harness.all_back()
 
 
@@ -342,7 +342,7 @@ def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
     load = harness.coordinator.record(req.rid)
     assert load is not None
     req.prefix_len = 0
-    harness.coordinator.settle(
+    harness.coordinator.attach_islands(
         req, harness.attach
     )  # the patience is over before the answer is taken in
     harness.coordinator.poll([req.rid])
@@ -471,7 +471,7 @@ def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
         load = harness.coordinator.record(req.rid)
         assert load is not None
         assert sorted(load.memory.staged) == list(range(6))
-        harness.coordinator.settle(req, harness.attach)
+        harness.coordinator.attach_islands(req, harness.attach)
         assert req.prefix_len == 0
         assert load.memory.staged == {}
         assert sorted(load.memory.slots) == [2, 3, 4, 5]
@@ -509,7 +509,7 @@ def test_coordinator_request_with_more_than_keys_cover_is_ignored(
     assert harness.coordinator.record(req.rid) is None
     assert not harness.coordinator.awaits_lookup(req)
     assert harness.coordinator.plan(req, CHUNK) is None
-    harness.coordinator.settle(req, harness.attach)
+    harness.coordinator.attach_islands(req, harness.attach)
     harness.coordinator.claimed(req, 40)
     harness.all_back()
 
@@ -522,7 +522,7 @@ def test_coordinator_adapter_tenant_and_salt_seed_the_keys(harness: CoordinatorH
         harness.arrive(req)
         load = harness.coordinator.record(req.rid)
         assert load is not None
-        return load.chain.of(load.tokens)[0]
+        return load.key_chain.of(load.tokens)[0]
 
     alike = [
         first_key(lora_id="l1", extra_key="tenant" + "l1"),
@@ -554,7 +554,7 @@ def test_coordinator_new_weights_change_the_keys_and_may_suspend(
     assert load is not None
     harness.coordinator.poll([req.rid])
     assert load.agreed.stored == (False, False)
-    harness.coordinator.end_all()
+    harness.coordinator.release_all()
     harness.all_back()
 
 
@@ -571,7 +571,7 @@ def test_coordinator_without_a_namespace_skips_and_counts_requests(
     harness.coordinator.rebase(NAMESPACE, suspended=False)
     harness.arrive(req)
     assert harness.coordinator.record(req.rid) is not None
-    harness.coordinator.end_all()
+    harness.coordinator.release_all()
     harness.all_back()
 
 
@@ -603,7 +603,7 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
         harness.coordinator.poll([req.rid])
         assert harness.coordinator.placed_tokens == 4 * BLOCK
     if reached >= 6:
-        harness.coordinator.settle(req, harness.attach)
+        harness.coordinator.attach_islands(req, harness.attach)
         assert req.prefix_len == 4 * BLOCK
     if way == "flush":
         harness.coordinator.emptied()
@@ -629,7 +629,7 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
     harness.coordinator.poll([req.rid])
     assert harness.coordinator.placed_tokens == 4 * BLOCK
     req.prefix_len = 40
-    harness.coordinator.settle(req, harness.attach)
+    harness.coordinator.attach_islands(req, harness.attach)
     assert req.prefix_len == 64
     assert harness.coordinator.placed_tokens == 0
     assert sum(len(s) for s in req.owned) == 24
@@ -662,7 +662,7 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     assert load is not None
     assert sorted(load.local.fetched) == [0, 1, 2, 3]
     assert load.memory.slots == {}
-    two.coordinator.settle(req, two.attach)
+    two.coordinator.attach_islands(req, two.attach)
     two.coordinator.claimed(req, 32)
     req.prefix_len = 32
     assert sorted(load.local.fetched) == [2, 3]

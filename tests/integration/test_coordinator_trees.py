@@ -85,12 +85,12 @@ class TreeHarness(CoordinatorHarness):
             req.init_next_round_input(tree)
             lock = tree.lock(req.last_node)
             try:
-                self.coordinator.settle(req, tree.attach_waiting, tree)
+                self.coordinator.attach_islands(req, tree.attach_waiting, tree)
             finally:
                 tree.unlock(lock)
             side.check_books()
         else:
-            self.coordinator.settle(req, tree.attach_running, tree)
+            self.coordinator.attach_islands(req, tree.attach_running, tree)
             side.check_books()
         plan = self.coordinator.plan(req, chunk)
         if plan is not None and plan.wait:
@@ -128,7 +128,7 @@ class TreeHarness(CoordinatorHarness):
         if req in side.waiting:
             side.waiting.remove(req)
             side.drop(req)
-            self.coordinator.end(req.rid)
+            self.coordinator.release(req.rid)
         else:
             side.release(req, checkpoint=checkpoint)
         side.check_books()

@@ -114,7 +114,7 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     record.meet.advance(offset)
     span = record.meet.island()
     assert span == Span(offset, 3 * block - cut)
-    slots = harness.device_slots.take(record, span)
+    slots = harness.device_slots.take_slots(record, span)
     assert len(slots) == span.tokens == len(set(slots.tolist()))
     assert harness.free == harness.size - span.tokens
     assert harness.device_slots.placed_tokens == 0
@@ -299,7 +299,7 @@ def test_device_slots_random_actions_lose_no_slot(
     for action, who, number in actions:
         record = records[who]
         meet, device_slots = record.meet, harness.device_slots
-        wanted = number < meet.blocks and meet.state(number) is BlockState.WANTED
+        wanted = number < meet.block_count and meet.state(number) is BlockState.WANTED
         if action == "reserve" and wanted:
             device_slots.reserve(record, [number])
         elif action == "come" and wanted:
@@ -313,7 +313,7 @@ def test_device_slots_random_actions_lose_no_slot(
             device_slots.place(record, list(record.memory.staged))
         elif action == "take" and (span := meet.island()) is not None:
             if device_slots.place(record, meet.blocks_of(span)):
-                given_on += len(device_slots.take(record, span))
+                given_on += len(device_slots.take_slots(record, span))
                 meet.attach(span)
         elif action == "discard":
             here = [b for b in (number,) if b in record.memory.staged or b in record.memory.slots]
@@ -325,7 +325,7 @@ def test_device_slots_random_actions_lose_no_slot(
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
             device_slots.discard(record, meet.advance(front), "in_tree")
-            device_slots.unreserve(record, range(meet.fence), "overtaken")
+            device_slots.unreserve(record, range(meet.first_loadable), "overtaken")
         held = sum(
             len(copy.slots)
             for r in records

@@ -21,7 +21,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.request.runahead_interface import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler import scheduler_hooks
 
 
@@ -44,7 +44,7 @@ class PrefillServer:
             matched_tokens=lambda req, tokens, limit: 0,
             service=None,
             saving=None,
-            helpers=NoHelpers(),
+            helpers=NoRunahead(),
             let_go=lambda: None,
         )
 
@@ -53,7 +53,7 @@ class PrefillServer:
 def harness() -> Iterator[CoordinatorHarness]:
     made = CoordinatorHarness(mode="load")
     yield made
-    made.coordinator.end_all()
+    made.coordinator.release_all()
     made.io.close()
 
 
@@ -115,7 +115,7 @@ def test_prefill_server_prompt_that_starts_over_is_looked_up_again(
 ) -> None:
     req = req_of(2.5)
     harness.arrive(req)
-    harness.coordinator.end(req.rid)  # its row was released
+    harness.coordinator.release(req.rid)  # its row was released
     hooks["optimistic_release_and_requeue"](None, server, req)
     assert harness.coordinator.live == [req.rid]
 
@@ -160,8 +160,8 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
         def found_no_memory(self) -> bool:
             return False
 
-        def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
-            return [copy.launched(None) for copy in copies]
+        def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
+            return [copy.wait_launched(None) for copy in copies]
 
         def load(self, copy: SlotCopy, staged: Any) -> None:
             self.count += 1
@@ -184,7 +184,7 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
         staging.land(record, block)
     assert device_slots.place(record, [0, 1])
     assert not device_slots.copying  # no copy into the tree
-    device_slots.take(record, Span(0, 2 * BLOCK - 1))
+    device_slots.take_slots(record, Span(0, 2 * BLOCK - 1))
     for number in (1, 2):
         device_slots.check_copies()
         assert device_slots.copying
@@ -240,7 +240,7 @@ def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the
     harness.arrive(req)
     metadata = Metadata()
     sent(hooks, harness.coordinator, req, metadata)
-    harness.coordinator.end(req.rid)
+    harness.coordinator.release(req.rid)
     reads = len(harness.slow.waiting)
     received(hooks, harness.coordinator, generating(req), metadata)
     record = harness.coordinator.record(req.rid)
@@ -293,7 +293,7 @@ def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_k
     coordinator.store_detached = detached == "prefill"
     harness.arrive(req)
     sent(hooks, coordinator, req, metadata)
-    coordinator.end(req.rid)
+    coordinator.release(req.rid)
     coordinator.store_detached = detached == "decode"
     received(hooks, coordinator, generating(req), metadata)
     assert coordinator.live == []

@@ -23,7 +23,7 @@ from sglang_cake.cli.doctor import (
     memory_finding,
     version_finding,
 )
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.integration import compat
 from sglang_cake.integration.server_check import ResolvedServer
 

@@ -88,7 +88,7 @@ class EndHarness(SavingHarness):
 
     def stored_ends(self, record: PromptRecord) -> list[int]:
         """The ends that the store has; each has the right bytes."""
-        keys = record.chain.of(record.tokens)
+        keys = record.key_chain.of(record.tokens)
         size = self.kv.layout.block_bytes
         found = []
         for block, key in enumerate(keys):

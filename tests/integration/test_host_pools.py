@@ -12,8 +12,8 @@ import torch
 from kv_pools import mha
 from system_calls import failing
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import PAGE_BYTES
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration.memory.host_pools import host_pools, pin

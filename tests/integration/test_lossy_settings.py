@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_cake.config import CakeConfig, resolve
 from sglang_cake.core.codec_names import CHOICES, LOSSY
-from sglang_cake.core.config import CakeConfig, resolve
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.identity.identity import rope_theta
 

@@ -450,7 +450,7 @@ def test_coordinator_images_are_loaded_by_their_own_keys_only() -> None:
             harness.coordinator.poll([req.rid])
             assert record.agreed.stored == found
             assert not record.may_overlap
-            harness.coordinator.end(req.rid)
+            harness.coordinator.release(req.rid)
         harness.all_back()
     finally:
         harness.io.close()

@@ -68,7 +68,7 @@ class OverlapAdmission:
         return self.chunked.base.coordinator
 
     def close(self) -> None:
-        self.coordinator.end_all()
+        self.coordinator.release_all()
         self.chunked.base.io.close()
 
 

@@ -131,7 +131,7 @@ class LastStepHarness:
     def begin(self) -> Span | None:
         """As a scheduling step does for a request that is alone."""
         self.base.coordinator.poll([self.req.rid])
-        self.base.coordinator.settle(self.req, self.base.attach)
+        self.base.coordinator.attach_islands(self.req, self.base.attach)
         step = self.base.coordinator.plan(self.req, 64)
         if step is None or not step.wait:
             return None
@@ -230,7 +230,7 @@ def harnesses() -> Iterator[Make]:
 
     yield make
     for harness in made:
-        harness.base.coordinator.end_all()
+        harness.base.coordinator.release_all()
         harness.base.io.close()
 
 
@@ -542,7 +542,7 @@ def test_overlapped_step_random_block_fates_give_right_kv(
             assert report["loaded_tokens"] in range(stored + 1)
         assert report["loaded_tokens"] + report["computed_tokens"] + matched == 2 * BLOCK + tail
     finally:
-        harness.base.coordinator.end_all()
+        harness.base.coordinator.release_all()
         harness.base.io.close()
 
 

@@ -50,8 +50,8 @@ class PrefillLoop:
         load = self.base.coordinator.record(rid)
         assert load is not None
         if self.chance.random() < 0.6:
-            self.base.coordinator.end(rid)
-            keys = load.chain.of(req.origin_input_ids)
+            self.base.coordinator.release(rid)
+            keys = load.key_chain.of(req.origin_input_ids)
             self.base.store({keys[b]: self.base.block(b) for b in range(blocks)})
             self.base.arrive(req)
             self.closed += keys
@@ -87,7 +87,7 @@ class PrefillLoop:
         load = coordinator.record(req.rid)
         if load is not None and load.meet.front > req.in_tree:
             self.progress += 1  # the tree forgot: whoever was put back for it could not know
-        coordinator.settle(req, self.attach)
+        coordinator.attach_islands(req, self.attach)
         req.in_tree = req.prefix_len
         step = coordinator.plan(req, adder.rem_chunk_tokens)
         total = len(req.origin_input_ids)
@@ -172,6 +172,6 @@ def returns_in(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch) -> int:
         else:
             raise AssertionError("somebody does not get on")
     finally:
-        loop.base.coordinator.end_all()
+        loop.base.coordinator.release_all()
         loop.base.io.close()
     return loop.returns

@@ -57,7 +57,7 @@ class TwoRanks:
     def close(self) -> None:
         self._pool.shutdown()
         for harness in self.harnesses:
-            harness.coordinator.end_all()
+            harness.coordinator.release_all()
             harness.io.close()
 
 
@@ -161,7 +161,7 @@ def test_ranks_switched_off_rank_switches_off_the_other_once(ranks: TwoRanks) ->
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     ranks.poll("r")
-    ranks.harnesses[0].coordinator.end("r")
+    ranks.harnesses[0].coordinator.release("r")
     assert not ranks.harnesses[0].coordinator.switch_off()  # the other does not know yet
     assert ranks.poll("r") == [None, None]
     assert ranks.live() == [[], []]  # one without a record ends it everywhere

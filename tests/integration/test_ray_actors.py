@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 
 NODE = {"SGLANG_CAKE_STORE": "file:///node", "SGLANG_CAKE_CONFIG": "/node.toml", "HOME": "/home"}
 ENGINE = "sglang.srt.ray.engine"

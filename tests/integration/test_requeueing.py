@@ -121,7 +121,7 @@ def admissions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield make
     for admission in made:
-        admission.base.coordinator.end_all()
+        admission.base.coordinator.release_all()
         admission.base.io.close()
 
 
@@ -244,7 +244,7 @@ def test_chunked_request_in_fcfs_yields_to_an_earlier_landed_request(
     admission.queue.append(stored)
     admission.land(stored)
     assert admission.chunk(running) is running  # it had its turn while nobody asked for it
-    admission.base.coordinator.end("stored")
+    admission.base.coordinator.release("stored")
     stored = admission.req("stored again", stored=True)
     later = admission.req("later")
     admission.queue[:] = [stored]
@@ -502,7 +502,7 @@ def test_coordinator_admitted_prompt_takes_slots_of_one_that_waits(admissions: M
     admitted = admission.req("admitted", stored=True)
     admission.land(admitted)
     assert allocator.alloc(allocator.available_size()) is not None
-    coordinator.settle(admitted, admission.base.attach, admission.base)
+    coordinator.attach_islands(admitted, admission.base.attach, admission.base)
     assert admitted.prefix_len == 4 * BLOCK
     assert coordinator.placed_tokens == 0
 
@@ -518,5 +518,5 @@ def test_requeued_request_that_lost_a_part_of_a_page_counts_all_its_loads_as_cac
     admission.wait(req)
     assert admission.chunk(req) is None  # it went back to the queue
     req.prefix_len = BLOCK  # whole pages are in the tree
-    admission.base.coordinator.settle(req, lambda *args: None)
+    admission.base.coordinator.attach_islands(req, lambda *args: None)
     assert req.already_computed == BLOCK

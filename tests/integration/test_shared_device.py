@@ -138,7 +138,7 @@ class SharedDevice:
             for at_s, req in list(live):
                 if req.prefix_len == len(req.origin_input_ids):
                     done[req.rid] = self.io.now_s - begun_s - at_s
-                    coordinator.end(req.rid)
+                    coordinator.release(req.rid)
                     live.remove((at_s, req))
         return [done[req.rid] for _, req in arrivals]
 
@@ -167,7 +167,7 @@ class SharedDevice:
         coordinator, total = self.base.coordinator, len(req.origin_input_ids)
         if left <= 0 or coordinator.awaits_lookup(req):
             return req.prefix_len
-        coordinator.settle(req, self._attach)
+        coordinator.attach_islands(req, self._attach)
         step = coordinator.plan(req, left)
         return min(total, req.prefix_len + left) if step is None else step.stop
 

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from kv_pools import record_of
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts, StepWork
@@ -95,7 +95,7 @@ def test_step_costs_pipelined_step_under_way_makes_loading_worth_it() -> None:
         assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
         step_costs.claimed(0, 640)
         timer = Timer(0.85)
-        step_costs.launched(timer)
+        step_costs.step_launched(timer)
         assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
         step_costs.polled()
         assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
@@ -110,7 +110,7 @@ def test_step_costs_pipelined_busy_time_is_the_rest_of_the_launched_steps() -> N
     with virtual_time() as io:
         for start, timer in zip((0, 100), timers, strict=True):
             step_costs.claimed(start, start + 100)
-            step_costs.launched(timer)
+            step_costs.step_launched(timer)
             step_costs.polled()
         first_s, second_s = COST.step_s(0, 100), COST.step_s(100, 200)
         assert step_costs.busy_s == pytest.approx(first_s + second_s)
@@ -131,7 +131,7 @@ def test_step_costs_plan_is_made_for_the_moment_at_which_the_device_is_free() ->
     with virtual_time():
         assert step_costs.costs(LIVE).backlog_s == 0.0
         step_costs.claimed(0, 640)
-        step_costs.launched(Timer(0.85))
+        step_costs.step_launched(Timer(0.85))
         step_costs.polled()
         step_costs.agree([], RankConsensus(None))
         assert step_costs.costs(LIVE).backlog_s == pytest.approx(COST.step_s(0, 640))
@@ -165,7 +165,7 @@ def test_step_costs_pipelined_steps_are_measured_by_their_own_timers() -> None:
             tokens = 8192 if number % 5 < 4 else 700
             step_costs.claimed(start, start + tokens)
             timer = Timer(true.step_s(start, start + tokens))
-            step_costs.launched(timer)
+            step_costs.step_launched(timer)
             if under_way is not None:
                 io.now_s += under_way.took_s
                 under_way.ended = True
@@ -180,7 +180,7 @@ def test_step_costs_pipelined_steps_are_measured_by_their_own_timers() -> None:
 
 def test_step_costs_pipelined_decode_step_is_not_measured() -> None:
     step_costs = pipelined()
-    step_costs.launched(Timer(0.01, ended=True))
+    step_costs.step_launched(Timer(0.01, ended=True))
     step_costs.polled()
     assert not step_costs.measured
 

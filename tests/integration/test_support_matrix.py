@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from kv_pools import deepseek_v4
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import CHOICES, LOSSY
-from sglang_cake.core.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration import support_matrix
 from sglang_cake.integration.identity.identity import LoadedDraft, ModelSource

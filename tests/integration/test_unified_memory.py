@@ -163,7 +163,7 @@ def test_unified_memory_slots_do_not_move_under_a_copy(
             save.ended.result(PATIENCE_S)
             found = [bytes(each.view) for each in buffers]
         else:
-            assert None not in copier.launched(copies)
+            assert None not in copier.wait_launched(copies)
             found = side.bytes_in(slots)
     finally:
         goes_on.set()
@@ -194,7 +194,7 @@ def test_unified_memory_slots_are_given_to_blocks_that_have_landed(
     side.full.free_segment(earlier, start_pos=0)
     placed = torch.cat([record.memory.slots[block].slots for block in range(2)])
     side.move(placed)
-    slots = device.take(record, Span(0, 2 * BLOCK))
+    slots = device.take_slots(record, Span(0, 2 * BLOCK))
     assert torch.equal(slots, placed)
     assert side.bytes_in(slots) == wanted
 

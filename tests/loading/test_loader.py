@@ -162,9 +162,9 @@ class LoaderHarness(HeldReads):
         self.keys[rid] = keys_of(tokens)
         prompt = LoadRequest(
             load_id=rid,
-            chain=KeyChain(SEED, BLOCK),
+            key_chain=KeyChain(SEED, BLOCK),
             tokens=tokens,
-            blocks=len(tokens) // BLOCK,
+            block_count=len(tokens) // BLOCK,
             first_block=first,
             should_load=lambda stored, cost: load and sum(stored[first:]) >= least,
         )
@@ -271,7 +271,7 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     for event in harness.held:
         assert bytes(event.staged.buffer.view) == bytes_of(keys[event.block])
     harness.release()
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.settle()
     assert harness.pool.free == harness.pool.capacity
     assert harness.wasted() == {}
@@ -328,7 +328,7 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
     assert harness.failures() == {"lookup": 1}
 
 
-def test_loader_fenced_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
+def test_loader_computed_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     store = TwoPlaces(harness.recorded, keys)
@@ -338,7 +338,7 @@ def test_loader_fenced_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
     assert harness.loader.cost_of("a").block_s == pytest.approx((3 * 0.5 + 3 * 30.0) / 6)
-    harness.loader.fence("a", 3)
+    harness.loader.set_first_loadable("a", 3)
     harness.open(keys[5])
     assert harness.loader.cost_of("a").block_s == pytest.approx(30.0)
 
@@ -371,26 +371,31 @@ def test_loader_lookup_without_load_reads_nothing(harness: LoaderHarness) -> Non
     assert harness.read_keys() == []
 
 
-# ---- the fence ----
+# ---- computed blocks ----
 
 
-def test_loader_fence_cancels_reads_below_it_and_starts_no_more(harness: LoaderHarness) -> None:
+def test_loader_reads_of_computed_blocks_end_and_none_starts(
+    harness: LoaderHarness,
+) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
-    harness.loader.fence("a", 5)
+    harness.loader.set_first_loadable("a", 5)
     assert harness.waiting() == [keys[5]]
     assert harness.wasted() == {"cancelled": BYTES}
     harness.open(*keys)
     assert harness.landed() == [("a", 5)]
     assert harness.read_keys() == [keys[5], keys[4]]
-    harness.loader.fence("a", 2)  # a fence never goes back
+    harness.loader.set_first_loadable("a", 2)  # it never goes back
     assert harness.read_keys() == [keys[5], keys[4]]
 
 
-def test_loader_fence_before_a_queued_read_begins_prevents_the_read(harness: LoaderHarness) -> None:
-    """The loader has started the next read, and its task has not run, when the fence rises."""
+def test_loader_block_computed_before_its_read_begins_is_not_read(
+    harness: LoaderHarness,
+) -> None:
+    """The loader has started the next read, and its task has not run, when its block is
+    computed."""
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     entered, go_on = threading.Event(), threading.Event()
@@ -405,13 +410,13 @@ def test_loader_fence_before_a_queued_read_begins_prevents_the_read(harness: Loa
     harness.io.loop.call_soon_threadsafe(harness.slow.release, keys[3])
     assert entered.wait(PATIENCE_S)
     started = harness.loader.under_way("a")[1]
-    harness.loader.fence("a", 2)
+    harness.loader.set_first_loadable("a", 2)
     go_on.set()
     assert harness.read_keys() == [keys[3], keys[2]]
     assert ended == [keys[3]]
     assert harness.loader.under_way("a").keys() == {2}
     assert not started.wait_whole(time.monotonic() + PATIENCE_S)
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.landed() == [("a", 3)]
     harness.release()
     assert harness.pool.free == harness.pool.capacity
@@ -420,7 +425,7 @@ def test_loader_fence_before_a_queued_read_begins_prevents_the_read(harness: Loa
 def test_loader_read_cancelled_before_it_began_frees_its_buffer(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
-    ended = after_read_ends(harness, keys[3], lambda: harness.loader.end("a"))
+    ended = after_read_ends(harness, keys[3], lambda: harness.loader.cancel("a"))
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[3], keys[2]]
     # The read of block 1 starts, and is cancelled before its task has run at all.
@@ -587,7 +592,7 @@ def test_loader_reads_blocks_below_while_lent_blocks_wait_for_their_copies(
     assert harness.wakes == 2, "the lookup, and the last block"
 
 
-@pytest.mark.parametrize("how", ["fence", "keep"])
+@pytest.mark.parametrize("how", ["compute", "keep"])
 def test_loader_ahead_of_its_copies_reads_nothing_that_is_not_worth_it(
     harness: LoaderHarness, how: str
 ) -> None:
@@ -598,9 +603,9 @@ def test_loader_ahead_of_its_copies_reads_nothing_that_is_not_worth_it(
     harness.loader = harness.new_loader(store)
     harness.begin("a", tokens, load=False)
     harness.settle()
-    if how == "fence":
-        harness.loader.fence("a", 4)
-    harness.loader.set_load_from("a", 0 if how == "fence" else 4)
+    if how == "compute":
+        harness.loader.set_first_loadable("a", 4)
+    harness.loader.set_load_from("a", 0 if how == "compute" else 4)
     assert sorted(harness.landed()) == [("a", 4), ("a", 5), ("a", 10), ("a", 11)]
     assert harness.read_keys() == [keys[5], keys[4]]
     harness.release()
@@ -693,7 +698,7 @@ def test_loader_store_that_fails_to_lend_is_read(harness: LoaderHarness, error: 
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
 
 
-def test_loader_fenced_blocks_are_not_lent(harness: LoaderHarness) -> None:
+def test_loader_computed_blocks_are_not_lent(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)
     store = LendingStore(harness.recorded, keys)
@@ -701,7 +706,7 @@ def test_loader_fenced_blocks_are_not_lent(harness: LoaderHarness) -> None:
     harness.begin("a", tokens, load=False)
     harness.settle()
     assert store.lent == []
-    harness.loader.fence("a", 2)
+    harness.loader.set_first_loadable("a", 2)
     harness.loader.set_load_from("a", 0)
     harness.settle()
     assert store.lent == [keys[3], keys[2]]
@@ -713,7 +718,7 @@ def test_loader_shared_read_goes_on_when_one_prompt_ends(harness: LoaderHarness)
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     assert harness.waiting() == keys
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.waiting() == keys
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
@@ -737,7 +742,7 @@ def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     harness.io.post(busy)
     assert entered.wait(PATIENCE_S)
     # The I/O thread does both in one iteration of its loop.
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.loader.set_load_from("b", 0)
     go_on.set()
     harness.open(*keys)
@@ -802,11 +807,11 @@ def test_loader_prompts_sharing_a_read_see_the_same_reading(
     readings = harness.loader.under_way("a")
     assert readings.keys() == {1, 0}
     assert harness.loader.under_way("b") == readings
-    harness.loader.fence("a", 1)
+    harness.loader.set_first_loadable("a", 1)
     harness.settle()
     assert harness.loader.under_way("a").keys() == {1}
     assert harness.loader.under_way("b") == readings, "for b it goes on"
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.loader.under_way("a") == {}
     harness.settle()
     assert harness.loader.under_way("b") == readings
@@ -879,7 +884,7 @@ def test_loader_landed_event_is_queued_before_a_whole_read_ends(
     assert bytes(reading.buffer.view) == bytes_of(keys[0])
 
 
-@pytest.mark.parametrize("how", ["missing", "broken", "fence", "end"])
+@pytest.mark.parametrize("how", ["missing", "broken", "compute", "end"])
 def test_loader_failed_read_frees_its_buffer_only_after_its_end(
     harness: LoaderHarness, ends: list[End], how: str
 ) -> None:
@@ -892,10 +897,10 @@ def test_loader_failed_read_frees_its_buffer_only_after_its_end(
         harness.faulty.fail(keys[0], BlockMissing("gone"))
     harness.begin("a", tokens)
     harness.settle()
-    if how == "fence":
-        harness.loader.fence("a", 1)
+    if how == "compute":
+        harness.loader.set_first_loadable("a", 1)
     elif how == "end":
-        harness.loader.end("a")
+        harness.loader.cancel("a")
     harness.settle()
     (end,) = ends
     assert not end.whole
@@ -987,7 +992,7 @@ def test_loader_keep_none_cancels_reads_and_a_later_keep_resumes(
     harness.loader.set_load_from("a", None)
     assert harness.waiting() == []
     assert harness.pool.free == harness.pool.capacity
-    harness.loader.fence("a", 2)
+    harness.loader.set_first_loadable("a", 2)
     harness.loader.set_load_from("a", 0)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.open(*keys)
@@ -1126,14 +1131,14 @@ def test_loader_end_cancels_reads_and_reports_nothing_more(harness: LoaderHarnes
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[3], keys[2]]
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     assert harness.waiting() == []
     assert harness.wasted() == {"cancelled": 2 * BYTES}
     assert harness.pool.free == harness.pool.capacity
     harness.open(*keys)
     assert harness.landed() == []
-    harness.loader.end("a")
-    harness.loader.fence("a", 3)
+    harness.loader.cancel("a")
+    harness.loader.set_first_loadable("a", 3)
 
 
 def test_loader_end_before_the_lookup_begins_reads_nothing(harness: LoaderHarness) -> None:
@@ -1142,7 +1147,7 @@ def test_loader_end_before_the_lookup_begins_reads_nothing(harness: LoaderHarnes
     go_on = threading.Event()
     harness.io.post(go_on.wait, PATIENCE_S)
     harness.begin("a", tokens)
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     go_on.set()
     assert harness.read_keys() == []
     assert harness.pool.free == harness.pool.capacity
@@ -1161,7 +1166,7 @@ def test_loader_end_during_the_lookup_reads_nothing(harness: LoaderHarness) -> N
     harness.loader = harness.new_loader(SlowLookup(harness.recorded))
     harness.begin("a", tokens)
     assert asked.wait(PATIENCE_S)
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.io.post(answer.set)
     assert harness.read_keys() == []
     assert harness.loader.stats.reads == 0
@@ -1228,7 +1233,7 @@ def test_loader_closed_finishes_open_reads_and_starts_no_more(harness: LoaderHar
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["begin", "fence", "order", "keep", "end", "open", "news", "release", "lose"]
+            ["begin", "compute", "order", "keep", "end", "open", "news", "release", "lose"]
         ),
         st.integers(0, 2),
         st.integers(0, 5),
@@ -1278,24 +1283,24 @@ def drive_loader(
     harness: LoaderHarness, keys: list[list[BlockKey]], actions: list[tuple[str, int, int]]
 ) -> None:
     live: set[int] = set()
-    fence = [0, 0, 0]
+    first = [0, 0, 0]
     readings: set[BlockRead] = set()
     for action, who, number in actions:
         rid = str(who)
         if action == "begin" and who not in live:
             live.add(who)
-            fence[who] = number // 2
-            harness.begin(rid, PROMPTS[who], first=fence[who])
-        elif action == "fence":
-            fence[who] = max(fence[who], number)
-            harness.loader.fence(rid, number)
+            first[who] = number // 2
+            harness.begin(rid, PROMPTS[who], first=first[who])
+        elif action == "compute":
+            first[who] = max(first[who], number)
+            harness.loader.set_first_loadable(rid, number)
         elif action == "order":
             harness.loader.order([rid, *map(str, live - {who})])
         elif action == "keep":
             harness.loader.set_load_from(rid, number)
         elif action == "end":
             live.discard(who)
-            harness.loader.end(rid)
+            harness.loader.cancel(rid)
         elif action == "open":
             harness.io.loop.call_soon_threadsafe(harness.slow.release, keys[who][number])
         elif action == "lose":
@@ -1321,9 +1326,9 @@ def drive_loader(
         told = {
             e.block for e in harness.events if not isinstance(e, LookedUp) and e.load_id == str(who)
         }
-        assert set(range(fence[who], 6)) <= told
+        assert set(range(first[who], 6)) <= told
     for who in live:
-        harness.loader.end(str(who))
+        harness.loader.cancel(str(who))
     harness.news()
     harness.release()
     assert harness.pool.free == harness.pool.capacity
@@ -1401,6 +1406,6 @@ def test_loader_wasted_bytes_are_counted_in_encoded_size(harness: LoaderHarness)
     harness.release(used=False, reason="overtaken")
     assert harness.wasted() == {"overtaken": 10}
     assert harness.waiting() == [first]
-    harness.loader.end("a")
+    harness.loader.cancel("a")
     harness.settle()
     assert harness.wasted() == {"overtaken": 10, "cancelled": 10}

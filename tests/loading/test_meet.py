@@ -26,7 +26,7 @@ def ahead(meet: Meet) -> list[tuple[int, BlockState]]:
 
 
 def states(meet: Meet) -> list[BlockState]:
-    return [meet.state(b) for b in range(meet.blocks)]
+    return [meet.state(b) for b in range(meet.block_count)]
 
 
 class MeetMachine(MeetRace):
@@ -45,9 +45,9 @@ class MeetMachine(MeetRace):
     ) -> None:
         self.start(page, pages, prompt, chunk, short, device)
 
-    def fence(self) -> None:
-        """What the loader does when it hears of the fence."""
-        self.loading = {b for b in self.loading if b >= self.meet.fence}
+    def forget_computed(self) -> None:
+        """What the loader does when it hears of `first_loadable`."""
+        self.loading = {b for b in self.loading if b >= self.meet.first_loadable}
 
     def attach(self) -> None:
         while (span := self.meet.island()) is not None:
@@ -58,7 +58,7 @@ class MeetMachine(MeetRace):
                 self.bytes_here.remove(b)
             self.cover(*span, "attached")
             self.meet.attach(span)
-        self.fence()
+        self.forget_computed()
 
     def claim(self, stop: int) -> None:
         assert self.meet.front < stop <= self.prompt
@@ -66,8 +66,8 @@ class MeetMachine(MeetRace):
         self.cover(self.meet.front, stop, "computed")
         claimed = range(self.meet.front // self.block, -(-stop // self.block))
         assert not any(before[b] is S.LANDED for b in claimed if b < len(before))
-        assert self.meet.claim(stop) == self.meet.fence
-        self.fence()
+        assert self.meet.claim(stop) == self.meet.first_loadable
+        self.forget_computed()
 
     # ---- what may happen, in any order ----
 
@@ -77,14 +77,14 @@ class MeetMachine(MeetRace):
         full = self.prompt // self.block
         some = st.lists(st.booleans(), min_size=full, max_size=full)
         stored = data.draw(st.one_of(st.just([True] * full), some))
-        fence = self.meet.fence
+        first = self.meet.first_loadable
         self.found = True
         self.meet.found(stored)
-        self.loading = {b for b in range(fence, self.meet.blocks) if stored[b]}
+        self.loading = {b for b in range(first, self.meet.block_count) if stored[b]}
         self.forget_not_wanted()
 
     def forget_not_wanted(self) -> None:
-        for b in range(self.meet.blocks):
+        for b in range(self.meet.block_count):
             if self.meet.state(b) is S.WANTED:
                 assert b in self.loading, "waits for a block that nobody brings"
 
@@ -139,7 +139,7 @@ class MeetMachine(MeetRace):
         assert here - set(surplus) <= {front // self.block}
         self.bytes_here -= set(surplus)
         self.got[:front] = ["tree"] * front
-        self.fence()
+        self.forget_computed()
 
     # ---- what must hold at every moment ----
 
@@ -149,9 +149,9 @@ class MeetMachine(MeetRace):
             return
         meet = self.meet
         assert meet.front == self.front_of_tokens()
-        landed = {b for b in range(meet.blocks) if meet.state(b) is S.LANDED}
+        landed = {b for b in range(meet.block_count) if meet.state(b) is S.LANDED}
         assert landed == self.bytes_here
-        for b in range(meet.blocks):
+        for b in range(meet.block_count):
             tokens = self.got[b * self.block : min((b + 1) * self.block, meet.limit)]
             if meet.state(b) is S.LANDED:
                 assert "computed" not in tokens
@@ -164,11 +164,13 @@ class MeetMachine(MeetRace):
             self.forget_not_wanted()
 
     @invariant()
-    def fence_hides_what_compute_owns(self) -> None:
+    def no_claimed_block_is_loadable(self) -> None:
         if hasattr(self, "meet"):
             meet = self.meet
-            assert not any(meet.state(b) is S.CLAIMED for b in range(meet.fence, meet.blocks))
-            assert not any(b < meet.fence for b in self.loading)
+            assert not any(
+                meet.state(b) is S.CLAIMED for b in range(meet.first_loadable, meet.block_count)
+            )
+            assert not any(b < meet.first_loadable for b in self.loading)
 
     @invariant()
     def pending_means_a_block_is_to_come(self) -> None:
@@ -268,7 +270,7 @@ def meet_of(
 def test_meet_prompt_shorter_than_a_block_has_no_blocks() -> None:
     meet = meet_of(0.9)
     meet.found([])
-    assert meet.blocks == 0
+    assert meet.block_count == 0
     assert meet.island() is None
     assert not meet.pending
     assert plan(meet, 32) == StepPlan(32)
@@ -282,8 +284,8 @@ def test_meet_wholly_stored_prompt_leaves_its_last_page_to_compute(
 ) -> None:
     meet = meet_of(4, page=page)
     meet.found([True] * 4)
-    assert meet.blocks == -(-attached // 64)  # with pages of a block the last one is of no use
-    for b in reversed(range(meet.blocks)):
+    assert meet.block_count == -(-attached // 64)  # with pages of a block the last one is of no use
+    for b in reversed(range(meet.block_count)):
         assert meet.landed(b)
     assert meet.island() == Span(0, attached)
     meet.attach(Span(0, attached))
@@ -331,7 +333,7 @@ def test_meet_island_right_of_a_hole_waits_for_the_claim() -> None:
 
 def test_meet_prefix_ending_inside_a_block_attaches_its_rest() -> None:
     meet = meet_of(3.5, page=16, front=80)
-    assert meet.fence == 1
+    assert meet.first_loadable == 1
     meet.found([True] * 3)
     assert states(meet) == [S.CLAIMED, S.WANTED, S.WANTED]
     assert meet.landed(1)
@@ -353,7 +355,7 @@ def test_meet_limit_inside_the_last_block_cuts_the_island() -> None:
     meet = meet_of(3, page=16, limit=170)
     meet.found([True] * 3)
     assert meet.limit == 160
-    assert meet.blocks == 3
+    assert meet.block_count == 3
     meet.claim(128)
     assert meet.landed(2)
     assert meet.island() == Span(128, 160)
@@ -364,7 +366,7 @@ def test_meet_limit_inside_the_last_block_cuts_the_island() -> None:
 def test_meet_limit_at_a_block_border_leaves_the_block_out() -> None:
     meet = meet_of(3, limit=128)
     meet.found([True] * 3)
-    assert meet.blocks == 2
+    assert meet.block_count == 2
 
 
 def test_meet_front_past_the_limit_claims_every_block() -> None:
@@ -373,7 +375,7 @@ def test_meet_front_past_the_limit_claims_every_block() -> None:
     assert meet.landed(2)
     assert meet.advance(170) == [2]
     assert states(meet) == [S.CLAIMED] * 3
-    assert meet.fence == 3
+    assert meet.first_loadable == 3
     assert not meet.pending
 
 

@@ -19,6 +19,11 @@ from sglang_cake.loading.planner import StepPlan
 S = BlockState
 
 
+def target_of(meet: Meet) -> int:
+    """The target in tokens; 0: there is none."""
+    return meet.run.stop * meet.block_tokens
+
+
 class EndRace(MeetRace):
     """A model with end states: blocks are attached up to the target alone."""
 
@@ -56,13 +61,13 @@ class EndRace(MeetRace):
         """What the loader does when it hears of the target."""
         wanted = {*self.meet.run, *self.meet.end_indices}
         self.loading = (self.loading & wanted) | (wanted - self.asked)
-        self.loading -= {b for b in range(self.meet.blocks) if b < self.meet.fence}
+        self.loading -= {b for b in range(self.meet.block_count) if b < self.meet.first_loadable}
         self.asked |= wanted
 
     def attach(self) -> None:
         while (span := self.meet.island()) is not None:
             assert span.start == self.meet.front == self.front_of_tokens()
-            assert span.stop == self.meet.target
+            assert span.stop == target_of(self.meet)
             assert span.stop in self.ends
             assert span.stop <= self.meet.limit < self.prompt
             used = {*self.meet.blocks_of(span), *self.meet.end_indices}
@@ -78,9 +83,9 @@ class EndRace(MeetRace):
         front = self.meet.front
         self.surplus(self.meet.drop_before(stop))
         touched = range(self.meet.front // self.block, -(-stop // self.block))
-        assert not self.bytes_here & {b for b in touched if b < self.meet.blocks}
+        assert not self.bytes_here & {b for b in touched if b < self.meet.block_count}
         self.cover(front, stop, "computed")
-        assert self.meet.claim(stop) == self.meet.fence
+        assert self.meet.claim(stop) == self.meet.first_loadable
         self.tell_loader()
 
     # ---- what may happen, in any order ----
@@ -183,31 +188,30 @@ class EndRace(MeetRace):
         if not hasattr(self, "meet"):
             return
         meet = self.meet
-        to_come = {b for b in range(meet.blocks) if meet.state(b) in (S.WANTED, S.LANDED)}
+        to_come = {b for b in range(meet.block_count) if meet.state(b) in (S.WANTED, S.LANDED)}
         assert to_come == set(meet.run)
-        assert bool(meet.target) == bool(to_come)
-        assert not meet.run or meet.run.stop * self.block == meet.target
+        assert bool(target_of(meet)) == bool(to_come)
         for b in meet.indices:
             assert meet.state(b) is not S.WANTED or b in self.loading, "nobody brings it"
 
     @invariant()
     def target_only_falls(self) -> None:
         if hasattr(self, "meet") and self.found:
-            assert self.meet.target <= self.lowest_target
-            self.lowest_target = self.meet.target
-            assert self.meet.target == 0 or self.meet.target in self.ends
+            assert target_of(self.meet) <= self.lowest_target
+            self.lowest_target = target_of(self.meet)
+            assert target_of(self.meet) == 0 or target_of(self.meet) in self.ends
 
     @invariant()
     def tokens_are_got_in_order(self) -> None:
         if hasattr(self, "meet"):
             assert self.meet.front == self.front_of_tokens()
-            for b in self.bytes_here & set(range(self.meet.blocks)):
+            for b in self.bytes_here & set(range(self.meet.block_count)):
                 assert "computed" not in self.got[b * self.block : (b + 1) * self.block]
 
     @invariant()
     def pending_means_a_block_is_to_come(self) -> None:
         if hasattr(self, "meet"):
-            assert self.meet.pending == bool(self.meet.target)
+            assert self.meet.pending == bool(target_of(self.meet))
 
     def teardown(self) -> None:
         super().teardown()
@@ -268,7 +272,7 @@ def meet_of(blocks: float, *, end_blocks: int = 2, block: int = 64, front: int =
 
 def ends_at(meet: Meet, *blocks: int) -> list[bool]:
     """Ends before these blocks."""
-    return [b + 1 in blocks for b in range(meet.blocks)]
+    return [b + 1 in blocks for b in range(meet.block_count)]
 
 
 def land(meet: Meet, *blocks: int) -> None:
@@ -279,7 +283,7 @@ def land(meet: Meet, *blocks: int) -> None:
 def test_meet_without_a_stored_end_wants_nothing() -> None:
     meet = meet_of(4.5)
     meet.found([True] * 4, [False] * 4)
-    assert meet.target == 0
+    assert target_of(meet) == 0
     assert not meet.pending
     assert plan(meet, 512) == StepPlan(288)
 
@@ -287,7 +291,7 @@ def test_meet_without_a_stored_end_wants_nothing() -> None:
 def test_meet_blocks_right_of_the_target_are_not_wanted() -> None:
     meet = meet_of(6.5)
     meet.found([True] * 6, ends_at(meet, 2, 4))
-    assert meet.target == 4 * 64
+    assert target_of(meet) == 4 * 64
     assert meet.run == range(4)
     assert [meet.state(b) for b in (4, 5)] == [S.GONE] * 2
     assert meet.view().wanted == 4 + 2
@@ -321,7 +325,7 @@ def test_meet_limit_of_a_prompt_of_whole_blocks_is_the_block_before_its_last() -
     meet = meet_of(4)
     assert meet.limit == 3 * 64
     meet.found([True] * 4, [True] * 4)
-    assert meet.target == 3 * 64
+    assert target_of(meet) == 3 * 64
 
 
 def test_meet_lost_block_keeps_the_run_right_of_it() -> None:
@@ -341,7 +345,7 @@ def test_meet_lost_block_near_the_target_moves_it_to_a_lower_end() -> None:
     old = meet.end_indices
     land(meet, *old, 15)
     assert sorted(meet.lost(14)) == [15, *old]
-    assert meet.target == 12 * 64
+    assert target_of(meet) == 12 * 64
     assert not set(meet.end_indices) & set(old)
     assert meet.run == range(12)
     assert not meet.landed(old[0])
@@ -352,7 +356,7 @@ def test_meet_lower_end_that_saves_less_than_an_end_state_is_not_taken() -> None
     meet.found([True] * 8, ends_at(meet, 4, 8))
     land(meet, *meet.end_indices, 7, 6, 5)
     assert meet.lost(4) == []
-    assert meet.target == 8 * 64  # three blocks against four, and another end state
+    assert target_of(meet) == 8 * 64  # three blocks against four, and another end state
 
 
 def test_meet_lost_end_block_moves_the_target_to_the_next_lower_end() -> None:
@@ -361,7 +365,7 @@ def test_meet_lost_end_block_moves_the_target_to_the_next_lower_end() -> None:
     first, second = meet.end_indices
     land(meet, second, 5, 4, 3)
     assert sorted(meet.lost(first)) == [4, 5, second]
-    assert meet.target == 4 * 64
+    assert target_of(meet) == 4 * 64
     assert meet.state(3) is S.LANDED  # it is of use before the lower end, too
 
 
@@ -380,7 +384,7 @@ def test_meet_give_up_asks_for_no_lower_end() -> None:
     meet.found([True] * 4, ends_at(meet, 2, 4))
     land(meet, 3, 2, 1, 0)
     assert meet.give_up() == [0, 1, 2, 3]
-    assert meet.target == 0
+    assert target_of(meet) == 0
     assert meet.view().wanted == 0
 
 
@@ -421,4 +425,4 @@ def test_meet_hole_left_of_the_longest_run_is_computed_first() -> None:
 def test_meet_longer_run_before_a_hole_is_the_target() -> None:
     meet = meet_of(8.5)
     meet.found([True] * 5 + [False, True, True], ends_at(meet, 5, 8))
-    assert meet.target == 5 * 64
+    assert target_of(meet) == 5 * 64

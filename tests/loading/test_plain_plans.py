@@ -47,7 +47,7 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
         front=below(prompt // 4 + 1) // page * page,
     )
     share = (1.0, 0.9, 0.5)[below(3)]
-    meet.found([draw.random() < share for _ in range(meet.blocks)])
+    meet.found([draw.random() < share for _ in range(meet.block_count)])
     # A block loads in a hundredth to a hundred times of what computing it takes.
     block_s = block * 0.001 * 10 ** (4 * draw.random() - 2)
     error = draw.random() / 2
@@ -72,7 +72,11 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
             meet.give_up()
         if not plan.wait:
             yield f"fence {meet.claim(plan.stop)}"
-        wanted = [b for b in range(meet.fence, meet.blocks) if meet.state(b) is BlockState.WANTED]
+        wanted = [
+            b
+            for b in range(meet.first_loadable, meet.block_count)
+            if meet.state(b) is BlockState.WANTED
+        ]
         coming = wanted[::-1][: 1 + int(step_s / block_s)]  # from the back
         since_s = 0.0 if coming else since_s + step_s
         for each in coming:
@@ -82,7 +86,7 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
                 begun |= meet.landed(each)
         if draw.random() < 0.02:
             meet.advance(meet.front // 2 // page * page)  # the tree has evicted the rest
-        yield f"{meet.front} {meet.fence} {meet.view().states.hex()}"
+        yield f"{meet.front} {meet.first_loadable} {meet.view().states.hex()}"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -70,7 +70,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
             rid=rid,
             load_id=rid,
             tokens=tokens,
-            chain=chain,
+            key_chain=chain,
             facts=RequestFacts(rid, count),
             meet=meet,
             local=LocalLoads(cost, served_since_s=0.0),

@@ -140,7 +140,7 @@ class FakeCoordinator:
     def placed_tokens(self) -> int:
         return self.held()
 
-    def end(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         pass
 
     def emptied(self) -> None:

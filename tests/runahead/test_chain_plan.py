@@ -33,7 +33,7 @@ def stored(tokens: int, stored_tokens: int, landed_tokens: int = 0) -> View:
     meet = Meet(
         block_tokens=BLOCK, page_tokens=16, limit_tokens=tokens - 1, prompt_tokens=tokens, front=0
     )
-    meet.found([block < stored_tokens // BLOCK for block in range(meet.blocks)])
+    meet.found([block < stored_tokens // BLOCK for block in range(meet.block_count)])
     for block in range((stored_tokens - landed_tokens) // BLOCK, stored_tokens // BLOCK):
         meet.landed(block)
     return meet.view()

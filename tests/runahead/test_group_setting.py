@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.runahead.group_setting import GroupSetting, default_secret_path, group_setting
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from system_calls import Held
 
-from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import PAGE_BYTES, is_on_page, on_page
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
@@ -280,11 +280,11 @@ async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypa
 
 
 async def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch):
-    held = Held(Incoming.check)
+    held = Held(IncomingBlock.check)
     async with stored_block(disk, 3 * PIECE_BYTES) as stored:
         await stored.make_cold()
         # A checksum calls nothing of the system that could be held.
-        monkeypatch.setattr(Incoming, "check", lambda *args: held(*args))
+        monkeypatch.setattr(IncomingBlock, "check", lambda *args: held(*args))
         task = asyncio.create_task(stored.read(on_page(3 * PIECE_BYTES)))
         await asyncio.to_thread(held.entered.wait)
         task.cancel()

@@ -9,7 +9,7 @@ from system_calls import reads_of_this_process
 
 from sglang_cake.cli.doctor import BENCH_S, KvSizes, store_findings, stores_of
 from sglang_cake.cli.named_stores import NamedStore
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.virtual_time import in_virtual_time

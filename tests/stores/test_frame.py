@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang_cake.codecs import frame
 from sglang_cake.codecs.frame import (
     HEADER_BYTES,
-    Incoming,
+    IncomingBlock,
     check_header,
     make_header,
     payload_checksum,
@@ -99,7 +99,7 @@ def test_block_header_of_wrong_length_is_corrupt(size):
 def told_of(raw, pieces):
     """What is told of `raw`, fed in so many pieces, and what comes of it."""
     counts = []
-    block = Incoming(FRAME, KEY, memoryview(bytearray(LAYOUT.block_bytes)), counts.append)
+    block = IncomingBlock(FRAME, KEY, memoryview(bytearray(LAYOUT.block_bytes)), counts.append)
     size = -(-len(raw) // pieces)
     try:
         for start in range(0, len(raw), size):

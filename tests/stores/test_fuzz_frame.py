@@ -9,7 +9,7 @@ from sglang_cake.codecs import frame as frames
 from sglang_cake.codecs.frame import (
     HEADER_BYTES,
     SEALED_BYTES,
-    Incoming,
+    IncomingBlock,
     payload_checksum,
     read_header,
     sealed_frame,
@@ -119,7 +119,7 @@ def test_incoming_block_pieces_of_any_size_give_the_block_or_corrupt(raw, cuts, 
     around = bytearray(b"\x11" * (len(PAYLOAD) + 64))
     out = memoryview(around)[32:-32]
     told = ProgressRecord(out, raw[HEADER_BYTES:][: len(PAYLOAD)])
-    block = Incoming(FRAME, KEY, out, told)
+    block = IncomingBlock(FRAME, KEY, out, told)
 
     def fill():
         rest = memoryview(raw)

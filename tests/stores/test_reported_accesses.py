@@ -177,9 +177,15 @@ def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
 
 def test_reported_accesses_of_many_requests_keep_a_bounded_memory():
     reported = ReportedAccesses()
+
+    def report(number):
+        key = BlockKey(number.to_bytes(32, "big"))
+        return reported.report([key], RequestFacts(str(number), 1), 5.0)
+
     for number in range(MOST_REQUESTS + 10):
-        reported.report([BlockKey(number.to_bytes(32, "big"))], RequestFacts(str(number), 1), 5.0)
-    assert reported.requests == MOST_REQUESTS
+        assert report(number)
+    assert not report(10), "it is remembered"
+    assert report(9), "it is forgotten, and told anew"
     never = key_of("never told of")
     assert reported.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from storetools import ALICE, store
 
-from sglang_cake.core.config import from_mapping
+from sglang_cake.config import resolve
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.throttled import ThrottledStore
@@ -83,7 +83,7 @@ class TestShelves(StoreContract):
 async def test_registered_scheme_opens_alone_and_as_a_tier(install, tmp_path):
     install("cake_shelves", SHELVES, "shelf = cake_shelves:parse")
     url = f"shelf://a?bandwidth=1GB/s,file://{tmp_path}/kv?min_free=0,shelf://b"
-    assert from_mapping({"store": url}).store == url
+    assert resolve({"store": url}, {}, spell=str).store == url
     sources = parse_sources(url)
     tiers = open_store(sources, FRAME, depth=2)
     assert isinstance(tiers, TieredStore)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.cli import main
-from sglang_cake.core.config import from_mapping
+from sglang_cake.config import resolve
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import redacted, split_urls
@@ -43,7 +43,7 @@ def test_store_url_refused_text_is_shown_without_its_secret(text, capsys):
     assert main(["store", "ls", text]) == 2
     assert SECRET not in capsys.readouterr().err
     with pytest.raises(ConfigError) as error:
-        from_mapping({"store": text})
+        resolve({"store": text}, {}, spell=str)
     assert SECRET not in str(error.value)
 
 

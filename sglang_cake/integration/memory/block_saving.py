@@ -104,7 +104,7 @@ class BlockSaving:
         if not record.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
         unsaved = self._requests.setdefault(record, _Unsaved())
-        full = record.chain.blocks(len(tokens))
+        full = record.key_chain.block_count(len(tokens))
         new = range(unsaved.next_block, full)
         unsaved.blocks += [block for block in new if self._is_new(record, block)]
         unsaved.next_block = max(unsaved.next_block, full)
@@ -115,8 +115,8 @@ class BlockSaving:
             if not self._ends.window_tokens:
                 # States do not depend on the next tokens, as draft models' rows in windows do. So a
                 # key is enough.
-                full = record.chain.blocks(known)
-            full = min(full, record.chain.blocks(known - self._ends.tail_tokens))
+                full = record.key_chain.block_count(known)
+            full = min(full, record.key_chain.block_count(known - self._ends.tail_tokens))
         end = min(held_tokens // self._block_tokens, full) * self._block_tokens
         if find_end is not None and self.wants_end(record, end, last=last):
             unsaved.end = end
@@ -183,7 +183,7 @@ class BlockSaving:
         due = [each for each in self._saves if each.record is None or not is_live(each.record)]
         for order in {saving.order_forwards_after for saving in due}:
             saves = [saving.save for saving in due if saving.order_forwards_after == order]
-            order(self._copier.saves_launched(saves))
+            order(self._copier.wait_saves_launched(saves))
 
     def _give_up(self, unsaved: _Unsaved) -> None:
         self._writer.give_up(len(unsaved.blocks))
@@ -214,8 +214,8 @@ class BlockSaving:
         self._saves.append(_Saving(None, save, self._ends.order_forwards_after))
         self._writer.offer(
             WriteJob(
-                chain=record.chain,
-                tokens=tokens[: unsaved.end + record.chain.next_tokens],
+                key_chain=record.key_chain,
+                tokens=tokens[: unsaved.end + record.key_chain.next_tokens],
                 blocks=tuple(range(self._ends.count)),
                 buffers=tuple(buffers),
                 copied=save.ended,
@@ -244,10 +244,10 @@ class BlockSaving:
         save = self._copier.save(slots, buffers, self._kv.fence())
         self._saves = [each for each in self._saves if not each.save.ended.done()]
         self._saves.append(_Saving(record, save, self._kv.order_forwards_after))
-        end = (blocks[-1] + 1) * size + record.chain.next_tokens
+        end = (blocks[-1] + 1) * size + record.key_chain.next_tokens
         self._writer.offer(
             WriteJob(
-                chain=record.chain,
+                key_chain=record.key_chain,
                 tokens=unsaved.tokens[:end],
                 blocks=tuple(blocks),
                 buffers=tuple(buffers),
@@ -262,10 +262,10 @@ class BlockSaving:
             return True  # the store could not deliver it: put it there again
         if not self._shard.stores(block):
             return False
-        if block < record.meet.blocks and record.meet.state(block) is BlockState.ATTACHED:
+        if block < record.meet.block_count and record.meet.state(block) is BlockState.ATTACHED:
             return False
         behind = record.stats.matched_tokens - (block + 1) * self._block_tokens
-        if 0 <= behind < record.chain.next_tokens:
+        if 0 <= behind < record.key_chain.next_tokens:
             # The last tokens' KV in draft models is that of the prompt which the tree got the
             # block from. The next tokens of that prompt may have been others.
             return False

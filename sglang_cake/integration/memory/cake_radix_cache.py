@@ -21,7 +21,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import has_tracked_state
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
-from sglang_cake.integration.request.runahead_interface import NoHelpers
+from sglang_cake.integration.request.runahead_interface import NoRunahead
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -87,7 +87,7 @@ class CakeRadixCache(UnifiedRadixCache):
     coordinator: "Coordinator | None" = None
     saving: "BlockSaving | None" = None
     service: Service | None = None
-    helpers: NoHelpers = NoHelpers()
+    helpers: NoRunahead = NoRunahead()
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
     copier: "Copier | None" = None
@@ -175,8 +175,8 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.overlap_runner is not None and not self.overlap_runner.leave(rid):
             return
         if self.coordinator is not None:
-            self.coordinator.end(rid)
-        self.helpers.end(rid)
+            self.coordinator.release(rid)
+        self.helpers.release(rid)
 
     def forget_all(self) -> None:
         """The same for every request."""
@@ -188,7 +188,7 @@ class CakeRadixCache(UnifiedRadixCache):
         part in the reductions until all ranks know (`let_go`)."""
         saving = self.saving
         self.saving = None
-        self.helpers = NoHelpers()
+        self.helpers = NoRunahead()
         if saving is not None:
             try:
                 saving.before_slots_are_freed(lambda record: False)
@@ -532,8 +532,8 @@ class CakeRadixCache(UnifiedRadixCache):
             if record is not None:
                 self.saving.released(record)
         if self.coordinator is not None and req.rid != self.releasing:
-            self.coordinator.end(req.rid)
-        self.helpers.end(req.rid)
+            self.coordinator.release(req.rid)
+        self.helpers.release(req.rid)
 
     @guarded("CakeRadixCache.release_aborted_request")
     def _aborted(self, request: Any) -> None:

@@ -94,7 +94,7 @@ class SlotCopy:
                     self._changed.notify_all()
             return self._copy
 
-    def launched(self, timeout_s: float | None) -> Copy | None:
+    def wait_launched(self, timeout_s: float | None) -> Copy | None:
         """Wait until the copy is launched. None: it found no device memory, or it was not launched
         within `timeout_s`, and the slots are withdrawn. Raises: what else the launch raised."""
         with self._changed:
@@ -201,12 +201,12 @@ class Copier:
         self._kv.before_moves(stream)
         self._unordered = False
 
-    def launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
-        """These copies, which the copier was given. As `SlotCopy.launched`, for all together."""
+    def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
+        """As `SlotCopy.wait_launched`, for all of these copies, which the copier was given."""
         since_s = time.monotonic()
-        return [copy.launched(self._patience_left_s(since_s)) for copy in copies]
+        return [copy.wait_launched(self._patience_left_s(since_s)) for copy in copies]
 
-    def saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
+    def wait_saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
         """The copies of these saves. A save that is late is given up, and left out, as one that
         failed."""
         since_s = time.monotonic()

@@ -55,7 +55,7 @@ class DeviceSlots:
         self._counters = counters
         self._ends = ends
         self._block_tokens = kv.layout.block_tokens
-        self._taken: list[Copy] = []  # copies that `take` gave away, as far as they may run
+        self._taken: list[Copy] = []  # copies that `take_slots` gave away, as far as they may run
         self.block_bytes = kv.layout.block_bytes
         self.placed_tokens = 0  # of reserved slots, and of slots that hold landed blocks
 
@@ -159,12 +159,12 @@ class DeviceSlots:
         blocks = self._with_slots(record, blocks)
         slots = record.memory.slots
         copies = {b: slots[b] for b in blocks if b in slots}
-        found = dict(zip(copies, self._copier.launched(list(copies.values())), strict=True))
+        found = dict(zip(copies, self._copier.wait_launched(list(copies.values())), strict=True))
         return [b for b in blocks if found.get(b) is None]
 
     # ---- from slots to the tree ----
 
-    def take(self, record: PromptRecord, span: Span) -> torch.Tensor:
+    def take_slots(self, record: PromptRecord, span: Span) -> torch.Tensor:
         """Slots of `span`, none of whose blocks is `uncopied`. The caller owns them from now on.
 
         Slots of these blocks outside of the span are freed. The forwards that follow see the copies
@@ -181,7 +181,7 @@ class DeviceSlots:
 
     @property
     def copying(self) -> bool:
-        """Whether a copy into slots that `take` gave away is still under way."""
+        """Whether a copy into slots that `take_slots` gave away is still under way."""
         return not all(copy.done() for copy in self._taken)
 
     def load_end(self, record: PromptRecord, blocks: Sequence[int], end: EndSlots) -> bool:
@@ -200,7 +200,7 @@ class DeviceSlots:
             copies[-1].begin()
             launch = partial(self._ends.load, index, staged.buffer, end, after)
             self._copier.launch_load(copies[-1], staged, launch)
-        launched = self._copier.launched(copies)
+        launched = self._copier.wait_launched(copies)
         self._ends.order_forwards_after([copy for copy in launched if copy is not None])
         return None not in launched
 
@@ -301,13 +301,13 @@ class DeviceSlots:
     # ---- inside ----
 
     def _order_forwards_after(self, copies: Iterable[SlotCopy]) -> list[Copy]:
-        launched = [c for c in self._copier.launched(list(copies)) if c is not None]
+        launched = [c for c in self._copier.wait_launched(list(copies)) if c is not None]
         self._kv.order_forwards_after(launched)
         return launched
 
     def _with_slots(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
         """Of `blocks`, those that get slots: all but end blocks."""
-        return [block for block in blocks if block < record.meet.blocks]
+        return [block for block in blocks if block < record.meet.block_count]
 
     def _allocate(
         self, blocks: Collection[int], reclaim_from: Sequence[PromptRecord] = ()

@@ -72,4 +72,4 @@ def _timer(tree: CakeRadixCache) -> CudaTimer | None:
 def _launched(tree: CakeRadixCache, timer: CudaTimer | None) -> None:
     if timer is not None and tree.coordinator is not None:
         timer.stop()
-        tree.coordinator.step_costs.launched(timer)
+        tree.coordinator.step_costs.step_launched(timer)

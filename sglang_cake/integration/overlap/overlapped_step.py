@@ -290,7 +290,7 @@ class OverlapRunner:
             self.due = None
         if not reported and self._coordinator.record(req.rid) is not None:
             self._step = None  # its slots are the row's
-            self._coordinator.end(req.rid)
+            self._coordinator.release(req.rid)
         return result
 
     # ---- inside ----
@@ -350,7 +350,7 @@ class OverlapRunner:
     ) -> bool:
         """The step has run: bring the request's record up to date. Returns True."""
         step = self._begun(req)
-        self._coordinator.prompt_loads.take()
+        self._coordinator.prompt_loads.take_events()
         self._coordinator.step_costs.waited(streamed.waited_s)
         self._step = None
         self._coordinator.overlapped_step_ran(
@@ -370,7 +370,7 @@ class OverlapRunner:
         """Write the blocks that have been fetched by now to their slots, whatever was written
         before. Returns these blocks."""
         record = self._begun(req).record
-        self._coordinator.prompt_loads.take()
+        self._coordinator.prompt_loads.take_events()
         fetched = {piece.block for piece in pieces if piece.block in record.local.fetched}
         streamed.write_whole([piece for piece in pieces if piece.block in fetched])
         return fetched

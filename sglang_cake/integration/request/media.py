@@ -179,7 +179,7 @@ def _with_positions(
     items: tuple[MediaItem, ...], found: "MultimodalInputs", tokens: int
 ) -> Media | None:
     """`Media` with M-RoPE positions. None if those of text do not go on one by one, from 0 on and
-    also behind the prompt: SGLang's tree knows only the positions in an identity."""
+    also after the prompt: SGLang's tree knows only the positions in an identity."""
     rows, delta = found.mrope_positions, found.mrope_position_delta
     if rows is None or rows.dim() != 2 or rows.shape[1] < tokens:
         return None

@@ -58,7 +58,7 @@ class LoadUpdate:
 
     Attributes:
         stored: which full blocks are stored; None: known before, or a rank's lookup is under way.
-        ends: behind which of them an end state is stored; empty for a model without end states.
+        ends: after which of them an end state is stored; empty for a model without end states.
         fetched: blocks that every rank has fetched, ascending.
         lost: blocks that a rank could not fetch, ascending.
         elapsed_s: the shortest wait of all ranks, see `PromptRecord.local_elapsed_s`.
@@ -89,7 +89,7 @@ class LocalLoads:
         failed: blocks that could not be fetched.
         late: its loads were given up, since a block was overdue.
         stored: the answer of the lookup; None: under way.
-        ends: behind which full blocks an end state is stored, as far as the lookup says.
+        ends: after which full blocks an end state is stored, as far as the lookup says.
         last_fetched_s: when the last block was fetched.
     """
 
@@ -113,7 +113,7 @@ class AgreedLoads:
         cost: of the loads that the prompt has ahead of it; this rank's own until the first update.
         lookup_done: the lookups of all ranks have answered.
         stored: which full blocks are stored, once the lookup is done.
-        ends: behind which of them an end state is stored, as far as the lookup says.
+        ends: after which of them an end state is stored, as far as the lookup says.
         begun: a block has landed.
         elapsed_s: length of the present wait. Until the lookup has answered: since it began. Then:
             since the last fetched block, or since the link put this prompt first, whichever is
@@ -226,7 +226,7 @@ class PromptRecord:
     rid: str
     load_id: str
     tokens: "array[int]"
-    chain: KeyChain
+    key_chain: KeyChain
     facts: RequestFacts
     meet: Meet
     local: LocalLoads

@@ -1,4 +1,4 @@
-"""The interface of KV-Runahead to the core. `NoHelpers` implements it for a server that is in no
+"""The interface of KV-Runahead to the core. `NoRunahead` implements it for a server that is in no
 group, `Runahead` (`integration/runahead/runahead_scheduler.py`) for a member of one."""
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Verdict = Literal["alone", "wait", "share"]
 
 
-class NoHelpers:
+class NoRunahead:
     """The interface of KV-Runahead, for a server that is no member of a group. `Runahead` overrides
     every method. The scheduler thread owns it."""
 
@@ -43,7 +43,7 @@ class NoHelpers:
         """AROUND a worker's `forward_batch_generation`. Raises: errors of SGLang."""
         return original(worker, batch, **kwargs)
 
-    def end(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted."""
 
     def close(self) -> None:

@@ -45,12 +45,6 @@ class IpcEngine:
         except RuntimeError as error:
             raise OSError(f"CUDA does not share memory: {error}") from None
 
-    @property
-    def sessions(self) -> list[str]:
-        """The peers whose memory is open, the oldest first."""
-        with self._lock:
-            return list(self._theirs)
-
     def allocate(self) -> tuple[int, torch.Tensor]:
         address = self._lent * BUFFER_BYTES
         self._lent += 1

@@ -6,15 +6,11 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.compat import abort_chunked_request, take_deferred_requests
 from sglang_cake.integration.overlap.partial_forward import drop_answer
+from sglang_cake.runahead.partition import PARAMETER
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
-
-# A field of `sampling_params.custom_params`, for searches and benchmarks: "alone"; "closed" or
-# "table", whether or not that is predicted to be faster; or a list of tokens, the end of each
-# worker's span.
-PARAMETER = "cake_runahead"
 
 
 class Aborted(RunaheadError):

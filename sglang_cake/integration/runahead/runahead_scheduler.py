@@ -22,7 +22,7 @@ from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.integration.request.runahead_interface import NoHelpers, Verdict
+from sglang_cake.integration.request.runahead_interface import NoRunahead, Verdict
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,
@@ -80,7 +80,7 @@ class OwnChain:
         return Span(bounds[0], bounds[-1])
 
 
-class Runahead(NoHelpers):
+class Runahead(NoRunahead):
     """One scheduler process as a member of a group. The scheduler thread owns it.
 
     Args:
@@ -195,7 +195,7 @@ class Runahead(NoHelpers):
         chain = self._chain
         return 0 if chain is None or chain.rid != rid else chain.owned.split - chain.span.start
 
-    def end(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
         if self._chain is not None and self._chain.rid == rid:

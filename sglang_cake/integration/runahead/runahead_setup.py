@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.keys import Digest

@@ -5,8 +5,8 @@ SGLang drives it in this order in each scheduling step:
 
 1. `poll`: the loader's events are taken, all ranks agree on them, and landed blocks get slots.
 2. SGLang's checkpoint of the chunk computed before (`BlockSaving.checkpointed`).
-3. For each request of the step: `settle` attaches the islands that the front touches, `plan` says
-   how far to compute, and `claimed` records what the step computes.
+3. For each request of the step: `attach_islands` attaches the islands that the front touches,
+   `plan` says how far to compute, and `claimed` records what the step computes.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest, KeyChain, Media
 from sglang_cake.core.token_span import Span
@@ -190,12 +190,12 @@ class Coordinator:
         """
         if self.store_detached or self.off_here:
             return
-        self.end(req.rid)  # a retracted request comes back under the same id
+        self.release(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         limit = self._limit(req, len(tokens))
         media = self._media(req)
-        chain = None if media is None else self._chain(req, media)
-        if media is None or chain is None:
+        key_chain = None if media is None else self._key_chain(req, media)
+        if media is None or key_chain is None:
             if media is not None:
                 self._counters.add("unnamed_requests")
             self._without_keys[req.rid] = Span(matched(tokens, limit), len(tokens))
@@ -203,7 +203,7 @@ class Coordinator:
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
             req,
-            chain,
+            key_chain,
             tokens,
             limit=limit,
             matched=partial(matched, tokens, limit),
@@ -219,18 +219,18 @@ class Coordinator:
         if self._tail_tokens and reads_prompt(req):
             return 0  # the last layers compute all of its tokens, and need a whole window
         limit = min(longest_prefix_tokens(req, tokens), tokens - self._tail_tokens)
-        # A block's key may cover tokens behind it, and so may those of SGLang's tree.
+        # A block's key may cover tokens after it, and so may those of SGLang's tree.
         return max(0, limit - self.next_tokens)
 
     def prompt_digest(self, rid: str) -> bytes:
         """32 bytes for all that the KV of a live prompt depends on; of a prompt without a record,
         the namespace; zeros: it is of none."""
         if (record := self._records.get(rid)) is not None:
-            return record.chain.prefix_digest(record.tokens)
+            return record.key_chain.prefix_digest(record.tokens)
         return bytes(32) if self._namespace is None or self.suspended else self._namespace
 
     def answer(self, req: "Req", prompt_digest: bytes) -> None:
-        """A decode server has the KV of a prompt, and is about to generate: have the blocks behind
+        """A decode server has the KV of a prompt, and is about to generate: have the blocks after
         the prompt stored. Those of the prompt are the prefill server's to store.
 
         Args:
@@ -241,8 +241,8 @@ class Coordinator:
             return
         tokens = (req.origin_input_ids + req.output_ids)[:-1]  # the last one has no KV yet
         media = self._media(req)
-        chain = None if media is None else self._chain(req, media)
-        if chain is None or chain.prefix_digest(tokens) != prompt_digest:
+        key_chain = None if media is None else self._key_chain(req, media)
+        if key_chain is None or key_chain.prefix_digest(tokens) != prompt_digest:
             if media is not None:
                 self._counters.add("unnamed_requests")
             if prompt_digest != self._namespace and not self.suspended:
@@ -253,13 +253,13 @@ class Coordinator:
                     "nothing is stored until /flush_cache"
                 )
         elif not self.store_detached:
-            self.end(req.rid)
-            stored = (True,) * chain.blocks(len(tokens))
-            record = self._record_of(req, chain, tokens, limit=0, stored=stored)
+            self.release(req.rid)
+            stored = (True,) * key_chain.block_count(len(tokens))
+            record = self._record_of(req, key_chain, tokens, limit=0, stored=stored)
             self._tenants.arrives(record.facts.tenant)
             self._keep(record)
 
-    def end(self, rid: str) -> None:
+    def release(self, rid: str) -> None:
         """The request is over, aborted or retracted: return all that it holds. Unknown ids are
         fine."""
         if (record := self._records.pop(rid, None)) is not None:
@@ -269,14 +269,14 @@ class Coordinator:
                 steps.callback(self.prompt_loads.forget, record)
                 steps.callback(self._device_slots.discard_all, record, "ended")
 
-    def end_all(self) -> None:
+    def release_all(self) -> None:
         """End every request: the tree is being emptied, or the weights change."""
         for rid in list(self._records):
-            self.end(rid)
+            self.release(rid)
 
     def emptied(self) -> None:
         """The tree is being emptied."""
-        self.end_all()
+        self.release_all()
         self.suspended = False
 
     def rebase(self, namespace: Digest | None, *, suspended: bool) -> None:
@@ -287,7 +287,7 @@ class Coordinator:
             suspended: the tree still holds KV of before. What is computed on top of it belongs to
                 no namespace, so nothing is loaded or stored until the tree is emptied.
         """
-        self.end_all()
+        self.release_all()
         self._namespace = namespace
         self.suspended = suspended
 
@@ -318,7 +318,7 @@ class Coordinator:
         if not self.off_everywhere and not self._consensus.on(not self.off_here):
             self.off_here = True
             self.off_everywhere = True
-            self.end_all()
+            self.release_all()
         return not self.off_everywhere
 
     # ---- once a step ----
@@ -380,7 +380,7 @@ class Coordinator:
         self.waiting |= waits
         return waits
 
-    def settle(self, req: "Req", attach: Attach, memory: EndMemory | None = None) -> None:
+    def attach_islands(self, req: "Req", attach: Attach, memory: EndMemory | None = None) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
         Args: memory: of end states, for a model that has them.
@@ -414,7 +414,7 @@ class Coordinator:
                     continue
             try:
                 self._attached(record, span)
-                slots = self._device_slots.take(record, span)
+                slots = self._device_slots.take_slots(record, span)
             except BaseException:
                 if memory is not None and end is not None:
                     memory.free_end(req, end)
@@ -422,10 +422,11 @@ class Coordinator:
             attach(req, slots, span.stop, end)
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
-        self.prompt_loads.fence(record, record.meet.fence)
+        self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
-        """The next step of a settled request; None: compute as usual, no block is to come."""
+        """The next step of a request, after `attach_islands`; None: compute as usual, since no
+        block is to come."""
         record = self._records.get(req.rid)
         if record is None or not record.meet.pending:
             return None
@@ -551,7 +552,7 @@ class Coordinator:
             action()
         except Exception as error:
             failures.append(error)
-            self.end_all()
+            self.release_all()
 
     def _take_events(self, step_s: float) -> None:
         self.step_costs.polled()
@@ -559,12 +560,12 @@ class Coordinator:
             overhead_s=step_s if self._records else None,  # an idle poll is no step
             costs=self.step_costs.own,
         )
-        self.prompt_loads.take()
+        self.prompt_loads.take_events()
         if self._device_slots.check_copies() and not self._consensus.alone:
-            # What `settle` would do on this rank alone. The ranks agree on it before the step.
+            # `attach_islands` would do it on this rank alone. The ranks agree on it before.
             for record in list(self._records.values()):
                 if self._device_slots.found_no_memory(record):
-                    self.end(record.rid)
+                    self.release(record.rid)
         self.prompt_loads.measure(
             [record for record in self._records.values() if record.awaits_loader]
         )
@@ -596,7 +597,7 @@ class Coordinator:
         records = [self._records.get(rid) for rid in rids]
         for rid, same in zip(rids, self._consensus.vote(records), strict=True):
             if not same:
-                self.end(rid)
+                self.release(rid)
         live = (self._records.get(rid) for rid in rids)
         return [record for record in live if record is not None and record.awaits_loader]
 
@@ -651,7 +652,7 @@ class Coordinator:
         self.prompt_loads.serve(served)
         if served:
             first = served[0]
-            blocks = [block for block in first.memory.staged if block < first.meet.blocks]
+            blocks = [block for block in first.memory.staged if block < first.meet.block_count]
             if self._has_memory_for(first):
                 self._device_slots.place(first, blocks)
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
@@ -679,7 +680,7 @@ class Coordinator:
             return None
         return media
 
-    def _chain(self, req: "Req", media: Media) -> KeyChain | None:
+    def _key_chain(self, req: "Req", media: Media) -> KeyChain | None:
         """The keys of this request; None: they are not known, or the tree holds other KV."""
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
@@ -690,7 +691,7 @@ class Coordinator:
     def _record_of(
         self,
         req: "Req",
-        chain: KeyChain,
+        key_chain: KeyChain,
         tokens: "array[int]",
         *,
         limit: int,
@@ -712,7 +713,7 @@ class Coordinator:
             rid=req.rid,
             load_id=load_id,
             tokens=tokens,
-            chain=chain,
+            key_chain=key_chain,
             facts=facts_of(req, load_id, tokens, self.step_costs.own, self.block_tokens),
             meet=Meet(
                 block_tokens=self.block_tokens,
@@ -746,13 +747,13 @@ class Coordinator:
         self._loader.begin(
             LoadRequest(
                 load_id=record.load_id,
-                chain=record.chain,
+                key_chain=record.key_chain,
                 tokens=record.tokens,
-                blocks=record.meet.blocks,
-                first_block=record.meet.fence,
+                block_count=record.meet.block_count,
+                first_block=record.meet.first_loadable,
                 facts=record.facts,
                 should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
-                take=partial(self._device_slots.take_bytes, record),
+                take_over=partial(self._device_slots.take_bytes, record),
                 end_blocks=self._end_blocks,
             )
         )
@@ -798,7 +799,7 @@ class Coordinator:
         self._reporter.trace(record, "claim", start=span.start, stop=span.stop)
 
     def _claim(self, req: "Req", record: PromptRecord, stop: int) -> None:
-        self.prompt_loads.fence(record, record.meet.claim(stop))
+        self.prompt_loads.set_first_loadable(record, record.meet.claim(stop))
         if stop >= len(record.tokens):
             self._prefilled(req, record)
 

@@ -266,7 +266,7 @@ class CakePrefillAdder(PrefillAdder):
                 preemptor = queue_order.find_preemptor(req, queue, coordinator, policy, budget)
 
             def plan() -> StepPlan | None:
-                coordinator.settle(req, tree.attach_running, tree)
+                coordinator.attach_islands(req, tree.attach_running, tree)
                 return coordinator.plan(req, self._step_tokens)
 
             decision = decide_chunked(
@@ -320,7 +320,7 @@ class CakePrefillAdder(PrefillAdder):
                         # SGLang refuses it, as below. What has landed must not join the tree yet:
                         # it could be evicted before the request is admitted.
                         return AS_SGLANG
-                    coordinator.settle(req, tree.attach_waiting, tree)
+                    coordinator.attach_islands(req, tree.attach_waiting, tree)
             shared = self._decide_share(req, has_chunked_req)
             if shared is not None:
                 return shared
@@ -454,7 +454,7 @@ class CakePrefillAdder(PrefillAdder):
         try:
             if tree.overlap_runner is not None and coordinator is not None:
                 tree.overlap_runner.abandon(req)
-                coordinator.end(req.rid)
+                coordinator.release(req.rid)
         except Exception as error:
             BOUNDARY.failed(_WAITING, error, unsafe=True)
         tree.let_go()

@@ -3,7 +3,7 @@ wanted."""
 
 from collections.abc import Sequence
 
-from sglang_cake.core.config import CakeConfig
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import LATE
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
@@ -46,7 +46,7 @@ class PromptLoads:
         self._records.pop(record.load_id, None)  # absent if the arrival failed before `expect`
         self.stop_loading(record, "ended")
 
-    def take(self) -> None:
+    def take_events(self) -> None:
         """Take the loader's events since the last call."""
         for event in self._loader.drain():
             self._receive(event)
@@ -99,25 +99,25 @@ class PromptLoads:
             self._late(record)
         record.set_load_from(block)
         if overdue and block is None:
-            self._loader.fence(record.load_id, record.meet.blocks)
+            self._loader.set_first_loadable(record.load_id, record.meet.block_count)
             self._device_slots.discard(record, record.meet.give_up(), "overtaken")
             self._device_slots.unreserve(record, list(record.memory.reserved), "overtaken")
             self._aim(record)
         else:
             self._loader.set_load_from(record.load_id, block)
 
-    def fence(self, record: PromptRecord, fence: int) -> None:
-        """Blocks below `fence` are computed: none of them is read any more."""
-        self._loader.fence(record.load_id, fence)
-        computed = [b for b in record.memory.reserved if b < fence]
+    def set_first_loadable(self, record: PromptRecord, block: int) -> None:
+        """Blocks below `block` are computed: none of them is read any more."""
+        self._loader.set_first_loadable(record.load_id, block)
+        computed = [b for b in record.memory.reserved if b < block]
         self._device_slots.unreserve(record, computed, "overtaken")
-        for block in [b for b in record.local.fetched if b < fence]:
-            self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
+        for each in [b for b in record.local.fetched if b < block]:
+            self._device_slots.refuse(record, record.local.fetched.pop(each), "overtaken")
         self._aim(record)
 
     def stop_loading(self, record: PromptRecord, reason: str) -> None:
         """No further block is needed; blocks that did not join the tree are given up."""
-        self._loader.end(record.load_id)
+        self._loader.cancel(record.load_id)
         for block in list(record.local.fetched):
             self._device_slots.refuse(record, record.local.fetched.pop(block), reason)
         self._device_slots.discard_all(record, reason)

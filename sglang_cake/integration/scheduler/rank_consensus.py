@@ -115,7 +115,7 @@ def _state(record: PromptRecord) -> int:
 
 
 def _full_blocks(record: PromptRecord) -> int:
-    return record.chain.blocks(len(record.tokens))
+    return record.key_chain.block_count(len(record.tokens))
 
 
 def _size(record: PromptRecord) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 
-from sglang_cake.codecs.frame import Incoming
+from sglang_cake.codecs.frame import IncomingBlock
 from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.keys import BlockKey, Digest
@@ -181,7 +181,7 @@ def _open_to_read(folder: int, name: str, *, counts: bool) -> int:
 
 
 def read_framed(
-    fd: int, block: Incoming, framed_bytes: int, stop: threading.Event, checkers: Executor
+    fd: int, block: IncomingBlock, framed_bytes: int, stop: threading.Event, checkers: Executor
 ) -> int:
     """Fill `block` from the start of the file and check it; returns the bytes of the payload.
 
@@ -221,7 +221,7 @@ class _Pieces:
         self._fd = fd
         self.direct = direct and set_direct(fd, direct=True)
 
-    def read(self, block: Incoming) -> int:
+    def read(self, block: IncomingBlock) -> int:
         """Read the next piece; returns how many bytes it has, 0 at the end. Raises: OSError."""
         pages = _whole_pages(block.room(PIECE_BYTES), block.done) if self.direct else []
         if pages:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote
 
-from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
@@ -138,7 +138,7 @@ class FileStore:
             size = os.fstat(fd).st_size
             if not self._frame.fits(size):
                 raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")
-            block = Incoming(self._frame, key, out, progress)
+            block = IncomingBlock(self._frame, key, out, progress)
             return read_framed(fd, block, size, stop, self._checkers)
 
     def _put(self, key: BlockKey, data: memoryview, stop: threading.Event) -> bool:

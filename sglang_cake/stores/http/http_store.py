@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from sglang_cake.codecs.frame import BlockFrame, Incoming
+from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.http import protocol
@@ -208,7 +209,7 @@ class HttpStore:
             length = response.content_length
             if not self._may_be(length):
                 raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
-            block = Incoming(self._frame, key, out, progress)
+            block = IncomingBlock(self._frame, key, out, progress)
             async for piece in response.content.iter_any():
                 self.counters.received_bytes += len(piece)
                 block.feed(piece)
@@ -278,7 +279,7 @@ class HttpStore:
                     return None
                 if response.status != 200:
                     await refuse(response)
-                body = await read_whole(response, protocol.MAX_DESCRIPTION_BYTES)
+                body = await read_whole(response, MAX_DESCRIPTION_BYTES)
                 return protocol.read_fields(body) or {}
 
         async def write() -> None:

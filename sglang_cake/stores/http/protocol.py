@@ -15,12 +15,11 @@ from msgspec.json import Decoder
 from sglang_cake.core import untrusted
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.namespace import DESCRIPTION, Namespace
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 
 KEY_BYTES = 32
 MAX_CONTAINS_KEYS = 16384  # in one request
-MAX_DESCRIPTION_BYTES = 1 << 16  # of namespace.json
 MAX_ANSWER_BYTES = 1 << 24  # of stats and the list of namespaces
 MAX_LIST_LINE_BYTES = 1024
 LIST_TYPE = "application/x-ndjson"
@@ -43,7 +42,7 @@ def block_path(digest: Digest, key: BlockKey) -> str:
 
 
 def description_path(digest: Digest) -> str:
-    return f"/{digest.hex()}/namespace.json"
+    return f"/{digest.hex()}/{DESCRIPTION}"
 
 
 def contains_path(digest: Digest, framed_bytes: int | None) -> str:
@@ -93,7 +92,7 @@ _IN_NAMESPACE = {
     "": Kind.LIST,
     "contains": Kind.CONTAINS,
     "touched": Kind.TOUCHED,
-    "namespace.json": Kind.DESCRIPTION,
+    DESCRIPTION: Kind.DESCRIPTION,
 }
 
 

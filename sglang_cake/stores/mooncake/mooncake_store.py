@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, Incoming
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
@@ -283,7 +283,7 @@ class MooncakeStore:
             if not self._frame.fits(count):
                 raise BlockCorrupt(f"{count} bytes, a block has {self._frame.framed_bytes}")
             with hold:
-                block = Incoming(self._frame, key, out, progress)
+                block = IncomingBlock(self._frame, key, out, progress)
                 for start in range(0, count, PIECE_BYTES):
                     block.feed(buffer.view[start : min(start + PIECE_BYTES, count)])
                 return block.finish()

@@ -22,10 +22,11 @@ from botocore.exceptions import (
     SSLError,
 )
 
-from sglang_cake.codecs.frame import BlockFrame, Incoming
+from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import TimeoutLimits, one_line
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
@@ -37,9 +38,7 @@ LOOKUPS_AT_ONCE = 32  # lookups in one round trip: 1024 blocks are known after t
 MAX_ROUNDS = 4  # of a lookup; blocks that are open by then count as missing
 READ_BYTES = 2**18
 DESCRIBE_EVERY_S = 600.0
-DESCRIPTION = "namespace.json"
 CHECK_S = 8.0  # limit for the check at start
-MAX_DESCRIPTION_BYTES = 2**16
 MAX_NAMESPACES = 10_000
 LIMITS = TimeoutLimits()
 MAX_PREFIX_BYTES = 512  # a name may have 1024 bytes, and a block needs 136 of them
@@ -177,7 +176,7 @@ class S3Store:
                 raise BlockCorrupt(
                     f"{body.length_bytes} bytes, a block has {self._frame.framed_bytes}"
                 )
-            block = Incoming(self._frame, key, out, progress)
+            block = IncomingBlock(self._frame, key, out, progress)
             while data := await body.read(READ_BYTES):
                 block.feed(data)
             return block.finish()

@@ -32,10 +32,9 @@ from http_servers import (
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
 from sglang_cake.stores.http.protocol import (
     MAX_CONTAINS_KEYS,
-    MAX_DESCRIPTION_BYTES,
     block_path,
     contains_path,
     description_path,

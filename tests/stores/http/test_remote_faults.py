@@ -245,7 +245,7 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
         while sum(isinstance(event, Fetched | Lost) for event in events) < BLOCKS:
             events += loader.drain()
             if any(isinstance(event, LookedUp) and not any(event.stored) for event in events):
-                loader.end(rid)
+                loader.cancel(rid)
                 return None
             io.run(asyncio.sleep(0.001), WAIT_S)
         return events

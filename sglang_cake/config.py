@@ -349,18 +349,6 @@ def help_of(name: str) -> Help:
     )
 
 
-def from_mapping(mapping: Mapping[str, object], *, spell: Spell = str) -> CakeConfig:
-    """Settings by plain name, as text or typed.
-
-    Args:
-        spell: how an error spells a setting's name.
-
-    Raises: ConfigError, one line, for an unknown name, a value that is not allowed, or two that do
-        not go together.
-    """
-    return _whole(_read(mapping, spell), spell)
-
-
 def load_file(path: str) -> dict[str, Any]:
     """The settings in a TOML, JSON or YAML file; a top-level table `cake` may hold them all.
 
@@ -402,10 +390,12 @@ def resolve(
     """Settings from all sources: `given` before `environ` before the file before the default.
 
     Args:
-        given: by plain name, what was written on the command line or in a call.
+        given: by plain name, as text or typed, what was written on the command line or in a call.
         file: settings file named there; None takes the one that SGLANG_CAKE_CONFIG names, if any.
+        spell: how an error spells the name of a given setting.
 
-    Raises: ConfigError, one line.
+    Raises: ConfigError, one line, for an unknown name, a value that is not allowed, or two that do
+        not go together.
     """
     variables = {
         variable.removeprefix(ENVIRONMENT_PREFIX): value
