@@ -22,6 +22,7 @@ from kv_pools import (
     allocator_of,
     as_bytes,
     deepseek_v4,
+    deepseek_v4_online,
     deepseek_v41,
     dsa,
     minimax,
@@ -670,6 +671,7 @@ def unified_pools(cfg: CacheConfig, states: Any = None) -> Any:
 # Pools of DeepSeek V4, and whether SGLang replays.
 COMPRESSED: dict[str, tuple[Callable[..., Any], bool]] = {
     "v4": (deepseek_v4, False),
+    "v4, sums of one row": (deepseek_v4_online, False),
     "v4.1": (deepseek_v41, False),
     "v4.1, replay": (deepseek_v41, True),
 }

@@ -5,6 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -164,6 +165,12 @@ def deepseek_v4(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
             end_layer=layers["layer_num"],
             **layers,
         )
+
+
+def deepseek_v4_online(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
+    """As SGLANG_OPT_USE_ONLINE_COMPRESS makes it: a request has one row of sums over 128 tokens."""
+    with mock.patch("sglang.srt.mem_cache.deepseek_v4_memory_pool.ONLINE_C128", new=True):
+        return deepseek_v4(slots, **options)
 
 
 def deepseek_v41(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:

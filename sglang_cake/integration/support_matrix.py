@@ -74,7 +74,7 @@ class ModelTraits:
             is_windows_only=getattr(model, "full_attention_layer_ids", None) == [],
             is_prompt_aware=PROMPT_AWARE in (config.architectures or ()),
             is_generation=bool(model.is_generation),
-            pools_last_token=not model.is_generation and has_reviewed_vectors(config.architectures),
+            pools_last_token=not model.is_generation and pools_last_token(model),
             is_multimodal=bool(model.is_multimodal),
             is_sparse=bool(is_deepseek_dsa(config) or is_minimax_sparse(config)),
             is_compressed=bool(is_deepseek_v4(config)),
@@ -169,6 +169,9 @@ class Family(Supported):
 _HYBRIDS = "e2e/test_hybrids.py"
 _FAMILIES = "e2e/test_hybrid_families.py"
 _PLANES = "integration/test_pool_planes.py"
+_POOLING = (
+    "e2e/test_pooling.py::test_pooling_server_vectors_and_scores_are_equal_before_and_after_a_load"
+)
 _COMPRESSED = "radix/test_radix_compressed.py::test_radix_compressed"
 
 # In the order in which rules are checked. A model of several kinds is served if all of them are.
@@ -233,11 +236,8 @@ FAMILIES: tuple[Family, ...] = (
         "embeddings, rewards and classes, of the last token",
         stored="as models that generate text",
         proofs=(
-            Proof(
-                "Llama",
-                "e2e/test_pooling.py"
-                "::test_pooling_server_vectors_and_scores_are_equal_before_and_after_a_load",
-            ),
+            Proof("Llama", _POOLING),
+            Proof("Llama of the Transformers backend", _POOLING),
         ),
     ),
     Family(
@@ -269,6 +269,10 @@ FAMILIES: tuple[Family, ...] = (
         stored="compressed KV and its index, and the last page of the window of some prefixes",
         proofs=(
             Proof("DeepSeek V4", f"{_COMPRESSED}_end_attached_to_waiting_request_serves_the_rest"),
+            Proof(
+                "DeepSeek V4 with online sums",
+                f"{_COMPRESSED}_sums_of_a_request_are_empty_where_a_block_ends",
+            ),
             Proof(
                 "DeepSeek V4.1", f"{_COMPRESSED}_end_attached_to_running_request_serves_the_rest"
             ),
@@ -560,9 +564,20 @@ POOLING_ARCHITECTURES = frozenset(
 )
 
 
-def has_reviewed_vectors(architectures: "Sequence[str] | None") -> bool:
-    """Whether all of a model's architectures are in `POOLING_ARCHITECTURES`."""
-    return bool(architectures) and POOLING_ARCHITECTURES.issuperset(architectures or ())
+def pools_last_token(model: "ModelConfig") -> bool:
+    """Whether the result of a model that generates no text is made of its last token, as far as its
+    configuration tells."""
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    names = model.hf_config.architectures
+    is_reviewed = bool(names) and POOLING_ARCHITECTURES.issuperset(names)
+    if is_reviewed and model.model_impl != ModelImpl.TRANSFORMERS:
+        return True
+    if get_resolved_model_impl(model) != ModelImpl.TRANSFORMERS:
+        return False
+    # The checkpoint says it, for SGLang's EmbeddingMixin.
+    return str(getattr(model.hf_config, "pooling_type", "LAST")).upper() != "CLS"
 
 
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
@@ -665,6 +680,11 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
                     "--enable-cake"
                 )
             return f"cake {reason}"
+    if model is not None and not model.is_generation and has_draft_kv(args):
+        return (
+            "cake cannot store draft models beside models that generate no text, for which SGLang "
+            "computes no drafts: remove --speculative-algorithm"
+        )
     if args.enable_unified_memory and has_draft_kv(args):
         return (
             "cake does not support draft models in one memory of all pools: remove "
@@ -831,6 +851,7 @@ def check_context(
             or unsupported_codec(view, traits, config)
             or unsupported_head_groups(view, traits, config)
             or unsupported_drafts(view, drafts, params.req_to_token_pool)
+            or unsupported_vectors(traits, ctx.tp_worker)
         )
     if reason is not None:
         raise ConfigError(reason)
@@ -871,6 +892,20 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
             "cake needs the KV of the draft model for all tokens: unset "
             "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
         )
+    return None
+
+
+def unsupported_vectors(traits: ModelTraits, worker: Any) -> str | None:
+    """Why the KV of a loaded model that generates no text depends on later tokens; None if it does
+    not. Of a model of the Transformers backend, only its layers tell.
+
+    Args: worker: SGLang's TpModelWorker.
+    """
+    if traits.is_generation:
+        return None
+    layers = getattr(worker.model_runner.model, "attention_instances", {})
+    if any(layer.is_cross_attention for layer in layers.values()):  # SGLang's mark for both ways
+        return "cake does not support models that see later tokens: remove --enable-cake"
     return None
 
 
@@ -966,8 +1001,6 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
         return f"a {type(pool).__name__}: set --disable-hybrid-swa-memory"
     if not hasattr(pool, "pd_kv_layout"):
         return "DeepSeek V4 of SGLang 0.5.22: install 0.5.23"
-    if any(each is not None and each.online for each in pool.compress_state_pools):
-        return "sums in one row for each request: unset SGLANG_OPT_USE_ONLINE_COMPRESS"
     if not params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size:
         return "windows in smaller pages than KV: unset SGLANG_OPT_SM120_DIRECT_SWA_KV"
     if params.sliding_window_size > params.page_size:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from live import BLOCK, TOLERANCE, Live, Start, falsify
 
 from sglang_cake.demo.models import write_model
@@ -28,22 +29,32 @@ def vector_of(live: Live, path: str, ids: list[int], rid: str) -> tuple[np.ndarr
     return np.array(reply.json()["embedding"]), done["loaded_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("backend", "numbers"),
+    [
+        ("sglang", 16),
+        # It has no scores: a vector is the hidden state of the last token.
+        pytest.param("transformers", 256, marks=pytest.mark.breadth),
+    ],
+)
 def test_pooling_server_vectors_and_scores_are_equal_before_and_after_a_load(
-    start: Start, models: dict[str, Path], folder: Path, prompt: Make
+    start: Start, models: dict[str, Path], folder: Path, prompt: Make, backend: str, numbers: int
 ) -> None:
     """Scores are a linear function of the vector of the last token, which embeddings are.
 
     SGLang does not chunk prompts here.
     """
-    judge = build_judge(models["first"], folder / "judge", labels=16)
+    model = models["first"]
+    if backend == "sglang":
+        model = build_judge(model, folder / "judge", labels=numbers)
     flags = (
-        *("--dtype", "float32", "--max-total-tokens", "12000"),
+        *("--dtype", "float32", "--max-total-tokens", "12000", "--model-impl", backend),
         *("--is-embedding", "--cake-mode", "load", "--chunked-prefill-size", "-1"),
     )
     document = prompt(11 * BLOCK - 1)  # SGLang counts a token behind it as generated
-    with start(judge, flags, store=folder / "store-scores") as live:
+    with start(model, flags, store=folder / f"store-vectors-{backend}") as live:
         computed, tokens = vector_of(live, "/encode", document, "computed")
-        assert (computed.shape, tokens) == ((16,), 0)
+        assert (computed.shape, tokens) == ((numbers,), 0)
         assert live.store is not None
         files = live.store.until_stored(document[: 10 * BLOCK])
         live.flush()

@@ -319,6 +319,7 @@ SMALL = {**LLAMA, "head_dim": 16, "torch_dtype": "bfloat16"}
 SALA = {"architectures": ["MiniCPMSALAForCausalLM"], "model_type": "minicpm_sala"}
 HRM = {"architectures": ["HrmTextForCausalLM"], "model_type": "hrm_text"}
 OCR = {"architectures": ["UnlimitedOCRForCausalLM"], "model_type": "unlimited-ocr"}
+SMOL = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 BEAM = {"architectures": ["BeamForCausalLM"], "model_type": "beam", "sliding_window": 64}
 V4 = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "q_lora_rank": 32}
 V4 |= {"sliding_window": 128, "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 32}
@@ -364,6 +365,16 @@ RESOLVED: list[tuple[dict[str, Any], list[str], str | None]] = [
     ({**SALA, "mixer_types": ["minicpm4"]}, [], None),
     (HRM, [], "the radix cache, which SGLang turns off for this model"),
     ({**HRM, "prefix_lm": False}, [], None),
+    # SGLang serves these two from the Transformers backend.
+    (SMOL, ["--is-embedding"], None),
+    ({**SMALL}, ["--is-embedding", "--model-impl", "transformers"], None),
+    ({**SMALL, "pooling_type": "CLS"}, ["--is-embedding"], None),  # which SGLang's Llama ignores
+    (
+        {**SMALL, "pooling_type": "CLS"},
+        ["--is-embedding", "--model-impl", "transformers"],
+        "generate no text",
+    ),
+    ({**SMOL, "pooling_type": "cls"}, ["--is-embedding"], "generate no text"),
     (V4, [], None),
     (V4, ["--cake-block-tokens", "256"], None),
     (V4, ["--cake-block-tokens", "128"], "page size 256: set --cake-block-tokens 256"),

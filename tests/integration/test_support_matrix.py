@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kv_pools import deepseek_v4
+import torch
+from kv_pools import deepseek_v4, deepseek_v4_online
+from sglang.srt.models import transformers
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import CHOICES, LOSSY
@@ -31,6 +33,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported_group,
     unsupported_head_groups,
     unsupported_pools,
+    unsupported_vectors,
 )
 
 PLAIN = ModelTraits()
@@ -304,6 +307,36 @@ def test_support_matrix_embedding_model_of_the_last_token_is_served() -> None:
     assert unsupported(_args(), traits, 128) is None
 
 
+def test_support_matrix_embedding_model_with_a_draft_model_is_refused() -> None:
+    """Its KV of prompts would be found by a server that generates text."""
+    judge = replace(PLAIN, is_generation=False, pools_last_token=True)
+    drafting = _args(speculative_algorithm="STANDALONE")
+    assert "computes no drafts" in str(unsupported(drafting, judge, 128))
+    assert unsupported(drafting, PLAIN, 128) is None
+    assert unsupported(_args(speculative_algorithm="NGRAM"), judge, 128) is None
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_support_matrix_embedding_model_that_sees_later_tokens_is_refused_when_loaded(
+    monkeypatch: pytest.MonkeyPatch, is_causal: bool
+) -> None:
+    """What SGLang makes of a model of the Transformers backend."""
+    monkeypatch.setattr(transformers, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    sizes = {"num_attention_heads": 2, "hidden_size": 8, "sliding_window": None}
+    config, layer = SimpleNamespace(**sizes), torch.nn.Module()
+    layer.is_causal = is_causal
+    parts = {"config": config, "text_config": config, "quant_config": None}
+    parts |= {"model": torch.nn.Sequential(layer), "start_layer": 0, "end_layer": 1}
+    loaded = SimpleNamespace(**parts)
+    create = transformers.TransformersEmbeddingModel._create_attention_instances
+    loaded.attention_instances = create(loaded)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=loaded))
+    traits = replace(PLAIN, is_generation=False, pools_last_token=True)
+    reason = unsupported_vectors(traits, worker)
+    assert reason is None if is_causal else "see later tokens" in str(reason)
+    assert unsupported_vectors(PLAIN, worker) is None
+
+
 def _context(**changes: Any) -> Any:
     params = {"disable": False, "pp_size": 1, "attn_cp_size": 1, "page_size": 1}
     fields: dict[str, Any] = {
@@ -414,9 +447,9 @@ def test_support_matrix_other_pools_of_end_states_are_refused(
     assert "\n" not in reason
 
 
-def _compressed(**changes: Any) -> Any:
+def _compressed(make: Callable[..., Any] = deepseek_v4, **changes: Any) -> Any:
     """The context of a DeepSeek V4, with its pool as SGLang makes it on a CPU."""
-    pool = deepseek_v4(1024)
+    pool = make(1024)
     for name, value in changes.items():
         setattr(pool, name, value)
     ctx = _pools()
@@ -429,14 +462,14 @@ def _compressed(**changes: Any) -> Any:
     ("changes", "advice"),
     [
         ({}, None),
-        ({"compress_state_pools": [SimpleNamespace(online=True)]}, "SGLANG_OPT_USE_ONLINE_COMPRES"),
         ({"swa_page_size": 64}, "SGLANG_OPT_SM120_DIRECT_SWA_KV"),
     ],
 )
+@pytest.mark.parametrize("make", [deepseek_v4, deepseek_v4_online])
 def test_support_matrix_forms_of_compressed_pools_are_refused_by_what_helps(
-    changes: dict[str, Any], advice: str | None
+    make: Callable[..., Any], changes: dict[str, Any], advice: str | None
 ) -> None:
-    reason = unsupported_pools(_compressed(**changes), CakeConfig())
+    reason = unsupported_pools(_compressed(make, **changes), CakeConfig())
     assert (reason is None) == (advice is None)
     assert reason is None or (str(advice) in reason and "\n" not in reason)
 

@@ -77,6 +77,18 @@ def test_radix_compressed_end_has_the_bytes_of_one_page(kind: str) -> None:
     assert raw[: window + sums].count(0) < (window + sums) // 8
 
 
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_radix_compressed_sums_of_a_request_are_empty_where_a_block_ends(kind: str) -> None:
+    """As SGLang says itself, when a prefill server sends them: they are no part of an end."""
+    pool = stored(kind=kind).allocator.get_kvcache()
+    own = [each for each in pool.compress_state_pools if each is not None and each.request_scoped]
+    assert own
+    for each in own:
+        assert len(each.transfer_indices(1, PAGE - 1)) == 1
+        assert not len(each.transfer_indices(1, PAGE))
+    assert any(each.online for each in own) == (kind == "v4, sums of one row")
+
+
 @pytest.mark.parametrize("index", [0, -1])  # of the window; of sums
 def test_radix_compressed_wrong_end_is_noticed(index: int) -> None:
     side = stored()
