@@ -26,6 +26,9 @@ from unittest import mock
 
 # Tests run in two workers, on machines with two cores: more threads would wait for each other.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# SGLang's small compiled functions run as they are written: on a CPU, tracing and compiling them
+# takes longer than all that a test asks for. Read when they are defined, so by the fork server.
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Forked:
@@ -38,10 +41,11 @@ class Forked:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["warm_imports"])
         first = {"PYTHONPATH": str(Path(__file__).parent)}
-        with mock.patch.dict(os.environ, first | ONE_THREAD):  # counted when torch is imported
+        # Threads are counted when torch is imported.
+        with mock.patch.dict(os.environ, first | ONE_THREAD | UNCOMPILED):
             forkserver.ensure_running()
         self._process = context.Process(
-            target=_become, args=(list(command[1:]), dict(env), out.name)
+            target=_become, args=(list(command[1:]), {**env, **UNCOMPILED}, out.name)
         )
         self._process.start()
         self.pid = self._process.pid
