@@ -5,7 +5,7 @@ it forks becomes what `python -m sglang.launch_server` would have become, or `py
 the leader of a session, with its own command line, environment and log, that runs the module as
 `__main__`. The processes that it starts in its turn (SGLang's scheduler, detokenizer, ...) are
 forked, too, each from its parent as that was before it ran, where they would have been spawned.
-Servers started as a user starts them are in the tests, too (`start(..., warm=False)`).
+`e2e/test_examples.py` has a server that is started as a user starts it.
 """
 
 import contextlib
