@@ -116,8 +116,8 @@ FAMILIES = {
 CROWDED = [*FAMILIES][:3]
 # Their pools are those of other families, with other shapes.
 BREADTH = {
-    *("falcon-h1", "mimo-v2", "nemotron-h", "granite-4", "lfm2", "gemma-4", "llama-4"),
-    "qwen3-next-2-ranks",
+    *("falcon-h1", "mimo-v2", "nemotron-h", "granite-4", "lfm2", "gpt-oss", "gemma-4"),
+    *("llama-4", "qwen3-next-2-ranks"),
 }
 # In the order of the families, so that the servers of a family run one after the other.
 LAST = [name + SECOND for name, each in FAMILIES.items() if each.second]
