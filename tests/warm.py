@@ -2,8 +2,8 @@
 
 That process runs `warm_process.py`. What it forks becomes what `python -m sglang.launch_server`
 would have become, or `python program.py`: the leader of a session, with its own command line,
-environment and log, that runs the module as `__main__`. Servers started as a user starts them are
-in the tests, too (`start(..., warm=False)`).
+environment and log, that runs the module as `__main__`. The server of the quickstart is started as
+a user starts it (tests/e2e/test_examples.py).
 """
 
 import functools
@@ -21,6 +21,9 @@ from typing import BinaryIO
 
 # Tests run in two workers, on machines with two cores: more threads would wait for each other.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# SGLang's small compiled functions run as they are written: on a CPU, tracing and compiling them
+# takes longer than all that a test asks for.
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @functools.cache
@@ -30,7 +33,7 @@ def _warm_process() -> socket.socket:
     with its:
         subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("warm_process.py")), str(its.fileno())],
-            env=os.environ | ONE_THREAD,  # threads are counted when torch is imported
+            env=os.environ | ONE_THREAD | UNCOMPILED,  # both are read when torch is imported
             pass_fds=[its.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -49,7 +52,7 @@ class Forked:
         reports, reporting = os.pipe()
         self._reports = os.fdopen(reports, "rb", buffering=0)
         with tempfile.TemporaryFile() as request:
-            request.write(json.dumps([list(command[1:]), dict(env)]).encode())
+            request.write(json.dumps([list(command[1:]), {**env, **UNCOMPILED}]).encode())
             request.seek(0)
             with os.fdopen(reporting, "wb"):
                 fds = [request.fileno(), out.fileno(), reporting]

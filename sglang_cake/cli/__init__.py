@@ -1,7 +1,8 @@
 """The command line: `sglang-cake patch|demo|doctor|plan|runahead|simulate|store|trace`.
 
 Every sub-command is a module with `add_parser(subparsers)`, which sets `run`, a function from the
-parsed arguments to an exit status. These modules import heavy packages only inside `run`.
+parsed arguments to an exit status. These modules import heavy packages only inside `run`. Only the
+module of the given command is imported: others would take most of the start of `store serve`.
 """
 
 import argparse
@@ -10,31 +11,33 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from sglang_cake import __version__
-from sglang_cake.cli.demo import add_parser as add_demo
-from sglang_cake.cli.doctor import add_parser as add_doctor
-from sglang_cake.cli.patch import add_parser as add_patch
-from sglang_cake.cli.plan import add_parser as add_plan
-from sglang_cake.cli.runahead_search import add_parser as add_runahead
-from sglang_cake.cli.simulate import add_parser as add_simulate
-from sglang_cake.cli.store import add_parser as add_store
-from sglang_cake.cli.trace_replay import add_parser as add_trace
 from sglang_cake.core.errors import CakeError
 
 PIPE_STATUS = 128 + signal.SIGPIPE
+MODULES = {  # by command
+    "demo": "demo",
+    "doctor": "doctor",
+    "patch": "patch",
+    "plan": "plan",
+    "runahead": "runahead_search",
+    "simulate": "simulate",
+    "store": "store",
+    "trace": "trace_replay",
+}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-cake",
         description="Restores the KV cache of long prompts in SGLang from both ends at once.",
     )
     parser.add_argument("--version", action="version", version=f"sglang-cake {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    adds = (add_demo, add_doctor, add_patch, add_plan, add_runahead, add_simulate, add_store)
-    for add in (*adds, add_trace):
-        add(subparsers)
+    for name in argv[:1] if argv and argv[0] in MODULES else MODULES:
+        import_module(f"{__name__}.{MODULES[name]}").add_parser(subparsers)
     return parser
 
 
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            parser = _parser()
+            argv = sys.argv[1:] if argv is None else argv
+            parser = _parser(argv)
             args, unknown = parser.parse_known_args(argv)
             if unknown and args.command != "doctor":
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")

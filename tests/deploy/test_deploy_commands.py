@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from deployed import MODEL, ROOT, Program, programs
+from warm import run_forked
 
 PROBE = ROOT / "tests/integration/probe_flags.py"
 CPU = ["--device", "cpu", "--attention-backend", "torch_native"]
@@ -32,16 +33,16 @@ def test_server_commands_switch_cake_on_with_a_store(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     cases = [{"argv": [*_with_model(it, tmp_path), *CPU], "env": it.environment} for it in servers]
     clean = {name: value for name, value in os.environ.items() if "SGLANG_CAKE" not in name}
-    done = subprocess.run(
-        [sys.executable, PROBE],
-        input=json.dumps(cases) + "\n",
-        env=clean | {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
+    asked, results = tmp_path / "cases", tmp_path / "results"
+    asked.write_text(json.dumps(cases) + "\n")
+    done = run_forked(
+        [sys.executable, str(PROBE), str(asked), str(results)],
+        clean | {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"},
+        tmp_path,
+        timeout_s=300,
     )
-    (answer,) = [it for it in done.stdout.splitlines() if it.startswith("answer ")]
-    for server, result in zip(servers, json.loads(answer.removeprefix("answer ")), strict=True):
+    assert done.returncode == 0, done.stdout
+    for server, result in zip(servers, json.loads(results.read_text()), strict=True):
         assert result.get("backend") == "cake", (server.source, result)
         assert any(value.startswith(stores) for value in result["env"].values()), (
             server.source,

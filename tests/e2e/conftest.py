@@ -16,7 +16,7 @@ from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
 from warm import ONE_THREAD, Forked
 
 from sglang_cake.demo.models import build_llama
-from sglang_cake.demo.sglang_server import Running, SglangServer, spawned
+from sglang_cake.demo.sglang_server import Running, SglangServer
 
 HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
 STRICT = {
@@ -26,7 +26,8 @@ STRICT = {
 # Most of the memory is that of other servers, which start and end meanwhile.
 FLAGS = ("--mem-fraction-static", "0.5", "--chunked-prefill-size", str(CHUNK))
 # A server that has nothing to do would take a core from the others, and SGLang's own first requests
-# take a second. The servers of test_examples.py are started without these flags.
+# take a second. The server of test_examples.py is started without these flags, and from the command
+# line: that takes more than a minute of a core, most of it for imports in three processes.
 QUIET = ("--sleep-on-idle", "--skip-server-warmup")
 
 
@@ -156,7 +157,6 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
         bandwidth: str = "5MB/s",
         env: dict[str, str] | None = None,
         strict: bool = True,
-        warm: bool = True,  # forked from a process that has imported SGLang
         stop: signal.Signals = signal.SIGINT,
     ) -> Iterator[Live]:
         nonlocal count
@@ -175,7 +175,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
         started: list[int] = []
 
         def run(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
-            process: Running = (Forked if warm else spawned)(command, env, out)
+            process: Running = Forked(command, env, out)
             started.append(process.pid)
             report_to_guard(process.pid)
             return process
@@ -219,10 +219,10 @@ def plain(
 @pytest.fixture(scope="session")
 def racing(start: Start, models: dict[str, Path], folder: Path) -> Iterator[Live]:
     """Mode `both`: speed decides whether a block is loaded or computed. Page size 1, overlap
-    scheduling. Started from the command line and ended by SIGTERM.
+    scheduling. Ended by SIGTERM.
     """
     store, stop = folder / "store-both", signal.SIGTERM
-    with start(models["first"], _flags("both"), store=store, warm=False, stop=stop) as live:
+    with start(models["first"], _flags("both"), store=store, stop=stop) as live:
         yield live
 
 

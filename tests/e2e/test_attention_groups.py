@@ -44,7 +44,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["MLA", pytest.param("GQA", marks=pytest.mark.breadth)])
 def groups(
     request: pytest.FixtureRequest, start: Start, folder: Path, standins: dict[str, str]
 ) -> Iterator[Live]:

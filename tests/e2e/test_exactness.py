@@ -23,10 +23,17 @@ LENGTHS = (
 )
 
 
+def skip_most_races(both: Live, value: int, raced: tuple[int, ...]) -> None:
+    """In mode both, speed decides what is loaded: there, values are only other prompts."""
+    if both.races and value not in raced:
+        pytest.skip("in mode both it is one more prompt")
+
+
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_stored_prompt_of_any_length_gives_the_plain_answer(
     both: Live, plain: Live, prompt: Make, tokens: int
 ) -> None:
+    skip_most_races(both, tokens, (BLOCK + 1, 2 * CHUNK + BLOCK, 2047))
     ids = prompt(tokens)
     reference = plain.reference(ids)
     assert_same(both.ask(ids), reference)
@@ -53,6 +60,7 @@ def test_stored_prompt_wholly_in_store_still_computes_its_last_token(
 def test_stored_document_with_a_new_question_gives_the_plain_answer(
     both: Live, plain: Live, prompt: Make, tail: int
 ) -> None:
+    skip_most_races(both, tail, (1, CHUNK + 7))
     document = prompt(10 * BLOCK + 11)
     both.ask_and_store(document)
     ids = document + prompt(tail)
@@ -76,6 +84,7 @@ def test_stored_document_with_three_tails_gives_the_plain_answers(
 def test_stored_prompt_partly_on_the_device_loads_from_the_rest(
     both: Live, plain: Live, prompt: Make, on_device: int
 ) -> None:
+    skip_most_races(both, on_device, (5 * BLOCK + 1,))
     ids = prompt(16 * BLOCK + 3)
     both.ask_and_store(ids)
     both.ask_flushed(ids[:on_device], 1)
@@ -149,6 +158,7 @@ def test_removed_block_folder_other_blocks_are_still_loaded(
 def test_input_logprobs_of_a_stored_prompt_equal_the_plain_server(
     both: Live, plain: Live, prompt: Make, start_len: int
 ) -> None:
+    skip_most_races(both, start_len, (300,))
     ids = prompt(12 * BLOCK + 2)
     both.ask_and_store(ids)
     answer = both.ask_flushed(ids, logprob_start_len=start_len)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from live import Live
 from warm import ONE_THREAD, run_forked
 
 from sglang_cake.demo.sglang_server import SglangServer
@@ -48,6 +49,8 @@ def quickstart(folder: Path, models: dict[str, Path]) -> Iterator[dict[str, str]
     )
     with server:
         yield {**os.environ, **env, "PORT": server.base_url.rpartition(":")[2]}
+    Live(server).check_log()
+    assert server.ended
 
 
 def printed(output: str, name: str) -> list[int]:

@@ -63,7 +63,10 @@ def live(start: Start, models: dict[str, Path], folder: Path, proxy: FaultProxy)
         yield live
 
 
-@pytest.mark.parametrize("fault", TRIED)
+@pytest.mark.parametrize(
+    "fault",  # a stalled link stands for a trickling one: both time out
+    [pytest.param(name, marks=[pytest.mark.breadth] * (name == "trickling")) for name in TRIED],
+)
 def test_store_link_fault_while_loading_is_logged_and_answers_stay_exact(
     live: Live, plain: Live, proxy: FaultProxy, fault: str
 ) -> None:

@@ -119,7 +119,7 @@ def test_hook_raising_once_leaves_the_answer_unchanged(
     assert again.loaded > 0  # cake goes on
 
 
-@pytest.mark.parametrize("number", [2, 4, 7])
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.breadth), 7])
 @pytest.mark.parametrize(
     "hook",
     ["Scheduler._process_hicache_events", "CakePrefillAdder.add_one_req", "CakeRadixCache.evict"],

@@ -48,7 +48,7 @@ from tiny_hybrids import (
 
 MORE_STATES_ENV = STATES_ENV | {"CAKE_TEST_KDA_MAMBA2": "1"}
 IMAGES_ENV = STATES_ENV | {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "cake_test_images"}
-SINKS_ENV = {"CAKE_TEST_ANY_BACKEND": "1", "CAKE_TEST_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
+SINKS_ENV = {"CAKE_TEST_ANY_BACKEND": "1", "CAKE_TEST_SINKS": "1"}
 SEEING = (*STATES, *EXTRA_BUFFER, "--mm-attention-backend", "sdpa")
 # Not whole blocks: where a chunk ends, a prefix needs no window.
 CHUNK_TOKENS = 5 * PAGE_TOKENS
@@ -106,7 +106,7 @@ FAMILIES = {
     # A prefix needs the rows of its last chunk, and SGLang keeps as many tokens as a chunk has.
     "llama-4": Family(
         lambda path: build_llama_4(path, chunk_tokens=CHUNK_TOKENS),
-        {"CAKE_TEST_CHUNKED_ATTENTION": str(CHUNK_TOKENS), "TORCHDYNAMO_DISABLE": "1"},
+        {"CAKE_TEST_CHUNKED_ATTENTION": str(CHUNK_TOKENS)},
         WINDOWS,
     ),
     "qwen3-next-2-ranks": Family(
@@ -116,8 +116,8 @@ FAMILIES = {
 CROWDED = [*FAMILIES][:3]
 # Their pools are those of other families, with other shapes.
 BREADTH = {
-    *("falcon-h1", "mimo-v2", "nemotron-h", "granite-4", "lfm2", "gemma-4", "llama-4"),
-    "qwen3-next-2-ranks",
+    *("falcon-h1", "mimo-v2", "nemotron-h", "granite-4", "lfm2", "gpt-oss", "gemma-4"),
+    *("llama-4", "qwen3-next-2-ranks"),
 }
 # In the order of the families, so that the servers of a family run one after the other.
 LAST = [name + SECOND for name, each in FAMILIES.items() if each.second]
@@ -158,7 +158,12 @@ class TestFamily(Meeting):
     pass
 
 
-@pytest.mark.parametrize("hybrid", CROWDED, indirect=True)
+@pytest.mark.parametrize(
+    "hybrid",
+    # Two ranks, and states, are in the others; both in one server is breadth.
+    [*CROWDED[:2], pytest.param(CROWDED[2], marks=pytest.mark.breadth)],
+    indirect=True,
+)
 class TestFamilyCrowded(Crowding):
     pass
 

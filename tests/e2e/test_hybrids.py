@@ -71,6 +71,15 @@ STOCK = {  # servers without cake, for SGLang's kits
     "windows-stock": Kind("windows", None, WINDOWS),
     "states-stock": Kind("states", None, (*STATES, *EXTRA_BUFFER)),
 }
+# In mode both, speed decides what is loaded: there these situations are only more prompts.
+mostly_loading = pytest.mark.parametrize(
+    "hybrid",
+    [
+        pytest.param(name, marks=[pytest.mark.breadth] * (kind.mode == "both"))
+        for name, kind in KINDS.items()
+    ],
+    indirect=True,
+)
 only_loading = pytest.mark.parametrize("hybrid", ["windows-load", "states-load"], indirect=True)
 
 
@@ -109,6 +118,7 @@ class TestMeeting(Meeting, Crowding):
     pass
 
 
+@mostly_loading
 class TestLoading(Loading):
     pass
 
@@ -176,6 +186,7 @@ class TestBranchingOfStates(PrefixCacheBranchingMixin, Kit):
 # ---- what is stored is loaded ----
 
 
+@mostly_loading
 @pytest.mark.parametrize("tokens", [8 * BLOCK, 8 * BLOCK + 1, 4 * CHUNK, 2047])
 def test_prompt_of_any_length_cold_and_stored_gives_the_answer_of_transformers(
     hybrid: Hybrid, prompt: Make, tokens: int

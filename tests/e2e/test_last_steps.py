@@ -87,7 +87,13 @@ def until_overlapped(ask: Callable[[], Answer]) -> Answer:
     return until(early, "a last step that begins early", 3 * DEADLINE_S)
 
 
-@pytest.mark.parametrize("tail", [1, 5, BLOCK - 1, BLOCK + 1, CHUNK - 1])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        *(1, BLOCK - 1, CHUNK - 1),
+        *(pytest.param(tail, marks=pytest.mark.breadth) for tail in (5, BLOCK + 1)),
+    ],
+)
 def test_early_last_step_on_a_stored_document_gives_the_plain_answer(
     eager: Live, plain: Live, prompt: Make, tail: int
 ) -> None:

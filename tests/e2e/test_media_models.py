@@ -83,7 +83,9 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param("qwen2.5-vl", marks=pytest.mark.breadth), "glm-4.1v"]
+)
 def seeing(
     request: pytest.FixtureRequest, start: Start, folder: Path, standins: dict[str, str]
 ) -> Iterator[tuple[Live, Transformers]]:

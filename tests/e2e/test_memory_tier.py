@@ -39,11 +39,11 @@ def test_memory_tier_loads_from_memory_and_after_a_restart_from_the_file_tier(
     with start(models["first"], flags(store, ranks), store=store, env=env) as live:
         assert_same(live.ask(ids), plain.reference(ids))
         live.store.until_stored(ids)  # written down in the background
-        for turn in range(2):
+        for _ in range(2):
             answer = live.ask_flushed(ids)
             assert_same(answer, plain.reference(ids))
             assert answer.loaded == BLOCKS * BLOCK
-            until_read(live, (turn + 1) * BLOCKS)
+        until_read(live, 2 * BLOCKS)
         assert counted(live, 1, "read") == 2 * BLOCKS
         assert counted(live, 1, "put") == counted(live, 2, "put") == BLOCKS
     with start(models["first"], flags(store, ranks), store=store, env=env) as live:

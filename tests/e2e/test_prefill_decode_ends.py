@@ -30,7 +30,9 @@ STATES = (  # SGLang's default on a GPU
 )
 
 
-@pytest.mark.parametrize("state", ["windows", "states", "states-mtp"])
+@pytest.mark.parametrize(
+    "state", ["windows", pytest.param("states", marks=pytest.mark.breadth), "states-mtp"]
+)
 def test_pair_with_end_states_answers_as_transformers_before_and_after_a_load(
     start: Start, folder: Path, standins: dict[str, str], prompt: Make, state: str
 ) -> None:

@@ -36,6 +36,7 @@ def env(standins: dict[str, str]) -> dict[str, str]:
     return standins | {"CAKE_TEST_DISAGGREGATION": "1"}
 
 
+@pytest.mark.breadth  # test_disaggregation has one rank, and other files have ranks without pairs
 def test_pair_of_two_ranks_each_answers_as_transformers_before_and_after_a_load(
     start: Start, models: dict[str, Path], folder: Path, env: dict[str, str], prompt: Make
 ) -> None:

@@ -118,7 +118,7 @@ def helped(answer: Answer) -> int:
     return int(answer.meta["cake"].get("helped_tokens", 0))
 
 
-@pytest.mark.parametrize("split", [PAGE, 640, 1184])
+@pytest.mark.parametrize("split", [PAGE, pytest.param(640, marks=pytest.mark.breadth), 1184])
 def test_runahead_two_servers_give_the_answer_of_one(
     pair: Pair, plain: Live, ids: list[int], split: int
 ) -> None:

@@ -76,13 +76,13 @@ def test_small_pool_retracted_requests_give_the_plain_answers(
     small: Live, plain: Live, prompt: Make
 ) -> None:
     """Three requests that outgrow the pool together, each over a stored prompt."""
-    prompts = [prompt(8 * BLOCK + i) for i in range(3)]
+    prompts = [prompt(9 * BLOCK + i) for i in range(3)]
     for ids in prompts:
         small.ask_and_store(ids)
     small.flush()
-    # 500 slots of the pool are left. The last request needs few enough that SGLang admits it when
-    # each of the others has 200. All three need more than 500 before one has ended.
-    new_tokens = (300, 300, 200)
+    # 300 slots of the pool are left. The last request needs few enough that SGLang admits it when
+    # each of the others has 120. All three need more than 300 before one has ended.
+    new_tokens = (190, 190, 130)
     asked = []
     for i, (ids, new) in enumerate(zip(prompts, new_tokens, strict=True)):
         # One by one, since SGLang would not admit all of them at once.
@@ -131,7 +131,7 @@ def test_small_pool_prompt_that_is_evicted_while_it_waits_is_loaded(
 ) -> None:
     """The tree has all of it when it arrives. Other requests have the memory for its answer until
     they are over, and need that of its prefix."""
-    stored, new = prompt(20 * BLOCK), 600
+    stored, new = prompt(20 * BLOCK), 300
     small.ask_and_store(stored)
     reference = PendingRequest(plain, stored, new_tokens=new).answer()
     for turn in range(20):  # `auto` has to measure its costs before it loads
@@ -139,7 +139,7 @@ def test_small_pool_prompt_that_is_evicted_while_it_waits_is_loaded(
         small.ask(stored)
         asked = [
             PendingRequest(
-                small, prompt(3 * BLOCK), new_tokens=250, rid=f"grows-{turn}-{i}", sampling=HOPEFUL
+                small, prompt(3 * BLOCK), new_tokens=150, rid=f"grows-{turn}-{i}", sampling=HOPEFUL
             )
             for i in range(3)
         ]

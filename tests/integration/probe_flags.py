@@ -1,7 +1,7 @@
-"""A script that test_flags runs: many cases in one process, since importing SGLang takes seconds.
+"""`python probe_flags.py CASES RESULTS`, for tests: many cases in one process.
 
-Each line of stdin is a JSON list of cases. The script answers it with a line: `answer ` and a JSON
-list of results. A case is one of these:
+Each line of the file CASES is a JSON list of cases. For each, the script writes a line to the file
+RESULTS: a JSON list of results. Either may be a named pipe. A case is one of these:
 
 - {"argv": [...]}, a command line;
 - {"engine": {...}}, keywords of `sglang.Engine`;
@@ -27,8 +27,9 @@ from sglang_cake.core.errors import ConfigError
 
 def main() -> None:
     load_plugins()
-    for line in sys.stdin:
-        print("answer", json.dumps([run(case) for case in json.loads(line)]), flush=True)
+    with open(sys.argv[1]) as cases, open(sys.argv[2], "w") as results:
+        for line in cases:
+            print(json.dumps([run(case) for case in json.loads(line)]), file=results, flush=True)
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

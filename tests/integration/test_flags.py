@@ -11,12 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from warm import run_forked
+from warm import Forked, run_forked
 
 pytest.importorskip("sglang")
 
 PROBE = Path(__file__).with_name("probe_flags.py")
-ANSWER = "answer "
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 FORKED = "forked"  # in place of the interpreter: importing SGLang takes seconds
@@ -63,38 +62,31 @@ def llama(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
-    """Runs cases in one process, since importing SGLang takes seconds."""
+    """Runs cases in one process."""
     folder = tmp_path_factory.mktemp("probe")
-    with (folder / "stderr").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(PROBE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=_environment(folder / "home"),
+    pipes = [folder / "cases", folder / "results"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    with (folder / "said").open("w+b") as said:
+        process = Forked(
+            [sys.executable, str(PROBE), *map(str, pipes)], _environment(folder / "home"), said
         )
+    with pipes[0].open("w") as asked, pipes[1].open() as answers:
 
-    def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(cases) + "\n")
-        process.stdin.flush()
-        for line in process.stdout:
-            if line.startswith(ANSWER):  # SGLang prints, too
-                results: list[dict[str, Any]] = json.loads(line.removeprefix(ANSWER))
-                return results
-        raise AssertionError((folder / "stderr").read_text()[-4000:])
+        def run(*cases: dict[str, Any]) -> list[dict[str, Any]]:
+            print(json.dumps(cases), file=asked, flush=True)
+            line = answers.readline()
+            assert line, (folder / "said").read_text()[-4000:]
+            results: list[dict[str, Any]] = json.loads(line)
+            return results
 
-    with process:
         yield run
-        process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.wait(60) == 0
 
 
 REFUSED: list[tuple[tuple[str, ...], list[str], str]] = [
     (
-        LAUNCH,
+        FORKED_LAUNCH,
         ["--enable-cake", "--page-size", "48", "--cake-block-tokens", "128"],
         "no multiple of the page size 48",
     ),

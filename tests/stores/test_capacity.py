@@ -346,7 +346,7 @@ async def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_pat
     of many kills, whatever policy decides."""
     writers = KilledWriters(tmp_path)
     try:
-        for turn in range(150):
+        for turn in range(75):
             pid = writers.start(f"fill {list(POLICIES)[turn % len(POLICIES)]}")
             writers.kill(pid, 0.002 * (turn % 25), since=SINCE[turn // len(POLICIES) % 3])
             assert du_bytes(tmp_path) <= CAPACITY_BYTES

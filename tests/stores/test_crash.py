@@ -22,7 +22,7 @@ import sglang_cake
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.testing.store_contract import NAMESPACE, key_of, read
 
-KILLS = 200
+KILLS = 100
 SINCE = ("", "begin", "put")  # what moments are counted from, in turns
 
 

@@ -30,7 +30,7 @@ from sglang_cake.testing.store_contract import key_of
 
 MANY = settings(
     deadline=None,
-    max_examples=settings.default.max_examples,
+    max_examples=max(1, settings.default.max_examples // 2),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 LAYOUTS = (

@@ -49,14 +49,14 @@ def as_if_older(root, by_s):
         os.utime(path, (time.time() - by_s,) * 2)
 
 
-def test_block_folder_refilled_a_thousand_times_keeps_its_bounds(tmp_path):
+def test_block_folder_refilled_two_hundred_times_keeps_its_bounds(tmp_path):
     """Over a hundred namespaces, of which nobody has more than one block."""
     booked_bytes, held = 2 << 20, 5  # blocks
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
         for namespace in SPACES:
             folder.set_description(namespace.digest(), namespace.describe())
         folder.stats()  # waits for the index
-        for number in range(1000 * held):
+        for number in range(200 * held):
             put_small(folder, SPACES[number % len(SPACES)], number, booked_bytes)
         stats = folder.stats()
         assert 0 < stats.blocks <= held

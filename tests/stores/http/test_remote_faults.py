@@ -126,18 +126,27 @@ class StoreBehindProxy:
         self.proxy.spoil(None)
 
 
-@pytest.fixture(scope="module", params=["http", "s3"])
-def served(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def http_server(tmp_path_factory):
+    server = OurServer(tmp_path_factory.mktemp("faults") / "root")
+    try:
+        yield server.port, lambda: ""
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    with moto() as server:
+        yield server.port, server.make_bucket
+
+
+# A fixture that is parametrized together with a plain argument lives for one test, whatever its
+# scope: so this one, and not the servers.
+@pytest.fixture(params=["http", "s3"])
+def served(request, http_server, s3_server):
     """The kind of a server, its port, and what makes a bucket."""
-    if request.param == "http":
-        server = OurServer(tmp_path_factory.mktemp("faults") / "root")
-        try:
-            yield "http", server.port, lambda: ""
-        finally:
-            assert server.stop() == 0
-    else:
-        with moto() as server:
-            yield "s3", server.port, server.make_bucket
+    return request.param, *(http_server if request.param == "http" else s3_server)
 
 
 @pytest.fixture
@@ -288,7 +297,8 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
 
 @pytest.mark.parametrize("fault", PUTS)
 async def test_remote_store_puts_under_a_fault_store_whole_blocks_or_none(remote, fault, caplog):
-    more = {key_of(f"more {n}"): block_of(f"more {n}") for n in range(2 * FAILURES)}
+    names = [f"{fault} {n}" for n in range(2 * FAILURES)]
+    more = {key_of(name): block_of(name) for name in names}
     async with closing(remote.opened(Clock(), IMPATIENT)) as store:
         remote.begin(fault, methods=None)
         asked = await outcome(store.contains([*KEYS[:2], *more]))
