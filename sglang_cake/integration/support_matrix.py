@@ -40,8 +40,8 @@ class ModelTraits:
     is_ngram: bool = False  # embeds the tokens before a token with it
     is_ngram_table: bool = False  # and finds them in a table that only some steps fill
     is_mla: bool = False
-    # From this length on, a prompt changes the RoPE of its whole batch (longrope); None: never.
-    longrope_tokens: int | None = None
+    # From this length on, a prompt changes the RoPE of its whole batch; None: never.
+    batch_rope_tokens: int | None = None
 
     @property
     def has_end_states(self) -> bool:
@@ -82,22 +82,29 @@ class ModelTraits:
             is_ngram=bool(model.use_ngram_embedding or model.use_engram),
             is_ngram_table=bool(model.use_ngram_embedding),
             is_mla=model.attention_arch == AttentionArch.MLA,
-            longrope_tokens=longrope_tokens(model),
+            batch_rope_tokens=batch_rope_tokens(model),
         )
 
 
-def longrope_tokens(model: "ModelConfig") -> int | None:
-    """The original context of a longrope model whose prompts may exceed it; None for other models.
+def batch_rope_tokens(model: "ModelConfig") -> int | None:
+    """The length from which on a prompt changes the RoPE of its whole batch; None if none may.
 
-    If one prompt of a batch is longer than the original context, SGLang rotates the keys of the
-    whole batch by the long factors (Phi3LongRoPEScaledRotaryEmbedding). So equal tokens may have
-    unequal KV.
+    Then equal tokens may have unequal KV. With longrope, if one prompt is longer than the original
+    context, SGLang rotates the keys of the whole batch by the long factors
+    (Phi3LongRoPEScaledRotaryEmbedding). With dynamic RoPE, SGLang rotates all prompts alike, and
+    models of the Transformers backend by the longest prompt (`dynamic_rope_update`).
     """
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
     config = model.hf_text_config
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [found, *(part for part in found.values() if isinstance(part, dict))]
     for rope in kinds:  # for the whole model, or one for each kind of layer
-        if rope.get("rope_type", rope.get("type")) == "longrope":
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "longrope" or (
+            kind == "dynamic" and get_resolved_model_impl(model) == ModelImpl.TRANSFORMERS
+        ):
             original = rope.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
             original = original or config.max_position_embeddings
@@ -1038,10 +1045,11 @@ def unsupported_model(model: ModelTraits) -> str | None:
     for family in FAMILIES:
         if family.refused is not None and family.trait and getattr(model, family.trait):
             return f"cake does not support {family.refused}"
-    if model.longrope_tokens is not None:
+    if model.batch_rope_tokens is not None:
         return (
-            "cake does not support longrope beyond the original context, where a prompt's KV "
-            f"depends on its batch: set --context-length {model.longrope_tokens}"
+            "cake does not support longrope beyond the original context, nor dynamic RoPE with "
+            "the Transformers backend, where a prompt's KV depends on its batch: set "
+            f"--context-length {model.batch_rope_tokens}"
         )
     if not (model.is_generation or model.pools_last_token):
         return (

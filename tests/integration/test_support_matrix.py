@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kv_pools import deepseek_v4, deepseek_v4_online
+from sglang.srt.configs.model_config import ModelImpl
 from sglang.srt.models import transformers
 
 from sglang_cake.config import CakeConfig
@@ -25,8 +26,8 @@ from sglang_cake.integration.support_matrix import (
     Family,
     ModelTraits,
     Speculation,
+    batch_rope_tokens,
     check_context,
-    longrope_tokens,
     unsupported,
     unsupported_codec,
     unsupported_drafts,
@@ -176,12 +177,14 @@ def test_support_matrix_ngram_table_is_refused_where_sglang_does_not_fill_it(
 
 
 def _rope(context_tokens: int, **config: Any) -> int | None:
-    text = SimpleNamespace(max_position_embeddings=131072, **config)
+    text = SimpleNamespace(**{"max_position_embeddings": 131072} | config)
     model: Any = SimpleNamespace(hf_text_config=text, context_len=context_tokens)
-    return longrope_tokens(model)
+    model._resolved_model_impl = config.get("impl", ModelImpl.SGLANG)
+    return batch_rope_tokens(model)
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
@@ -194,15 +197,18 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
         (131072, {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1}, 1),
         (131072, {"rope_scaling": {"type": "longrope"}}, None),
         (131072, {"rope_parameters": {"rope_type": "yarn"}}, None),
+        (8192, DYNAMIC, None),
+        (8192, DYNAMIC | {"impl": ModelImpl.TRANSFORMERS}, 4096),
+        (4096, DYNAMIC | {"impl": ModelImpl.TRANSFORMERS}, None),
         (131072, {"rope_scaling": None}, None),
     ],
 )
-def test_support_matrix_longrope_beyond_the_original_context_is_refused(
+def test_support_matrix_rope_that_depends_on_the_batch_is_refused(
     context_tokens: int, config: dict[str, Any], refused_above: int | None
 ) -> None:
     tokens = _rope(context_tokens, **config)
     assert tokens == refused_above
-    reason = unsupported(_args(), replace(PLAIN, longrope_tokens=tokens), 128)
+    reason = unsupported(_args(), replace(PLAIN, batch_rope_tokens=tokens), 128)
     assert (reason is None) == (refused_above is None)
     assert reason is None or f"--context-length {refused_above}" in reason
 
