@@ -49,16 +49,22 @@ class StubDriver:
 
     Attributes:
         calls: by name.
+        kernels: how many were compiled and loaded.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.kernels = 0
         # What Triton asks of a driver.
         self.utils = SimpleNamespace(
-            load_binary=lambda *args: (object(), object(), 32, 0, 1024),
+            load_binary=self._load,
             unload_module=lambda module: None,
             get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
         )
+
+    def _load(self, *args: object) -> tuple[object, ...]:
+        self.kernels += 1
+        return object(), object(), 32, 0, 1024
 
     def called(self, name: str) -> None:
         self.calls[name] += 1
@@ -153,7 +159,7 @@ def measured(
     driver: StubDriver, action: Callable[[], object], blocks: int, *, turns: int
 ) -> dict[str, Any]:
     """Of one block, where `action` moves so many."""
-    for _ in range(20):  # compiles the kernel, and fills the caches of PyTorch and Triton
+    for _ in range(20):  # fills the caches of PyTorch and Triton
         action()
     driver.calls.clear()
     action()
@@ -198,13 +204,16 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
         kv.order_forwards_after([copy])
         kv.fence()
 
+    compiled = driver.kernels
     with kv.here():
         copy = kv.load(buffer, slots, fence)
-        return {
+        cells = {
             "a block loaded, copier's thread": measured(driver, load, 1, turns=turns),
             "a block saved, copier's thread": measured(driver, save, SAVED, turns=turns),
             "a step, scheduler thread": measured(driver, schedule, 1, turns=turns),
         }
+    assert 0 < compiled == driver.kernels, "no copy waits for the compiler"
+    return cells
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -186,6 +186,9 @@ class PlainRowKernel:
         self._planes = planes
         self._layout = layout
 
+    def compile(self, pieces: Sequence[Piece]) -> None:
+        """Nothing: PyTorch is compiled."""
+
     def scatter(
         self,
         blocks: torch.Tensor,

@@ -447,6 +447,7 @@ class CudaKV(DeviceKV):
         self._pieces = pieces_of(self.layout, self.streams.ring_in.shape[1])
         self._index = torch.arange(len(self.streams.ring_out), device=self.device)
         self._kernel = RowKernel(self._rows, self.layout)
+        self._kernel.compile(self._pieces)
 
     def beside(self, pool: Any, block_tokens: int, *, drafts: Sequence[Any] = ()) -> DeviceKV:
         return CudaKV(

@@ -83,8 +83,7 @@ class RowKernel:
     Every copy is one launch, for any number of blocks, on the calling thread's stream. The thread's
     device must be that GPU. The caller orders the copy with all other work on the pool and on the
     blocks, and keeps the arguments alive until it is done. Nothing is copied to the host, and the
-    host does not wait. The first copy in each direction compiles the kernel; it may be one of no
-    blocks.
+    host does not wait. The first copy in each direction compiles the kernel, unless `compile` has.
 
     The rows of a plane are contiguous, and each warp reads or writes up to 512 bytes of a row at a
     time. On an H100 a block of 16 MiB takes 13 us, 0.91 of the rate of a memcpy within the device.
@@ -133,6 +132,15 @@ class RowKernel:
             dtype=torch.int64,
             device=planes[0].device,
         )
+
+    def compile(self, pieces: Sequence[Piece]) -> None:
+        """Compile and load the kernel for both directions, by copies of no blocks. Otherwise the
+        first prompt with stored blocks would wait for that."""
+        slots = torch.empty(0, dtype=torch.int64, device=self._planes.device)
+        for piece in pieces:
+            blocks = slots.new_empty((0, piece.size_bytes), dtype=torch.uint8)
+            self.scatter(blocks, slots, slots, piece)
+            self.gather(slots, blocks, slots, piece)
 
     def scatter(
         self,
