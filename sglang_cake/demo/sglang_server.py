@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from sglang_cake.core.local_files import temporary_folder
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 480.0
 STOP_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 600.0
 # Ports that Linux does not give to outgoing connections, and that SGLang does not choose itself.
