@@ -35,12 +35,36 @@ def become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.update(env)
     sys.path[1:1] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     spares.fork()
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        if arguments[0] == "-m":
+            sys.argv = list(arguments[1:])
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(arguments)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as exit:
+        leave.status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        raise
+    except BaseException:
+        leave.status = 1
+        raise
+
+
+class Leave:
+    """The end of a process, after threads and `atexit`. An interpreter takes seconds to take down
+    all that is imported here."""
+
+    status = 0
+
+    def __call__(self) -> None:
+        for process in multiprocessing.active_children():
+            process.join()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.status)
+
+
+leave = Leave()
 
 
 # ---- processes that a server starts ----
@@ -187,7 +211,6 @@ def import_sglang() -> None:
     # SGLang collects garbage when it starts, and counts the objects that may be some: not these.
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # extension modules complain of what they find at the end
 
 
 # ---- requests ----
@@ -230,5 +253,6 @@ def report(pid: int, reports: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    atexit.register(leave)  # first, so it is called last
     import_sglang()
     become(*serve(socket.socket(fileno=int(sys.argv[1]))))
