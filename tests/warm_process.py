@@ -1,8 +1,7 @@
 """The program that imports what every SGLang server would import, and forks servers (warm.py).
 
 A server starts processes of its own (scheduler, detokenizer, ...), each in an interpreter without
-modules (`spawn`). Here they are processes that the server forked before it ran, one for each. They
-wait for what they shall run.
+modules (`spawn`). Here it forks them before it runs, and they wait for a job.
 """
 
 import atexit
@@ -42,8 +41,8 @@ def become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
         else:
             sys.argv = list(arguments)
             runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as exit:
-        leave.status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except SystemExit as end:
+        leave.status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
     except BaseException:
         leave.status = 1
