@@ -29,14 +29,12 @@ SHARED = "tests/e2e/"
 SHARING = {
     f"tests/e2e/test_{name}.py"
     for name in (
-        *(
-            "cached_tokens",
-            "endpoints",
-            "exactness",
-            "life_and_death",
-            "not_enabled",
-            "sglang_kits",
-        ),
+        "cached_tokens",
+        "endpoints",
+        "exactness",
+        "life_and_death",
+        "not_enabled",
+        "sglang_kits",
         "store_swap",  # only to see that a server without an admin key refuses
     )
 }

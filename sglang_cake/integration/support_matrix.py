@@ -94,22 +94,25 @@ def batch_rope_tokens(model: "ModelConfig") -> int | None:
     (Phi3LongRoPEScaledRotaryEmbedding). With dynamic RoPE, SGLang rotates all prompts alike, and
     models of the Transformers backend by the longest prompt (`dynamic_rope_update`).
     """
-    from sglang.srt.configs.model_config import ModelImpl
-    from sglang.srt.model_loader.utils import get_resolved_model_impl
-
     config = model.hf_text_config
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [found, *(part for part in found.values() if isinstance(part, dict))]
     for rope in kinds:  # for the whole model, or one for each kind of layer
         kind = rope.get("rope_type", rope.get("type"))
-        if kind == "longrope" or (
-            kind == "dynamic" and get_resolved_model_impl(model) == ModelImpl.TRANSFORMERS
-        ):
+        if kind == "longrope" or (kind == "dynamic" and is_of_transformers(model)):
             original = rope.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
             original = original or config.max_position_embeddings
             return int(original) if model.context_len > original else None
     return None
+
+
+def is_of_transformers(model: "ModelConfig") -> bool:
+    """Whether SGLang runs the model by its Transformers backend."""
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    return bool(get_resolved_model_impl(model) == ModelImpl.TRANSFORMERS)
 
 
 # The architecture whose decoding sees the tokens of the prompt and a window of the answer.
@@ -575,13 +578,12 @@ def pools_last_token(model: "ModelConfig") -> bool:
     """Whether the result of a model that generates no text is made of its last token, as far as its
     configuration tells."""
     from sglang.srt.configs.model_config import ModelImpl
-    from sglang.srt.model_loader.utils import get_resolved_model_impl
 
     names = model.hf_config.architectures
     is_reviewed = bool(names) and POOLING_ARCHITECTURES.issuperset(names)
     if is_reviewed and model.model_impl != ModelImpl.TRANSFORMERS:
         return True
-    if get_resolved_model_impl(model) != ModelImpl.TRANSFORMERS:
+    if not is_of_transformers(model):
         return False
     # The checkpoint says it, for SGLang's EmbeddingMixin.
     return str(getattr(model.hf_config, "pooling_type", "LAST")).upper() != "CLS"

@@ -73,7 +73,7 @@ class StagedBlock:
             return True
 
     def release(self, *, used: bool, reason: str = "", copy_s: float = 0.0) -> None:
-        """Stop being a holder. The arguments become attributes."""
+        """Stop being a holder. Args: used: whether this holder used the bytes."""
         with self._lock:
             self.used |= used
             self.copy_s = copy_s or self.copy_s

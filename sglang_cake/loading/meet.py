@@ -261,9 +261,8 @@ class Meet:
         if not self.end_blocks:
             return
         usable = self.usable(stored, ends)
-        for block in range(
-            self.block_count
-        ):  # the loader of this rank may have chosen another target
+        # The loader of this rank may have chosen another target.
+        for block in range(self.block_count):
             if not usable[block] and self._states[block] == BlockState.WANTED:
                 self._apply(block, Event.LOSE)
         if any(usable):
