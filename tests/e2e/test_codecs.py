@@ -30,7 +30,7 @@ Make = Callable[[int], list[int]]
 
 CODEC = "kvquant3"  # it depends on the most traits of the model: its heads and its RoPE
 MAX_ERROR = 0.02  # of `auto`: more than int8 loses, less than all others do
-# Far below what a busy machine writes to a file, far above the slow tier.
+# Far above the slow tier, and below a tier that was only written (`cake_test_decoders`).
 DECODERS_BYTES_PER_S, SLOW_LINK = 1e6, "0.25MB/s"
 BLOCKS = 4
 

@@ -1,6 +1,8 @@
-"""Decoders of a fixed speed, for `--cake-codec auto`. A plugin of SGLang, used only by tests.
+"""Decoders and writes of a fixed speed, for `--cake-codec auto`. A plugin of SGLang, used only by
+tests.
 
-CAKE_TEST_DECODERS is the speed of every codec in bytes per second. A measured speed would vary.
+CAKE_TEST_DECODERS is the speed of every codec in bytes per second. Writes to a tier take no time.
+Measured speeds would vary. The speed of reads is measured.
 """
 
 import itertools
@@ -14,7 +16,19 @@ def register() -> None:
     if stated is None:
         return
     from sglang_cake.codecs.codec_choice import AutoCodec
+    from sglang_cake.stores.link_speed import LinkSpeed, TierLink
 
+    class QuickLink(TierLink):
+        def landed(self, size_bytes: int, started_s: float, now_s: float) -> None:
+            super().landed(size_bytes, now_s, now_s)
+
+    measure = LinkSpeed.__init__
+
+    def with_quick_writes(speed: Any, *args: Any, **given: Any) -> None:
+        measure(speed, *args, **given)
+        speed.written = QuickLink()
+
+    LinkSpeed.__init__ = with_quick_writes  # type: ignore[method-assign]
     build = AutoCodec.__init__
 
     def with_clock(codec: Any, layout: Any, *args: Any, decode_threads: int, **given: Any) -> None:
