@@ -9,14 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     HybridLinearKVPool,
     MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolMXFP8,
     MiniMaxSparseKVPool,
     MLATokenToKVPool,
+    MLATokenToKVPoolFP4,
 )
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -138,6 +142,37 @@ def nvfp4(slots: int) -> Any:
         end_layer=2,
         device="cpu",
     )
+
+
+def fp4(slots: int, *, mla: bool = False) -> Any:
+    """Two numbers in a byte, and scales for each token (`--kv-cache-dtype fp4_mx_block16`)."""
+    dtype = torch.float4_e2m1fn_x2
+    if mla:
+        return MLATokenToKVPoolFP4(slots, 1, dtype, 32, 32, 2, "cpu", False)
+    return MHATokenToKVPoolFP4(slots, 1, dtype, 2, 32, 2, "cpu", False)
+
+
+def mxfp8(slots: int, *, page: int = 128) -> MHATokenToKVPoolMXFP8:
+    """8 bits and scales, which are in pages of 128 tokens (`--kv-cache-dtype mxfp8`)."""
+    return MHATokenToKVPoolMXFP8(slots, page, torch.float8_e4m3fn, 2, 64, 2, "cpu", False)
+
+
+def nvfp4_rows(slots: int, *, prefill: str) -> MHATokenToKVPool:
+    """K and V of `--kv-cache-dtype nvfp4` on Blackwell. Args: prefill: its attention backend, which
+    decides how scales are kept."""
+    methods = pytest.importorskip("sglang.srt.layers.quantization.fp4_kv_cache_quant_method")
+    method = methods.NVFP4KVCacheMethod(2, "cpu", 64, native_scale_layout=True)
+    method.configure_attention_backends(prefill, "trtllm_mha")
+    return MHATokenToKVPool(
+        slots, 64, torch.float4_e2m1fn_x2, 2, 64, 2, "cpu", False, quant_method=method
+    )
+
+
+def hnd(slots: int) -> MHATokenToKVPool:
+    """A page is a row with the tokens of one head after those of another
+    (`SGLANG_USE_HND_KVCACHE`)."""
+    with envs.SGLANG_USE_HND_KVCACHE.override(True):
+        return mha(slots, page=16, dtype=torch.bfloat16)
 
 
 def deepseek_v4(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
@@ -316,7 +351,13 @@ def rows_of(pool: Any) -> list[tuple[torch.Tensor, int]]:
             return rows_of(pool.full_kv_pool) + [(each, pool.qsa_compress_ratio) for each in index]
         case SWAKVPool() | HybridLinearKVPool():
             return rows_of(pool.full_kv_pool)
-    return [(each, 1) for each in buffers_of(pool)]
+        case MLATokenToKVPoolFP4():
+            return [(each, 1) for each in (*pool.kv_buffer, *pool.kv_scale_buffer)]
+    found = buffers_of(pool)
+    for kind in ("", "native_"):
+        k, v = (getattr(pool, f"{kind}{name}_scale_buffer", None) or () for name in "kv")
+        found += [each for pair in zip(k, v, strict=True) for each in pair]
+    return [(each, pool.page_size if each.dim() > 3 else 1) for each in found]
 
 
 def slots_in_pages(slots: int, page: int, seed: int) -> torch.Tensor:

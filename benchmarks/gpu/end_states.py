@@ -71,9 +71,7 @@ def windows(streams: CopyStreams, device: torch.device) -> Case:
         forward = streams.forward
         return CudaKV(pool, block_tokens=tokens, forward_stream=forward, streams=streams)
 
-    part = WindowRows(
-        kv_of, token_bytes=form.token_bytes, window_tokens=96, block_bytes=BLOCK_BYTES
-    )
+    part = WindowRows(kv_of, page=kv_of(1).layout, window_tokens=96, block_bytes=BLOCK_BYTES)
     assert part.count * (BLOCK_BYTES // form.token_bytes) > 96
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1)).to(device) + 1
     taken, given = order[:96], order[96:192]

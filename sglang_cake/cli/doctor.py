@@ -215,9 +215,9 @@ class KvSizes:
     def of(cls, server: "ResolvedServer", shape: Shape, block_tokens: int) -> "KvSizes":
         tp_size, value_bytes = server.tp_size, server.kv_value_bytes
         return cls(  # a shape counts 2 bytes for each value
-            block_tokens * shape.rank_kv_bytes(tp_size) * value_bytes // 2,
+            int(block_tokens * shape.rank_kv_bytes(tp_size) * value_bytes / 2),
             shape.end_blocks(tp_size, block_tokens),
-            shape.stored_bytes(tp_size) * value_bytes // 2,
+            int(shape.stored_bytes(tp_size) * value_bytes / 2),
         )
 
 

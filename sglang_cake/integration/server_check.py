@@ -35,6 +35,14 @@ from sglang_cake.integration.support_matrix import (
 _PLUGINS = "sglang.srt.plugins"
 
 
+# By `--kv-cache-dtype`, where it is not the dtype of the model. A scale is for 32 or 16 values.
+_VALUE_BYTES = {
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), 1),
+    "mxfp8": 1 + 1 / 32,
+    **dict.fromkeys(("nvfp4", "fp4_mx_block16"), 1 / 2 + 1 / 16),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedServer:
     """A server as SGLang resolves its flags on this machine.
@@ -46,7 +54,7 @@ class ResolvedServer:
         chunk_tokens: the most that a step computes.
         page_tokens: of the KV pool.
         pool_tokens: size of a KV pool, if it is set.
-        kv_value_bytes: of a value in the KV pool.
+        kv_value_bytes: of a value in the KV pool, with its part of a scale.
         kinds: of the model, by the support table.
     """
 
@@ -56,7 +64,7 @@ class ResolvedServer:
     chunk_tokens: int
     page_tokens: int
     pool_tokens: int | None
-    kv_value_bytes: int
+    kv_value_bytes: float
     kinds: str
 
 
@@ -138,7 +146,6 @@ def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:
     if reason is not None:
         raise ConfigError(reason)
     view, model = resolving_view(record), model_config_of(record)
-    stored = torch.float8_e5m2 if view.kv_cache_dtype.startswith("fp8") else model.dtype
     copies = 1 if view.enable_dp_attention else view.dp_size
     return ResolvedServer(
         device=view.device,
@@ -147,7 +154,7 @@ def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:
         chunk_tokens=chunk_tokens(view),
         page_tokens=view.page_size,
         pool_tokens=view.max_total_tokens,
-        kv_value_bytes=stored.itemsize,
+        kv_value_bytes=_VALUE_BYTES.get(view.kv_cache_dtype, model.dtype.itemsize),
         kinds=_kinds(ModelTraits.of(model), (model.hf_config.architectures or ["?"])[0]),
     )
 

@@ -793,7 +793,7 @@ def unsupported_codec(args: Any, model: ModelTraits | None, config: CakeConfig) 
             f"cake's codec {config.codec} takes K and V of one model only, and a draft model has "
             "its own: set --cake-codec raw, zstd or auto"
         )
-    if config.codec not in LOSSY or not args.kv_cache_dtype.startswith("fp8"):
+    if config.codec not in LOSSY or args.kv_cache_dtype in ("auto", "bf16", "bfloat16"):
         return None
     return (
         f"cake's codec {config.codec} has no bits to lose with --kv-cache-dtype "

@@ -1,7 +1,7 @@
 """Draft models whose layers have sliding windows: rows in the target's windows are of its end
 states, and rows in its slots are of its blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,18 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from kv_pools import as_bytes, deepseek_v4, hybrid, mha, qsa, rows_of, states_of, windows
+from kv_pools import (
+    as_bytes,
+    deepseek_v4,
+    hnd,
+    hybrid,
+    mha,
+    mxfp8,
+    qsa,
+    rows_of,
+    states_of,
+    windows,
+)
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
@@ -99,10 +110,16 @@ def test_draft_pools_windows_in_other_slots_are_refused() -> None:
             DraftPools.of([mtp], pool)
 
 
-def moved(part: EndPart, other: EndPart, taken: EndSlots, given: EndSlots) -> None:
+def moved(
+    part: EndPart,
+    other: EndPart,
+    taken: EndSlots,
+    given: EndSlots,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
     """Save an end state of one side, and load it on the other."""
     assert part.describe() == other.describe()
-    buffers = [Buffer(on_page(BLOCK_BYTES)) for _ in range(part.count)]
+    buffers = [Buffer(on_page(block_bytes)) for _ in range(part.count)]
     part.save(part.prepare(taken), buffers, ()).wait()
     for index, buffer in enumerate(buffers):
         other.load(index, buffer, other.prepare(given), ()).wait()
@@ -114,7 +131,7 @@ def window_rows(of: Any, drafts: Sequence[Any]) -> WindowRows:
 
     return WindowRows(
         kv,
-        token_bytes=kv(1).layout.block_bytes,
+        page=kv(1).layout,
         window_tokens=WINDOW,
         block_bytes=BLOCK_BYTES,
     )
@@ -148,6 +165,49 @@ def test_draft_pools_end_state_brings_the_windows_of_all_draft_layers(layers: in
     own = len(rows) - 2 * max(1, layers)  # K and V of the target's layers
     assert all(equal[:own])
     assert equal[own:] == [layers > 0] * (2 * max(1, layers))
+
+
+@pytest.mark.parametrize("make", [mxfp8, hnd])
+@pytest.mark.parametrize("pages_in_block", [1, 2, 5])
+def test_window_rows_of_pages_are_moved_in_whole_pages(
+    make: Callable[[int], Any], pages_in_block: int
+) -> None:
+    pools, parts = [make(1024), make(1024)], []
+    page = pools[0].page_size
+    size = DeviceKV(pools[0], block_tokens=page).layout.block_bytes
+    for seed, pool in enumerate(pools):
+        filled([b for b, _ in rows_of(pool)], seed)
+        parts.append(
+            WindowRows(
+                lambda tokens, pool=pool: DeviceKV(pool, block_tokens=tokens),
+                page=DeviceKV(pool, block_tokens=page).layout,
+                window_tokens=3 * page,
+                block_bytes=size * pages_in_block + 7,  # the rest is too small for a page
+            )
+        )
+    source, sink = parts
+    assert source.count == -(-3 // min(pages_in_block, 3))
+    before = [as_bytes(b).clone() for b, _ in rows_of(pools[1])]
+    taken, given = torch.arange(3 * page) + page, torch.arange(3 * page) + 4 * page
+    moved(source, sink, EndSlots(window=taken), EndSlots(window=given), size * pages_in_block + 7)
+    everything = zip(rows_of(pools[0]), rows_of(pools[1]), before, strict=True)
+    for (a, row_tokens), (b, _), old in everything:
+        rows = page // row_tokens
+        kept = [r for r in range(len(b)) if not 4 * rows <= r < 7 * rows]
+        assert torch.equal(as_bytes(b)[4 * rows : 7 * rows], as_bytes(a)[rows : 4 * rows])
+        assert torch.equal(as_bytes(b)[kept], old[kept])
+
+
+def test_window_rows_of_a_page_larger_than_a_block_are_refused() -> None:
+    pool = mxfp8(256)
+    page = DeviceKV(pool, block_tokens=128).layout
+    with pytest.raises(ConfigError, match=r"^cake stores .* 128 tokens of them take [^\n]+$"):
+        WindowRows(
+            lambda tokens: DeviceKV(pool, block_tokens=tokens),
+            page=page,
+            window_tokens=128,
+            block_bytes=page.block_bytes - 1,
+        )
 
 
 def test_draft_pools_windows_of_deepseek_v4_are_pages_of_its_end_states() -> None:

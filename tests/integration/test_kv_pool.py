@@ -14,11 +14,15 @@ from kv_pools import (
     deepseek_v4,
     deepseek_v41,
     dsa,
+    fp4,
+    hnd,
     hybrid,
     mha,
     minimax,
     mla,
+    mxfp8,
     nvfp4,
+    nvfp4_rows,
     pooled_dsa,
     qsa,
     rows_of,
@@ -142,6 +146,13 @@ CASES = {
         lambda: minimax(512, dtype=torch.float8_e4m3fn, index_dtype=torch.bfloat16), 64, 128
     ),
     "minimax, 4 bits": Case(lambda: nvfp4(512), 128, 128),
+    "4 bits with scales": Case(lambda: fp4(SLOTS), 1, BLOCK),
+    "4 bits with scales, mla": Case(lambda: fp4(SLOTS, mla=True), 1, BLOCK),
+    "4 bits with scales in rows and in pages": Case(
+        lambda: nvfp4_rows(512, prefill="flashinfer"), 64, 128
+    ),
+    "8 bits with scales in pages": Case(lambda: mxfp8(512), 128, 128),
+    "pages of heads": Case(lambda: hnd(512), 16, 64),
     "deepseek v4": Case(lambda: deepseek_v4(2048), 256, 512, states_of),
     "deepseek v4.1": Case(lambda: deepseek_v41(2048), 256, 512, states_of),
     "full attention beside windows": Case(

@@ -617,8 +617,8 @@ def _cache(dtype: str, algorithm: str | None = None) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_dtype=dtype, speculative_algorithm=algorithm)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_support_matrix_lossy_codec_on_fp8_cache_is_refused(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "mxfp8", "nvfp4", "fp4_mx_block16"])
+def test_support_matrix_lossy_codec_on_a_cache_of_few_bits_is_refused(dtype: str) -> None:
     for codec in CHOICES:
         config = CakeConfig(codec=codec)
         reason = unsupported_codec(_cache(dtype), PLAIN, config)

@@ -19,6 +19,7 @@ So stores, host buffers and the loader handle one size.
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
 from sglang_cake.integration.memory.pool_planes import translation_of
@@ -166,9 +168,7 @@ class EndStates:
                 parts.append(
                     WindowRows(
                         partial(kv.beside, pool.swa_kv_pool, drafts=windows),
-                        token_bytes=DeviceKV(
-                            pool.swa_kv_pool, block_tokens=1, drafts=windows
-                        ).layout.block_bytes,
+                        page=DeviceKV(pool.swa_kv_pool, block_tokens=page, drafts=windows).layout,
                         window_tokens=window_tokens,
                         block_bytes=block_bytes,
                     )
@@ -230,7 +230,7 @@ class WindowRows:
 
     Args:
         kv_of: `(block_tokens)` gives the copies of blocks of so many tokens of the windows' pool.
-        token_bytes: of one token in that pool.
+        page: the layout of a page of that pool.
         window_tokens: tokens of a window, whole pages.
         block_bytes: size of a buffer.
     """
@@ -239,19 +239,22 @@ class WindowRows:
         self,
         kv_of: Callable[[int], DeviceKV],
         *,
-        token_bytes: int,
+        page: BlockLayout,
         window_tokens: int,
         block_bytes: int,
     ) -> None:
-        rows = min(window_tokens, block_bytes // token_bytes)
+        row_tokens = math.lcm(*(group.row_tokens for group in page.groups))
+        row_bytes = page.block_bytes * row_tokens // page.block_tokens
+        rows = min(window_tokens, block_bytes // row_bytes * row_tokens)
         if not rows:
             raise ConfigError(
-                "cake stores sliding windows in blocks, and a token of them takes more than a "
-                "block: raise --cake-block-tokens"
+                f"cake stores sliding windows in blocks, and {row_tokens} tokens of them take more "
+                "than a block: raise --cake-block-tokens"
             )
         self.count = -(-window_tokens // rows)
         self._kv = kv_of(rows)
         self._rows = rows
+        self._row_tokens = row_tokens
         self._window_tokens = window_tokens
 
     def describe(self) -> dict[str, object]:
@@ -261,11 +264,12 @@ class WindowRows:
         }
 
     def prepare(self, slots: EndSlots) -> EndSlots:
-        """Whole blocks of slots: the last one is repeated. So the bytes stay those of one request,
+        """Whole blocks of slots: the last row is repeated. So the bytes stay those of one request,
         and a load writes equal bytes twice."""
         assert slots.window is not None
-        missing = self.count * self._rows - len(slots.window)
-        return replace(slots, window=torch.cat([slots.window, slots.window[-1:].expand(missing)]))
+        missing = (self.count * self._rows - len(slots.window)) // self._row_tokens
+        last = slots.window[-self._row_tokens :].repeat(missing)
+        return replace(slots, window=torch.cat([slots.window, last]))
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
         assert slots.window is not None

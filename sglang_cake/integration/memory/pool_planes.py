@@ -21,6 +21,18 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # A hybrid has a pool for full attention. MiniMax's sparse attention has one for all layers, and one
 # for the index.
 _INNER = {"full_kv_pool": "", "main_pool": "", "index_kv_pool": "index_", "index_k_pool": "index_"}
+# Attributes of a pool with the scales of its numbers, and the names of their planes.
+_SCALES = {
+    "k_scale_buffer": "k_scale",
+    "v_scale_buffer": "v_scale",
+    "native_k_scale_buffer": "k_native_scale",
+    "native_v_scale_buffer": "v_native_scale",
+    "kv_scale_buffer": "kv_scale",
+}
+# Memory for one layer of a step, which each layer fills anew.
+_WORKSPACES = ("dq_k_buffer", "dq_v_buffer")
+# Layouts of a pool in which a row is a page, with the tokens behind the heads.
+_PAGED_LAYOUTS = ("hnd", "vectorized_5d")
 # Pools of DeepSeek V4, by compression ratio.
 _COMPRESSED = ("kv_pools", "index_pools")
 # Attributes of pools whose slots are not the rows of their buffers. The pool translates slots, or a
@@ -91,7 +103,8 @@ def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") ->
         buffer[0].is_contiguous() for buffer in buffers
     ):
         raise ConfigError(f"cake cannot store a {name}: its buffers are no rows of {needed} slots")
-    others = [each for _, each in _memory(apart, "")]
+    workspaces = [getattr(pool, each, None) for each in _WORKSPACES]
+    others = [each for _, each in _memory([*apart, *workspaces], "")]
     known = {_storage(tensor) for tensor in (*buffers, *others, *_tails(pool))}
     further = {
         path.split(".")[0]
@@ -165,32 +178,54 @@ def _own_planes(pool: Any, prefix: str, page_tokens: int) -> Iterator[PoolPlanes
     if index:  # layers without an index of their own have buffers without rows
         indexed = ({"index": each} for each in index if len(each))
         yield from _grouped(pool, indexed, prefix, page_tokens)
+    if not len(slab):
+        yield from _scales(pool, prefix, page_tokens)
+
+
+def _scales(pool: Any, prefix: str, page_tokens: int) -> Iterator[PoolPlanes]:
+    """The planes of scales that a pool has beside its numbers, a row for a token or for a page."""
+    found = {
+        name: buffers
+        for attribute, name in _SCALES.items()
+        if (buffers := getattr(pool, attribute, None)) is not None
+    }
+    for row_tokens in sorted({1, page_tokens}):
+        rows = (pool.size + pool.page_size) // row_tokens
+        planes = {name: each for name, each in found.items() if len(each[0]) == rows}
+        if planes:
+            buffers = [buffer for layer in zip(*planes.values(), strict=True) for buffer in layer]
+            parts = tuple((prefix + n, tuple(each[0].shape[1:])) for n, each in planes.items())
+            group = PlaneGroup(len(buffers) // len(parts), parts, "uint8", row_tokens)
+            yield PoolPlanes(group, tuple(buffers))
 
 
 def _grouped(
     pool: Any, layers: Iterable[Mapping[str, torch.Tensor]], prefix: str, page_tokens: int
 ) -> Iterator[PoolPlanes]:
     """Layers with equal planes together, in the order of the pool."""
+    paged_layout = getattr(pool, "kv_cache_layout", None) in _PAGED_LAYOUTS
     groups: dict[tuple[Parts, bool], list[torch.Tensor]] = {}
     for layer in layers:
         parts = tuple((prefix + name, tuple(each.shape[1:])) for name, each in layer.items())
         dims = {each.dim() for each in layer.values()}
-        if not dims <= {2, 3} or len(dims) > 1:
+        if not paged_layout and (not dims <= {2, 3} or len(dims) > 1):
             raise ConfigError(
                 f"cake cannot store a {type(pool).__name__}: it needs KV buffers of "
                 "[slots, heads, dim]"
             )
         groups.setdefault((parts, dims == {2}), []).extend(layer.values())
-    for (parts, is_paged), buffers in groups.items():
-        dtype = _dtype(pool, buffers, packed=is_paged)
-        row_tokens = page_tokens if is_paged else 1
+    for (parts, packed), buffers in groups.items():
+        dtype = _dtype(pool, buffers, packed=packed)
+        row_tokens = page_tokens if packed or paged_layout else 1
         group = PlaneGroup(len(buffers) // len(parts), parts, dtype, row_tokens)
         yield PoolPlanes(group, tuple(buffers))
 
 
 def _dtype(pool: Any, buffers: Sequence[torch.Tensor], *, packed: bool) -> str:
-    """The dtype of the numbers in `buffers`; that of bytes if they are packed with their scales."""
+    """The dtype of the numbers in `buffers`; that of bytes if they are packed, two in a byte or
+    with their scales."""
     packed = packed or getattr(pool, "dsa_kv_cache_store_fp8", False)
+    packed = packed or pool.dtype is getattr(torch, "float4_e2m1fn_x2", None)
     dtype = torch.uint8 if packed else pool.dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES or any(each.itemsize != dtype.itemsize for each in buffers):
