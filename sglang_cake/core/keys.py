@@ -107,8 +107,8 @@ class Media:
         return hashed.digest()
 
     def _row(self, row: "array[int]", start: int, stop: int) -> "array[int]":
-        behind = range(max(start, len(row)), stop)
-        return row[start:stop] + array("q", [at + self.shift for at in behind])
+        further = range(max(start, len(row)), stop)
+        return row[start:stop] + array("q", [at + self.shift for at in further])
 
 
 NO_MEDIA = Media()

@@ -32,7 +32,7 @@ class ModelTraits:
     is_windows_only: bool = False  # sliding windows in all layers, in a pool of their own
     is_prompt_aware: bool = False  # a token of an answer sees the prompt and a window of the answer
     is_generation: bool = True
-    pools_last_token: bool = False  # its result is made of the last token, behind causal attention
+    pools_last_token: bool = False  # its result is made of the last token, and attention is causal
     is_multimodal: bool = False
     is_sparse: bool = False  # keeps an index beside K and V
     is_compressed: bool = False  # keeps KV of several tokens as one

@@ -88,7 +88,7 @@ class StagedBlock:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """The lookup has answered: which of a prompt's full blocks are stored, and behind which of them
+    """The lookup has answered: which of a prompt's full blocks are stored, and after which of them
     an end state is stored. Ends that make a shorter run than the best one may be missing; for a
     model without end states, all are."""
 
@@ -320,7 +320,7 @@ class _PromptQueue:
         return self.tiers[block if block < self.request.block_count else self.run.stop - 1]
 
     def aim(self, run: range) -> list[int]:
-        """From now on the blocks of `run` and the end behind it are wanted, and nothing else.
+        """From now on the blocks of `run` and the end after it are wanted, and nothing else.
         Returns their indices, ascending. What was asked for once is not asked for again."""
         request = self.request
         ends = end_indices(request.block_count, request.end_blocks, run.stop)
@@ -462,7 +462,7 @@ class Loader:
                 self._io.post(self._pump)
 
     def aim(self, load_id: str, run: range) -> None:
-        """Only the blocks of `run`, and the end behind it, are still wanted of a prompt whose model
+        """Only the blocks of `run`, and the end after it, are still wanted of a prompt whose model
         has end states. Called after its lookup has answered."""
         queue = self._by_id.get(load_id)
         if queue is not None and run != queue.run:

@@ -66,7 +66,7 @@ class Rows(Protocol):
         ...
 
     def begin(self) -> None:
-        """Order all later writes behind the work that the calling thread has launched so far: other
+        """Order all later writes after the work that the calling thread has launched so far: other
         requests may have used the slots until then. The forward's thread."""
         ...
 
@@ -182,7 +182,7 @@ class KvReceiver:
             with self._changed:
                 self.bytes += len(data)
                 self._missing[part.layer] -= span.tokens
-                self._changed.notify_all()  # the forward's work is ordered behind the copy
+                self._changed.notify_all()  # the forward's work is ordered after the copy
             if copy is not None:
                 copy.wait()
         finally:

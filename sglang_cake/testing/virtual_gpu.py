@@ -218,7 +218,7 @@ class VirtualGpu:
         begin_s = max(free_s, self.forward_stream.tail_s, self.schedule.tail_s)
         copies_s = max(0.0, self._followed_s - begin_s)
         followed_s = max(copies_s, work_s) - work_s
-        if copies_s:  # the first layer waits for its copy, or the last one is computed behind it
+        if copies_s:  # the first layer waits for its copy, or the last one is computed after it
             followed_s += min(copies_s, work_s) / self.layers
         self.held_back_s += begin_s - free_s + followed_s
         end_s = begin_s + work_s + followed_s + self.kernels_s
@@ -303,7 +303,7 @@ class VirtualKV:
         return VirtualCopy(gpu, end_s, end_s, end_s - begin_s)
 
     def _kernel_starts_s(self, ready_s: float) -> float:
-        """When a kernel of the stream into the pool starts: behind the one before it at once, and
+        """When a kernel of the stream into the pool starts: after the one before it at once, and
         otherwise between two products of a forward that runs then."""
         if ready_s <= self._in.tail_s:
             return self._in.tail_s

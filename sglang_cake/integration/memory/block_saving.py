@@ -128,7 +128,7 @@ class BlockSaving:
     def wants_end(self, record: PromptRecord, end: int, *, last: bool = False) -> bool:
         """Whether the end state at this block boundary is worth its place in the store.
 
-        Args: last: the request computes nothing behind it.
+        Args: last: the request computes nothing after it.
         """
         assert self._ends is not None
         unsaved = self._requests.get(record)
@@ -264,8 +264,8 @@ class BlockSaving:
             return False
         if block < record.meet.block_count and record.meet.state(block) is BlockState.ATTACHED:
             return False
-        behind = record.stats.matched_tokens - (block + 1) * self._block_tokens
-        if 0 <= behind < record.key_chain.next_tokens:
+        tokens_after = record.stats.matched_tokens - (block + 1) * self._block_tokens
+        if 0 <= tokens_after < record.key_chain.next_tokens:
             # The last tokens' KV in draft models is that of the prompt which the tree got the
             # block from. The next tokens of that prompt may have been others.
             return False

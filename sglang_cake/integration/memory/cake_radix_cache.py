@@ -357,7 +357,7 @@ class CakeRadixCache(UnifiedRadixCache):
     @property
     def next_tokens(self) -> int:
         """With EAGLE and its like, the tree's key of a token is the token and the next one. So this
-        many tokens behind those whose KV is meant belong to a key."""
+        many tokens after those whose KV is meant belong to a key."""
         return int(self.tree_core.is_eagle)
 
     # ---- end states ----
@@ -380,11 +380,11 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.supports_mamba() and not self.enable_mamba_extra_buffer:
             last = len(req.full_untruncated_fill_ids) - 1
             stops.append(last - last % self.coordinator.block_tokens)
-        behind = 0 if self.supports_mamba() else self.coordinator.next_tokens
-        behind += -behind % int(self.page_size)
+        key_tokens = 0 if self.supports_mamba() else self.coordinator.next_tokens
+        key_tokens += -key_tokens % int(self.page_size)
         for stop in stops:
-            if stop + behind > req.prefix_len and self.saving.wants_end(record, stop):
-                return stop + behind
+            if stop + key_tokens > req.prefix_len and self.saving.wants_end(record, stop):
+                return stop + key_tokens
         return None
 
     def track_end(self, req: "Req") -> None:
@@ -423,7 +423,7 @@ class CakeRadixCache(UnifiedRadixCache):
         new = min(len(window), len(slots))
         allocator = self.token_to_kv_pool_allocator
         allocator.set_full_to_swa_mapping(slots[-new:], window[-new:])
-        if self.copier is not None:  # they may move from now on, behind the copies into them
+        if self.copier is not None:  # they may move from now on, after the copies into them
             key = ("cake", "load")
             allocator.swa_attn_allocator.set_hicache_transfer_done_event(key, self.copier)
 

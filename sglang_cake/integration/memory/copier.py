@@ -35,7 +35,7 @@ class SlotCopy:
 
     Attributes:
         slots: int64 `[block_tokens]`, on the device; set once, when they are reserved.
-        after: the slots may be written behind this point.
+        after: the slots may be written after this point.
     """
 
     slots: torch.Tensor
@@ -123,7 +123,7 @@ class Save:
     """Slots that are being copied into host memory.
 
     Attributes:
-        launched: the copy, once it is launched. The slots may be written again behind
+        launched: the copy, once it is launched. The slots may be written again after
             `DeviceKV.order_forwards_after` it. Cancelled: it was given up before.
         ended: done when the host memory is whole. Raises: what the launch raised.
     """
@@ -144,7 +144,7 @@ class Copier:
     Args:
         patience_s: how long the scheduler thread waits for a launch; None: as long as it takes.
         movers: allocators of SGLang that move slots. They do so in the scheduler thread, which
-            alone asks for copies then, and behind all copies that were asked for.
+            alone asks for copies then, and after all copies that were asked for.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Copier:
     def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
         """Copy slots (int64 `[len(buffers) * block_tokens]`, on the device) into whole blocks.
 
-        Args: after: what the slots hold behind this point is copied.
+        Args: after: what the slots hold after this point is copied.
         """
         return self.launch_save(lambda: self._kv.save(slots, buffers, after))
 

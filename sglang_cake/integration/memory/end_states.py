@@ -6,7 +6,7 @@ tokens, the prefix's ends. At an end it needs an end state:
 | layers | end state at token `P` |
 |---|---|
 | sliding windows | their KV of the last window, `[P - window_tokens, P)` |
-| recurrent: Mamba, linear attention, short convolutions | their state behind token `P - 1` |
+| recurrent: Mamba, linear attention, short convolutions | their state after token `P - 1` |
 | compressed: DeepSeek V4 | the last page of the window, with sums of tokens yet to be compressed |
 
 With SGLang's bounded replay (DeepSeek V4.1), the last layers compute a step's last tokens alone. So
@@ -83,11 +83,11 @@ class EndPart(Protocol):
         ...
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
-        """Copy an end state, as it is behind `after`, into `count` buffers."""
+        """Copy an end state, as it is after `after`, into `count` buffers."""
         ...
 
     def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
-        """Copy end block `index` into the slots, behind `after`."""
+        """Copy end block `index` into the slots, after `after`."""
         ...
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
@@ -197,7 +197,7 @@ class EndStates:
         return slots
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> EndCopy:
-        """Copy an end state, as it is behind `after`, into `count` buffers."""
+        """Copy an end state, as it is after `after`, into `count` buffers."""
         copies: list[tuple[EndPart, Copy]] = []
         first = 0
         try:
@@ -211,7 +211,7 @@ class EndStates:
         return EndCopy(parts=tuple(copies))
 
     def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> EndCopy:
-        """Copy end block `index` into the slots, behind `after`."""
+        """Copy end block `index` into the slots, after `after`."""
         for part in self.parts:
             if index < part.count:
                 return EndCopy(parts=((part, part.load(index, buffer, slots, after)),))

@@ -96,8 +96,8 @@ class Copy:
     """Copies that were launched.
 
     Attributes:
-        event: recorded behind the copies; None: they are complete.
-        pool: recorded behind the last access to the KV pool; None: it is over.
+        event: recorded after the copies; None: they are complete.
+        pool: recorded after the last access to the KV pool; None: it is over.
         keep: device memory that must live until the copies are complete.
         begin: recorded before the copies, if they are timed.
         took_s: time of copies that were complete at once.
@@ -183,7 +183,7 @@ class DeviceKV:
             buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
         ]
         self._word = str(word).removeprefix("torch.")  # as NumPy names it
-        # Rows of one plane lie one behind the other, unless pools share their memory.
+        # Rows of one plane lie one after the other, unless pools share their memory.
         self._dense = all(rows.is_contiguous() for rows in self._rows)
         self._plane_words = [
             plane.rows * rows.shape[1]
@@ -210,18 +210,18 @@ class DeviceKV:
         return torch.inference_mode()
 
     def fence(self) -> Fence:
-        """The end of all work launched so far: slots that are free now may be written behind it,
+        """The end of all work launched so far: slots that are free now may be written after it,
         and hold the KV that was computed so far."""
         return ()
 
     def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
-        """Copy a whole block into slots (int64 `[block_tokens]`, on the device), behind `after`."""
+        """Copy a whole block into slots (int64 `[block_tokens]`, on the device), after `after`."""
         started_s = time.perf_counter()
         self._scatter([self._fetched(block)], self._rows_of(slots))
         return Copy(took_s=time.perf_counter() - started_s)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
-        """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are behind
+        """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are after
         `after`, into whole blocks."""
         self._gather(self._rows_of(slots), [_tensor(block) for block in blocks])
         return Copy()
@@ -272,7 +272,7 @@ class DeviceKV:
         return (slots[i : i + size] for i in range(0, len(slots), size))
 
     def _start_of_run(self, slots: torch.Tensor) -> int | None:
-        """The first of slots in CPU memory that lie one behind the other, as they do unless the
+        """The first of slots in CPU memory that lie one after the other, as they do unless the
         pool is fragmented; None: these do not.
 
         One call copies such slots of all planes. It is faster than indexing, and lets go of the GIL
@@ -300,7 +300,7 @@ class DeviceKV:
         ]
 
     def _run(self, start: int) -> list[torch.Tensor]:
-        """The same words in the pool, of a block whose slots begin at `start` and lie one behind
+        """The same words in the pool, of a block whose slots begin at `start` and lie one after
         the other."""
         tokens = self.layout.block_tokens
         return [
@@ -329,8 +329,8 @@ class Place:
     Attributes:
         memory: uint8 `[piece_bytes]`.
         index: int64 `[1]`, on the device: which place of the ring it is.
-        fetched: recorded in the stream `fetching`, behind the last DMA into the memory.
-        read: recorded in the stream `into`, behind what read the memory last.
+        fetched: recorded in the stream `fetching`, after the last DMA into the memory.
+        read: recorded in the stream `into`, after what read the memory last.
     """
 
     memory: torch.Tensor
@@ -380,7 +380,7 @@ class CopyStreams:
 
     @contextlib.contextmanager
     def launching(self, stream: torch.cuda.Stream, after: Fence) -> Iterator[None]:
-        """Launch copies in `stream`, behind `after`. If that fails, what was launched is over
+        """Launch copies in `stream`, after `after`. If that fails, what was launched is over
         before the error is raised: its slots and buffers get other owners then."""
         with _current(stream):
             for event in after:

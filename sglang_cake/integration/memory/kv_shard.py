@@ -64,7 +64,7 @@ class KvShard:
         return block % self.turns == self.turn
 
     def stores_end(self, block: int) -> bool:
-        """Whether it is this rank's turn to store a new end state behind a block."""
+        """Whether it is this rank's turn to store a new end state after a block."""
         return self.end_rank[1] > 1 or self.stores(block)
 
     def head_groups(self, groups: int | None) -> range | None:

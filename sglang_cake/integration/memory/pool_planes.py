@@ -31,7 +31,7 @@ _SCALES = {
 }
 # Memory for one layer of a step, which each layer fills anew.
 _WORKSPACES = ("dq_k_buffer", "dq_v_buffer")
-# Layouts of a pool in which a row is a page, with the tokens behind the heads.
+# Layouts of a pool in which a row is a page, with the tokens after the heads.
 _PAGED_LAYOUTS = ("hnd", "vectorized_5d")
 # Pools of DeepSeek V4, by compression ratio.
 _COMPRESSED = ("kv_pools", "index_pools")

@@ -159,7 +159,7 @@ class SpanRunner:
 
 @contextlib.contextmanager
 def forward_stream(scheduler: "Scheduler") -> Iterator[None]:
-    """Launch in the stream of SGLang's forwards: behind all work that the scheduler has launched,
+    """Launch in the stream of SGLang's forwards: after all work that the scheduler has launched,
     and before all that it launches next."""
     if not scheduler.enable_overlap:
         yield

@@ -58,7 +58,7 @@ class OverlapLastStep:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """The chunked request goes back to the queue: behind `preemptor`, or to the front."""
+    """The chunked request goes back to the queue: after `preemptor`, or to the front."""
 
     preemptor: "Req | None"
 

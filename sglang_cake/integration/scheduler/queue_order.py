@@ -122,7 +122,7 @@ def may_yield(
     req: "Req", queue: "list[Req]", coordinator: "Coordinator", budget: StepBudget
 ) -> bool:
     """Whether the chunked request, which cannot compute now and may go back, yields the device to
-    requests behind it.
+    requests after it.
 
     It must not be late when its loads are over. So they must last at least as long as the step that
     the others would begin now, and none of the others may keep the device for longer than that.
