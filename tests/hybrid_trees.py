@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from kv_pools import (
     deepseek_v4,
     deepseek_v4_online,
     deepseek_v41,
+    deepseek_v41_requests,
     dsa,
     minimax,
     rows_of,
@@ -40,12 +42,14 @@ from sglang.srt.mem_cache.unified_memory_pool import (
     init_unified_mamba_swa_pools,
     init_unified_swa_pools,
 )
+from sglang.srt.model_executor import encoder_swa_replay
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.token_span import Span
+from sglang_cake.integration.memory import window_replay
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.draft_pools import DraftPools
@@ -752,6 +756,46 @@ class CompressedTree(HybridTree):
     def wrong(self, kind: str, digests: torch.Tensor, slots: torch.Tensor) -> list[str]:
         last = slots % self.PAGE == self.PAGE - 1
         return super().wrong(kind, digests[last], slots[last])
+
+
+class RequestWindowTree(CompressedTree):
+    """DeepSeek V4.1 where sliding windows belong to requests. SGLang computes the window of a
+    request anew in the steps that `encoder_swa_reset` names, and goes on with it in all others."""
+
+    def __init__(self, core: str = "python", *, pages: int = 20) -> None:
+        cfg = config_of(page=self.PAGE, slots=pages * self.PAGE)
+        parts = {"MHATokenToKVPool": partial(made, deepseek_v41_requests, cfg.kv_size)}
+        HybridTree.__init__(self, cfg, core, block=self.PAGE, parts=parts)
+        self.tree.joined = WeakSet()
+        self.replays = 0  # steps that compute a window anew after loaded blocks
+
+    def admit(self, req: Any) -> bool:
+        req.window_stop = None
+        return super().admit(req)
+
+    def check_context(self, req: Any) -> None:
+        super().check_context(req)
+        begins = req.window_stop is None
+        batch = SimpleNamespace(
+            tree_cache=self.tree, reqs=[req], encoder_swa_reset=[begins], prefix_lens=[]
+        )
+        replayed = window_replay.replayed_tokens(self.tree, req)
+        window_replay.restart_windows(self.tree, batch)
+        batch.prefix_lens.append(req.prefix_len)
+        batch.req_pool_indices = torch.tensor([req.kv.req_pool_idx])
+        resets: list[torch.Tensor] = []
+        rows = encoder_swa_replay._reset_windows_and_collect_hits(
+            batch=batch, window=SimpleNamespace(reset=resets.append)
+        )
+        if resets:
+            [(_, start, stop)] = rows or [(0, 0, 0)]
+            assert (start, stop) == (max(0, req.prefix_len - 128), req.prefix_len)
+            assert begins or replayed == stop - start
+            self.replays += not begins
+        else:
+            assert not replayed
+            assert req.window_stop == req.prefix_len, "a window of other tokens"
+        req.window_stop = req.extend_end
 
 
 class SparseTree(HybridTree):

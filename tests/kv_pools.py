@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -175,10 +176,15 @@ def hnd(slots: int) -> MHATokenToKVPool:
         return mha(slots, page=16, dtype=torch.bfloat16)
 
 
-def deepseek_v4(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
-    """Pages of 256 tokens, compressed 4 and 128 times, and an index of the former."""
+def deepseek_v4(
+    slots: int, *, server: Mapping[str, Any] | None = None, **options: Any
+) -> DeepSeekV4TokenToKVPool:
+    """Pages of 256 tokens, compressed 4 and 128 times, and an index of the former.
+
+    Args: server: arguments of it.
+    """
     layers = {"layer_num": 4, "compression_ratios": [0, 4, 128, 4]} | options
-    with get_context().override_server_args(device="cpu"):
+    with get_context().override_server_args(device="cpu", **server or {}):
         return DeepSeekV4TokenToKVPool(
             max_num_reqs=4,
             swa_size=slots,
@@ -216,9 +222,16 @@ def deepseek_v41(slots: int, **options: Any) -> DeepSeekV4TokenToKVPool:
     return deepseek_v4(slots, layer_num=6, compression_ratios=ratios, **sources | options)
 
 
+def deepseek_v41_requests(slots: int) -> DeepSeekV4TokenToKVPool:
+    """The same where sliding windows belong to requests."""
+    server = {"enable_encoder_swa_bounded_replay": True, "chunked_prefill_size": 512}
+    return deepseek_v41(slots, server=server)
+
+
 def states_of(pool: DeepSeekV4TokenToKVPool) -> tuple[object, ...]:
     """What it keeps for the end of a prompt."""
-    return pool.swa_kv_pool, pool.compress_state_pools, pool.indexer_compress_state_pools
+    names = ("compress_state_pools", "indexer_compress_state_pools", "request_window")
+    return pool.swa_kv_pool, *(getattr(pool, name, None) for name in names)
 
 
 def windows(slots: int, **options: Any) -> SWAKVPool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -186,6 +187,8 @@ class CakeService:
         )
         ends = EndStates.of(tree, self.kv, drafts)
         tree.ends = ends
+        if getattr(pool, "request_window", None) is not None:
+            tree.joined = WeakSet()
         stored = _sliced(self.kv.layout, slices, ends)
         check_codec(stored, config.codec, config.max_error, self._rope_theta)
         facts = server_fields(

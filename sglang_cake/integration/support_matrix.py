@@ -290,6 +290,11 @@ FAMILIES: tuple[Family, ...] = (
                 "DeepSeek V4.1 with bounded replay",
                 f"{_COMPRESSED}_prompt_computes_the_last_window_of_a_replay",
             ),
+            Proof(
+                "DeepSeek V4.1 with windows of requests",
+                "integration/test_coordinator_trees.py"
+                "::test_coordinator_trees_running_prompt_meets_what_has_landed",
+            ),
         ),
     ),
     Family(
@@ -608,12 +613,6 @@ RULES: tuple[_Rule, ...] = (
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
         f"of {', '.join(_ALGORITHMS)}, or to one of a plug-in",
     ),
-    (
-        "enable_encoder_swa_bounded_replay",
-        bool,
-        "does not support windows that belong to requests: remove "
-        "--enable-encoder-swa-bounded-replay",
-    ),
     ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
@@ -693,6 +692,12 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
         return (
             "cake cannot store draft models beside models that generate no text, for which SGLang "
             "computes no drafts: remove --speculative-algorithm"
+        )
+    requests_own_windows = getattr(args, "enable_encoder_swa_bounded_replay", False)  # not 0.5.22
+    if requests_own_windows and has_draft_kv(args):
+        return (
+            "cake does not support a draft model whose windows belong to requests: remove "
+            "--enable-encoder-swa-bounded-replay or --speculative-algorithm"
         )
     if args.enable_unified_memory and has_draft_kv(args):
         return (
@@ -1000,10 +1005,7 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
         "swa_gates_prefix_match",  # not in 0.5.22
         True,
     ):
-        return (
-            "windows that belong to requests: remove --enable-encoder-swa-bounded-replay and unset "
-            "SGLANG_HACK_FLASHMLA_BACKEND"
-        )
+        return "windows that belong to requests: unset SGLANG_HACK_FLASHMLA_BACKEND"
     if type(pool) in (SWAKVPool, UnifiedSWAKVPool):
         return None
     if type(pool) is not DeepSeekV4TokenToKVPool:

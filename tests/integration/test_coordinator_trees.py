@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
 from coordinator_harness import NAMESPACE, CoordinatorHarness
-from hybrid_trees import SPARSE, CompressedTree, HybridTree, SparseTree, tree_of
+from hybrid_trees import SPARSE, CompressedTree, HybridTree, RequestWindowTree, SparseTree, tree_of
 
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, end_keys
@@ -26,6 +26,7 @@ KINDS: dict[str, Callable[[], HybridTree]] = {
     "window-unequal": partial(tree_of, "window-unequal"),
     "deepseek v4": partial(CompressedTree, pages=12),
     "deepseek v4.1, replay": partial(CompressedTree, kind="v4.1, replay", pages=12),
+    "deepseek v4.1, windows of requests": partial(RequestWindowTree, pages=12),
     "dsa": partial(SparseTree, SPARSE["dsa"]),
     "minimax": partial(SparseTree, SPARSE["minimax"]),
 }
@@ -99,12 +100,18 @@ class TreeHarness(CoordinatorHarness):
         stop = min(total, req.prefix_len + chunk) if plan is None else plan.stop
         if stop < total:
             stop -= stop % page
-        if stop <= req.prefix_len or not side.room(stop - req.prefix_len + 2 * page):
+        if stop <= req.prefix_len:
             return False
-        if req in side.waiting:
-            if not side.admit(req):
+        lock = tree.lock(req.last_node)  # its prefix is not evicted for its step
+        try:
+            if not side.room(stop - req.prefix_len + 2 * page):
                 return False
-            side.waiting.remove(req)
+            if req in side.waiting:
+                if not side.admit(req):
+                    return False
+                side.waiting.remove(req)
+        finally:
+            tree.unlock(lock)
         req.extend_end = stop
         self.coordinator.claimed(req, stop)
         tree.track_end(req)
@@ -182,6 +189,8 @@ def test_coordinator_trees_running_prompt_meets_what_has_landed(kind: str) -> No
         report = harness.prefill(req)
         assert report["loaded_tokens"] > 0
         assert report["meet_token"] >= computed
+        if isinstance(harness.side, RequestWindowTree):
+            assert harness.side.replays
         assert report["loaded_tokens"] + report["computed_tokens"] == len(req.origin_input_ids)
         harness.go(req)
         harness.nothing_is_left()

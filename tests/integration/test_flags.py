@@ -409,7 +409,7 @@ def test_launcher_models_of_a_gpu_are_served_or_refused_by_what_helps(
         (_model(tmp_path / "qwen", {**SMALL, **qwen}), [], ""),
         (shared, [], ""),
         (shared, ["--no-enable-decoder-swa-bounded-replay"], ""),
-        (shared, ["--enable-encoder-swa-bounded-replay"], "windows that belong to requests"),
+        (shared, ["--enable-encoder-swa-bounded-replay", "--max-running-requests", "8"], ""),
     ]
     base = ["--device", "cuda", "--enable-cake", "--skip-tokenizer-init"]
     gpu = {"resolve": True, "machine": {"is_cuda": True, "is_sm100": True}}

@@ -8,6 +8,7 @@ import torch
 from kv_pools import (
     deepseek_v4,
     deepseek_v41,
+    deepseek_v41_requests,
     dsa,
     fp4,
     hnd,
@@ -150,6 +151,16 @@ STORED = {
     ),
     "deepseek v4.1": (
         lambda: deepseek_v41(1024),
+        states_of,
+        [
+            PlaneGroup(1, (("kv", (149760,)),), "uint8", row_tokens=256),
+            PlaneGroup(1, (("kv", (74880,)),), "uint8", row_tokens=256),
+            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=64),
+            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=128),
+        ],
+    ),
+    "deepseek v4.1, windows of requests": (
+        lambda: deepseek_v41_requests(1024),
         states_of,
         [
             PlaneGroup(1, (("kv", (149760,)),), "uint8", row_tokens=256),

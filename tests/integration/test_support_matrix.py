@@ -222,7 +222,6 @@ def test_support_matrix_rope_that_depends_on_the_batch_is_refused(
         ("pp_size", 2),
         ("attn_cp_size", 2),
         ("dcp_size", 2),
-        ("enable_encoder_swa_bounded_replay", True),
         ("enable_mis", True),
         ("speculative_algorithm", "MY_PLUGIN"),
         ("enable_hisparse", True),
@@ -247,12 +246,18 @@ def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "advice"), [(None, None), ("DFLASH", "remove --enable-unified-memory")]
+    ("algorithm", "flag", "advice"),
+    [
+        (None, "enable_unified_memory", None),
+        ("DFLASH", "enable_unified_memory", "remove --enable-unified-memory"),
+        (None, "enable_encoder_swa_bounded_replay", None),
+        ("DSPARK", "enable_encoder_swa_bounded_replay", "whose windows belong to requests"),
+    ],
 )
-def test_support_matrix_one_memory_of_all_pools_is_refused_beside_draft_models(
-    algorithm: str | None, advice: str | None
+def test_support_matrix_memory_that_drafts_cannot_share_is_refused_beside_them(
+    algorithm: str | None, flag: str, advice: str | None
 ) -> None:
-    args = _args(enable_unified_memory=True, speculative_algorithm=algorithm)
+    args = _args(**{flag: True, "speculative_algorithm": algorithm})
     reason = unsupported(args, PLAIN, 128)
     assert (reason is None) == (advice is None)
     assert reason is None or (str(advice) in reason and "\n" not in reason)
@@ -439,7 +444,7 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
     ("changes", "advice"),
     [
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
-        ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
+        ({"swa_gates_prefix_match": False}, "unset SGLANG_HACK_FLASHMLA_BACKEND"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )

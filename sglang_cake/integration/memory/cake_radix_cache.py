@@ -3,6 +3,7 @@
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -80,6 +81,7 @@ class CakeRadixCache(UnifiedRadixCache):
     Attributes: set by `build`, and None where cake, or that part of it, is off.
         ends: the end states of the model; None: a prefix may end at every block.
         copier: of a pool whose slots SGLang moves; None: they stay where they are.
+        joined: as `window_replay` describes it; None: no windows belong to requests.
         releasing: id of a request that gives its row back and returns to the queue
             (`queue_order.requeue`).
     """
@@ -91,6 +93,7 @@ class CakeRadixCache(UnifiedRadixCache):
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
     copier: "Copier | None" = None
+    joined: "WeakSet[Req] | None" = None
     releasing: str | None = None
     _window_start: int | None = None  # the checkpoint under way keeps windows from this token on
 
@@ -306,6 +309,8 @@ class CakeRadixCache(UnifiedRadixCache):
             self._adopt_window(req, slots, stop, end.window)
         if end is not None and end.state is not None:
             self._adopt_state(req, stop, end.state)
+        if self.joined is not None:
+            self.joined.add(req)
         row = (req.kv.req_pool_idx, slice(req.prefix_len, stop))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
         req.kv.kv_allocated_len = stop

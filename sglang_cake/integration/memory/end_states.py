@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
 # Pools inside of a KV pool that hold the data of end states.
-END_POOLS = ("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools")
+END_POOLS = (
+    *("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools"),
+    "request_window",  # of `window_replay`
+)
 
 
 def is_compressed(pool: Any) -> bool:

@@ -17,6 +17,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.window_replay import replayed_tokens
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.loading.planner import StepPlan
 
@@ -277,7 +278,11 @@ class CakePrefillAdder(PrefillAdder):
                     budget is not None and queue_order.may_yield(req, queue, coordinator, budget)
                 ),
             )
-            return stop_at(tree.step_stop(req), decision)
+            decision = stop_at(tree.step_stop(req), decision)
+            if replayed := replayed_tokens(tree, req):  # they share the chunk with the new tokens
+                rest = self._step_tokens - replayed
+                decision = stop_at(req.prefix_len + rest - rest % self.page_size, decision)
+            return decision
 
     def _budget_for_others(
         self, req: "Req", coordinator: "Coordinator"
