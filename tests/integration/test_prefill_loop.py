@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -17,7 +18,7 @@ from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.loading.cost_model import PrefillCost, PromptCosts
 
-BUDGET, STEPS = 40, 400
+BUDGET, STEPS, WINDOW = 40, 400, 24
 FOR_EVER = PrefillCost(1e9, 1e9, 0.0, error=0.0)
 
 
@@ -39,6 +40,8 @@ class PrefillLoop:
         self.max_queued_requests = None
         self.disagg_prefill_bootstrap_queue = None
         self.is_mixed_chunk = False
+        self.joined: WeakSet[Any] | None = None  # as in a tree
+        self.replayed_tokens = 0
 
     def arrive(self, rid: str) -> None:
         req: Any = req_of(self.chance.choice((1.5, 4.5, 8.5)), rid)
@@ -68,11 +71,17 @@ class PrefillLoop:
         queue_order.sort_queue(self.queue, coordinator, self.policy)
         tree = BareTree(coordinator)
         tree.attach_running = self.attach  # type: ignore[method-assign]
+        tree.joined = self.joined
         adder = prefill_adder(self, tree, chunk_tokens=BUDGET)
         if self.chunked is not None:
             req = self.chunked
             self.chunked = adder.add_chunked_req(req)
             if req in adder.can_run_list:
+                if self.joined is not None and req in self.joined:
+                    again = min(req.prefix_len, WINDOW)
+                    self.replayed_tokens += again
+                    assert again + req.extend_end - req.prefix_len <= max(BUDGET, again + PAGE)
+                    self.joined.remove(req)  # as a step does
                 self.computed(req)
         for req in list(self.queue):
             if adder.rem_chunk_tokens > 0:
@@ -114,6 +123,8 @@ class PrefillLoop:
     def attach(self, req: Any, slots: Any, stop: int, end: Any) -> None:
         self.progress += 1
         self.base.attach(req, slots, stop, end)
+        if self.joined is not None and req is self.chunked:
+            self.joined.add(req)
 
     def costs(self, load: PromptRecord) -> PromptCosts:
         """Most of the time a prompt that is being loaded has nothing better to do than to wait."""
@@ -136,6 +147,23 @@ def test_queue_order_random_loads_every_request_finishes(
     monkeypatch: pytest.MonkeyPatch, priority: str
 ) -> None:
     assert sum(returns_in(PrefillLoop(seed, priority), monkeypatch) for seed in range(10)) > 0
+
+
+def test_prefill_adder_window_that_is_computed_again_counts_in_the_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang.srt.model_executor.encoder_swa_replay.replay_len", replay_len)
+    again = 0
+    for seed in range(10):
+        loop = PrefillLoop(seed, "fcfs")
+        loop.joined = WeakSet()
+        returns_in(loop, monkeypatch)
+        again += loop.replayed_tokens
+    assert again > 0
+
+
+def replay_len(prefix_tokens: int) -> int:
+    return min(prefix_tokens, WINDOW)
 
 
 def returns_in(loop: PrefillLoop, monkeypatch: pytest.MonkeyPatch) -> int:

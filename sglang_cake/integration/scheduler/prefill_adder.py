@@ -281,7 +281,8 @@ class CakePrefillAdder(PrefillAdder):
             decision = stop_at(tree.step_stop(req), decision)
             if replayed := replayed_tokens(tree, req):  # they share the chunk with the new tokens
                 rest = self._step_tokens - replayed
-                decision = stop_at(req.prefix_len + rest - rest % self.page_size, decision)
+                rest = max(rest - rest % self.page_size, self.page_size)
+                decision = stop_at(req.prefix_len + rest, decision)
             return decision
 
     def _budget_for_others(
