@@ -42,6 +42,7 @@ class PrefillLoop:
         self.is_mixed_chunk = False
         self.joined: WeakSet[Any] | None = None  # as in a tree
         self.replayed_tokens = 0
+        self.stored = 1.0  # share of a prompt
 
     def arrive(self, rid: str) -> None:
         req: Any = req_of(self.chance.choice((1.5, 4.5, 8.5)), rid)
@@ -49,7 +50,7 @@ class PrefillLoop:
         req.return_logprob, req.priority = self.chance.random() < 0.1, self.chance.randrange(2)
         req.in_tree = 0
         self.base.arrive(req)
-        blocks = len(req.origin_input_ids) // BLOCK
+        blocks = int(len(req.origin_input_ids) // BLOCK * self.stored)
         load = self.base.coordinator.record(rid)
         assert load is not None
         if self.chance.random() < 0.6:
@@ -157,6 +158,7 @@ def test_prefill_adder_window_that_is_computed_again_counts_in_the_chunk(
     for seed in range(10):
         loop = PrefillLoop(seed, "fcfs")
         loop.joined = WeakSet()
+        loop.stored = 0.5
         returns_in(loop, monkeypatch)
         again += loop.replayed_tokens
     assert again > 0
