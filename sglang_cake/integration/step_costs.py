@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
-from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.cost_model import (
     LoadCost,
     PrefillCost,
@@ -137,12 +136,11 @@ class StepCosts:
         self._loader.recall(loads)
         self.agreed = self._fit.cost
 
-    def agree(self, records: Sequence[PromptRecord], consensus: RankConsensus) -> list[LoadUpdate]:
-        """The ranks' common updates of `records`. Sets `agreed` as well."""
-        updates, agreed, agreed_busy_s = consensus.agree(records, self._fit.cost, self.busy_s)
-        self.agreed = agreed
-        self._agreed_busy_s = agreed_busy_s
-        return updates
+    def agree(self, prefill: PrefillCost, busy_s: float) -> None:
+        """Decide on these numbers of all ranks: the cost of steps, and the time until the device is
+        free."""
+        self.agreed = prefill
+        self._agreed_busy_s = busy_s
 
     @property
     def busy_s(self) -> float:

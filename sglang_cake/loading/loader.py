@@ -100,7 +100,7 @@ class LookedUp:
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """A block's checked bytes are in host memory. The receiver releases `staged` once; None: it was
-    taken over (`LoadRequest.take`)."""
+    taken over (`LoadRequest.take_over`)."""
 
     load_id: str
     block: int
@@ -277,7 +277,7 @@ class _PromptQueue:
         cost: average cost of its loads, as measured last. Written by the I/O thread.
         first_loadable: blocks below it are computed. Written by the scheduler thread under the
             gate.
-        load_from: no read of a block below it is worth starting. Written by the scheduler thread
+        load_from: blocks from this one on are worth loading. Written by the scheduler thread
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes from the end.
         tiers: for each key, the tier that the block will be read from.

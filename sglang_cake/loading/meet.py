@@ -15,7 +15,8 @@ TRANSITIONS has every change of state:
     WANTED    stored, and not loaded yet
     LANDED    its checked bytes are on every rank, waiting for the front
     GONE      it could not be loaded, or its bytes were given up: compute it
-    CLAIMED   it is computed, or the step being scheduled computes it
+    CLAIMED   it did not come from the loader: the tree held it, it was computed, or the step being
+              scheduled computes it
     ATTACHED  its landed bytes have joined the tree
 
 Three rules follow from the table: computing never enters a LANDED block, no CLAIMED block is ever
@@ -71,8 +72,8 @@ class Event(IntEnum):
 _S, _E = BlockState, Event
 
 # (state, event) -> next state. A pair that is not here is a bug of this package.
-# Self-loops on CLAIMED and GONE repeat what is known, or come too late: bytes that come with them
-# are discarded. The loader reads no block that the front has passed, so a block stays GONE until it
+# An event that leaves CLAIMED or GONE as it is came too late, or is known already. Its bytes are
+# discarded. The loader reads no block that the front has passed, so a block stays GONE until it
 # is claimed.
 TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
     (_S.ABSENT, _E.FIND): _S.WANTED,

@@ -110,7 +110,7 @@ class StepPlan:
 def look_ahead(
     view: View, *, chunk_tokens: int, costs: PromptCosts, progress: LoadProgress
 ) -> Outlook:
-    """Predict the three ways over block boundaries x: C(x) = l (n - x)
+    """Predict the time of computing all, of loading all, and of the best split at a block boundary
     (docs/theory.md#the-meeting-point).
 
     End blocks are loads that come first, unless all is computed.
@@ -189,8 +189,9 @@ def _overlap_gain(
 
 
 def _to_next_step_s(link_s: float, device_s: float, costs: PromptCosts) -> float:
-    """The rest of the step of other requests that runs when the loads end. Such steps follow each
-    other from `device_s` on, when the device has computed its part of this prompt."""
+    """How long this prompt waits, after its loads, for the end of a step of other requests. Such
+    steps run one after another from `device_s` on, when the device has computed its part of this
+    prompt."""
     if link_s <= device_s or not costs.others_s:
         return 0.0
     unsure_s = costs.load.error * link_s + costs.prefill.error * device_s

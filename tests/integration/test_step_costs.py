@@ -7,7 +7,6 @@ import pytest
 from kv_pools import record_of
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts, StepWork
 from sglang_cake.testing.virtual_time import virtual_time
@@ -133,7 +132,7 @@ def test_step_costs_plan_is_made_for_the_moment_at_which_the_device_is_free() ->
         step_costs.claimed(0, 640)
         step_costs.step_launched(Timer(0.85))
         step_costs.polled()
-        step_costs.agree([], RankConsensus(None))
+        step_costs.agree(step_costs.own.prefill, step_costs.busy_s)
         assert step_costs.costs(LIVE).backlog_s == pytest.approx(COST.step_s(0, 640))
 
 

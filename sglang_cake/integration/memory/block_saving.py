@@ -48,8 +48,8 @@ class _Unsaved:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A copy that may still read slots. Attributes: record: of the request that locks them; None:
-    no request does."""
+    """A copy that may still read slots. Attributes: record: of the request that keeps these slots
+    from being freed; None: an end state, whose slots the tree may free."""
 
     record: PromptRecord | None
     save: Save
@@ -172,9 +172,9 @@ class BlockSaving:
             self._give_up(unsaved)
 
     def before_slots_are_freed(self, is_live: Callable[[PromptRecord], bool]) -> None:
-        """The tree is about to free slots: forwards that write to them start after they were
-        read. The scheduler thread waits until these copies are launched; a save that is late is
-        given up.
+        """The tree is about to free slots. Forwards that are launched from now on wait for the
+        copies that still read them. The scheduler thread waits until these copies are launched; a
+        save that is late is given up.
 
         Args: is_live: whether a request still locks its slots in the tree. It never locks the end
             states that it has passed.

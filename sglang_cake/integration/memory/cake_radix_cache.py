@@ -225,8 +225,8 @@ class CakeRadixCache(UnifiedRadixCache):
         return int(free())
 
     def evict_own(self, tokens: int, *, window_tokens: int = 0, states: int = 0) -> None:
-        """Evict from the tree alone, never landed blocks. Its errors are those of the caller: no
-        request may end while slots are allocated for it."""
+        """Evict from the tree alone, never landed blocks. Not guarded: the boundary would end
+        requests, and the caller is allocating slots for one. Its errors go to the caller."""
         self._order_after_saves()
         super().evict_for_alloc(
             EvictParams(num_tokens=tokens, swa_num_tokens=window_tokens, mamba_num=states)

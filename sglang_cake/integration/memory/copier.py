@@ -139,7 +139,8 @@ class _UnderWay:
 
 
 class Copier:
-    """Launches copies in the thread that asks for them, and waits for each: for a CPU's tests.
+    """What all copiers share. This class itself copies at once, in the calling thread, for tests.
+    Servers, also those on a CPU, use `CopyThread`.
 
     Args:
         patience_s: how long the scheduler thread waits for a launch; None: as long as it takes.

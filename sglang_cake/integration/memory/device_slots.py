@@ -110,8 +110,8 @@ class DeviceSlots:
             staged.release(used=False, reason=reason)
 
     def unreserve(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
-        """These blocks are computed: free the slots that are reserved for them. With several ranks,
-        every rank gives up the same blocks for good, since one may have copied them."""
+        """These blocks are computed: free the slots that are reserved for them. All ranks do this
+        for the same blocks in the same step, even where one has their bytes."""
         copies = self._free(record.memory.reserved, blocks)
         self._waste(record, sum(copy.begun for copy in copies), reason)
 

@@ -131,7 +131,8 @@ class DeviceKV:
     """Copies between blocks in host memory and slots of SGLang's KV pool, in CPU memory.
 
     Every copy is complete when the call returns. The copier's thread calls `load` and `save`, and
-    the scheduler thread the rest. The slots of a block are those of whole pages, in order.
+    the scheduler thread the rest. The slots of a block fill whole pages, and slot `i` of them has
+    its token `i`.
 
     Attributes:
         slots: the pool's, with those of the first page, which are never used.

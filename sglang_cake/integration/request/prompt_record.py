@@ -6,7 +6,7 @@
 | `PromptRecord.meet` | the state of each block | the coordinator, `PromptLoads`, the device slots |
 | `LocalLoads` | what this rank's loader delivered | `PromptLoads` |
 | `AgreedLoads` | what all ranks know | `PromptLoads` |
-| `LandedMemory` | the memory of landed blocks | `DeviceSlots` |
+| `LoadMemory` | the memory of landed blocks | `DeviceSlots` |
 | `QueueState` | how the request is scheduled | `Coordinator` |
 | `PromptStats` | numbers that are reported | `Coordinator` |
 | `PromptRecord.helped` | what KV-Runahead reports | `Runahead` |
@@ -15,12 +15,12 @@ A block on its way from the store to the tree is in these places, one after anot
 overlapped last step go from place 1 directly to place 4. Terms: docs/glossary.md.
 
 1. `LocalLoads.fetched`: this rank has its checked bytes in host memory.
-2. `LandedMemory.staged`: every rank has its part of the block. The block is `LANDED`.
-3. `LandedMemory.slots`: the block has device slots, and is copied there.
+2. `LoadMemory.staged`: every rank has its part of the block. The block is `LANDED`.
+3. `LoadMemory.slots`: the block has device slots, and is copied there.
 4. SGLang's tree.
 
 Blocks of the prompt that is served first have slots reserved before they come
-(`LandedMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
+(`LoadMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
 """
 
 import time
@@ -41,7 +41,6 @@ from sglang_cake.loading.planner import (
     is_asked,
     next_step,
 )
-from sglang_cake.loading.priority import QueueEntry
 from sglang_cake.stores.request_facts import RequestFacts
 
 if TYPE_CHECKING:
@@ -147,8 +146,9 @@ class AgreedLoads:
 
 
 @dataclass(slots=True, eq=False)
-class LandedMemory:
-    """The memory of landed blocks that have not joined the tree. Writer: `DeviceSlots`.
+class LoadMemory:
+    """Host buffers and device slots of a prompt's blocks, until they join the tree. Writer:
+    `DeviceSlots`.
 
     Attributes:
         reserved: slots of blocks that have not landed.
@@ -186,8 +186,8 @@ class QueueState:
 
 @dataclass(slots=True, eq=False)
 class PromptStats:
-    """Numbers that are reported. Two decide something: `prefill_s`, whether prefill is over, and
-    `matched_tokens`, which blocks are stored. Writer: `Coordinator`.
+    """Numbers that are reported. Two decide something: `prefill_s` says whether prefill is over,
+    and blocks that `matched_tokens` covers are not saved. Writer: `Coordinator`.
 
     Attributes:
         predicted_s: time to first token, as predicted when the first step was planned.
@@ -236,7 +236,7 @@ class PromptRecord:
     may_overlap: bool = True
     lossy: bool = False
     most_slots: int = 0
-    memory: LandedMemory = field(default_factory=LandedMemory)
+    memory: LoadMemory = field(default_factory=LoadMemory)
     queue: QueueState = field(default_factory=QueueState)
     stats: PromptStats = field(default_factory=PromptStats)
     helped: dict[str, Any] = field(default_factory=dict)
@@ -315,7 +315,7 @@ class PromptRecord:
             agreed=AgreedLoads(
                 cost, first_poll_s=self.agreed.first_poll_s, now_s=self.agreed.now_s
             ),
-            memory=LandedMemory(wasted_bytes=self.memory.wasted_bytes),
+            memory=LoadMemory(wasted_bytes=self.memory.wasted_bytes),
             queue=replace(self.queue, relied_from=None),
         )
 
@@ -343,30 +343,6 @@ class PromptRecord:
         if self.meet.island() is not None:
             return False  # the island joins the tree in that step
         return self.next_step(mode, chunk_tokens, costs).wait
-
-    def queue_entry(
-        self, chunk_tokens: int, now_s: float, remaining_s: Callable[[], float]
-    ) -> QueueEntry:
-        """What `priority.order` needs, except for tenant and priority.
-
-        Args:
-            now_s: the shared clock.
-            remaining_s: predicts the time to the end of the prefill.
-        """
-        first_poll_s = self.agreed.first_poll_s
-        waited_s = 0.0 if first_poll_s is None else now_s - first_poll_s
-        if not self.agreed.lookup_done:
-            return QueueEntry(self.rid, None, waited_s)
-        queue_entry = QueueEntry.of(
-            self.rid,
-            self.meet.view(),
-            loads=self.agreed.load_from is not None,
-            remaining_s=remaining_s,
-            waited_s=waited_s,
-            begun=self.agreed.begun,
-            chunk_tokens=chunk_tokens,
-        )
-        return replace(queue_entry, yielded=self.queue.yielded)
 
     def planned(self, step: StepPlan, chunk_tokens: int, costs: PromptCosts) -> None:
         """`step` is planned for the request, where it could compute `chunk_tokens`."""

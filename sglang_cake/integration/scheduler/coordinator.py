@@ -108,8 +108,8 @@ class Coordinator:
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
         tree_evicts: the tree was asked for slots since the last poll.
-        spare_slots: device memory that no admitted request needs to its end, with what can be
-            evicted for it, as SGLang counts it.
+        spare_slots: slots that are free or can be evicted, without those that admitted requests
+            may still need, as SGLang counts them.
         step_s: time that cake has taken of the step under way, see `timed`.
         off_here: cake is off on this rank.
         off_everywhere: cake is off, and every rank knows.
@@ -534,12 +534,23 @@ class Coordinator:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
         record = self._records.get(req.rid)
         now_s = self.prompt_loads.now_s
-        if record is not None:
-            chunk_tokens = self.step_costs.chunk_tokens
-            entry = record.queue_entry(chunk_tokens, now_s, lambda: self._remaining_s(record))
-        else:
+        if record is None:
             since_s = self._unrecorded_since_s.setdefault(req, now_s)
+        else:
+            since_s = now_s if record.agreed.first_poll_s is None else record.agreed.first_poll_s
+        if record is None or not record.agreed.lookup_done:
             entry = QueueEntry(req.rid, None, now_s - since_s)
+        else:
+            entry = QueueEntry.of(
+                req.rid,
+                record.meet.view(),
+                loads=record.agreed.load_from is not None,
+                remaining_s=lambda: self._remaining_s(record),
+                waited_s=now_s - since_s,
+                begun=record.agreed.begun,
+                chunk_tokens=self.step_costs.chunk_tokens,
+            )
+            entry = replace(entry, yielded=record.queue.yielded)
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
@@ -583,7 +594,6 @@ class Coordinator:
                 [True] * evicted, self.block_tokens
             ):
                 self.prompt_loads.forget(record)
-                self._device_slots.discard_all(record, "ended")
                 anew = record.looked_up_anew(self._load_id(record.rid), front, self._loader.cost)
                 self._look_up(anew)
                 self._counters.add("repeated_lookups")
@@ -603,7 +613,11 @@ class Coordinator:
 
     def _agree(self, open_records: Sequence[PromptRecord]) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
-        updates = self.step_costs.agree(open_records, self._consensus)
+        costs = self.step_costs
+        updates, prefill, busy_s = self._consensus.agree(
+            open_records, costs.own.prefill, costs.busy_s
+        )
+        costs.agree(prefill, busy_s)
         for record, update in zip(open_records, updates, strict=True):
             self.prompt_loads.apply(record, update)
             if (update.stored or update.fetched or update.lost) and record.loading:

@@ -57,7 +57,7 @@ class PromptLoads:
             record.local.cost = self._loader.cost_of(record.load_id)
 
     def apply(self, record: PromptRecord, update: LoadUpdate) -> None:
-        """All ranks agree on `update` for this request."""
+        """Bring the record up to date with what all ranks agreed on."""
         self.now_s = update.now_s
         record.agreed.apply(update)
         if update.stored is not None:
