@@ -24,7 +24,7 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
 from sglang_cake.loading.meet import best_run, end_indices, possible_ends
-from sglang_cake.stores.base import Store, lend, report_access, tiers_of
+from sglang_cake.stores.base import Store, lend, read_until_s, report_access, tiers_of
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 from sglang_cake.stores.request_facts import RequestFacts
 
@@ -708,7 +708,9 @@ class Loader:
         started_s = time.monotonic()
         try:
             (tier,) = tiers_of(read.store, [read.key])
-            async with asyncio.timeout(self._fits.limit_s(tier, started_s)):
+            limit_s = self._fits.limit_s(tier, started_s)
+            read_until_s.set(asyncio.get_running_loop().time() + limit_s)  # in this task
+            async with asyncio.timeout(limit_s):
                 await read.store.get_into(read.key, buffer.view, read.block_read.received)
         except TimeoutError:
             self._give_up(read, buffer, reason=LATE)

@@ -8,7 +8,9 @@ implements it.
 """
 
 import functools
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
@@ -17,6 +19,10 @@ from sglang_cake.core.buffers import Buffer, TellBytes
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_facts import RequestFacts
+
+# Time of the event loop at which the caller of `Store.get_into` stops waiting. Set by callers that
+# do; stores of remote servers end such a read a little earlier, with an error that says so.
+read_until_s: ContextVar[float] = ContextVar("read_until_s", default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)

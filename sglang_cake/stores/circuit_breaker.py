@@ -13,9 +13,15 @@ from enum import StrEnum
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.counters import LATE
 from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
+from sglang_cake.stores.base import read_until_s
 
 logger = logging.getLogger(__name__)
 
+READS = "reads"  # a kind of calls
+# A read ends after this share of the time that its caller waits (`base.read_until_s`). So it counts
+# as late. A cancelled read counts as nothing: the breaker would never open where callers are less
+# patient than the limit here, and each prompt would wait in vain.
+READ_SHARE = 0.9
 FAILURES = 5  # in a row, until the breaker opens
 FIRST_S = 1.0  # first pause of an open breaker
 LAST_S = 60.0  # its longest pause
@@ -237,7 +243,7 @@ class Circuit:
     ) -> None:
         """Args:
         where: name of the server in messages, without passwords.
-        kind: of calls, in the plural, for messages.
+        kind: of calls, in the plural, for messages; READS also end before `read_until_s`.
         counters: events are counted there.
         limits: bounds of the time limit.
         group: circuits of the same server; this one is added. When calls of one kind succeed
@@ -307,6 +313,8 @@ class Circuit:
     @contextlib.asynccontextmanager
     async def _limited(self, size_bytes: int, backoff: float) -> AsyncIterator[None]:
         limit_s = self._timeout.timeout_s(size_bytes)
+        if self._kind == READS:
+            limit_s = min(limit_s, READ_SHARE * (read_until_s.get() - self._clock()))
         if not self._breaker.is_closed:  # a probe; the next one must not wait for longer
             limit_s = min(limit_s, LAST_S)
         try:

@@ -5,10 +5,13 @@ import asyncio
 import pytest
 
 from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.base import read_until_s
 from sglang_cake.stores.circuit_breaker import (
     FAILURES,
     FIRST_S,
     LAST_S,
+    READ_SHARE,
+    READS,
     Circuit,
     Fault,
     RemoteCounters,
@@ -31,19 +34,39 @@ async def call_in_vain(circuit):
     return now_s() - began_s
 
 
+def reads(**limits):
+    return Circuit(
+        "the store",
+        READS,
+        RemoteCounters(),
+        TimeoutLimits(**limits),
+        group=[],
+        redial=lambda: None,
+        clock=asyncio.get_running_loop().time,
+    )
+
+
+def test_circuit_read_whose_caller_is_less_patient_counts_as_late():
+    """However much later the limit would end it: cancelled calls would never open the breaker."""
+
+    async def main():
+        circuit = reads(first_s=20.0)
+        for _ in range(FAILURES):
+            read_until_s.set(asyncio.get_running_loop().time() + 5.0)
+            async with asyncio.timeout(5.0):
+                assert await call_in_vain(circuit) == pytest.approx(5.0 * READ_SHARE)
+        with pytest.raises(StoreUnavailable, match="left alone since timed out"):
+            async with circuit.call(1):
+                pass
+
+    in_virtual_time(main())
+
+
 def test_circuit_probe_without_an_answer_ends_after_the_longest_pause():
     """However long ordinary calls would be waited for by then."""
 
     async def main():
-        circuit = Circuit(
-            "the store",
-            "reads",
-            RemoteCounters(),
-            TimeoutLimits(first_s=20.0),
-            group=[],
-            redial=lambda: None,
-            clock=asyncio.get_running_loop().time,
-        )
+        circuit = reads(first_s=20.0)
         limits_s = [await call_in_vain(circuit) for _ in range(FAILURES)]
         assert limits_s == pytest.approx([20.0, 40.0, 80.0, 160.0, 320.0])
         pause_s = FIRST_S

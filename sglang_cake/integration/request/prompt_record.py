@@ -39,7 +39,6 @@ from sglang_cake.loading.planner import (
     StepPlan,
     device_work,
     is_asked,
-    next_step,
 )
 from sglang_cake.stores.request_facts import RequestFacts
 
@@ -325,24 +324,6 @@ class PromptRecord:
         """Whether the request is not scheduled yet because its lookup is under way."""
         within_patience = mode == "load" or self.agreed.elapsed_s < LOOKUP_PATIENCE_S
         return not self.agreed.lookup_done and within_patience
-
-    def next_step(self, mode: Mode, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
-        """The decision about the next step; the front touches no island."""
-        return next_step(
-            self.meet.view(),
-            mode=mode,
-            chunk_tokens=chunk_tokens,
-            costs=costs,
-            progress=self.progress,
-        )
-
-    def would_wait(self, mode: Mode, chunk_tokens: int, costs: PromptCosts) -> bool:
-        """Whether the request would compute nothing if a step were scheduled for it now."""
-        if not self.agreed.lookup_done or not self.loading:
-            return self.awaits_lookup(mode)
-        if self.meet.island() is not None:
-            return False  # the island joins the tree in that step
-        return self.next_step(mode, chunk_tokens, costs).wait
 
     def planned(self, step: StepPlan, chunk_tokens: int, costs: PromptCosts) -> None:
         """`step` is planned for the request, where it could compute `chunk_tokens`."""

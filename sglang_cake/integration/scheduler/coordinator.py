@@ -45,10 +45,10 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.prompt_loads import PromptLoads
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import StepWork, work_of
+from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.loading.planner import StepPlan, island_start
+from sglang_cake.loading.planner import StepPlan, island_start, next_step
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
@@ -434,7 +434,7 @@ class Coordinator:
         if record.stats.predicted_s is None:
             record.stats.predicted_s = record.local_waited_s() + self._remaining_s(record)
         costs = self.step_costs.costs(record)
-        step = record.next_step(self._config.mode, chunk_tokens, costs)
+        step = self._next_step(record, chunk_tokens, costs)
         self.waiting |= step.wait
         record.planned(step, chunk_tokens, costs)
         self.prompt_loads.set_load_from(record, step.load_from, overdue=step.overdue)
@@ -523,7 +523,11 @@ class Coordinator:
         """Whether the request would compute nothing if a step were scheduled for it now."""
         if (record := self._records.get(rid)) is None:
             return False
-        return record.would_wait(self._config.mode, chunk_tokens, self.step_costs.costs(record))
+        if not record.agreed.lookup_done or not record.loading:
+            return record.awaits_lookup(self._config.mode)
+        if record.meet.island() is not None:
+            return False  # the island joins the tree in that step
+        return self._next_step(record, chunk_tokens, self.step_costs.costs(record)).wait
 
     def requeued(self, rid: str) -> None:
         """The request went back to the queue between two of its chunks."""
@@ -672,6 +676,16 @@ class Coordinator:
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     # ---- inside ----
+
+    def _next_step(self, record: PromptRecord, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
+        """The decision about the next step; the front touches no island."""
+        return next_step(
+            record.meet.view(),
+            mode=self._config.mode,
+            chunk_tokens=chunk_tokens,
+            costs=costs,
+            progress=record.progress,
+        )
 
     def _remaining_s(self, record: PromptRecord) -> float:
         """Predicted time to the end of the prefill, as of the last change of what it depends on."""

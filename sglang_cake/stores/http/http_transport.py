@@ -17,6 +17,7 @@ import aiohttp
 from sglang_cake.core.errors import ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.stores.circuit_breaker import (
     MAX_TEXT_CHARS,
+    READS,
     Circuit,
     Fault,
     RemoteCounters,
@@ -160,7 +161,7 @@ class HttpTransport:
             )
 
         self.lookups = circuit("lookups", limits)
-        self.reads = circuit("reads", limits)
+        self.reads = circuit(READS, limits)
         self.writes = circuit("writes", limits)
         # The server writes a description to its disk before it answers. The time for that depends
         # on the disk, not on the few bytes of the request, so the limit never shrinks.

@@ -22,6 +22,7 @@ from botocore.exceptions import (
 
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.stores.circuit_breaker import (
+    READS,
     Circuit,
     Fault,
     RemoteCounters,
@@ -160,7 +161,7 @@ class S3Bucket:
             )
 
         self._lookups = circuit("lookups")
-        self._reads = circuit("reads")
+        self._reads = circuit(READS)
         self._writes = circuit("writes")
         self._lists = circuit("lists")
         self._opening = asyncio.Lock()
