@@ -3,8 +3,8 @@
 `Store` is required, and `StoreSource` for a store that a URL names. The other protocols are
 optional: `AccessListener`, `KnowsFirst`, `Counting`, `Describing`, `Lending` for any store,
 `TierHints` and `PerTierEncoding` for a store that is composed of tiers, `InMemory` for a tier. For
-each of the first six there is a function that takes any store and uses the protocol if the store
-implements it.
+each one but `PerTierEncoding` and `InMemory` there is a function that takes any store and uses the
+protocol if the store implements it.
 """
 
 import functools

@@ -45,7 +45,8 @@ class ReportedAccesses:
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # by id
         self._announced: OrderedDict[BlockKey, Access] = OrderedDict()
         self._last_s = float("-inf")  # access time of the last request's first block
-        self.has_reports = False  # a request was reported: reads alone are no accesses any more
+        # Requests are reported here, so a read does not count as a further access.
+        self.has_reports = False
 
     def report(self, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float) -> list[Access]:
         """Accesses to the blocks of a request that were not reported before, last block first."""

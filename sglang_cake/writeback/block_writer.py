@@ -43,7 +43,7 @@ class WriteJob:
     blocks: tuple[int, ...]
     buffers: tuple[Buffer, ...]
     copied: "Future[None]"
-    facts: RequestFacts | None = None  # reported to the store before the blocks are put
+    facts: RequestFacts | None = None
     of_end: bool = False
 
 

@@ -8,6 +8,7 @@ import pytest
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
@@ -51,6 +52,13 @@ def until_room_is_made(folder):
         while folder.evictor.ahead(index):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
+
+
+def evict(folder, bytes_wanted):
+    """Evicts blocks of `bytes_wanted` at once; returns the bytes freed."""
+    with folder.supervisor.open() as index:
+        folder.supervisor.flush(index)
+        return folder.evictor.free(index, Amount(bytes_wanted)).bytes
 
 
 @contextlib.contextmanager

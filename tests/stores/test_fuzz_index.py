@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.stores.file.schema import APPLICATION_ID, SCHEMA_VERSION
+from sglang_cake.stores.file.index_file import APPLICATION_ID, SCHEMA_VERSION
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 FEW = settings(

@@ -4,7 +4,7 @@ stored, before a restart and after it."""
 import contextlib
 
 import pytest
-from filestore import A, B, until_room_is_made
+from filestore import A, B, evict, until_room_is_made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
@@ -35,8 +35,8 @@ def left(folder, prompt, blocks):
     return [at for _, at in there(folder, [(prompt, at) for at in range(blocks)])]
 
 
-def evict(folder, blocks):
-    assert folder.evict(blocks * STORED_BYTES) == blocks * STORED_BYTES
+def evict_blocks(folder, blocks):
+    assert evict(folder, blocks * STORED_BYTES) == blocks * STORED_BYTES
 
 
 @pytest.mark.parametrize("reopened", [False, True])
@@ -51,9 +51,9 @@ def test_block_folder_just_stored_prompt_is_evicted_from_its_tail(tmp_path, poli
         folder.close()
         folder = opened(tmp_path, policy=policy)
     with contextlib.closing(folder):
-        evict(folder, 2)
+        evict_blocks(folder, 2)
         assert (left(folder, "first", 4), left(folder, "second", 4)) == ([0, 1], [0, 1, 2, 3])
-        evict(folder, 4)
+        evict_blocks(folder, 4)
         assert (left(folder, "first", 4), left(folder, "second", 4)) == ([], [0, 1])
 
 
@@ -70,9 +70,9 @@ def test_block_folder_reused_prompt_is_evicted_from_its_tail(tmp_path, policy, r
         folder.close()
         folder = opened(tmp_path, policy=policy)
     with contextlib.closing(folder):
-        evict(folder, 1)
+        evict_blocks(folder, 1)
         assert left(folder, "one", 4) == [0, 1, 2]
-        evict(folder, 2)
+        evict_blocks(folder, 2)
         assert left(folder, "one", 4) == [0]
 
 
@@ -92,7 +92,7 @@ def test_block_folder_generated_blocks_are_evicted_before_the_prompt(tmp_path):
         tell(folder, "one", 4)  # when it has ended
         for at in (2, 3):
             put(folder, ("one", at))
-        evict(folder, 2)
+        evict_blocks(folder, 2)
         assert left(folder, "one", 4) == [0, 1]
 
 

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from filestore import A, B, opened, until_room_is_made
+from filestore import A, B, evict, opened, until_room_is_made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, put, there
@@ -86,7 +86,7 @@ def test_block_folder_read_being_recorded_protects_its_block(tmp_path):
         put(folder, 1)
         get(folder, 0)
         with recording(folder, tmp_path):
-            eviction = pool.submit(folder.evict, STORED_BYTES)
+            eviction = pool.submit(evict, folder, STORED_BYTES)
             wait([eviction], 0.5)  # one that does not wait for the index has happened by then
         assert eviction.result(60) == STORED_BYTES
         assert there(folder, (0, 1)) == [0]

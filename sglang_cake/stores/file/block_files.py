@@ -25,7 +25,7 @@ from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.paths import CORRUPT, NamespaceFolder, new_tmp_name
+from sglang_cake.stores.file.paths import CORRUPT, block_names, new_tmp_name
 from sglang_cake.stores.threads import check_stop
 
 MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
@@ -63,7 +63,7 @@ class BlockFiles:
 
     def size_bytes(self, digest: Digest, key: BlockKey) -> int | None:
         """Size of the block's file; None if there is none. Raises: OSError."""
-        status = nofollow.status_of(self._root, *self._names(digest, key))
+        status = nofollow.status_of(self._root, *block_names(digest, key))
         return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def open_to_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> int:
@@ -73,7 +73,7 @@ class BlockFiles:
 
         Raises: BlockMissing; OSError.
         """
-        *shard, name = self._names(digest, key)
+        *shard, name = block_names(digest, key)
         try:
             with nofollow.opened(self._root, *shard) as folder:
                 try:
@@ -93,7 +93,7 @@ class BlockFiles:
         the file is in them.
         Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
         """
-        *shard, name = self._names(digest, key)
+        *shard, name = block_names(digest, key)
         for tries_left in reversed(range(MOST_TRIES)):
             try:
                 folder = nofollow.open_folder(self._root, *shard)
@@ -114,18 +114,18 @@ class BlockFiles:
 
     def remove(self, digest: Digest, key: BlockKey) -> None:
         """Remove the block's file, if there is one. Raises: OSError."""
-        nofollow.remove_file(self._root, *self._names(digest, key))
+        nofollow.remove_file(self._root, *block_names(digest, key))
 
     def remove_folders(self, digest: Digest, key: BlockKey) -> None:
         """Remove the folders of the block, as far as they are empty."""
-        nofollow.remove_empty(self._root, *self._names(digest, key)[:-1])
+        nofollow.remove_empty(self._root, *block_names(digest, key)[:-1])
 
     def is_gone(self, digest: Digest, key: BlockKey) -> bool:
         """Whether the block has no file. Then its folders are removed, as far as they are empty.
 
         Raises: OSError.
         """
-        if nofollow.status_of(self._root, *self._names(digest, key)) is not None:
+        if nofollow.status_of(self._root, *block_names(digest, key)) is not None:
             return False
         self.remove_folders(digest, key)
         return True
@@ -139,7 +139,7 @@ class BlockFiles:
         Returns whether the file was kept; None if another file has replaced it.
         Raises: OSError.
         """
-        *shard, name = self._names(digest, key)
+        *shard, name = block_names(digest, key)
         nofollow.make_folder(self._root, shard[0], CORRUPT)
         with (
             nofollow.opened(self._root, *shard) as folder,
@@ -155,9 +155,6 @@ class BlockFiles:
             self.remove(digest, key)
         self.remove_folders(digest, key)
         return kept
-
-    def _names(self, digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
-        return *NamespaceFolder(self._root, digest).shard(key), key.hex()
 
 
 def _open_to_read(folder: int, name: str, *, counts: bool) -> int:

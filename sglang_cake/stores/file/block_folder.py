@@ -27,7 +27,7 @@ from sglang_cake.stores.file.block_files import BlockFiles, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved
-from sglang_cake.stores.file.index_files import overhead_bytes
+from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock
@@ -291,15 +291,6 @@ class BlockFolder:
     def evictions(self) -> EvictionCounts:
         """Evictions since this folder was opened."""
         return EvictionCounts(**self.evictor.counts)
-
-    def evict(self, bytes_wanted: int) -> int:
-        """Evict blocks of `bytes_wanted`, in the order of the policy; returns the bytes freed.
-
-        Raises: StoreUnavailable.
-        """
-        with os_errors(self._root), self.supervisor.open() as index:
-            self.supervisor.flush(index)
-            return self.evictor.free(index, Amount(bytes_wanted)).bytes
 
     def remove_namespace(self, digest: Digest) -> None:
         """Remove a namespace that has no blocks. Raises: StoreUnavailable."""

@@ -21,8 +21,8 @@ from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch
-from sglang_cake.stores.file.index_files import overhead_bytes
-from sglang_cake.stores.file.paths import CORRUPT, NamespaceFolder
+from sglang_cake.stores.file.index_file import overhead_bytes
+from sglang_cake.stores.file.paths import CORRUPT, block_names
 
 # Rows that are read from the index without a pause. That takes some milliseconds, for which a put
 # may have to wait, and in which other threads compete for the interpreter.
@@ -129,7 +129,7 @@ class Evictor:
         """
         if self.leads:
             self._learn_some(index)
-        with self.lock, self._order(index):
+        with self.lock, self._filled_policy(index):
             freed = self._evict_first(index, wanted)
         if freed.bytes < wanted.bytes or freed.files < wanted.files:
             aside = self.remove_aside(index)
@@ -164,8 +164,9 @@ class Evictor:
         return freed
 
     @contextlib.contextmanager
-    def _order(self, index: BlockIndex) -> Iterator[None]:
-        """A context in which the policy holds blocks: for the leader all, for others some."""
+    def _filled_policy(self, index: BlockIndex) -> Iterator[None]:
+        """In it, `self._policy` has blocks to choose from: all in the leader, a sample in other
+        processes."""
         if self.leads:
             yield
             return
@@ -322,8 +323,8 @@ class Evictor:
 
     def _evict(self, index: BlockIndex, block: IndexedBlock) -> bool:
         """Remove the file of a block, its empty folders, and last its row; False if it is read."""
-        shard = NamespaceFolder(self._root, block.namespace).shard(block.key)
-        if not nofollow.remove_unread(self._root, *shard, block.key.hex()):
+        *shard, name = block_names(block.namespace, block.key)
+        if not nofollow.remove_unread(self._root, *shard, name):
             return False
         nofollow.remove_empty(self._root, *shard)
         index.drop(block)

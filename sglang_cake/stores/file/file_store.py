@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import logging
 import os
-import re
 import sqlite3
 import stat
 import tempfile
@@ -29,9 +28,9 @@ from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.block_files import read_framed
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
-from sglang_cake.stores.file.index_files import INDEX, LOCK
+from sglang_cake.stores.file.index_file import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
-from sglang_cake.stores.file.schema import ForeignIndexError, check_ours
+from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
@@ -43,7 +42,6 @@ DEFAULT_MIN_FREE_BYTES = 10**9  # a store never fills a disk completely
 DEFAULT_SHARE = 0.5
 DEFAULT_MIN_FREE_SHARE = 0.2
 LEAST_CAPACITY_BYTES = 16 << 20  # the index alone may take 5 MiB
-_NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _OF_THE_DISK = {"lost+found"}  # in a new file system
 _SQLITE = b"SQLite format 3\0"
 
@@ -268,7 +266,7 @@ def _check_folder(root: Path) -> None:
         return
     if names <= _OF_THE_DISK:
         return
-    is_store = _size_bytes(root / LOCK) == 0 or any(map(_NAMESPACE.fullmatch, names))
+    is_store = _size_bytes(root / INDEX_LOCK) == 0 or any(map(DIGEST_OR_KEY.fullmatch, names))
     index = root / INDEX
     if _size_bytes(index):
         with index.open("rb") as file:
@@ -277,7 +275,7 @@ def _check_folder(root: Path) -> None:
             # Twice, since another process may be creating the index.
             if _is_foreign(index) and _is_foreign(index):
                 raise ConfigError(
-                    f"store folder {root} has an index.db of another program, or of another "
+                    f"store folder {root} has an {INDEX} of another program, or of another "
                     "version of sglang-cake: choose another folder"
                 )
             return

@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.eviction import AccessContext, ReuseFit, ReuseFits, Usage, ident_of
-from sglang_cake.stores.file.nofollow import open_private
-from sglang_cake.stores.file.paths import this_process
-from sglang_cake.stores.file.schema import (
+from sglang_cake.stores.file.index_file import (
     BUSY_S,
     PREPARE,
+    WAL_BYTES,
     DamagedIndexError,
     any_text,
     check_ours,
     readable_errors,
 )
+from sglang_cake.stores.file.nofollow import open_private
+from sglang_cake.stores.file.paths import this_process
 
-WAL_BYTES = 4 << 20  # size at which SQLite folds its log into the file
 ROWS_AT_ONCE = 10_000  # of found files in one transaction, so that others wait briefly
 _SET_CONTEXT = "".join(f", {name} = ?" for name in AccessContext._fields)
 _NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"

@@ -18,10 +18,10 @@ from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, Touch
-from sglang_cake.stores.file.index_files import put_aside
+from sglang_cake.stores.file.index_file import DamagedIndexError, put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
-from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names
 from sglang_cake.stores.file.scan import (
     blocks_in,
     is_stale,
@@ -29,7 +29,6 @@ from sglang_cake.stores.file.scan import (
     remove_empty_folders,
     remove_stale,
 )
-from sglang_cake.stores.file.schema import DamagedIndexError
 from sglang_cake.stores.reported_accesses import Access
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class IndexSupervisor:
             allocated_bytes: files take multiples of it on the disk.
         """
         self._root = root
-        self._path = root / "index.db"
+        self._path = root / INDEX
         self._evictor = evictor
         self._descriptions = descriptions
         self._allocated_bytes = allocated_bytes
@@ -78,7 +77,6 @@ class IndexSupervisor:
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
         self._complained = ""
         self._damaged = False
-        self.rebuilt = 0  # how often the index was built from the files
         self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
 
@@ -238,7 +236,7 @@ class IndexSupervisor:
 
     def _open(self) -> None:
         """Raises: OSError; sqlite3.Error."""
-        held = open_private(self._root / "index.lock")
+        held = open_private(self._root / INDEX_LOCK)
         try:
             while not lock(held, fcntl.LOCK_EX):  # another process rebuilds the index
                 if self._closing.wait(0.05):
@@ -250,7 +248,7 @@ class IndexSupervisor:
                 self.reclaim(index)
                 # Opened again, since the root may have been removed and made again.
                 self._release_lead()
-                self._lead = open_private(self._root / "index.evict")
+                self._lead = open_private(self._root / EVICTION_LOCK)
             except BaseException:
                 index.close()
                 raise
@@ -283,7 +281,6 @@ class IndexSupervisor:
 
     def _rebuild(self, index: BlockIndex) -> None:
         started_s = time.monotonic()
-        self.rebuilt += 1
         index.clear()
         for digest in namespaces_in(self._root):
             if self._closing.is_set():
@@ -307,11 +304,11 @@ class IndexSupervisor:
         for block in index.writing():
             if not is_stale(block.owner, block.usage.created_s):
                 continue
-            shard = NamespaceFolder(self._root, block.namespace).shard(block.key)
+            *shard, name = block_names(block.namespace, block.key)
             _, living = remove_stale(self._root, *shard)
             if block.owner in living:  # a slow writer
                 continue
-            if nofollow.has_file(self._root, *shard, block.key.hex()):
+            if nofollow.has_file(self._root, *shard, name):
                 index.commit(block, block.usage.stored_bytes)
             else:
                 nofollow.remove_empty(self._root, *shard)

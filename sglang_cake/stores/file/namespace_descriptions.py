@@ -16,11 +16,11 @@ from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.namespace import DESCRIPTION, Namespace
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import MOST_TRIES, write_file
 from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, os_errors
-from sglang_cake.stores.file.paths import DESCRIPTION, NamespaceFolder
+from sglang_cake.stores.file.paths import NamespaceFolder
 
 MAX_BYTES = 1 << 20
 MOST_KNOWN = 1024  # descriptions in memory; all are on the disk

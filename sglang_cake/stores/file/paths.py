@@ -1,6 +1,7 @@
 """Names inside a file store. Only this module makes and parses them (see docs/format.md).
 
-<root>/index.db                     the index (index.py)
+<root>/index.db                     the index (index.py); SQLite adds files with -wal and -shm
+<root>/index.db.damaged-<number>    a damaged index
 <root>/index.lock                   locked while a process opens or rebuilds the index
 <root>/index.evict                  locked by the process that holds the order of eviction
 <root>/<namespace digest>/          one namespace
@@ -17,21 +18,17 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.namespace import DESCRIPTION
 
-DESCRIPTION, CORRUPT = "namespace.json", "corrupt"
-TMP_PREFIX = ".tmp-"
+INDEX, INDEX_LOCK, EVICTION_LOCK = "index.db", "index.lock", "index.evict"
+DAMAGED = f"{INDEX}.damaged-"
+CORRUPT = "corrupt"
+DIGEST_OR_KEY = re.compile(r"[0-9a-f]{64}")
+SHARD = re.compile(r"[0-9a-f]{2}")
 _OWNER = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})")
 _TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
-
-
-class Owner(NamedTuple):
-    """A process that writes to the store."""
-
-    host: str
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +50,14 @@ class NamespaceFolder:
     def corrupt(self) -> Path:
         return self.folder / CORRUPT
 
-    def shard(self, key: BlockKey) -> tuple[str, str, str]:
-        """The folders from the root to the block."""
-        name = key.hex()
-        return self.digest.hex(), name[:2], name[2:4]
-
     def block(self, key: BlockKey) -> Path:
-        return self.root.joinpath(*self.shard(key), key.hex())
+        return self.root.joinpath(*block_names(self.digest, key))
+
+
+def block_names(digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
+    """The names of the folders from the root to the block, and of its file."""
+    name = key.hex()
+    return digest.hex(), name[:2], name[2:4], name
 
 
 @functools.cache
@@ -79,7 +77,7 @@ def this_host() -> str:
 
 def new_tmp_name() -> str:
     """A unique file name, which differs from all names of blocks (64 hex digits)."""
-    return f"{TMP_PREFIX}{this_process()}-{secrets.token_hex(8)}"
+    return f".tmp-{this_process()}-{secrets.token_hex(8)}"
 
 
 def this_process() -> str:
@@ -87,10 +85,10 @@ def this_process() -> str:
     return f"{this_host()}-{os.getpid()}"
 
 
-def owner_of(name: str) -> Owner | None:
-    """The process with this name; None for other text."""
+def owner_of(name: str) -> tuple[str, int] | None:
+    """Host and pid of the process with this name; None for other text."""
     match = _OWNER.fullmatch(name)
-    return Owner(match[1], int(match[2])) if match else None
+    return (match[1], int(match[2])) if match else None
 
 
 def tmp_owner(name: str) -> str | None:

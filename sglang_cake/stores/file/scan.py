@@ -5,7 +5,6 @@ Used to build an index, to remove files of killed writers, and to list a store w
 
 import contextlib
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -16,14 +15,19 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.index import STORED_TOTALS, ScannedFile, State
-from sglang_cake.stores.file.index_files import INDEX, overhead_bytes
+from sglang_cake.stores.file.index_file import check_ours, connect_to_read, overhead_bytes
 from sglang_cake.stores.file.namespace_descriptions import read_description
-from sglang_cake.stores.file.paths import CORRUPT, owner_of, this_host, tmp_owner
-from sglang_cake.stores.file.schema import check_ours, connect_to_read
+from sglang_cake.stores.file.paths import (
+    CORRUPT,
+    DIGEST_OR_KEY,
+    INDEX,
+    SHARD,
+    owner_of,
+    this_host,
+    tmp_owner,
+)
 
 STALE_S = 3600.0  # a live writer appends to its file far more often
-_HEX32 = re.compile(r"[0-9a-f]{64}")
-_SHARD = re.compile(r"[0-9a-f]{2}")
 _BLOCKS = f"""SELECT key, stored_bytes, used_s FROM blocks WHERE state = {State.STORED}
 AND namespace = (SELECT id FROM namespaces WHERE digest = ?)"""
 
@@ -35,7 +39,7 @@ def namespaces_in(root: Path) -> list[Digest]:
 
 
 def _digests_in(root: Path) -> list[Digest]:
-    names = sorted(filter(_HEX32.fullmatch, nofollow.folders_in(root)))
+    names = sorted(filter(DIGEST_OR_KEY.fullmatch, nofollow.folders_in(root)))
     return [Digest(bytes.fromhex(name)) for name in names]
 
 
@@ -48,8 +52,8 @@ def shards_in(
         remove_empty: remove each folder that is empty after the caller has used it.
     """
     name = digest.hex()
-    for first in filter(_SHARD.fullmatch, nofollow.folders_in(root, name)):
-        for second in filter(_SHARD.fullmatch, nofollow.folders_in(root, name, first)):
+    for first in filter(SHARD.fullmatch, nofollow.folders_in(root, name)):
+        for second in filter(SHARD.fullmatch, nofollow.folders_in(root, name, first)):
             yield name, first, second
             if remove_empty:
                 nofollow.remove_empty(root, name, first, second)
@@ -116,7 +120,7 @@ def _block_files(
     root: Path, shard: tuple[str, str, str]
 ) -> Iterator[tuple[BlockKey, os.stat_result]]:
     for name, status in nofollow.files_in(root, *shard):
-        if _HEX32.fullmatch(name):
+        if DIGEST_OR_KEY.fullmatch(name):
             yield BlockKey(bytes.fromhex(name)), status
 
 
@@ -184,8 +188,8 @@ def is_stale(owner: str, touched_s: float) -> bool:
         owner: name of the writer (`this_process`).
         touched_s: time of its last write, seconds since 1970.
     """
-    known = owner_of(owner)
-    if known is not None and known.host == this_host() and not _is_alive(known.pid):
+    host, pid = owner_of(owner) or ("", 0)
+    if host == this_host() and not _is_alive(pid):
         return True
     return time.time() - touched_s > STALE_S
 

@@ -1,5 +1,8 @@
-"""The tables of the index, and the check whether a file has them."""
+"""The file of the index: its tables, whether a file is ours, damaged ones, and their bytes."""
 
+import contextlib
+import errno
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -7,10 +10,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES
+from sglang_cake.stores.file.paths import DAMAGED, INDEX
 
 APPLICATION_ID = 0x63616B65  # "cake"
 SCHEMA_VERSION = 3
 BUSY_S = 10.0  # limit for waiting for the transaction of another process; these take milliseconds
+WAL_BYTES = 4 << 20  # size at which SQLite folds its log into the file
+MAX_PUT_ASIDE = 8  # damaged indexes that are kept
+SMALL_FILES_BYTES = 128 << 10  # of other files in the root: locks, descriptions being written
+_SUFFIXES = ("-wal", "-shm", "")  # of the files of an index
 # Upper bound for the folders of `blocks` blocks: each block may need two folders of its own, and
 # has one entry.
 _FOLDERS = f"{FOLDER_BYTES} * (min(blocks, 256) + min(blocks, 65536)) + {ENTRY_BYTES} * blocks"
@@ -151,3 +159,48 @@ def readable_errors() -> Iterator[None]:
 def _tables(db: sqlite3.Connection) -> set[tuple[str, ...]]:
     query = "SELECT type, name, tbl_name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"
     return set(db.execute(query))
+
+
+def put_aside(index: Path) -> Path:
+    """Rename a damaged index; returns its new path. None is ever deleted.
+
+    The log is renamed first, since SQLite would use it for the next index.
+
+    Raises: OSError: also if `MAX_PUT_ASIDE` are kept.
+    """
+    aside = next((path for path in _asides(index) if not os.path.lexists(path)), None)
+    if aside is None:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"{MAX_PUT_ASIDE} damaged indexes ({DAMAGED}*) are kept, and this one is damaged too: "
+            "see to the disk, and move them away",
+            str(index),
+        )
+    for suffix in _SUFFIXES:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{index}{suffix}", f"{aside}{suffix}")
+    return aside
+
+
+def _aside_bytes(index: Path) -> int:
+    """Bytes of damaged indexes on the disk."""
+    taken_bytes = 0
+    for aside in _asides(index):
+        for suffix in _SUFFIXES:
+            with contextlib.suppress(FileNotFoundError):
+                taken_bytes += os.lstat(f"{aside}{suffix}").st_blocks * 512
+    return taken_bytes
+
+
+def _asides(index: Path) -> list[Path]:
+    return [index.with_name(f"{DAMAGED}{number}") for number in range(1, MAX_PUT_ASIDE + 1)]
+
+
+def overhead_bytes(root: Path) -> int:
+    """Bytes of the files beside namespaces: the index with its largest log, and small files."""
+    sizes = {"": 0, "-wal": 0, "-shm": 0}
+    for suffix in sizes:
+        with contextlib.suppress(FileNotFoundError):
+            sizes[suffix] = os.lstat(root / f"{INDEX}{suffix}").st_blocks * 512
+    index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
+    return index_bytes + _aside_bytes(root / INDEX) + SMALL_FILES_BYTES
