@@ -34,6 +34,7 @@ from sglang.srt.runtime_context import get_context
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed
+from sglang_cake.integration import compat
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost
@@ -41,6 +42,7 @@ from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import Meet
 from sglang_cake.stores.request_facts import RequestFacts
 
+since_0_5_23 = pytest.mark.skipif(compat.INSTALLED == "0.5.22", reason="from SGLang 0.5.23 on")
 SEED = KeySeed(Digest(b"n" * 32))
 
 
@@ -321,6 +323,8 @@ def unified(slots: int, *, page: int = 1, beside: str = "windows", mla: bool = F
         "qk_rope_head_dim": 8 if mla else None,
         "max_total_num_tokens": slots,
     }
+    if beside == "states" and compat.INSTALLED == "0.5.22":
+        del options["v_head_dim"]
     with get_context().override_server_args(device="cpu"):
         match beside:
             case "windows":

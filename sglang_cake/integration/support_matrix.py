@@ -971,6 +971,10 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         reason = _unsupported_windows(allocator.get_kvcache(), params)
         if reason is not None:
             return f"cake does not support {reason}"
+    elif (
+        reason := _unsupported_version(params.token_to_kv_pool_allocator.get_kvcache())
+    ) is not None:
+        return f"cake does not support {reason}"
     if ctx.is_hybrid_ssm:
         pool = params.req_to_token_pool
         if type(pool) not in (
@@ -993,6 +997,13 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
     return None
 
 
+def _unsupported_version(pool: Any) -> str | None:
+    """The pool of a model that needs a later SGLang, and that version; None for all others."""
+    if hasattr(pool, "request_window") and not hasattr(pool, "pd_kv_layout"):
+        return "DeepSeek V4 of SGLang 0.5.22: install 0.5.23"
+    return None
+
+
 def _unsupported_windows(pool: Any, params: Any) -> str | None:
     """What of this pool's windows is not supported, and what helps; None if they are pages of the
     tree, with all that a prefix needs in them."""
@@ -1010,8 +1021,8 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
         return None
     if type(pool) is not DeepSeekV4TokenToKVPool:
         return f"a {type(pool).__name__}: set --disable-hybrid-swa-memory"
-    if not hasattr(pool, "pd_kv_layout"):
-        return "DeepSeek V4 of SGLang 0.5.22: install 0.5.23"
+    if (reason := _unsupported_version(pool)) is not None:
+        return reason
     if not params.page_size == pool.swa_page_size == pool.swa_kv_pool.page_size:
         return "windows in smaller pages than KV: unset SGLANG_OPT_SM120_DIRECT_SWA_KV"
     if params.sliding_window_size > params.page_size:

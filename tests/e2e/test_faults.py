@@ -94,7 +94,7 @@ def test_store_link_fault_while_loading_is_logged_and_answers_stay_exact(
         until(
             lambda: f"reads fail ({TRIED[fault]}: " in live.server.logs()[logged:] or not again(),
             "the log names the fault",
-            2 * DEADLINE_S,  # three reads that time out: limits are long on a slow machine
+            2 * DEADLINE_S,  # five reads that time out: limits are long on a slow machine
         )
         until(lambda: failures() > failed, "what was not loaded is counted")
         again()  # while it lasts

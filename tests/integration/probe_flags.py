@@ -47,6 +47,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         result["exit"] = error.code
     except ConfigError as error:
         result["error"] = str(error)
+    except Exception as error:  # of SGLang; the other cases run
+        result |= {"exit": 1, "error": repr(error)}
     finally:
         for name in case.get("env", {}):
             os.environ.pop(name, None)

@@ -18,6 +18,7 @@ from kv_pools import (
     mxfp8,
     qsa,
     rows_of,
+    since_0_5_23,
     states_of,
     windows,
 )
@@ -210,6 +211,7 @@ def test_window_rows_of_a_page_larger_than_a_block_are_refused() -> None:
         )
 
 
+@since_0_5_23
 def test_draft_pools_windows_of_deepseek_v4_are_pages_of_its_end_states() -> None:
     sides = []
     for seed in (1, 2):

@@ -13,6 +13,7 @@ pytest.importorskip("sglang")
 
 from adder_harness import BareTree, prefill_adder
 from coordinator_harness import BLOCK, PAGE, CoordinatorHarness, req_of
+from kv_pools import since_0_5_23
 
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
@@ -150,11 +151,11 @@ def test_queue_order_random_loads_every_request_finishes(
     assert sum(returns_in(PrefillLoop(seed, priority), monkeypatch) for seed in range(10)) > 0
 
 
+@since_0_5_23
 def test_prefill_adder_window_that_is_computed_again_counts_in_the_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replay = pytest.importorskip("sglang.srt.model_executor.encoder_swa_replay")  # from 0.5.23 on
-    monkeypatch.setattr(replay, "replay_len", replay_len)
+    monkeypatch.setattr("sglang.srt.model_executor.encoder_swa_replay.replay_len", replay_len)
     again = 0
     for seed in range(10):
         loop = PrefillLoop(seed, "fcfs")

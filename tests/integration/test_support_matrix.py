@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_pools import deepseek_v4, deepseek_v4_online
+from kv_pools import deepseek_v4, deepseek_v4_online, since_0_5_23
 from sglang.srt.configs.model_config import ModelImpl
 from sglang.srt.models import transformers
 
@@ -469,6 +469,7 @@ def _compressed(make: Callable[..., Any] = deepseek_v4, **changes: Any) -> Any:
     return ctx
 
 
+@since_0_5_23
 @pytest.mark.parametrize(
     ("changes", "advice"),
     [
@@ -665,6 +666,7 @@ def test_support_matrix_draft_kv_is_served_with_end_states_and_without_lossy_cod
             assert (reason is not None) == (codec in LOSSY and speculation.has_draft_kv)
 
 
+@since_0_5_23
 @pytest.mark.parametrize(
     ("algorithm", "drafts", "skips", "advice"),
     [

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from kv_pools import Staging, as_bytes, buffers_for, record_of, rows_of, unified, windows
+from kv_pools import (
+    Staging,
+    as_bytes,
+    buffers_for,
+    record_of,
+    rows_of,
+    since_0_5_23,
+    unified,
+    windows,
+)
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
@@ -93,7 +102,10 @@ class OneMemory:
         ]
 
 
-@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize(
+    "kind",  # SGLang 0.5.22 moves latent rows with Triton
+    [pytest.param(kind, marks=[since_0_5_23] * ("latent" in kind)) for kind in POOLS],
+)
 def test_unified_memory_blocks_keep_their_bytes_when_slots_move(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from sglang_cake.integration import compat
+from kv_pools import since_0_5_23
 
 WIDTH = 4  # a token that is not computed yet, and three drafts
 START = 6  # tokens with KV before the step
@@ -70,7 +69,7 @@ def uno(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
-@pytest.mark.skipif(compat.INSTALLED == "0.5.22", reason="from SGLang 0.5.23 on")
+@since_0_5_23
 @pytest.mark.parametrize("right", range(WIDTH))
 def test_uno_accepted_tokens_have_the_kv_of_the_model_alone(uno: Any, right: int) -> None:
     model = Model(right)

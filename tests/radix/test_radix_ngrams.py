@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("sglang")
+pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
 from hybrid_trees import BLOCK, HybridTree, config_of, digests_of
 from sglang.srt.layers.engram import EngramHasher, EngramLayout, build_compressed_token_map
