@@ -709,7 +709,7 @@ class Loader:
         try:
             (tier,) = tiers_of(read.store, [read.key])
             limit_s = self._fits.limit_s(tier, started_s)
-            read_until_s.set(asyncio.get_running_loop().time() + limit_s)  # in this task
+            read_until_s.set(started_s + limit_s)  # in this task
             async with asyncio.timeout(limit_s):
                 await read.store.get_into(read.key, buffer.view, read.block_read.received)
         except TimeoutError:

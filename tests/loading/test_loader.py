@@ -33,7 +33,7 @@ from sglang_cake.loading.loader import (
     Lost,
     StagedBlock,
 )
-from sglang_cake.stores.base import LentBlock, Store
+from sglang_cake.stores.base import LentBlock, Store, read_until_s
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -1356,11 +1356,13 @@ class StuckStore(WrapperStore):
         super().__init__(inner)
         self.stuck = False
         self.asked = 0
+        self.until_s = 0.0  # the caller of the last read waits so long
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         self.asked += 1
+        self.until_s = read_until_s.get()
         if self.stuck:
             assert progress is not None
             progress(0)
@@ -1383,6 +1385,7 @@ def test_loader_stuck_source_loses_all_blocks_of_its_prompt_as_late(
         d.news()
     d.release()
     stuck.stuck, stuck.asked = True, 0
+    began_s = time.monotonic()
     d.begin("late", tokens)
     lost: list[Lost] = []
     while len(lost) < 40:
@@ -1390,6 +1393,7 @@ def test_loader_stuck_source_loses_all_blocks_of_its_prompt_as_late(
     assert sorted(event.block for event in lost) == list(range(40))
     assert {event.reason for event in lost} == {"late"}
     assert stuck.asked == 2  # one wait for all, not one for each two blocks
+    assert began_s < stuck.until_s <= time.monotonic()
     assert d.failures() == {"late": 2}
     assert d.pool.free == d.pool.capacity
 

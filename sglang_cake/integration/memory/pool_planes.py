@@ -31,8 +31,6 @@ _SCALES = {
 }
 # Memory for one layer of a step, which each layer fills anew.
 _WORKSPACES = ("dq_k_buffer", "dq_v_buffer")
-# Layouts of a pool in which a row is a page, with the tokens after the heads.
-_PAGED_LAYOUTS = ("hnd", "vectorized_5d")
 # Pools of DeepSeek V4, by compression ratio.
 _COMPRESSED = ("kv_pools", "index_pools")
 # Attributes of pools whose slots are not the rows of their buffers. The pool translates slots, or a
@@ -187,7 +185,7 @@ def _scales(pool: Any, prefix: str, page_tokens: int) -> Iterator[PoolPlanes]:
     found = {
         name: buffers
         for attribute, name in _SCALES.items()
-        if (buffers := getattr(pool, attribute, None)) is not None
+        if (buffers := getattr(pool, attribute, None))
     }
     for row_tokens in sorted({1, page_tokens}):
         rows = (pool.size + pool.page_size) // row_tokens
@@ -203,7 +201,8 @@ def _grouped(
     pool: Any, layers: Iterable[Mapping[str, torch.Tensor]], prefix: str, page_tokens: int
 ) -> Iterator[PoolPlanes]:
     """Layers with equal planes together, in the order of the pool."""
-    paged_layout = getattr(pool, "kv_cache_layout", None) in _PAGED_LAYOUTS
+    # A row of such a pool is a page: all tokens of a head, and then those of the next one.
+    paged_layout = getattr(pool, "kv_cache_layout", None) == "hnd"
     groups: dict[tuple[Parts, bool], list[torch.Tensor]] = {}
     for layer in layers:
         parts = tuple((prefix + name, tuple(each.shape[1:])) for name, each in layer.items())
