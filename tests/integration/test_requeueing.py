@@ -52,6 +52,7 @@ class ChunkedAdmission:
         self.coordinator: Any = self.base.coordinator
         self.scheduler = Scheduler(**settings)
         self.returns = 0
+        self.arrived_s = 0.0  # the last request, on the shared clock
         self.full = False
         self.slots = ROOM.slots
 
@@ -72,6 +73,12 @@ class ChunkedAdmission:
         made.keys = keys
         self.base.arrive(req)
         self.base.coordinator.poll([req.rid])
+        record = self.base.coordinator.record(rid)
+        assert record is not None
+        # On a busy machine seconds may pass between two arrivals, and a prompt that has waited for
+        # so much longer goes first.
+        self.arrived_s = (self.arrived_s or record.agreed.first_poll_s or 0.0) + 0.001
+        record.agreed.first_poll_s = self.arrived_s
         return made
 
     def land(self, req: Any) -> None:
