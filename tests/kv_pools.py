@@ -160,12 +160,18 @@ def mxfp8(slots: int, *, page: int = 128) -> MHATokenToKVPoolMXFP8:
     return MHATokenToKVPoolMXFP8(slots, page, torch.float8_e4m3fn, 2, 64, 2, "cpu", False)
 
 
-def nvfp4_rows(slots: int, *, prefill: str) -> MHATokenToKVPool:
-    """K and V of `--kv-cache-dtype nvfp4` on Blackwell. Args: prefill: its attention backend, which
-    decides how scales are kept."""
+def nvfp4_method(prefill: str) -> Any:
+    """Of `--kv-cache-dtype nvfp4` on Blackwell. Args: prefill: its attention backend, which decides
+    how scales are kept."""
     methods = pytest.importorskip("sglang.srt.layers.quantization.fp4_kv_cache_quant_method")
     method = methods.NVFP4KVCacheMethod(2, "cpu", 64, native_scale_layout=True)
     method.configure_attention_backends(prefill, "trtllm_mha")
+    return method
+
+
+def nvfp4_rows(slots: int, *, prefill: str) -> MHATokenToKVPool:
+    """K and V of that. Args: prefill: as for `nvfp4_method`."""
+    method = nvfp4_method(prefill)
     return MHATokenToKVPool(
         slots, 64, torch.float4_e2m1fn_x2, 2, 64, 2, "cpu", False, quant_method=method
     )
@@ -252,18 +258,10 @@ def windows(slots: int, **options: Any) -> SWAKVPool:
 
 def hybrid(slots: int, *, kind: type = HybridLinearKVPool, **options: Any) -> Any:
     """Two layers of full attention among those of linear attention."""
+    sizes = {"page_size": 64, "dtype": torch.bfloat16, "head_num": 2, "head_dim": 8}
+    sizes |= {"full_attention_layer_ids": [1, 3], "mamba_pool": None}
     with get_context().override_server_args(device="cpu"):
-        return kind(
-            size=slots,
-            page_size=64,
-            dtype=torch.bfloat16,
-            head_num=2,
-            head_dim=8,
-            full_attention_layer_ids=[1, 3],
-            device="cpu",
-            mamba_pool=None,
-            **options,
-        )
+        return kind(size=slots, device="cpu", **sizes | options)
 
 
 def qsa(slots: int, **options: Any) -> QSATokenToKVPool:

@@ -20,8 +20,8 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_facts import RequestFacts
 
-# `time.monotonic()` at which the caller of `Store.get_into` stops waiting, if it does. Stores of
-# remote servers end such a read a little earlier, with an error that says so.
+# `time.monotonic()` at which the caller of `Store.get_into` stops waiting, if it does. HTTP and S3
+# stores end such a read a little earlier, with an error that says so.
 read_until_s: ContextVar[float] = ContextVar("read_until_s", default=math.inf)
 
 

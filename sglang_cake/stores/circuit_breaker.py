@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 READS = "reads"  # a kind of calls
 # A read ends after this share of the time that its caller waits (`base.read_until_s`). So it counts
 # as late. A cancelled read counts as nothing: the breaker would never open where callers are less
-# patient than the limit here, and each prompt would wait in vain.
+# patient than the limit here, and each prompt would wait in vain. A read whose caller has waited
+# for something else before, and has less time left than `TimeoutLimits.floor_s`, is not judged.
 READ_SHARE = 0.9
 FAILURES = 5  # in a row, until the breaker opens
 FIRST_S = 1.0  # first pause of an open breaker
@@ -260,6 +261,7 @@ class Circuit:
         self._on_outage = on_outage
         self._clock = clock
         self._timeout = AdaptiveTimeout(limits)
+        self._floor_s = limits.floor_s
         self._breaker = Breaker(failures=FAILURES, first_s=FIRST_S, last_s=LAST_S)
         self._fault = ""  # last failure, for messages
         self._failing_since_s: float | None = None
@@ -314,7 +316,8 @@ class Circuit:
     async def _limited(self, size_bytes: int, backoff: float) -> AsyncIterator[None]:
         limit_s = self._timeout.timeout_s(size_bytes)
         if self._kind == READS:
-            limit_s = min(limit_s, READ_SHARE * (read_until_s.get() - self._clock()))
+            callers_s = READ_SHARE * (read_until_s.get() - self._clock())
+            limit_s = limit_s if callers_s < self._floor_s else min(limit_s, callers_s)
         if not self._breaker.is_closed:  # a probe; the next one must not wait for longer
             limit_s = min(limit_s, LAST_S)
         try:

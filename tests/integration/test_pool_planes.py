@@ -18,6 +18,7 @@ from kv_pools import (
     mla,
     mxfp8,
     nvfp4,
+    nvfp4_method,
     nvfp4_rows,
     pooled_dsa,
     qsa,
@@ -204,6 +205,20 @@ STORED = {
         lambda pool: (),
         [PlaneGroup(2, K_AND_V.parts, "bfloat16")],
     ),
+    "4 bits with scales beside states": (
+        lambda: hybrid(
+            SLOTS,
+            dtype=torch.float4_e2m1fn_x2,
+            head_dim=64,
+            quant_method=nvfp4_method("flashinfer"),
+        ),
+        lambda pool: (),
+        [
+            PlaneGroup(2, (("k", (2, 32)), ("v", (2, 32))), "uint8"),
+            PlaneGroup(2, (("k_scale", (2, 4)), ("v_scale", (2, 4))), "uint8"),
+            PlaneGroup(2, NATIVE_SCALES, "uint8", row_tokens=64),
+        ],
+    ),
     "qsa": (
         lambda: qsa(SLOTS),
         lambda pool: (),
@@ -260,7 +275,8 @@ def test_pool_planes_of_a_pool_are_all_of_its_buffers(kind: str) -> None:
         if not kind.startswith(("deepseek", "qsa"))
         and "in one memory" not in kind
         # SGLang counts no scales there, and with these the memory of a step.
-        and kind not in ("4 bits with scales, mla", "4 bits with scales in rows and in pages")
+        and kind != "4 bits with scales, mla"
+        and not kind.startswith(("4 bits with scales in rows", "4 bits with scales beside"))
     ],
 )
 def test_pool_planes_have_the_bytes_that_sglang_counts(kind: str) -> None:

@@ -83,6 +83,9 @@ class PrefillLoop:
                     again = min(req.prefix_len, WINDOW)
                     self.replayed_tokens += again
                     assert again + req.extend_end - req.prefix_len <= max(BUDGET, again + PAGE)
+                    # No other request gets them either.
+                    rest = BUDGET - again - (req.extend_end - req.prefix_len)
+                    assert adder.rem_chunk_tokens == max(0, rest)
                     self.joined.remove(req)  # as a step does
                 self.computed(req)
         for req in list(self.queue):

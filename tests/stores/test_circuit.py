@@ -62,6 +62,22 @@ def test_circuit_read_whose_caller_is_less_patient_counts_as_late():
     in_virtual_time(main())
 
 
+def test_circuit_read_that_gets_little_of_its_callers_time_counts_as_nothing():
+    """The rest of it was spent on another server."""
+
+    async def main():
+        circuit = reads(first_s=20.0, floor_s=2.0)
+        for _ in range(2 * FAILURES):
+            read_until_s.set(asyncio.get_running_loop().time() + 1.0)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0), circuit.call(1):
+                    await asyncio.Event().wait()
+        async with circuit.call(1):
+            pass
+
+    in_virtual_time(main())
+
+
 def test_circuit_probe_without_an_answer_ends_after_the_longest_pause():
     """However long ordinary calls would be waited for by then."""
 

@@ -94,14 +94,15 @@ def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") ->
     found = list(_planes(pool, prefix))
     if not found:
         raise ConfigError(f"cake cannot store a {name}: it has no K and V in rows of slots")
-    sized = _of_full_attention(pool) if moves_slots(pool) else pool
+    full = _of_full_attention(pool)
+    sized = full if moves_slots(pool) else pool
     needed = (sized.size // pool.page_size + 1) * pool.page_size  # the first page is never used
     buffers = [buffer for planes in found for buffer in planes.buffers]
     if min(planes.slots for planes in found) < needed or not all(
         buffer[0].is_contiguous() for buffer in buffers
     ):
         raise ConfigError(f"cake cannot store a {name}: its buffers are no rows of {needed} slots")
-    workspaces = [getattr(pool, each, None) for each in _WORKSPACES]
+    workspaces = [getattr(full, each, None) for each in _WORKSPACES]
     others = [each for _, each in _memory([*apart, *workspaces], "")]
     known = {_storage(tensor) for tensor in (*buffers, *others, *_tails(pool))}
     further = {
@@ -201,21 +202,22 @@ def _grouped(
     pool: Any, layers: Iterable[Mapping[str, torch.Tensor]], prefix: str, page_tokens: int
 ) -> Iterator[PoolPlanes]:
     """Layers with equal planes together, in the order of the pool."""
-    # A row of such a pool is a page: all tokens of a head, and then those of the next one.
-    paged_layout = getattr(pool, "kv_cache_layout", None) == "hnd"
-    groups: dict[tuple[Parts, bool], list[torch.Tensor]] = {}
+    # A row of such a pool may be a page: all tokens of a head, and then those of the next one.
+    has_pages = getattr(pool, "kv_cache_layout", None) == "hnd"
+    groups: dict[tuple[Parts, bool, bool], list[torch.Tensor]] = {}
     for layer in layers:
         parts = tuple((prefix + name, tuple(each.shape[1:])) for name, each in layer.items())
         dims = {each.dim() for each in layer.values()}
-        if not paged_layout and (not dims <= {2, 3} or len(dims) > 1):
+        is_page = has_pages and dims == {4}
+        if not is_page and (not dims <= {2, 3} or len(dims) > 1):
             raise ConfigError(
                 f"cake cannot store a {type(pool).__name__}: it needs KV buffers of "
                 "[slots, heads, dim]"
             )
-        groups.setdefault((parts, dims == {2}), []).extend(layer.values())
-    for (parts, packed), buffers in groups.items():
+        groups.setdefault((parts, dims == {2}, is_page), []).extend(layer.values())
+    for (parts, packed, is_page), buffers in groups.items():
         dtype = _dtype(pool, buffers, packed=packed)
-        row_tokens = page_tokens if packed or paged_layout else 1
+        row_tokens = page_tokens if packed or is_page else 1
         group = PlaneGroup(len(buffers) // len(parts), parts, dtype, row_tokens)
         yield PoolPlanes(group, tuple(buffers))
 

@@ -186,6 +186,7 @@ class CakePrefillAdder(PrefillAdder):
                 self.chunked_req_limit = min(limit, self.chunked_req_limit or limit)
         rest = self._go_on(req)
         if req in self.can_run_list:
+            self._replays(req)
             self._keep_slots(req)
             self._claimed(req)
         return rest
@@ -239,6 +240,14 @@ class CakePrefillAdder(PrefillAdder):
         super()._commit_prefill_admission(req, admission, *args)
         self._keep_slots(req)
         self._claimed(req)
+
+    def _replays(self, req: "Req") -> None:
+        """What a chunked request computes again counts in the step. SGLang expects that of new
+        requests alone."""
+        replayed = replayed_tokens(self._cake()[0], req)
+        self.rem_input_tokens -= replayed
+        if replayed and self.rem_chunk_tokens is not None:
+            self.rem_chunk_tokens = max(0, self.rem_chunk_tokens - replayed)
 
     def _keep_slots(self, req: "Req") -> None:
         if req.extend_end < len(req.origin_input_ids) + len(req.output_ids):
