@@ -42,6 +42,12 @@ K_AND_V = PlaneGroup(4, (("k", (2, 8)), ("v", (2, 8))), "bfloat16")
 INDEX_K_AND_V = PlaneGroup(1, (("index_k", (1, 16)), ("index_v", (1, 16))), "bfloat16")
 NATIVE_SCALES = (("k_native_scale", (2, 64, 4)), ("v_native_scale", (2, 64, 4)))
 INDEX_K = PlaneGroup(2, (("index_k", (1, 16)),), "bfloat16")
+V41 = [
+    PlaneGroup(1, (("kv", (149760,)),), "uint8", row_tokens=256),
+    PlaneGroup(1, (("kv", (74880,)),), "uint8", row_tokens=256),
+    PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=64),
+    PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=128),
+]
 
 # Pools that are stored: how they are made, what is kept apart, and their planes.
 STORED: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[object, ...]], list[PlaneGroup]]]
@@ -153,22 +159,12 @@ STORED = {
     "deepseek v4.1": (
         lambda: deepseek_v41(1024),
         states_of,
-        [
-            PlaneGroup(1, (("kv", (149760,)),), "uint8", row_tokens=256),
-            PlaneGroup(1, (("kv", (74880,)),), "uint8", row_tokens=256),
-            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=64),
-            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=128),
-        ],
+        V41,
     ),
     "deepseek v4.1, windows of requests": (
         lambda: deepseek_v41_requests(1024),
         states_of,
-        [
-            PlaneGroup(1, (("kv", (149760,)),), "uint8", row_tokens=256),
-            PlaneGroup(1, (("kv", (74880,)),), "uint8", row_tokens=256),
-            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=64),
-            PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=128),
-        ],
+        V41,
     ),
     "full attention beside windows": (
         lambda: windows(SLOTS),

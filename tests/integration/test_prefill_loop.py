@@ -14,7 +14,10 @@ pytest.importorskip("sglang")
 from adder_harness import BareTree, prefill_adder
 from coordinator_harness import BLOCK, PAGE, CoordinatorHarness, req_of
 from kv_pools import since_0_5_23
+from registered_hooks import hooks_of
+from sglang.srt.mem_cache import registry
 
+from sglang_cake.integration import flags, plugin
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.loading.cost_model import PrefillCost, PromptCosts
@@ -167,6 +170,24 @@ def test_prefill_adder_window_that_is_computed_again_counts_in_the_chunk(
         returns_in(loop, monkeypatch)
         again += loop.replayed_tokens
     assert again > 0
+
+
+def test_window_replay_plugin_restarts_windows_of_requests_that_blocks_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flags, "is_handed_over", lambda: True)
+    monkeypatch.setattr(registry, "register_radix_cache_backend", lambda *args: None)
+    monkeypatch.setattr(plugin, "_accept_engine_keywords", lambda: None)
+    prepared = hooks_of(plugin.register)["prepare_for_extend"]
+    tree = BareTree(CoordinatorHarness().coordinator)
+    first, joined, other = (req_of(1.5, rid) for rid in ("first", "joined", "other"))
+    batch = SimpleNamespace(tree_cache=tree, reqs=[first, joined, other])
+    for requests, restarted in ((None, [True, False, False]), ([joined], [True, True, False])):
+        tree.joined = None if requests is None else WeakSet(requests)
+        batch.encoder_swa_reset = [True, False, False]
+        prepared(None, batch)
+        assert batch.encoder_swa_reset == restarted
+    assert not tree.joined
 
 
 def replay_len(prefix_tokens: int) -> int:

@@ -385,11 +385,11 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.supports_mamba() and not self.enable_mamba_extra_buffer:
             last = len(req.full_untruncated_fill_ids) - 1
             stops.append(last - last % self.coordinator.block_tokens)
-        key_tokens = 0 if self.supports_mamba() else self.coordinator.next_tokens
-        key_tokens += -key_tokens % int(self.page_size)
+        tokens_after = 0 if self.supports_mamba() else self.coordinator.next_tokens
+        tokens_after += -tokens_after % int(self.page_size)
         for stop in stops:
-            if stop + key_tokens > req.prefix_len and self.saving.wants_end(record, stop):
-                return stop + key_tokens
+            if stop + tokens_after > req.prefix_len and self.saving.wants_end(record, stop):
+                return stop + tokens_after
         return None
 
     def track_end(self, req: "Req") -> None:

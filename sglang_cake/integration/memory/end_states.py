@@ -86,11 +86,11 @@ class EndPart(Protocol):
         ...
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
-        """Copy an end state, as it is after `after`, into `count` buffers."""
+        """Copy an end state, as it is once `after` is reached, into `count` buffers."""
         ...
 
     def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
-        """Copy end block `index` into the slots, after `after`."""
+        """Copy end block `index` into the slots, once `after` is reached."""
         ...
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
@@ -200,7 +200,7 @@ class EndStates:
         return slots
 
     def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> EndCopy:
-        """Copy an end state, as it is after `after`, into `count` buffers."""
+        """Copy an end state, as it is once `after` is reached, into `count` buffers."""
         copies: list[tuple[EndPart, Copy]] = []
         first = 0
         try:
@@ -214,7 +214,7 @@ class EndStates:
         return EndCopy(parts=tuple(copies))
 
     def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> EndCopy:
-        """Copy end block `index` into the slots, after `after`."""
+        """Copy end block `index` into the slots, once `after` is reached."""
         for part in self.parts:
             if index < part.count:
                 return EndCopy(parts=((part, part.load(index, buffer, slots, after)),))

@@ -216,14 +216,15 @@ class DeviceKV:
         return ()
 
     def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
-        """Copy a whole block into slots (int64 `[block_tokens]`, on the device), after `after`."""
+        """Copy a whole block into slots (int64 `[block_tokens]`, on the device), once `after` is
+        reached."""
         started_s = time.perf_counter()
         self._scatter([self._fetched(block)], self._rows_of(slots))
         return Copy(took_s=time.perf_counter() - started_s)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
-        """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are after
-        `after`, into whole blocks."""
+        """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are once
+        `after` is reached, into whole blocks."""
         self._gather(self._rows_of(slots), [_tensor(block) for block in blocks])
         return Copy()
 
@@ -381,8 +382,8 @@ class CopyStreams:
 
     @contextlib.contextmanager
     def launching(self, stream: torch.cuda.Stream, after: Fence) -> Iterator[None]:
-        """Launch copies in `stream`, after `after`. If that fails, what was launched is over
-        before the error is raised: its slots and buffers get other owners then."""
+        """Launch copies in `stream`, to run once `after` is reached. If that fails, what was
+        launched is over before the error is raised: its slots and buffers get other owners then."""
         with _current(stream):
             for event in after:
                 stream.wait_event(event)

@@ -226,7 +226,7 @@ def _dtype(pool: Any, buffers: Sequence[torch.Tensor], *, packed: bool) -> str:
     """The dtype of the numbers in `buffers`; that of bytes if they are packed, two in a byte or
     with their scales."""
     packed = packed or getattr(pool, "dsa_kv_cache_store_fp8", False)
-    packed = packed or pool.dtype is getattr(torch, "float4_e2m1fn_x2", None)
+    packed = packed or pool.dtype == torch.float4_e2m1fn_x2
     dtype = torch.uint8 if packed else pool.dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES or any(each.itemsize != dtype.itemsize for each in buffers):

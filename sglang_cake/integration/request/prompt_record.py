@@ -6,7 +6,7 @@
 | `PromptRecord.meet` | the state of each block | the coordinator, `PromptLoads`, the device slots |
 | `LocalLoads` | what this rank's loader delivered | `PromptLoads` |
 | `AgreedLoads` | what all ranks know | `PromptLoads` |
-| `LoadMemory` | the memory of landed blocks | `DeviceSlots` |
+| `LoadMemory` | host buffers and device slots of its blocks | `DeviceSlots` |
 | `QueueState` | how the request is scheduled | `Coordinator` |
 | `PromptStats` | numbers that are reported | `Coordinator` |
 | `PromptRecord.helped` | what KV-Runahead reports | `Runahead` |
