@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -272,11 +272,23 @@ def qsa(slots: int, **options: Any) -> QSATokenToKVPool:
     return made
 
 
-def unified(slots: int, *, page: int = 1, beside: str = "windows", mla: bool = False) -> Any:
-    """The allocator of pools in one memory, as `--enable-unified-memory` makes them: of full
-    attention, as in `windows` or `hybrid`, and of "windows", "states" or "both". `slots`: about so
-    many of each."""
-    options = {
+def unified(slots: int, **options: Any) -> Any:
+    """The allocator of `unified_pools`."""
+    return unified_pools(slots, **options).token_to_kv_pool_allocator
+
+
+def unified_pools(
+    slots: int,
+    *,
+    page: int = 1,
+    beside: str = "windows",
+    mla: bool = False,
+    drafts: Sequence[str] = (),
+) -> Any:
+    """Pools in one memory, as `--enable-unified-memory` makes them: of full attention, as in
+    `windows` or `hybrid`, and of "windows", "states" or "both". `slots`: about so many of each.
+    `drafts`: pools in which two draft models have a layer each, of "full", "swa" and "mamba"."""
+    options: dict[str, Any] = {
         "device": "cpu",
         "kv_cache_dtype": torch.bfloat16,
         "head_num": 2,
@@ -323,15 +335,60 @@ def unified(slots: int, *, page: int = 1, beside: str = "windows", mla: bool = F
     }
     if beside == "states" and compat.INSTALLED == "0.5.22":
         del options["v_head_dim"]
+    if drafts:
+        options["fused_draft"] = _placement(drafts)
     with get_context().override_server_args(device="cpu"):
         match beside:
             case "windows":
-                made = init_unified_swa_pools(**options | windows)
+                return init_unified_swa_pools(**options | windows)
             case "states":
-                made = init_unified_mamba_pools(**options | recurrent | alone)
+                return init_unified_mamba_pools(**options | recurrent | alone)
             case _:
-                made = init_unified_mamba_swa_pools(**options | windows | recurrent)
-        return made.token_to_kv_pool_allocator
+                return init_unified_mamba_swa_pools(**options | windows | recurrent)
+
+
+def _placement(pools: Sequence[str]) -> Any:
+    """Where SGLang puts the layers of two draft models."""
+    from sglang.srt.mem_cache.layout import fused_draft
+
+    rows = fused_draft.DenseDraftRegion(
+        lane_num=2, head_num=2, head_dim=16, store_dtype=torch.bfloat16
+    )
+    state = fused_draft.DraftStateGeometry(
+        conv_state_shapes=((3, 8),),
+        conv_dtype=torch.bfloat16,
+        temporal_state_shape=(1, 4, 8),
+        temporal_dtype=torch.float32,
+    )
+    states = fused_draft.DraftStateRegion(lane_num=2, state=state)
+    return fused_draft.FusedDraftPlacement.from_counts(
+        counts={name: [1, 1] for name in pools},
+        regions={name: states if name == "mamba" else rows for name in pools},
+    )
+
+
+def unified_draft(allocator: Any, runner: int) -> Any:
+    """The KV pool that SGLang gives one of the draft models of `unified_pools`."""
+    from sglang.srt.mem_cache import unified_draft_pool
+
+    buffer, page = allocator.unified_buffer, allocator.page_size
+    placement = buffer.fused_draft
+    full, swa = (dict(enumerate(placement.lanes_for(runner, name))) for name in ("full", "swa"))
+    if not swa:
+        return unified_draft_pool.UnifiedDraftKVPool(
+            unified_buffer=buffer,
+            host_sub_pool_name="full",
+            host_allocator=allocator,
+            layer_lanes=full,
+            page_size=page,
+        )
+    return unified_draft_pool.UnifiedDraftSWAKVPool(
+        unified_buffer=buffer,
+        host_allocator=allocator,
+        page_size=page,
+        full_layer_lanes=full,
+        swa_layer_lanes={len(full) + number: lane for number, lane in swa.items()},
+    )
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:

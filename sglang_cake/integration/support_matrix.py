@@ -699,11 +699,6 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
             "cake does not support a draft model whose windows belong to requests: remove "
             "--enable-encoder-swa-bounded-replay or --speculative-algorithm"
         )
-    if args.enable_unified_memory and has_draft_kv(args):
-        return (
-            "cake does not support draft models in one memory of all pools: remove "
-            "--enable-unified-memory or --speculative-algorithm"
-        )
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
 

@@ -2,6 +2,7 @@
 no more device memory than they may."""
 
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from fake_cuda import FakeCuda, PlainRowKernel, install
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_pools import as_bytes, buffers_for, buffers_of, mha, unified
+from kv_pools import as_bytes, buffers_for, buffers_of, mha, since_0_5_23, unified
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,7 @@ class GpuHarness:
         pool: Any = None,
         kernel: type[PlainRowKernel] = PlainRowKernel,
         place_bytes: int | None = None,
+        drafts: Sequence[Any] = (),
     ) -> None:
         self.cuda: FakeCuda = install(monkeypatch, seed, kernel=kernel)
         self.pool = mha(12 * BLOCK) if pool is None else pool
@@ -56,7 +58,11 @@ class GpuHarness:
             memory = CopyMemory(place_bytes, in_places=2, out_places=1)
             streams = CopyStreams(torch.device("cpu"), memory, self.forward)
         self.kv = CudaKV(
-            self.pool, block_tokens=BLOCK, forward_stream=self.forward, streams=streams
+            self.pool,
+            block_tokens=BLOCK,
+            forward_stream=self.forward,
+            streams=streams,
+            drafts=drafts,
         )
         order = torch.randperm(12 * BLOCK, generator=torch.Generator().manual_seed(seed)) + 1
         self.slots = list(order.split(BLOCK))
@@ -215,6 +221,45 @@ def test_cuda_kv_slots_that_move_get_other_owners_behind_copies_into_them(
         harness.run()
         wrong += any(seen[0]) or any(as_bytes(b)[slots].any() for b in buffers_of(harness.pool))
     assert bool(wrong) != moves
+
+
+@since_0_5_23
+@pytest.mark.parametrize("place_bytes", [None, PLACE_BYTES])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cuda_kv_rows_of_a_draft_model_stay_where_those_of_the_model_move(
+    monkeypatch: pytest.MonkeyPatch, seed: int, place_bytes: int | None
+) -> None:
+    """The draft model has a pool of its own beside a memory of all other pools."""
+    allocator = unified(12 * BLOCK)
+    full = allocator.full_attn_allocator
+    target, draft = allocator.get_kvcache().full_kv_pool, mha(full.max_slots)
+    harness = GpuHarness(monkeypatch, seed, target, place_bytes=place_bytes, drafts=[draft])
+    assert harness.kv.moves
+    parts = list(full.alloc(6 * BLOCK).split(BLOCK))
+    for hole in parts[::2]:
+        full.free_segment(hole, start_pos=0)
+    assert full.flush_for_allocation() > 0
+    slots, other = parts[1], parts[3]
+    rows = allocator.translate_kv_loc(slots)
+    assert not torch.equal(rows, slots)
+    for number, (buffer, where) in enumerate(
+        [(b, rows) for b in buffers_of(target)] + [(b, slots) for b in buffers_of(draft)]
+    ):
+        as_bytes(buffer)[where] = number + 1
+    (buffer,) = buffers_for(harness.kv, 1)
+    harness.kv.save(slots, [buffer], ())
+    harness.run()
+    planes = harness.kv.layout.planes
+    held = [set(buffer.view[p.start : p.start + p.rows * p.row_bytes]) for p in planes]
+    assert held == [{number + 1} for number in range(len(planes))]
+    harness.kv.load(buffer, other, ())
+    harness.run()
+    now = allocator.translate_kv_loc(other)
+    for plane, where in [(b, now) for b in buffers_of(target)] + [
+        (b, other) for b in buffers_of(draft)
+    ]:
+        own = rows if where is now else slots
+        assert torch.equal(as_bytes(plane)[where], as_bytes(plane)[own])
 
 
 def test_cuda_streams_of_copies_have_another_priority_than_those_of_sglang(

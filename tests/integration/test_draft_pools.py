@@ -20,6 +20,8 @@ from kv_pools import (
     rows_of,
     since_0_5_23,
     states_of,
+    unified_draft,
+    unified_pools,
     windows,
 )
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
@@ -166,6 +168,64 @@ def test_draft_pools_end_state_brings_the_windows_of_all_draft_layers(layers: in
     own = len(rows) - 2 * max(1, layers)  # K and V of the target's layers
     assert all(equal[:own])
     assert equal[own:] == [layers > 0] * (2 * max(1, layers))
+
+
+@since_0_5_23
+@pytest.mark.parametrize("has_full", [True, False])
+def test_draft_pools_windows_in_the_memory_of_all_pools_are_of_end_states(has_full: bool) -> None:
+    """SGLang puts them into the rows of the target's own windows, which move."""
+    sides = []
+    for seed in (1, 2):
+        made = unified_pools(SLOTS, drafts=["full", "swa"] if has_full else ["swa"])
+        allocator, of = made.token_to_kv_pool_allocator, made.token_to_kv_pool
+        mtps = [unified_draft(allocator, runner) for runner in range(2)]
+        drafts = DraftPools.of(mtps, of)
+        assert drafts.windows == tuple(each.swa_kv_pool for each in mtps)
+        assert drafts.rows == (tuple(each.full_kv_pool for each in mtps) if has_full else ())
+        buffers = [b for pool in (of, *mtps) for b, _ in rows_of(pool.swa_kv_pool)]
+        filled(buffers, seed)
+        sides.append((window_rows(of, drafts.windows), buffers))
+    (source, rows), (sink, given_rows) = sides
+    taken, given = torch.arange(20, 20 + WINDOW), torch.arange(90, 90 + WINDOW)
+    moved(source, sink, EndSlots(window=taken), EndSlots(window=given))
+    for a, b in zip(rows, given_rows, strict=True):
+        assert torch.equal(as_bytes(b)[given], as_bytes(a)[taken])
+
+
+@since_0_5_23
+@pytest.mark.parametrize("beside", ["states", "both"])
+def test_draft_pools_states_in_the_memory_of_all_pools_are_of_end_states(beside: str) -> None:
+    sides = []
+    for seed in (1, 2):
+        made = unified_pools(SLOTS, beside=beside, drafts=["full", "mamba"])
+        of = made.req_to_token_pool
+        mtps = [of.clone_for_fused_draft(layer_lanes={0: runner}) for runner in range(2)]
+        pools = [of.mamba_pool, *(each.mamba_pool for each in mtps)]
+        planes = [
+            plane
+            for pool in pools
+            for tensor in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
+            for plane in tensor
+        ]
+        filled(planes, seed)
+        held = of.mamba_allocator.alloc(3)
+        of.mamba_allocator.free(held[:1])
+        part = RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=pools[1:])
+        sides.append((part, planes, held[1:2], of.mamba_allocator))
+    (source, rows, taken, _), (sink, given_rows, given, allocator) = sides
+    moved(source, sink, EndSlots(state=taken), EndSlots(state=given))
+    where, came_from = allocator.translate(given), sides[0][3].translate(taken)
+    for a, b in zip(rows, given_rows, strict=True):
+        assert torch.equal(as_bytes(b)[where], as_bytes(a)[came_from])
+
+
+@since_0_5_23
+def test_draft_pools_states_of_their_own_beside_a_memory_of_all_pools_are_refused() -> None:
+    """Their rows would be numbers of slots, and those of the target are not."""
+    of = unified_pools(SLOTS, beside="states").req_to_token_pool
+    own = states_of_draft(states(), slots=16).mamba_pool
+    with pytest.raises(ConfigError, match=r"^cake does not support a draft model [^\n]+$"):
+        RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=[own])
 
 
 @pytest.mark.parametrize("make", [mxfp8, hnd])

@@ -249,7 +249,7 @@ def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
     ("algorithm", "flag", "advice"),
     [
         (None, "enable_unified_memory", None),
-        ("DFLASH", "enable_unified_memory", "remove --enable-unified-memory"),
+        ("DFLASH", "enable_unified_memory", None),
         (None, "enable_encoder_swa_bounded_replay", None),
         ("DSPARK", "enable_encoder_swa_bounded_replay", "whose windows belong to requests"),
     ],

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,12 @@ from kv_pools import (
     Staging,
     as_bytes,
     buffers_for,
+    mha,
     record_of,
     rows_of,
     since_0_5_23,
     unified,
+    unified_draft,
     windows,
 )
 
@@ -22,23 +25,26 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier, CopyThread, SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import END_POOLS
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 
 BLOCK = 8
 PATIENCE_S = 30.0
-POOLS: dict[str, Callable[[], Any]] = {
-    "windows": lambda: unified(160),
-    "windows, pages": lambda: unified(160, page=4),
-    "states": lambda: unified(160, beside="states"),
-    "states beside latent rows, pages": lambda: unified(160, page=4, beside="states", mla=True),
+POOLS: dict[str, Callable[..., Any]] = {
+    "windows": partial(unified, 160),
+    "windows, pages": partial(unified, 160, page=4),
+    "states": partial(unified, 160, beside="states"),
+    "states beside latent rows, pages": partial(unified, 160, page=4, beside="states", mla=True),
 }
 
 
 class OneMemory:
     """A pool of full attention in a memory that it shares.
 
-    Args: translate: wraps what gives the rows of slots.
+    Args:
+        translate: wraps what gives the rows of slots.
+        draft: of a draft model: "beside" the rows of the model, or with a pool "of its own".
     """
 
     def __init__(
@@ -46,8 +52,9 @@ class OneMemory:
         kind: str,
         monkeypatch: pytest.MonkeyPatch,
         translate: Callable[..., Any] | None = None,
+        draft: str | None = None,
     ) -> None:
-        self.allocator = POOLS[kind]()
+        self.allocator = POOLS[kind](drafts=["full"] if draft == "beside" else [])
         self.full = self.allocator.full_attn_allocator
         pool = self.allocator.get_kvcache()
         self.pool = pool.full_kv_pool
@@ -59,16 +66,33 @@ class OneMemory:
             own = self.pool.host_transfer_translate
             self.pool.host_transfer_translate = lambda slots: translate(own(slots))
         apart = [getattr(pool, name, None) for name in END_POOLS]
+        models: list[Any] = []
+        if draft == "beside":
+            models = [unified_draft(self.allocator, runner) for runner in range(2)]
+        elif draft == "of its own":  # SGLang gives it rows for all numbers of slots
+            page = self.allocator.page_size
+            models = [mha(-(-(self.full.max_slots - 1) // page) * page, page=page)]
+        drafts = DraftPools.of(models, pool)
+        assert drafts == DraftPools(rows=tuple(models))
         self.kv = DeviceKV(
-            pool, block_tokens=BLOCK, apart=[each for each in apart if each is not None]
+            pool,
+            block_tokens=BLOCK,
+            apart=[each for each in apart if each is not None],
+            drafts=drafts.rows,
         )
+        # In block order, and whether SGLang moves its rows.
+        self.planes = [
+            (buffer, number == 0 or draft == "beside")
+            for number, each in enumerate((self.pool, *models))
+            for buffer, _ in rows_of(each)
+        ]
 
     def _wait_event(self, event: Any) -> None:
         self.before_wait()
         event.wait(self.stream)
 
-    def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.allocator.translate_kv_loc(slots)
+    def rows(self, slots: torch.Tensor, moves: bool = True) -> torch.Tensor:
+        found: torch.Tensor = self.allocator.translate_kv_loc(slots) if moves else slots
         return found
 
     def fragmented(self) -> torch.Tensor:
@@ -83,33 +107,36 @@ class OneMemory:
         before = self.rows(slots)
         assert self.full.flush_for_allocation() > 0
         assert not torch.equal(self.rows(slots), before)
-        for buffer, _ in rows_of(self.pool):
+        for buffer, moves in self.planes:
             others = torch.ones(len(buffer), dtype=torch.bool)
-            others[self.rows(slots)] = False
+            others[self.rows(slots, moves)] = False
             as_bytes(buffer)[others] = 0xEE
 
     def fill(self, slots: torch.Tensor) -> None:
-        for number, (buffer, _) in enumerate(rows_of(self.pool)):
+        for number, (buffer, moves) in enumerate(self.planes):
             rows = as_bytes(buffer)
             values = torch.arange(len(slots) * rows.shape[1]).view(len(slots), -1) + number
-            rows[self.rows(slots)] = values.to(torch.uint8)
+            rows[self.rows(slots, moves)] = values.to(torch.uint8)
 
     def bytes_in(self, slots: torch.Tensor) -> list[bytes]:
         """The blocks that are in slots, plane by plane."""
         return [
-            b"".join(as_bytes(b)[self.rows(part)].numpy().tobytes() for b, _ in rows_of(self.pool))
+            b"".join(as_bytes(b)[self.rows(part, m)].numpy().tobytes() for b, m in self.planes)
             for part in slots.split(BLOCK)
         ]
 
 
 @pytest.mark.parametrize(
+    "draft", [None, *(pytest.param(each, marks=since_0_5_23) for each in ("beside", "of its own"))]
+)
+@pytest.mark.parametrize(
     "kind",  # SGLang 0.5.22 moves latent rows with Triton
     [pytest.param(kind, marks=[since_0_5_23] * ("latent" in kind)) for kind in POOLS],
 )
 def test_unified_memory_blocks_keep_their_bytes_when_slots_move(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = OneMemory(kind, monkeypatch)
+    side = OneMemory(kind, monkeypatch, draft=draft)
     assert side.kv.moves
     slots = side.fragmented()
     side.fill(slots)

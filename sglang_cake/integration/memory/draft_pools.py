@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration.memory.pool_planes import moves_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,17 @@ class DraftPools:
                 continue
             sums = (*getattr(pool, "compress_state_pools", ()),)
             mapping = getattr(target, "full_to_swa_index_mapping", None)
+            # In the memory of all pools, a draft model has its rows beside those of the target.
+            is_beside = moves_slots(pool) or pool.full_to_swa_index_mapping is mapping is not None
             if pool.swa_uses_full_indices:
                 rows.append(window)
-            elif mapping is pool.full_to_swa_index_mapping and not any(sums):
+            elif window.layer_num:
+                if not is_beside or any(sums):
+                    raise ConfigError(
+                        f"cake does not support a draft model with a {type(pool).__name__} of its "
+                        "own slots: remove --speculative-algorithm"
+                    )
                 windows.append(window)
-            else:
-                raise ConfigError(
-                    f"cake does not support a draft model with a {type(pool).__name__} of its own "
-                    "slots: remove --speculative-algorithm"
-                )
             full = getattr(pool, "full_kv_pool", None)
             if full is not None and full.layer_num:
                 rows.append(full)

@@ -427,18 +427,20 @@ class RecurrentStates(StateRows):
         streams: CopyStreams | None = None,
         drafts: Sequence[Any] = (),
     ) -> None:
-        planes: list[torch.Tensor] = []
-        for each in (pool, *drafts):
-            (inventory,) = each.get_device_pool_infos()
-            found = inventory.buffer_info
-            layers = [layer for some in (*found.conv, found.temporal) for layer in some]
-            planes += [
-                plane for plane in (*layers, *found.extra_checkpoint_buffers) if plane.numel()
-            ]
+        self._translate = translation_of(pool)
+        own, *others = (_states_of(each) for each in (pool, *drafts))
+        memory = {plane.untyped_storage().data_ptr() for plane in own}
+        planes = [*own, *itertools.chain(*others)]
+        if self._translate is not None and any(
+            plane.untyped_storage().data_ptr() not in memory for plane in planes
+        ):
+            raise ConfigError(
+                "cake does not support a draft model with recurrent states in slots of its own: "
+                "remove --speculative-algorithm"
+            )
         if drafts and min(map(len, planes)) < len(planes[0]):
             raise ConfigError("cake cannot store a draft model without rows for all states")
         super().__init__(planes, block_bytes=block_bytes, streams=streams)
-        self._translate = translation_of(pool)
 
     def prepare(self, slots: EndSlots) -> EndSlots:
         if self._translate is None or slots.state is None:
@@ -489,6 +491,14 @@ class CompressedWindow(StateRows):
     def prepare(self, slots: EndSlots) -> EndSlots:
         assert slots.window is not None
         return replace(slots, state=slots.window[-1:] // self._page_tokens)
+
+
+def _states_of(pool: Any) -> list[torch.Tensor]:
+    """All that SGLang's `MambaPool` keeps of a state, with a row for each."""
+    (inventory,) = pool.get_device_pool_infos()
+    found = inventory.buffer_info
+    layers = [layer for some in (*found.conv, found.temporal) for layer in some]
+    return [plane for plane in (*layers, *found.extra_checkpoint_buffers) if plane.numel()]
 
 
 def _pages_of_sums(ring: Any) -> torch.Tensor:

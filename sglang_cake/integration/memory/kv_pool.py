@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +40,16 @@ DECODING_BLOCKS = 5.5
 Fence = tuple[torch.cuda.Event, ...]
 
 
-def pieces_of(layout: BlockLayout, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
-    """What is copied at a time: as many planes as `piece_bytes` hold. Raises: ConfigError if they
-    do not hold one plane."""
+def pieces_of(
+    layout: BlockLayout, piece_bytes: int = PIECE_BYTES, moving: Sequence[bool] | None = None
+) -> list[Piece]:
+    """What is copied at a time: as many planes as `piece_bytes` hold.
+
+    Args: moving: for each plane, whether SGLang moves its rows; None: those of all or of none.
+
+    Raises: ConfigError if `piece_bytes` do not hold one plane.
+    """
+    moving = moving or [False] * len(layout.planes)
     pieces: list[Piece] = []
     first = start = 0
     for number, plane in enumerate(layout.planes):
@@ -53,11 +60,11 @@ def pieces_of(layout: BlockLayout, piece_bytes: int = PIECE_BYTES) -> list[Piece
                 f"layer, and cake copies at most {mib(piece_bytes)} at a time: lower "
                 "--cake-block-tokens"
             )
-        if stop - start > piece_bytes:
-            pieces.append(Piece(slice(first, number), start, plane.start - start))
+        if stop - start > piece_bytes or moving[number] != moving[first]:
+            pieces.append(Piece(slice(first, number), start, plane.start - start, moving[first]))
             first, start = number, plane.start
     last = layout.block_bytes - start
-    return [*pieces, Piece(slice(first, len(layout.planes)), start, last)]
+    return [*pieces, Piece(slice(first, len(layout.planes)), start, last, moving[first])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +134,26 @@ class Copy:
             self.event.synchronize()
 
 
+class SlotRows(NamedTuple):
+    """Where slots are in the pools, int64 `[slots]` each.
+
+    Attributes:
+        fixed: the slots, which are rows of the planes that SGLang does not move.
+        moved: rows of the other planes.
+    """
+
+    fixed: torch.Tensor
+    moved: torch.Tensor
+
+    def of(self, moves: bool) -> torch.Tensor:
+        return self.moved if moves else self.fixed
+
+    def part(self, start: int, stop: int) -> "SlotRows":
+        return SlotRows(self.fixed[start:stop], self.moved[start:stop])
+
+
 class DeviceKV:
-    """Copies between blocks in host memory and slots of SGLang's KV pool, in CPU memory.
+    """Copies between blocks in host memory and slots of SGLang's KV pools, in CPU memory.
 
     Every copy is complete when the call returns. The copier's thread calls `load` and `save`, and
     the scheduler thread the rest. The slots of a block fill whole pages, and slot `i` of them has
@@ -160,6 +185,8 @@ class DeviceKV:
     ) -> None:
         found = pool_planes(pool, apart=apart)
         self.slots = min(each.slots for each in found)
+        self.moves = moves_slots(pool)
+        moving = [self.moves] * len(found)
         for draft in drafts:
             planes = pool_planes(draft, apart=apart, prefix="draft_")
             if min(each.slots for each in planes) < self.slots:
@@ -168,6 +195,8 @@ class DeviceKV:
                     f"has no rows for {self.slots} slots"
                 )
             found += planes
+            # A draft model may have a pool of its own beside a memory of all other pools.
+            moving += [moves_slots(draft)] * len(planes)
         for each in found:
             if block_tokens % each.group.row_tokens:
                 raise ConfigError(
@@ -177,15 +206,17 @@ class DeviceKV:
         self.layout = BlockLayout(tuple(each.group for each in found), block_tokens)
         self.device = found[0].buffers[0].device
         self.encoded = encoded
-        self.moves = moves_slots(pool)
         self._translate = translation_of(pool)
+        self._moving = [
+            moves for each, moves in zip(found, moving, strict=True) for _ in each.buffers
+        ]
         word = WORDS[math.gcd(max(WORDS), *(plane.row_bytes for plane in self.layout.planes))]
         self._rows = [
             buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
         ]
         self._word = str(word).removeprefix("torch.")  # as NumPy names it
         # Rows of one plane lie one after the other, unless pools share their memory.
-        self._dense = all(rows.is_contiguous() for rows in self._rows)
+        self._dense = not self.moves and all(rows.is_contiguous() for rows in self._rows)
         self._plane_words = [
             plane.rows * rows.shape[1]
             for plane, rows in zip(self.layout.planes, self._rows, strict=True)
@@ -235,9 +266,9 @@ class DeviceKV:
     def before_moves(self, stream: Any) -> None:
         """What is launched on `stream` from now on starts after all copies launched so far."""
 
-    def _rows_of(self, slots: torch.Tensor) -> torch.Tensor:
+    def _rows_of(self, slots: torch.Tensor) -> SlotRows:
         """Where slots are now: in whole pages, as they are given."""
-        return slots if self._translate is None else self._translate(slots)
+        return SlotRows(slots, slots if self._translate is None else self._translate(slots))
 
     def _fetched(self, buffer: Buffer) -> torch.Tensor:
         """The block that a buffer holds (uint8 `[block_bytes]`)."""
@@ -253,25 +284,25 @@ class DeviceKV:
 
         decode_payload(self.layout, _tensor(buffer), block)
 
-    def _scatter(self, blocks: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
-        for block, part in zip(blocks, self._parts(slots), strict=True):
-            if (start := self._start_of_run(part)) is not None:
+    def _scatter(self, blocks: Sequence[torch.Tensor], where: SlotRows) -> None:
+        for block, part in zip(blocks, self._parts(where), strict=True):
+            if (start := self._start_of_run(part.fixed)) is not None:
                 torch._foreach_copy_(self._run(start), self._planes_of(block))
                 continue
             for rows, index, plane in self._indexed(block, part):
                 rows.index_copy_(0, index, plane)
 
-    def _gather(self, slots: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
-        for block, part in zip(blocks, self._parts(slots), strict=True):
-            if (start := self._start_of_run(part)) is not None:
+    def _gather(self, where: SlotRows, blocks: Sequence[torch.Tensor]) -> None:
+        for block, part in zip(blocks, self._parts(where), strict=True):
+            if (start := self._start_of_run(part.fixed)) is not None:
                 torch._foreach_copy_(self._planes_of(block), self._run(start))
                 continue
             for rows, index, plane in self._indexed(block, part):
                 torch.index_select(rows, 0, index, out=plane)
 
-    def _parts(self, slots: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _parts(self, where: SlotRows) -> Iterator[SlotRows]:
         size = self.layout.block_tokens
-        return (slots[i : i + size] for i in range(0, len(slots), size))
+        return (where.part(i, i + size) for i in range(0, len(where.fixed), size))
 
     def _start_of_run(self, slots: torch.Tensor) -> int | None:
         """The first of slots in CPU memory that lie one after the other, as they do unless the
@@ -311,17 +342,20 @@ class DeviceKV:
         ]
 
     def _indexed(
-        self, block: torch.Tensor, slots: torch.Tensor
+        self, block: torch.Tensor, where: SlotRows
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each plane: the pool's rows, which of them are those of `slots`, and the rows of a
-        block (uint8 `[block_bytes]`)."""
-        index = {1: slots}
-        planes = zip(self._rows, self.layout.planes, self._planes_of(block), strict=True)
-        for rows, plane, words in planes:
-            tokens = plane.row_tokens
-            if tokens not in index:
-                index[tokens] = slots[::tokens] // tokens
-            yield rows, index[tokens], words.view(-1, rows.shape[1])
+        """For each plane: the pool's rows, which of them are those of a block's slots, and the rows
+        of the block (uint8 `[block_bytes]`)."""
+        index: dict[tuple[bool, int], torch.Tensor] = {}
+        planes = zip(
+            *(self._rows, self.layout.planes, self._moving, self._planes_of(block)), strict=True
+        )
+        for rows, plane, moves, words in planes:
+            key = moves, (tokens := plane.row_tokens)
+            if key not in index:
+                of_slots = where.of(moves)
+                index[key] = of_slots if tokens == 1 else of_slots[::tokens] // tokens
+            yield rows, index[key], words.view(-1, rows.shape[1])
 
 
 @dataclass(eq=False, slots=True)
@@ -443,10 +477,12 @@ class CudaKV(DeviceKV):
         super().__init__(
             pool, block_tokens=block_tokens, encoded=encoded, apart=apart, drafts=drafts
         )
+        # A block that is decoded is moved in one piece.
+        encoded = encoded and len(set(self._moving)) == 1
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
         self.encoded = memory.decodes
         self.streams = streams or CopyStreams(self.device, memory, forward_stream)
-        self._pieces = pieces_of(self.layout, self.streams.ring_in.shape[1])
+        self._pieces = pieces_of(self.layout, self.streams.ring_in.shape[1], self._moving)
         self._index = torch.arange(len(self.streams.ring_out), device=self.device)
         self._kernel = RowKernel(self._rows, self.layout)
         self._kernel.compile(self._pieces)
@@ -480,7 +516,7 @@ class CudaKV(DeviceKV):
                         self._decode(block, place.memory[: piece.size_bytes])
                     else:
                         streams.fetch(_part(_tensor(block), piece), place)
-                    self._kernel.scatter(streams.ring_in, place.index, rows, piece)
+                    self._kernel.scatter(streams.ring_in, place.index, rows.of(piece.moves), piece)
             end = _recorded(streams.into, timed=True)
             return Copy(end, end, (slots,), begin, number=next(streams.numbers))
 
@@ -493,9 +529,9 @@ class CudaKV(DeviceKV):
             all_rows = self._rows_of(slots)
             for start in range(0, len(blocks), count):
                 some = blocks[start : start + count]
-                rows = all_rows[start * tokens : (start + len(some)) * tokens]
+                rows = all_rows.part(start * tokens, (start + len(some)) * tokens)
                 for piece in self._pieces:
-                    self._kernel.gather(rows, ring, self._index[: len(some)], piece)
+                    self._kernel.gather(rows.of(piece.moves), ring, self._index[: len(some)], piece)
                     pool = _recorded(streams.out)
                     for block, place in zip(some, ring, strict=False):
                         target = _part(_tensor(block), piece)

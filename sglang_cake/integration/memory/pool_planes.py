@@ -62,6 +62,7 @@ class Piece(NamedTuple):
     planes: slice
     start: int  # its first byte
     size_bytes: int
+    moves: bool = False  # SGLang moves the rows of these planes
 
 
 def moves_slots(pool: Any) -> bool:
@@ -78,7 +79,7 @@ def translation_of(pool: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
 
 
 def _of_full_attention(pool: Any) -> Any:
-    return getattr(pool, "full_kv_pool", pool)
+    return getattr(pool, "full_kv_pool", None) or pool
 
 
 def pool_planes(pool: Any, *, apart: Sequence[object] = (), prefix: str = "") -> list[PoolPlanes]:
