@@ -540,6 +540,14 @@ class HybridTree:
             for _, rows in self._states():
                 rows.fill_(0x5A)
 
+    def overwrite_free_states(self) -> None:
+        """As other requests would that get them."""
+        slots = self.requests.mamba_allocator.alloc(self.free_states())
+        if slots is not None:
+            for _, rows in self._states():
+                rows[self.requests.translate_mamba_indices(slots)] = 0x5A
+            self.requests.mamba_allocator.free(slots)
+
     # ---- the books ----
 
     def taken(self, allocator: Any) -> int:

@@ -295,6 +295,11 @@ FAMILIES: tuple[Family, ...] = (
                 "integration/test_coordinator_trees.py"
                 "::test_coordinator_trees_running_prompt_meets_what_has_landed",
             ),
+            Proof(
+                "the same with DSPARK",
+                "integration/test_draft_ring.py"
+                "::test_draft_ring_after_loaded_blocks_has_rows_of_the_same_tokens_alone",
+            ),
         ),
     ),
     Family(
@@ -693,12 +698,6 @@ def unsupported(args: Any, model: ModelTraits | None, block_tokens: int | None) 
             "cake cannot store draft models beside models that generate no text, for which SGLang "
             "computes no drafts: remove --speculative-algorithm"
         )
-    requests_own_windows = getattr(args, "enable_encoder_swa_bounded_replay", False)  # not 0.5.22
-    if requests_own_windows and has_draft_kv(args):
-        return (
-            "cake does not support a draft model whose windows belong to requests: remove "
-            "--enable-encoder-swa-bounded-replay or --speculative-algorithm"
-        )
     return _unsupported_ngrams(args, model) or _page_mismatch(args.page_size, block_tokens)
 
 
@@ -896,7 +895,8 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
                 "cake does not support a draft model with recurrent states in slots of its own: "
                 "remove --speculative-algorithm"
             )
-    if drafts and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
+    skips = drafts and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get()
+    if skips and (args.speculative_adaptive or args.speculative_num_steps == 0):
         return (
             "cake needs the KV of the draft model for all tokens: unset "
             "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
@@ -939,8 +939,8 @@ def keys_media(ctx: "TreeCacheBuildContext") -> bool:
 def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str | None:
     """Why the pools of sliding windows and of recurrent states cannot be stored; None if they can,
     or if there are none."""
+    import torch
     from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
-    from sglang.srt.environ import envs
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.unified_hybrid_swa import (
         UnifiedMambaSWATokenToKVPoolAllocator,
@@ -980,15 +980,18 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             return f"cake does not support recurrent states in a {type(pool).__name__}"
         if pool.mamba_ckpt_pool is not None:
             return "cake does not support int8 states: remove --enable-int8-mamba-checkpoint"
-        lags = getattr(pool.mamba_pool, "replayssm_spec_write_pos", None) is not None
+        states = pool.mamba_pool
+        # States in 16 bits take up what is in the ring at each step.
+        lags = (
+            getattr(states, "replayssm_spec_write_pos", None) is not None
+            and states.mamba_cache.temporal.dtype == torch.float32
+        )
         if lags and not pool.enable_mamba_extra_buffer:
             return (
                 "cake does not support states that lag behind accepted tokens: set "
-                "--mamba-radix-cache-strategy extra_buffer, or remove "
-                "--enable-linear-replayssm-spec"
+                "--mamba-radix-cache-strategy extra_buffer or --mamba-ssm-dtype bfloat16, or "
+                "remove --enable-linear-replayssm-spec"
             )
-        if envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get():  # a loaded state is copied from the tree
-            return "cake needs locks on states: unset SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"
     return None
 
 
@@ -1011,7 +1014,7 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
         "swa_gates_prefix_match",  # not in 0.5.22
         True,
     ):
-        return "windows that belong to requests: unset SGLANG_HACK_FLASHMLA_BACKEND"
+        return "windows of DeepSeek V4 on ROCm, which belong to requests: remove --enable-cake"
     if type(pool) in (SWAKVPool, UnifiedSWAKVPool):
         return None
     if type(pool) is not DeepSeekV4TokenToKVPool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kv_pools import deepseek_v4, deepseek_v4_online, since_0_5_23
 from sglang.srt.configs.model_config import ModelImpl
+from sglang.srt.environ import envs
 from sglang.srt.models import transformers
 
 from sglang_cake.config import CakeConfig
@@ -251,7 +252,7 @@ def test_support_matrix_unsupported_setting_is_refused_by_flag_name(
         (None, "enable_unified_memory", None),
         ("DFLASH", "enable_unified_memory", None),
         (None, "enable_encoder_swa_bounded_replay", None),
-        ("DSPARK", "enable_encoder_swa_bounded_replay", "whose windows belong to requests"),
+        ("DSPARK", "enable_encoder_swa_bounded_replay", None),
     ],
 )
 def test_support_matrix_memory_that_drafts_cannot_share_is_refused_beside_them(
@@ -444,7 +445,7 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
     ("changes", "advice"),
     [
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
-        ({"swa_gates_prefix_match": False}, "unset SGLANG_HACK_FLASHMLA_BACKEND"),
+        ({"swa_gates_prefix_match": False}, "of DeepSeek V4 on ROCm"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )
@@ -489,10 +490,16 @@ def test_support_matrix_forms_of_compressed_pools_are_refused_by_what_helps(
 def test_support_matrix_states_of_other_forms_are_refused_by_flag_name() -> None:
     int8, lagging = _pools(), _pools()
     int8.params.req_to_token_pool.mamba_ckpt_pool = object()
-    lagging.params.req_to_token_pool.mamba_pool.replayssm_spec_write_pos = object()
+    pool = lagging.params.req_to_token_pool.mamba_pool
+    pool.replayssm_spec_write_pos = object()
+    pool.mamba_cache = SimpleNamespace(temporal=torch.zeros(1))
     assert "--enable-int8-mamba-checkpoint" in str(unsupported_pools(int8, CakeConfig()))
     reason = str(unsupported_pools(lagging, CakeConfig()))
     assert "set --mamba-radix-cache-strategy extra_buffer" in reason
+    assert "--mamba-ssm-dtype bfloat16" in reason
+    pool.mamba_cache.temporal = torch.zeros(1, dtype=torch.bfloat16)
+    assert unsupported_pools(lagging, CakeConfig()) is None
+    pool.mamba_cache.temporal = torch.zeros(1)
     lagging.params.req_to_token_pool.enable_mamba_extra_buffer = True  # keeps other states
     assert unsupported_pools(lagging, CakeConfig()) is None
 
@@ -668,27 +675,25 @@ def test_support_matrix_draft_kv_is_served_with_end_states_and_without_lossy_cod
 
 @since_0_5_23
 @pytest.mark.parametrize(
-    ("algorithm", "drafts", "skips", "advice"),
+    ("algorithm", "drafts", "advice"),
     [
-        (None, [], False, None),
-        ("NGRAM", [], False, None),
-        ("FROZEN_KV_MTP", [], False, None),
-        ("EAGLE", [None], False, None),
-        ("EAGLE", ["target's"], False, None),
-        ("EAGLE", ["target's", "own, in the target's slots"], False, None),
-        ("EAGLE", ["target's", "own"], False, "recurrent states in slots of its own"),
-        ("EAGLE", [], False, "did not see the draft model of EAGLE"),
-        ("EAGLE", [None], True, "unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"),
+        (None, [], None),
+        ("NGRAM", [], None),
+        ("FROZEN_KV_MTP", [], None),
+        ("EAGLE", [None], None),
+        ("EAGLE", ["target's"], None),
+        ("EAGLE", ["target's", "own, in the target's slots"], None),
+        ("EAGLE", ["target's", "own"], "recurrent states in slots of its own"),
+        ("EAGLE", [], "did not see the draft model of EAGLE"),
     ],
 )
 def test_support_matrix_draft_model_whose_kv_would_be_missing_is_refused(
-    algorithm: str | None, drafts: list[str | None], skips: bool, advice: str | None
+    algorithm: str | None, drafts: list[str | None], advice: str | None
 ) -> None:
     """Args: drafts: the recurrent states of each draft model."""
-    pytest.importorskip("sglang")
-    from sglang.srt.environ import envs
-
-    args = SimpleNamespace(speculative_algorithm=algorithm)
+    args = SimpleNamespace(
+        speculative_algorithm=algorithm, speculative_num_steps=3, speculative_adaptive=False
+    )
     slots, others = object(), object()
     models = []
     for states in drafts:
@@ -697,10 +702,26 @@ def test_support_matrix_draft_model_whose_kv_would_be_missing_is_refused(
         runner: Any = SimpleNamespace(req_to_token_pool=pool)
         models.append(LoadedDraft(runner, ModelSource("d"), None))
     requests = SimpleNamespace(mamba_pool="target's", req_index_to_mamba_index_mapping=slots)
-    with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(skips):
-        reason = unsupported_drafts(args, models, requests)
+    reason = unsupported_drafts(args, models, requests)
     assert (reason is None) == (advice is None)
     assert reason is None or (str(advice) in reason and "\n" not in reason)
+
+
+@pytest.mark.parametrize(
+    ("steps", "adaptive", "is_refused"), [(3, False, False), (0, False, True), (3, True, True)]
+)
+def test_support_matrix_steps_without_drafts_are_refused_if_they_leave_out_draft_kv(
+    steps: int, adaptive: bool, is_refused: bool
+) -> None:
+    args = SimpleNamespace(
+        speculative_algorithm="EAGLE", speculative_num_steps=steps, speculative_adaptive=adaptive
+    )
+    runner: Any = SimpleNamespace(req_to_token_pool=SimpleNamespace())
+    models = [LoadedDraft(runner, ModelSource("d"), None)]
+    assert unsupported_drafts(args, models, SimpleNamespace()) is None
+    with envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.override(True):
+        reason = unsupported_drafts(args, models, SimpleNamespace())
+    assert ("unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND" in str(reason)) == is_refused
 
 
 def test_support_matrix_states_of_drafts_are_refused_where_sglang_keeps_those_beyond_an_answer(

@@ -13,6 +13,7 @@ pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.2
 import torch
 from hybrid_machine import run_machine
 from hybrid_trees import BLOCK, KINDS, MAMBA, SWA, WINDOW, HybridTree, tree_of
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.kits.unified_radix_cache import fixtures
@@ -116,6 +117,34 @@ def test_radix_ends_of_replayssm_have_no_later_tokens_in_their_ring(
     assert int(ring[req.kv.mamba_pool_idx]) == 0
     side.release(req)
     side.check_books()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@cores()
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].has_mamba])
+def test_radix_ends_state_stays_until_the_next_chunk_has_copied_it(
+    kind: str, core: str, skips: bool
+) -> None:
+    """Also with SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK: a checkpoint locks no states."""
+    side = stored(kind, core)
+    req = side.arrive(PROMPT)
+    with envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.override(skips):
+        assert side.admit(req)
+        assert side.compute(req, BLOCK)
+        assert side.load(req, 48, running=True)
+        other = side.arrive([*PROMPT[:48], *range(BLOCK)])
+        assert other.prefix_len == 48
+        assert side.admit(other)
+        assert side.compute(other, 48 + BLOCK)
+        side.release(other)
+        side.tree.evict_for_alloc(EvictParams(mamba_num=side.cfg.mamba_cache_size))
+        side.overwrite_free_states()
+        side.check_books()
+        assert side.compute(req, len(PROMPT))
+        side.release(req)
+    side.check_books()
+    assert not side.tree.mamba_protected_size()
+    assert not side.tree.full_protected_size()
 
 
 @kinds()

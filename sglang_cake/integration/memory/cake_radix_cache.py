@@ -319,7 +319,11 @@ class CakeRadixCache(UnifiedRadixCache):
         self.checkpoint(req, up_to=stop)
         req.prefix_len = stop
         if end is not None and end.state is not None and not self._is_own_state(req):
-            # SGLang copies it into the request's own state before the next chunk.
+            # SGLang copies it into the request's own state before the next chunk. Until then it is
+            # locked, which a checkpoint omits with SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.
+            lock = self.lock(req.last_node)
+            self.unlock(req.lock)
+            req.lock = lock
             req.kv.mamba_cow_src_index = self.tree_core.get_component_device_value(
                 req.last_node, ComponentType.MAMBA
             )

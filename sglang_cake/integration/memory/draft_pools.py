@@ -1,5 +1,5 @@
-"""Where draft models keep their KV: in the target's slots, or in those of its sliding windows and
-recurrent states."""
+"""Where draft models keep their KV: in the target's slots, in those of its sliding windows and
+recurrent states, or in rings of requests, which are not stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ class DraftPools:
         rows: list[Any] = []
         windows: list[Any] = []
         for pool in pools:
+            if getattr(pool, "swa_req_ring_size", None) is not None:
+                continue  # rings of requests, which SGLang begins anew (`window_replay`)
             window = getattr(pool, "swa_kv_pool", None)
             if window is None:
                 has_index = hasattr(pool, "qsa_compressed_k_buffer_pool")

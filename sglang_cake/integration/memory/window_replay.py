@@ -5,6 +5,10 @@ Where a request begins after a prefix of the tree, SGLang computes the last wind
 again, in the same step. Loaded blocks may also join a prompt between two chunks. Its window then
 has the tokens before these blocks. So its next step begins as that of a new request:
 `CakeRadixCache.joined` has the requests that blocks have joined since their last step.
+
+DSPARK's draft model keeps its window in a ring of the request. In a step that begins a request,
+SGLang notes that the ring has nothing of the tokens before it. So the draft model sees less than a
+window at first, as after any hit in SGLang's own tree.
 """
 
 from typing import TYPE_CHECKING, Any
