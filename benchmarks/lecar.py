@@ -6,8 +6,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from sglang_cake.stores.eviction import Usage
-from sglang_cake.stores.eviction.policy import EvictionPolicy
+from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 
 LEARNING_RATE, DISCOUNT = 0.45, 0.005  # the paper's; the discount is taken to 1 / size
 

@@ -1,4 +1,4 @@
-"""The base class of eviction policies, admission, and the facts about a block that they decide by."""
+"""The base class of eviction policies, admission, and the facts about a block behind both."""
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -138,26 +138,19 @@ class EvictionPolicy:
         """
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionPolicy:
-    """Decides whether a block is written. Rejected blocks cause no disk writes.
+def admits(
+    policy: EvictionPolicy, usage: Usage, benefit: Benefit, min_benefit_ratio: float
+) -> bool:
+    """Whether to write a block with this usage. Rejected blocks cause no disk writes.
 
     A block is admitted if the seconds that it is expected to save are at least
-    `min_benefit_ratio` times the seconds that writing it takes. Writing is assumed to take as long
-    as loading. The expected saving is the share of its request class that is accessed again, times
-    the mean saving per block of its prompt. So the policy rejects prompts that are computed faster
-    than they are loaded, and classes that are hardly ever accessed again.
+    `min_benefit_ratio` times the seconds that writing it takes: 0 admits every block. Writing is
+    assumed to take as long as loading. The expected saving is the share of its request class that
+    is accessed again, times the mean saving per block of its prompt. So prompts are rejected that
+    are computed faster than they are loaded, and classes that are hardly ever accessed again. A
+    block without context is always admitted.
     """
-
-    min_benefit_ratio: float = 0.0  # 0: every block is admitted
-
-    def admits(self, policy: EvictionPolicy, usage: Usage, benefit: Benefit) -> bool:
-        """Whether to write a block with this usage. A block without context is always admitted."""
-        if not self.min_benefit_ratio or usage.context is UNKNOWN_CONTEXT:
-            return True
-        mean_saved_s = benefit.mean_saved_s(usage.context.reach)
-        expected_s = policy.reuse_probability(usage) * mean_saved_s
-        return expected_s >= self.min_benefit_ratio * benefit.load_s
-
-
-ADMIT_ALL: Final = AdmissionPolicy()
+    if usage.context is UNKNOWN_CONTEXT:
+        return True
+    expected_s = policy.reuse_probability(usage) * benefit.mean_saved_s(usage.context.reach)
+    return expected_s >= min_benefit_ratio * benefit.load_s
