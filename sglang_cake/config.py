@@ -424,7 +424,7 @@ def _whole(settings: Mapping[str, Any], spell: Spell) -> CakeConfig:
 
 
 def _read(mapping: Mapping[str, object], spell: Spell) -> dict[str, Any]:
-    settings = {}
+    settings: dict[str, Any] = {}
     for name, value in mapping.items():
         if name not in _FIELDS:
             raise ConfigError(_unknown(name, spell))
