@@ -27,8 +27,8 @@ from benchmarks.eviction_cells import BY_SHAPE, CAPACITIES, TRACES, VARIANTS, Ce
 from benchmarks.facts import RESULTS, header, shown, write
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.simulator.eviction_replay import SHAPES
-from sglang_cake.stores.eviction import POLICIES, AccessContext
-from sglang_cake.stores.eviction.policy import ADMIT_ALL
+from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction.policy import AccessContext
 from sglang_cake.stores.eviction.reuse_policies import ReusePolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
 from sglang_cake.stores.file.disk import Amount
@@ -111,7 +111,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 policy,
                 min_free_bytes=0,
                 tenant_rules=NO_TENANT_RULES,
-                admission=ADMIT_ALL,
+                min_benefit_ratio=0.0,
                 on_learned=forget,
             )
             room.restart(index, leads=True)

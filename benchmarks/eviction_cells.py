@@ -16,8 +16,9 @@ from sglang_cake.simulator.eviction_replay import (
     seconds_bound,
 )
 from sglang_cake.simulator.request_traces import Trace, head, read_trace
-from sglang_cake.stores.eviction import Benefit, Usage, new_policy
-from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy, EvictionPolicy
+from sglang_cake.stores.eviction import new_policy
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse_model import RequestClass, ReuseModel
 from sglang_cake.stores.eviction.reuse_policies import (
     PREFIX_BENEFIT_EXPONENT,
@@ -103,7 +104,7 @@ def less_the_load(benefit: Benefit, usage: Usage) -> float:
     return benefit.compute_s(usage.context.position) - benefit.load_s
 
 
-ADMISSIONS = {f"cake-prefix, admission {n}": AdmissionPolicy(n) for n in (0.1, 0.3, 1.0)}
+ADMISSIONS = {f"cake-prefix, admission {n}": n for n in (0.1, 0.3, 1.0)}
 HEAD_FIRST = "workload, head first"  # without the offset: of a request the head is the oldest
 VARIANTS: dict[str, Callable[[Benefit], EvictionPolicy]] = {
     "one class (is LRU)": lambda _: workload(lambda usage: ONE_CLASS),
@@ -167,13 +168,12 @@ def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:
         policy = VARIANTS[cell.policy](benefit)
     else:
         policy = new_policy(cell.policy, benefit)
-    admission = ADMISSIONS.get(cell.policy, ADMIT_ALL)
     replay = Replay(
         trace,
         policy,
         capacity,
         clocks=clocks,
-        admission=admission,
+        min_benefit_ratio=ADMISSIONS.get(cell.policy, 0.0),
         benefit=benefit,
         head_last=cell.policy != HEAD_FIRST,
     )

@@ -6,16 +6,14 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from sglang_cake.stores.eviction import Usage
-from sglang_cake.stores.eviction.policy import BasePolicy, EvictionPolicy
+from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 
 LEARNING_RATE, DISCOUNT = 0.45, 0.005  # the paper's; the discount is taken to 1 / size
 
 
-class LecarPolicy(BasePolicy):
-    """Implements `EvictionPolicy`. There are two experts, LRU and LFU in the paper; each has a
-    history of what was evicted on its advice, as long as the cache, and its weight falls when that
-    comes back."""
+class LecarPolicy(EvictionPolicy):
+    """There are two experts, LRU and LFU in the paper; each has a history of what was evicted on
+    its advice, as long as the cache, and its weight falls when that comes back."""
 
     def __init__(self, experts: Sequence[EvictionPolicy]) -> None:
         super().__init__()

@@ -65,18 +65,6 @@ def _integer(low: int, high: int) -> Callable[[str, object], int]:
     return read
 
 
-def _rank(spelled: str, value: object) -> int | None:
-    return None if value is None else _integer(0, _MAX_RANK)(spelled, value)
-
-
-def _block_tokens(spelled: str, value: object) -> int | None:
-    return None if value is None else _integer(1, _MAX_BLOCK_TOKENS)(spelled, value)
-
-
-def _groups(spelled: str, value: object) -> int | None:
-    return None if value is None else _integer(1, _MAX_HEAD_GROUPS)(spelled, value)
-
-
 def _share(spelled: str, value: object) -> float:
     number = value
     if isinstance(value, str):
@@ -89,9 +77,7 @@ def _share(spelled: str, value: object) -> float:
     return float(cast(float, number))
 
 
-def _size(spelled: str, value: object) -> int | None:
-    if value is None:
-        return None
+def _size(spelled: str, value: object) -> int:
     number = value
     if isinstance(value, str):
         try:
@@ -103,9 +89,7 @@ def _size(spelled: str, value: object) -> int | None:
     return number
 
 
-def _store(spelled: str, value: object) -> str | None:
-    if value is None:
-        return None
+def _store(spelled: str, value: object) -> str:
     if not isinstance(value, str):
         raise _bad(spelled, value, "a URL, for example file:///nvme/kv")
     try:
@@ -128,9 +112,7 @@ def _codec(spelled: str, value: object) -> str:
     return name
 
 
-def _path(spelled: str, value: object) -> str | None:
-    if value is None:
-        return None
+def _path(spelled: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise _bad(spelled, value, "the path of a file")
     return value
@@ -144,6 +126,7 @@ def _setting(default: _T, read: "_Reader", value: str, text: str) -> _T:
     """A field of CakeConfig.
 
     Args:
+        default: None stands for "not set", and may be given as well.
         read: `(spelled, value)` checks a given value; raises ConfigError.
         value: name of the value in help texts.
         text: the help text, in whole sentences.
@@ -187,14 +170,14 @@ class CakeConfig:
     )
     block_tokens: int | None = _setting(
         None,
-        _block_tokens,
+        _integer(1, _MAX_BLOCK_TOKENS),
         "N",
         "Tokens of a stored block, the unit of storing and loading; a multiple of the page size. "
         f"Default: {_BLOCK_TOKENS}, or as many more as whole pages need.",
     )
     head_groups: int | None = _setting(
         None,
-        _groups,
+        _integer(1, _MAX_HEAD_GROUPS),
         "N",
         "The KV heads of the model are stored in N groups, so that servers with fewer "
         "tensor-parallel ranks read the same blocks: the largest number of ranks in the fleet, "
@@ -252,7 +235,7 @@ class CakeConfig:
 
     runahead_rank: int | None = _setting(
         None,
-        _rank,
+        _integer(0, _MAX_RANK),
         "N",
         "KV-Runahead: this server's place among the peers, from 0. Default: the only peer with an "
         "address of this machine.",
@@ -441,11 +424,15 @@ def _whole(settings: Mapping[str, Any], spell: Spell) -> CakeConfig:
 
 
 def _read(mapping: Mapping[str, object], spell: Spell) -> dict[str, Any]:
-    settings = {}
+    settings: dict[str, Any] = {}
     for name, value in mapping.items():
         if name not in _FIELDS:
             raise ConfigError(_unknown(name, spell))
-        settings[name] = _FIELDS[name].metadata["read"](spell(name), value)
+        setting = _FIELDS[name]
+        if value is None and setting.default is None:
+            settings[name] = None
+        else:
+            settings[name] = setting.metadata["read"](spell(name), value)
     return settings
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_cake.cli.plots import TracedRequest, plot_meet
+from sglang_cake.cli.plots import plot_meet
 from sglang_cake.demo.event_trace import RequestTrace, read_event_trace
 from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.simulator.ideal_ttft import ComputeCurve, Ideal, ideal_meet
@@ -177,5 +177,5 @@ def draw(arms: Arms, result: dict[str, Any], out: Path) -> list[Path]:
         f"{result['speedup']['compute']:.2f}x sooner than by computing, "
         f"{result['speedup']['load']:.2f}x sooner than by loading"
     )
-    compute, load, both = (TracedRequest(arm.trace, arm.typical.first_token_s) for arm in arms)
+    compute, load, both = (arm.trace for arm in arms)
     return plot_meet(both, compute, load, title, out)

@@ -47,22 +47,26 @@ class NamedStore:
         return frame if seal is None else seal(frame)
 
 
-def named_stores(text: str) -> list[NamedStore]:
-    """The stores that `URL[,URL...]` names. Raises: ConfigError, also for a missing folder: a tool
-    that created it would hide a typing error."""
+def named_stores(text: str, *, must_exist: bool = True) -> list[NamedStore]:
+    """The stores that `URL[,URL...]` names.
+
+    Args: must_exist: a missing folder is an error: a tool that created it would hide a typing
+        error.
+    Raises: ConfigError.
+    """
     sources = parse_sources(text, reads_count=False)  # reads of tools must not count as use
     found = [
         NamedStore(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
     ]
     for named in found:
-        if named.files is not None and not named.files.path.is_dir():
+        if must_exist and named.files is not None and not named.files.path.is_dir():
             raise ConfigError(f"store URL {named.url!r}: there is no such folder")
     return found
 
 
-def one_store(text: str) -> NamedStore:
-    """The store that a single URL names. Raises: ConfigError."""
-    found = named_stores(text)
+def one_store(text: str, *, must_exist: bool = True) -> NamedStore:
+    """The store that a single URL names, as for `named_stores`. Raises: ConfigError."""
+    found = named_stores(text, must_exist=must_exist)
     if len(found) > 1:
         raise ConfigError(f"{redacted(text)!r} names {len(found)} stores, write one")
     return found[0]
@@ -206,3 +210,11 @@ def depth(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 256:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 256")
     return int(text)
+
+
+def checked(flag: str, text: str, read: Callable[[str], int]) -> int:
+    """The value of a flag. Raises: ConfigError, which names the flag."""
+    try:
+        return read(text)
+    except (ConfigError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"{flag}: {error}") from None

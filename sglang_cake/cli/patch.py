@@ -18,7 +18,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -258,12 +257,8 @@ def execute(action: str, installation: Installation, root: Path) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. A failure is exit status 2 and one line on stderr."""
-    try:
-        return execute(args.action, find_installation(), patches_root())
-    except PatchError as error:
-        print(f"sglang-cake: {error}", file=sys.stderr)
-        return 2
+    """Run the command; returns its exit status. Raises: PatchError."""
+    return execute(args.action, find_installation(), patches_root())
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

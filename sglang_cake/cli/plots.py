@@ -4,7 +4,6 @@ matplotlib is imported where it is used: the package does not depend on it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,8 @@ _DASHED = {"lw": 1.3, "ls": (0, (5, 3)), "alpha": 0.75}
 _WHITE_BOX = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class TracedRequest:
-    """Trace of a request, and the time of its first token on the clock of the trace."""
-
-    trace: RequestTrace
-    first_token_s: float
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to first token, from the arrival."""
-        return self.first_token_s - self.trace.arrive_s
-
-
 def plot_meet(
-    both: TracedRequest, compute: TracedRequest, load: TracedRequest, title: str, out: Path
+    both: RequestTrace, compute: RequestTrace, load: RequestTrace, title: str, out: Path
 ) -> list[Path]:
     """Write `out`.svg and `out`.png, and return both paths.
 
@@ -51,7 +37,7 @@ def plot_meet(
     _plot_single_arms(plane, compute, load)
     _plot_spans(plane, both)
     _plot_meets(plane, both)
-    _plot_timeline(timeline, both.trace)
+    _plot_timeline(timeline, both)
     figure.suptitle(title, fontsize=12.5, fontweight="bold")
     timeline.set_xlim(0, max(both.ttft_s, compute.ttft_s, load.ttft_s) * 1.02)
     for axes in (plane, timeline):
@@ -104,11 +90,10 @@ def plot_ttft(prompts: Sequence[dict[str, Any]], path: Path) -> None:
         plt.close(figure)
 
 
-def _plot_spans(axes: Any, request: TracedRequest) -> None:
+def _plot_spans(axes: Any, trace: RequestTrace) -> None:
     """Position in the prompt over time, coloured from when the KV of a token is present."""
-    trace = request.trace
     zero_s = trace.arrive_s
-    ttft_s = request.ttft_s
+    ttft_s = trace.ttft_s
     for step in trace.steps:
         begin_s = step.begin_s - zero_s
         end_s = step.end_s - zero_s
@@ -148,9 +133,8 @@ def _plot_spans(axes: Any, request: TracedRequest) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
-def _plot_meets(axes: Any, request: TracedRequest) -> None:
+def _plot_meets(axes: Any, trace: RequestTrace) -> None:
     """An arrow for each jump of the front. The largest jump has a label."""
-    trace = request.trace
     for attach in trace.attaches:
         at_s = attach.at_s - trace.arrive_s
         arrow = {"arrowstyle": "-|>", "color": MEET, "lw": 2.6, "shrinkA": 0, "shrinkB": 0}
@@ -163,7 +147,7 @@ def _plot_meets(axes: Any, request: TracedRequest) -> None:
     axes.annotate(
         f"they meet at token {widest.start:,} after {at_s:.2f} s:\n"
         f"the {widest.stop - widest.start:,} loaded tokens join at once",
-        (request.ttft_s, widest.start),
+        (trace.ttft_s, widest.start),
         xytext=(12, 0),
         textcoords="offset points",
         va="center",
@@ -173,18 +157,18 @@ def _plot_meets(axes: Any, request: TracedRequest) -> None:
     )
 
 
-def _plot_single_arms(axes: Any, compute: TracedRequest, load: TracedRequest) -> None:
+def _plot_single_arms(axes: Any, compute: RequestTrace, load: RequestTrace) -> None:
     """The request that only computed and the one that only loaded, until their first tokens."""
-    axes.plot(*zip(*_front_line(compute.trace), strict=True), color=COMPUTE, **_DASHED)
-    island = _island_line(load.trace)
+    axes.plot(*zip(*_front_line(compute), strict=True), color=COMPUTE, **_DASHED)
+    island = _island_line(load)
     if island:
         axes.plot(*zip(*island, strict=True), color=LOAD, **_DASHED)
     text = {"ha": "right", "bbox": _WHITE_BOX}
     label = f"computing only: {compute.ttft_s:.2f} s"
-    top = 0.63 * compute.trace.prompt_tokens
+    top = 0.63 * compute.prompt_tokens
     axes.text(0.99 * compute.ttft_s, top, label, color=COMPUTE, va="center", **text)
     label = f"loading only: {load.ttft_s:.2f} s"
-    axes.text(0.99 * load.ttft_s, 0.2 * load.trace.prompt_tokens, label, color=LOAD, **text)
+    axes.text(0.99 * load.ttft_s, 0.2 * load.prompt_tokens, label, color=LOAD, **text)
 
 
 def _plot_timeline(axes: Any, trace: RequestTrace) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_cake.cli.named_stores import (
     NamedStore,
+    checked,
     depth,
     for_each,
     one_store,
@@ -90,7 +91,7 @@ async def _bench(args: argparse.Namespace) -> int:
     if kv_bytes is not None:
         sizes = sorted({*sizes, _in_bounds(kv_bytes * args.block_tokens, "a block of this model")})
     depths = _list(args.depths, "--depths", depth)
-    budget_bytes = _checked("--bytes", args.bytes, parse_size)
+    budget_bytes = checked("--bytes", args.bytes, parse_size)
     found = []
     with progress("measuring", total=2 * len(sizes) * len(depths), unit="run") as bar:
         for size in sizes:
@@ -356,14 +357,7 @@ def _kv_bytes(args: argparse.Namespace) -> int | None:
 
 
 def _list(text: str, flag: str, read: Callable[[str], int]) -> list[int]:
-    return sorted({_checked(flag, part.strip(), read) for part in text.split(",")})
-
-
-def _checked(flag: str, text: str, read: Callable[[str], int]) -> int:
-    try:
-        return read(text)
-    except (ConfigError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(f"{flag}: {error}") from None
+    return sorted({checked(flag, part.strip(), read) for part in text.split(",")})
 
 
 def _block_size(text: str) -> int:

@@ -21,12 +21,10 @@ from sglang_cake.cli.named_stores import (
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
-from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreFull
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
-from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.stores.url import redacted, split_urls
 
 ASK_AT_ONCE = EXACT_KEYS  # for more keys, a store may answer approximately
 
@@ -60,7 +58,8 @@ def add_cp(subparsers: Any) -> None:
 
 
 async def _cp(args: argparse.Namespace) -> int:
-    source, destination = one_store(args.url), _destination(args.to)
+    source, destination = one_store(args.url), one_store(args.to, must_exist=False)
+    destination.source.check()  # makes a missing folder
     result = Copied()
     good, result.unreadable_namespaces = await readable(source, args.namespace)
     complain(source, result.unreadable_namespaces)
@@ -79,15 +78,6 @@ async def _cp(args: argparse.Namespace) -> int:
         row = [count_text(result.copied), size_text(result.copied_bytes), *map(count_text, counts)]
         print(table(heads, [row], right=range(5)))
     return 1 if result.full or result.corrupt else 0
-
-
-def _destination(text: str) -> NamedStore:
-    """The destination. Unlike the source, it may be created. Raises: ConfigError."""
-    urls, sources = split_urls(text), parse_sources(text)
-    if len(sources) > 1:
-        raise ConfigError(f"{redacted(text)!r} names {len(sources)} stores, write one")
-    sources[0].check()
-    return NamedStore(urls[0].shown, sources[0])
 
 
 async def _copy(

@@ -14,6 +14,7 @@ from sglang_cake.cli.named_stores import (
     DEFAULT_DEPTH,
     NamedStore,
     blocks_in,
+    checked,
     complain,
     depth,
     for_each,
@@ -150,7 +151,7 @@ async def _verify_namespace(
 
 
 async def _gc(args: argparse.Namespace) -> int:
-    keep_bytes = None if args.to is None else _size("--to", args.to)
+    keep_bytes = None if args.to is None else checked("--to", args.to, parse_size)
     results = []
     for named in named_stores(args.url):
         if named.files is None and keep_bytes is None:
@@ -286,10 +287,3 @@ def _ask(question: str) -> None:
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ConfigError("nothing was deleted")
-
-
-def _size(flag: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from None

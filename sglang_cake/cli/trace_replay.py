@@ -21,8 +21,8 @@ from sglang_cake.simulator.eviction_replay import (
     seconds_bound,
 )
 from sglang_cake.simulator.request_traces import Trace, read_trace
-from sglang_cake.stores.eviction import POLICIES, EvictionPolicy, new_policy
-from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
+from sglang_cake.stores.eviction import POLICIES, new_policy
+from sglang_cake.stores.eviction.policy import EvictionPolicy
 
 
 def add_parser(subparsers: Any) -> None:
@@ -157,10 +157,10 @@ def _replay(
     benefit = SHAPES[args.shape].benefit(trace.block_tokens)
     if policy_name is None:
         policy: EvictionPolicy = BeladyPolicy(trace)
-        admission = ADMIT_ALL
+        min_benefit_ratio = 0.0
     else:
         policy = new_policy(policy_name, benefit)
-        admission = AdmissionPolicy(args.admit)
+        min_benefit_ratio = args.admit
     replay = Replay(
         trace,
         policy,
@@ -168,7 +168,7 @@ def _replay(
         clocks=[clock],
         leaf=args.leaf,
         told_turns=args.told_turns,
-        admission=admission,
+        min_benefit_ratio=min_benefit_ratio,
         benefit=benefit,
     )
     steps = tqdm(

@@ -68,7 +68,6 @@ def choose(
     link_bytes_per_s: float | None,
     block_bytes: int,
     max_error: float,
-    compute_s: float | None = None,
     lost: Mapping[str, float] = NO_LOSS,
 ) -> Choice:
     """The codec with the least predicted time to first token, within `max_error`.
@@ -79,7 +78,6 @@ def choose(
     Args:
         traits: of every candidate; raw is always one.
         link_bytes_per_s: of the store; None: not known yet, which means raw.
-        compute_s: for computing a block; None: nothing is computed beside the load.
         lost: codec -> its error on this very block, where that was more than `max_error`.
     """
     if link_bytes_per_s is None:
@@ -87,7 +85,7 @@ def choose(
         return Choice(RAW, 0.0, "the link's speed is not known yet", unknown)
     notes: list[str] = []
     refused: dict[str, str] = {}
-    best, best_s = RAW_TRAITS, _block_s(RAW_TRAITS, link_bytes_per_s, block_bytes, compute_s)
+    best, best_s = RAW_TRAITS, _block_s(RAW_TRAITS, link_bytes_per_s, block_bytes)
     raw_s = best_s
     for one in sorted(traits, key=lambda one: one.error):
         if one.codec in lost:
@@ -100,7 +98,7 @@ def choose(
             refused[one.codec] = SLOW
             notes.append(f"{one.codec} decodes {one.decode_bytes_per_s / 1e6:.0f} MB/s")
         else:
-            block_s = _block_s(one, link_bytes_per_s, block_bytes, compute_s)
+            block_s = _block_s(one, link_bytes_per_s, block_bytes)
             worse = one
             if block_s < best_s * (1 - MIN_GAIN):
                 best, best_s, worse = one, block_s, best
@@ -111,13 +109,11 @@ def choose(
     return Choice(best.codec, best_s, reason, refused)
 
 
-def _block_s(
-    one: CodecTraits, link_bytes_per_s: float, block_bytes: int, compute_s: float | None
-) -> float:
-    load_s = max(
+def _block_s(one: CodecTraits, link_bytes_per_s: float, block_bytes: int) -> float:
+    """Seconds to load a block: the link and the decoder work at once."""
+    return max(
         one.size_share * block_bytes / link_bytes_per_s, block_bytes / one.decode_bytes_per_s
     )
-    return load_s if compute_s is None else compute_s * load_s / (compute_s + load_s)
 
 
 class FixedCodec:

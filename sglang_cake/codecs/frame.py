@@ -64,32 +64,6 @@ def payload_checksum(payload: memoryview | bytes) -> bytes:
     return bytes(PayloadHasher(payload).digest())
 
 
-def make_header(
-    *,
-    namespace: Digest,
-    key: BlockKey,
-    layout: BlockLayout,
-    payload_bytes: int,
-    checksum: bytes,
-    codec: str = RAW,
-) -> bytes:
-    """The HEADER_BYTES to write in front of a payload.
-
-    Args: checksum: `payload_checksum` of the payload.
-    """
-    name, shape = codec.encode("ascii"), layout.describe().encode()
-    assert len(namespace) == 32, len(namespace)
-    assert len(key) == 32, len(key)
-    assert len(checksum) == CHECKSUM_BYTES, len(checksum)
-    assert 0 < len(name) <= 16, codec
-    assert len(shape) <= MAX_LAYOUT_BYTES, len(shape)
-    fixed = _FIXED.pack(
-        MAGIC, VERSION, HEADER_BYTES, payload_bytes, namespace, key, checksum, name, len(shape), 0
-    )
-    body = (fixed + shape).ljust(_CHECKSUM_AT, b"\0")
-    return body + payload_checksum(body)
-
-
 def read_header(raw: bytes | bytearray) -> Header:
     """Read a header and check its checksum. The caller compares the fields with what it expects.
 
@@ -118,38 +92,6 @@ def read_header(raw: bytes | bytearray) -> Header:
         payload_bytes=found["payload_bytes"],
         payload_checksum=found["payload_checksum"],
     )
-
-
-def check_header(
-    raw: bytes | bytearray,
-    *,
-    namespace: Digest,
-    key: BlockKey,
-    layout: BlockLayout,
-    codec: str = RAW,
-    payload_bytes: range | None = None,
-) -> Header:
-    """Read a header and check that it belongs to `key` in `namespace`.
-
-    Args: payload_bytes: allowed sizes; None: the size of a block of `layout`.
-    Raises: BlockCorrupt, which names the failed check.
-    """
-    size = layout.block_bytes
-    possible = range(size, size + 1) if payload_bytes is None else payload_bytes
-    header = read_header(raw)
-    if header.namespace != namespace:
-        raise BlockCorrupt(f"belongs to namespace {header.namespace.hex()}")
-    if header.key != key:
-        raise BlockCorrupt(f"holds another block, {header.key.hex()}")
-    if header.layout != layout.describe():
-        raise BlockCorrupt(f"has another layout, {header.layout}")
-    if header.codec != codec:
-        raise BlockCorrupt(f"has codec {header.codec!r}, this program reads {codec!r}")
-    if header.payload_bytes not in possible:
-        least, most = possible.start, possible.stop - 1
-        allowed = f"{least}" if least == most else f"{least} to {most}"
-        raise BlockCorrupt(f"payload of {header.payload_bytes} bytes, a block has {allowed}")
-    return header
 
 
 @dataclass(frozen=True)
@@ -194,27 +136,46 @@ class BlockFrame:
     def _possible(self) -> range:
         return range(1 if self.varies else self.payload_bytes, self.payload_bytes + 1)
 
-    def header(self, key: BlockKey, payload: memoryview) -> bytes:
-        """The HEADER_BYTES to store in front of `payload` ("B")."""
-        return make_header(
-            namespace=self.digest,
-            key=key,
-            layout=self.layout,
-            payload_bytes=len(payload),
-            checksum=payload_checksum(payload),
-            codec=self.codec,
+    def header(self, key: BlockKey, payload: memoryview | bytes) -> bytes:
+        """The HEADER_BYTES to store in front of `payload`, which is bytes or a view "B"."""
+        name, shape = self.codec.encode("ascii"), self.layout.describe().encode()
+        assert len(key) == 32, len(key)
+        assert 0 < len(name) <= 16, self.codec
+        assert len(shape) <= MAX_LAYOUT_BYTES, len(shape)
+        fixed = _FIXED.pack(
+            MAGIC,
+            VERSION,
+            HEADER_BYTES,
+            len(payload),
+            self.digest,
+            key,
+            payload_checksum(payload),
+            name,
+            len(shape),
+            0,
         )
+        body = (fixed + shape).ljust(_CHECKSUM_AT, b"\0")
+        return body + payload_checksum(body)
 
     def check(self, raw: bytes | bytearray, key: BlockKey) -> Header:
-        """Read the header of `key`. Raises: BlockCorrupt."""
-        return check_header(
-            raw,
-            namespace=self.digest,
-            key=key,
-            layout=self.layout,
-            codec=self.codec,
-            payload_bytes=self._possible,
-        )
+        """Read a header and check that it belongs to the block of this key.
+
+        Raises: BlockCorrupt, which names the failed check.
+        """
+        header = read_header(raw)
+        if header.namespace != self.digest:
+            raise BlockCorrupt(f"belongs to namespace {header.namespace.hex()}")
+        if header.key != key:
+            raise BlockCorrupt(f"holds another block, {header.key.hex()}")
+        if header.layout != self.layout.describe():
+            raise BlockCorrupt(f"has another layout, {header.layout}")
+        if header.codec != self.codec:
+            raise BlockCorrupt(f"has codec {header.codec!r}, this program reads {self.codec!r}")
+        if not self.takes(header.payload_bytes):
+            least, most = self._possible.start, self._possible.stop - 1
+            allowed = f"{least}" if least == most else f"{least} to {most}"
+            raise BlockCorrupt(f"payload of {header.payload_bytes} bytes, a block has {allowed}")
+        return header
 
 
 class IncomingBlock:

@@ -49,6 +49,7 @@ class Attached:
 class RequestTrace:
     """The events of one request until its first token."""
 
+    first_token_s: float
     arrive_s: float = 0.0
     found_s: float = 0.0  # when the lookup in the store ended, and reads began
     prompt_tokens: int = 0
@@ -59,19 +60,28 @@ class RequestTrace:
     attaches: list[Attached] = field(default_factory=list)
 
     @property
+    def ttft_s(self) -> float:
+        """Time to first token, from the arrival."""
+        return self.first_token_s - self.arrive_s
+
+    @property
     def stored_tokens(self) -> int:
         """Leading tokens that can be loaded; the last token of a prompt is always computed."""
         return min(self.stored_blocks * self.block_tokens, self.prompt_tokens - 1)
 
 
 def read_event_trace(path: Path, rid: str, first_token_s: float) -> RequestTrace:
-    """The trace of request `rid`. Raises: ValueError if the file has no event of it."""
+    """The trace of request `rid`.
+
+    Args: first_token_s: when it had its first token, on the clock of the trace.
+    Raises: ValueError if the file has no event of it.
+    """
     lines = path.read_text().splitlines() if path.exists() else []
     events = [event for event in map(json.loads, lines) if event["rid"] == rid]
     if not events:
         raise ValueError(f"{path} has no events of request {rid}")
     events.sort(key=lambda event: event["t_s"])
-    trace = RequestTrace()
+    trace = RequestTrace(first_token_s)
     for event in events:
         if event["event"] == "arrive":
             trace.arrive_s = event["t_s"]

@@ -24,13 +24,7 @@ from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.conversation import ConversationTracker
 from sglang_cake.stores.eviction.heaps import Rank
-from sglang_cake.stores.eviction.policy import (
-    ADMIT_ALL,
-    AccessContext,
-    AdmissionPolicy,
-    EvictionPolicy,
-    Usage,
-)
+from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
 
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
 
@@ -202,7 +196,7 @@ class Replay:
         leaf: evict only blocks without a resident child (the next block of any prompt).
         told_turns: use the conversation turns that the trace states, where it does, instead of
             those that the server detects.
-        admission: decides which blocks are written.
+        min_benefit_ratio: which blocks are written, as for `admits`.
         benefit: costs from which the saved time of a block follows.
         head_last: the head is the most recent of a request's blocks; otherwise its tail is.
     """
@@ -216,7 +210,7 @@ class Replay:
         clocks: Sequence[SavedTime] = (),
         leaf: bool = False,
         told_turns: bool = False,
-        admission: AdmissionPolicy = ADMIT_ALL,
+        min_benefit_ratio: float = 0.0,
         benefit: Benefit | None = None,
         head_last: bool = True,
     ) -> None:
@@ -226,7 +220,7 @@ class Replay:
         self._clocks = clocks
         self._leaf = leaf
         self._told_turns = told_turns
-        self._admission = admission
+        self._min_benefit_ratio = min_benefit_ratio
         self._benefit = benefit or Benefit()
         self._head_last = head_last
         self._resident: dict[int, int] = {}  # the trace's id of a block -> the policy's
@@ -277,7 +271,8 @@ class Replay:
         reach = len(request.blocks)
         missing = [block for block in request.blocks if block not in self._resident]
         first = self._usage(0, request.at_s, AccessContext(request.workload, turn, 0, reach))
-        if not self._admission.admits(self._policy, first, self._benefit):
+        ratio = self._min_benefit_ratio
+        if ratio and not admits(self._policy, first, self._benefit, ratio):
             for block in missing:  # its blocks are of one class and of one prompt
                 self._policy.record_rejected(replace(first, ident=block))
             missing = []

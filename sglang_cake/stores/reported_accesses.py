@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, ident_of
 from sglang_cake.stores.eviction.conversation import ConversationTracker
+from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext, ident_of
 from sglang_cake.stores.request_facts import RequestFacts
 
 MOST_REQUESTS = 4096

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from sglang_cake.stores.eviction import Benefit
+from sglang_cake.stores.eviction.benefit import Benefit
 
 MOST_ID: Final = 128  # characters
 MOST_WORKLOAD: Final = 64  # characters

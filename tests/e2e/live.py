@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import requests
 
-from sglang_cake.codecs.frame import HEADER_BYTES, check_header, make_header, payload_checksum
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest, KeySeed, block_keys, end_keys
 from sglang_cake.core.layout import BlockLayout
@@ -230,15 +230,18 @@ def description_of(file: Path) -> dict[str, str]:
     return dict(json.loads((file.parents[2] / "namespace.json").read_text()))
 
 
+def _frame_of(file: Path) -> BlockFrame:
+    """How a block of a plain codec is framed, by the facts of its namespace."""
+    return BlockFrame(Namespace(tuple(description_of(file).items())), layout_of(file))
+
+
 def check_block(file: Path) -> None:
     """Raises: BlockCorrupt, or AssertionError, if the file is not a whole block."""
-    raw, layout = file.read_bytes(), layout_of(file)
-    header = check_header(
-        raw[:HEADER_BYTES],
-        namespace=Digest(bytes.fromhex(file.parents[2].name)),
-        key=BlockKey(bytes.fromhex(file.name)),
-        layout=layout,
-    )
+    raw = file.read_bytes()
+    digest, key = _names(file)
+    frame = _frame_of(file)
+    assert frame.digest == digest, file
+    header = frame.check(raw[:HEADER_BYTES], key)
     assert payload_checksum(raw[HEADER_BYTES:]) == header.payload_checksum, file
 
 
@@ -277,14 +280,8 @@ def falsify_draft(file: Path) -> None:
 
 def forge(file: Path, payload: bytes) -> None:
     """Make a file a valid block with this payload."""
-    header = make_header(
-        namespace=Digest(bytes.fromhex(file.parents[2].name)),
-        key=BlockKey(bytes.fromhex(file.name)),
-        layout=layout_of(file),
-        payload_bytes=len(payload),
-        checksum=payload_checksum(payload),
-    )
-    file.write_bytes(header + payload)
+    _, key = _names(file)
+    file.write_bytes(_frame_of(file).header(key, payload) + payload)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from sglang_cake.stores.eviction import Usage
+from sglang_cake.stores.eviction.policy import Usage
 
 
 class Model:

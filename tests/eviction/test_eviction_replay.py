@@ -16,8 +16,9 @@ from sglang_cake.simulator.eviction_replay import (
     seconds_bound,
 )
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
-from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
-from sglang_cake.stores.eviction.policy import AdmissionPolicy
+from sglang_cake.stores.eviction import POLICIES, new_policy
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.policy import AccessContext, Usage, admits
 from sglang_cake.stores.eviction.reuse_policies import WorkloadPolicy
 
 SIZE = 4  # tokens of a block
@@ -222,10 +223,9 @@ def test_replay_admission_refused_class_is_admitted_after_reuse():
             requests.append(request(at_s, (-2 - at_s % 40, -100 - at_s % 40), "batch"))
         requests.append(request(at_s, (1_000_000 + at_s % 40, 2_000_000 + at_s % 40), "chat"))
     policy = WorkloadPolicy()
-    admission = AdmissionPolicy(1.0)
-    replay = Replay(Trace(SIZE, tuple(requests)), policy, 10_000, admission=admission)
+    replay = Replay(Trace(SIZE, tuple(requests)), policy, 10_000, min_benefit_ratio=1.0)
     refused = [
-        not admission.admits(policy, Usage(1, 0.0, 0.0, 0, 0, AccessContext("batch")), Benefit())
+        not admits(policy, Usage(1, 0.0, 0.0, 0, 0, AccessContext("batch")), Benefit(), 1.0)
         for _ in replay.steps()
     ]
     half = len(refused) // 2

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.stores.eviction import POLICIES, AccessContext, Benefit, Usage, new_policy
+from sglang_cake.stores.eviction import POLICIES, new_policy
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseModel
 from sglang_cake.stores.eviction.reuse_policies import (
     LOG_BENEFIT_STEP,

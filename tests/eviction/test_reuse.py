@@ -7,7 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_cake.stores.eviction import AccessContext, Usage, new_policy
+from sglang_cake.stores.eviction import new_policy
+from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.eviction.reuse_model import (
     MAX_CLASSES,
     MAX_CLASSES_PER_TENANT,

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.stores.eviction import POLICIES, AccessContext, Usage, new_policy
+from sglang_cake.stores.eviction import POLICIES, new_policy
+from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.eviction.tenants import (
     MAX_TENANTS,
     NO_TENANT_RULES,

@@ -19,21 +19,12 @@ NAMES = [
     "0003-torch-native-lower-right-causal",
     "0004-torch-native-window-slots",
 ]
-# The parser of this module alone: the other sub-commands are not under test.
-MAIN = """
-import argparse, sys
-from sglang_cake.cli.patch import add_parser
-parser = argparse.ArgumentParser()
-add_parser(parser.add_subparsers())
-args = parser.parse_args()
-sys.exit(args.run(args))
-"""
 
 
 def command(site: Path, action: str) -> subprocess.CompletedProcess[str]:
     package = Path(sglang_cake.__file__).parent.parent
     return subprocess.run(
-        [sys.executable, "-c", MAIN, "patch", action],
+        [sys.executable, "-m", "sglang_cake", "patch", action],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(package)])},
         cwd=site,
         capture_output=True,

@@ -7,31 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.codecs import frame
-from sglang_cake.codecs.frame import (
-    HEADER_BYTES,
-    IncomingBlock,
-    check_header,
-    make_header,
-    payload_checksum,
-)
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock, payload_checksum
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, NAMESPACE, block_of, key_of
 
-DIGEST = NAMESPACE.digest()
 KEY = key_of("a")
-HEADER = make_header(
-    namespace=DIGEST,
-    key=KEY,
-    layout=LAYOUT,
-    payload_bytes=LAYOUT.block_bytes,
-    checksum=payload_checksum(block_of("a")),
-)
+HEADER = FRAME.header(KEY, block_of("a"))
 
 
-def check(raw, namespace=DIGEST, key=KEY, layout=LAYOUT):
-    return check_header(raw, namespace=namespace, key=key, layout=layout)
+def check(raw, namespace=NAMESPACE, key=KEY, layout=LAYOUT):
+    return BlockFrame(namespace, layout).check(raw, key)
 
 
 def sealed(**changed):
@@ -57,19 +44,14 @@ def test_block_header_made_from_a_block_has_its_fields():
     dtype=st.sampled_from(["float32", "bfloat16", "uint8"]),
     key=st.binary(min_size=32, max_size=32),
     fields=st.dictionaries(st.text(), st.text(), max_size=4),
-    payload=st.binary(max_size=64),
+    payload=st.binary(min_size=1, max_size=64),
 )
 def test_block_header_of_any_layout_round_trips(layers, shapes, dtype, key, fields, payload):
     layout = BlockLayout.plain(layers, tuple((f"p{i}", s) for i, s in enumerate(shapes)), dtype, 16)
-    digest = Namespace(tuple(fields.items())).digest()
-    raw = make_header(
-        namespace=digest,
-        key=key,
-        layout=layout,
-        payload_bytes=layout.block_bytes,
-        checksum=payload_checksum(payload),
-    )
-    assert check(raw, digest, key, layout).payload_checksum == payload_checksum(payload)
+    any_size = BlockFrame(Namespace(tuple(fields.items())), layout, added_bytes=64, varies=True)
+    header = any_size.check(any_size.header(key, payload), key)
+    assert header.payload_checksum == payload_checksum(payload)
+    assert header.payload_bytes == len(payload)
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
@@ -155,7 +137,7 @@ def test_block_header_invalid_field_is_named_in_the_error(raw, reason):
 def test_block_header_of_another_block_is_corrupt():
     check(sealed())
     with pytest.raises(BlockCorrupt, match="namespace"):
-        check(HEADER, namespace=Namespace((("model", "other"),)).digest())
+        check(HEADER, namespace=Namespace((("model", "other"),)))
     with pytest.raises(BlockCorrupt, match="another block"):
         check(HEADER, key=key_of("b"))
     assert OTHER_LAYOUT.block_bytes == LAYOUT.block_bytes

@@ -7,9 +7,8 @@ import pytest
 from filestore import until_room_is_made
 from test_capacity import DIGEST, opened, there
 
-from sglang_cake.stores.eviction import AccessContext, ReuseFit, Usage, ident_of
-from sglang_cake.stores.eviction.policy import AdmissionPolicy
-from sglang_cake.stores.eviction.reuse_model import POOLED
+from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
+from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import LEARN_AT_ONCE, LEARN_MOST, REST_S, Evictor
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
@@ -52,7 +51,7 @@ def test_block_folder_refused_class_is_admitted_once_it_is_reused(tmp_path, monk
     monkeypatch.setattr("time.time", lambda: now_s)
     never = {("batch", turn, 0): ReuseFit(1e-3, 0.05, 900) for turn in (1, 2, 3, 4)}
     kept = {**never, POOLED: ReuseFit(0.1, 0.05, 4000)}
-    options = {"policy": "workload", "admission": AdmissionPolicy(1.0), "capacity_bytes": None}
+    options = {"policy": "workload", "min_benefit_ratio": 1.0, "capacity_bytes": None}
     keys = [key_of(("prompt", at)) for at in range(600)]
     folder = opened(tmp_path, **options)
     with contextlib.closing(folder), folder.supervisor.open() as index:

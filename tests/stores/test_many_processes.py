@@ -23,7 +23,7 @@ from test_capacity import (
 )
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.eviction import Usage
+from sglang_cake.stores.eviction.policy import Usage
 from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.scan import STALE_S
 from sglang_cake.testing.store_contract import key_of

@@ -16,8 +16,8 @@ from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import AccessListener, report_access
-from sglang_cake.stores.eviction import UNKNOWN_CONTEXT, AccessContext, Benefit
-from sglang_cake.stores.eviction.policy import AdmissionPolicy
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.index import ScannedFile
@@ -134,7 +134,7 @@ def test_block_folder_learned_fits_are_restored_after_a_restart(tmp_path, monkey
 
 
 def test_block_folder_blocks_below_admission_are_skipped_and_counted(tmp_path):
-    options = {"policy": "cake", "admission": AdmissionPolicy(1.0)}
+    options = {"policy": "cake", "min_benefit_ratio": 1.0}
     with contextlib.closing(opened_folder(tmp_path, **options)) as folder:
         with folder.supervisor.open() as index:
             folder.on_access(DIGEST, keys(0), FACTS)  # half a second to load, 13 ms to compute

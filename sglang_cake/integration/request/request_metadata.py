@@ -12,7 +12,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.keys import Digest, KeySeed
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.loading.cost_model import PromptCosts
-from sglang_cake.stores.eviction import Benefit
+from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.request_facts import MOST_WORKLOAD, RequestFacts
 
 if TYPE_CHECKING:

@@ -11,28 +11,8 @@ from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import ArcPolicy, GdfsPolicy, S3FifoPolicy, fifo, lfu, lru
-from sglang_cake.stores.eviction.policy import (
-    UNKNOWN_CONTEXT,
-    AccessContext,
-    EvictionPolicy,
-    Usage,
-    ident_of,
-)
-from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
+from sglang_cake.stores.eviction.policy import EvictionPolicy
 from sglang_cake.stores.eviction.reuse_policies import CakePolicy, CakePrefixPolicy, WorkloadPolicy
-
-__all__ = [
-    "POLICIES",
-    "UNKNOWN_CONTEXT",
-    "AccessContext",
-    "Benefit",
-    "EvictionPolicy",
-    "ReuseFit",
-    "ReuseFits",
-    "Usage",
-    "ident_of",
-    "new_policy",
-]
 
 POLICIES: Final[dict[str, Callable[[Benefit], EvictionPolicy]]] = {
     "fifo": lambda benefit: fifo(),

@@ -6,14 +6,14 @@ from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import BlockHeap, Rank
-from sglang_cake.stores.eviction.policy import BasePolicy, Usage
+from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 
 SMALL_SHARE: Final = 0.1  # of all blocks, the target length of the small queue of S3-FIFO
 MAX_FREQUENCY: Final = 3  # of S3-FIFO
 
 
-class RankedPolicy(BasePolicy):
-    """Implements `EvictionPolicy`: the block of the smallest rank is evicted first.
+class RankedPolicy(EvictionPolicy):
+    """The block of the smallest rank is evicted first.
 
     Of equal ranks the block that was added or touched longest ago is first.
     """
@@ -82,7 +82,7 @@ class GdfsPolicy(RankedPolicy):
         return self._clock + value, usage.used_s
 
 
-class S3FifoPolicy(BasePolicy):
+class S3FifoPolicy(EvictionPolicy):
     """S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023).
 
     New blocks enter a small queue. Blocks that were read more than once there move to the main
@@ -142,7 +142,7 @@ class S3FifoPolicy(BasePolicy):
             self._ghosts.popitem(last=False)
 
 
-class ArcPolicy(BasePolicy):
+class ArcPolicy(EvictionPolicy):
     """ARC (Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003).
 
     T1 holds blocks that were used once, T2 blocks that were used more often, both in LRU order. The

@@ -1,7 +1,7 @@
-"""Interfaces of eviction and admission, and the facts about a block that they decide by."""
+"""The base class of eviction policies, admission, and the facts about a block behind both."""
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
@@ -40,18 +40,25 @@ def ident_of(key: bytes) -> int:
     return int.from_bytes(key[:8]) >> 1
 
 
-class EvictionPolicy(Protocol):
+class EvictionPolicy:
     """Order of blocks. A block is an integer, and gets a new one each time that it is stored.
+
+    This class holds the usage of every block and no statistics. A subclass implements the order:
+    `add`, `remove` and `pop`.
 
     A policy is not thread-safe: the caller holds a lock. A call costs at most O(log n) for n
     blocks, plus O(c) for c request classes. `refresh` may cost more, and runs in the background.
     """
 
-    def __len__(self) -> int: ...
+    def __init__(self) -> None:
+        self._usage: dict[int, Usage] = {}
+
+    def __len__(self) -> int:
+        return len(self._usage)
 
     def add(self, block: int, usage: Usage) -> None:
         """Insert a block, or replace the usage of a block that is present."""
-        ...
+        raise NotImplementedError
 
     def touch(
         self, block: int, at_s: float, uses: int = 1, context: AccessContext | None = None
@@ -66,73 +73,6 @@ class EvictionPolicy(Protocol):
             uses: how many accesses.
             context: facts about the request; None keeps those of the request before it.
         """
-        ...
-
-    def remove(self, block: int) -> None:
-        """Remove a block that is no longer stored. Unknown blocks are ignored."""
-        ...
-
-    def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        """Remove and return the block to evict next, with its usage. None: no block is left.
-
-        The caller gives a block that it cannot evict, because a reader holds it, back to `add`.
-        """
-        ...
-
-    def record_rejected(self, usage: Usage) -> None:
-        """Record an access to a block that admission rejected.
-
-        The reuse statistics of its request class stay current, so that the class can be admitted
-        again later.
-        """
-        ...
-
-    def reuse_probability(self, usage: Usage) -> float:
-        """Probability that a block with this usage is ever accessed again; 1 if unknown."""
-        ...
-
-    def refresh(self, now_s: float) -> None:
-        """Update the reuse statistics. The store calls it about once a second."""
-        ...
-
-    def over_quota_bytes(self) -> int:
-        """Bytes that tenants hold above their quota. To be evicted in any case."""
-        ...
-
-    def set_benefit(self, benefit: Benefit) -> None:
-        """Replace the costs from which benefits follow. A block has its new benefit from its next
-        access on."""
-        ...
-
-    def fits_to_save(self) -> ReuseFits:
-        """Reuse statistics that a restart should keep; empty while nothing was learned."""
-        ...
-
-    def resume(self, fits: ReuseFits, now_s: float) -> None:
-        """Continue with the statistics that `fits_to_save` gave before a restart at `now_s`.
-
-        The caller adds blocks only afterwards.
-        """
-        ...
-
-
-class BasePolicy:
-    """Holds the usage of every block and no statistics. A subclass implements the order."""
-
-    def __init__(self) -> None:
-        self._usage: dict[int, Usage] = {}
-
-    def __len__(self) -> int:
-        return len(self._usage)
-
-    def add(self, block: int, usage: Usage) -> None:
-        """Implemented by the subclass."""
-        raise NotImplementedError
-
-    def touch(
-        self, block: int, at_s: float, uses: int = 1, context: AccessContext | None = None
-    ) -> None:
-        """Compute the new usage and call `on_touch` with it."""
         usage = self._usage.get(block)
         if usage is None:
             return
@@ -154,51 +94,63 @@ class BasePolicy:
         """
         self.add(block, usage)
 
+    def remove(self, block: int) -> None:
+        """Remove a block that is no longer stored. Unknown blocks are ignored."""
+        raise NotImplementedError
+
+    def pop(self, now_s: float) -> tuple[int, Usage] | None:
+        """Remove and return the block to evict next, with its usage. None: no block is left.
+
+        The caller gives a block that it cannot evict, because a reader holds it, back to `add`.
+        """
+        raise NotImplementedError
+
     def record_rejected(self, usage: Usage) -> None:
-        """Ignored."""
+        """Record an access to a block that admission rejected.
+
+        The reuse statistics of its request class stay current, so that the class can be admitted
+        again later.
+        """
 
     def reuse_probability(self, usage: Usage) -> float:
-        """Always 1."""
+        """Probability that a block with this usage is ever accessed again; 1 if unknown."""
         return 1.0
 
     def refresh(self, now_s: float) -> None:
-        """Ignored."""
+        """Update the reuse statistics. The store calls it about once a second."""
 
     def over_quota_bytes(self) -> int:
-        """Always 0."""
+        """Bytes that tenants hold above their quota. To be evicted in any case."""
         return 0
 
     def set_benefit(self, benefit: Benefit) -> None:
-        """Ignored."""
+        """Replace the costs from which benefits follow. A block has its new benefit from its next
+        access on."""
 
     def fits_to_save(self) -> ReuseFits:
-        """Always empty."""
+        """Reuse statistics that a restart should keep; empty while nothing was learned."""
         return {}
 
     def resume(self, fits: ReuseFits, now_s: float) -> None:
-        """Ignored."""
+        """Continue with the statistics that `fits_to_save` gave before a restart at `now_s`.
+
+        The caller adds blocks only afterwards.
+        """
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionPolicy:
-    """Decides whether a block is written. Rejected blocks cause no disk writes.
+def admits(
+    policy: EvictionPolicy, usage: Usage, benefit: Benefit, min_benefit_ratio: float
+) -> bool:
+    """Whether to write a block with this usage. Rejected blocks cause no disk writes.
 
     A block is admitted if the seconds that it is expected to save are at least
-    `min_benefit_ratio` times the seconds that writing it takes. Writing is assumed to take as long
-    as loading. The expected saving is the share of its request class that is accessed again, times
-    the mean saving per block of its prompt. So the policy rejects prompts that are computed faster
-    than they are loaded, and classes that are hardly ever accessed again.
+    `min_benefit_ratio` times the seconds that writing it takes: 0 admits every block. Writing is
+    assumed to take as long as loading. The expected saving is the share of its request class that
+    is accessed again, times the mean saving per block of its prompt. So prompts are rejected that
+    are computed faster than they are loaded, and classes that are hardly ever accessed again. A
+    block without context is always admitted.
     """
-
-    min_benefit_ratio: float = 0.0  # 0: every block is admitted
-
-    def admits(self, policy: EvictionPolicy, usage: Usage, benefit: Benefit) -> bool:
-        """Whether to write a block with this usage. A block without context is always admitted."""
-        if not self.min_benefit_ratio or usage.context is UNKNOWN_CONTEXT:
-            return True
-        mean_saved_s = benefit.mean_saved_s(usage.context.reach)
-        expected_s = policy.reuse_probability(usage) * mean_saved_s
-        return expected_s >= self.min_benefit_ratio * benefit.load_s
-
-
-ADMIT_ALL: Final = AdmissionPolicy()
+    if usage.context is UNKNOWN_CONTEXT:
+        return True
+    expected_s = policy.reuse_probability(usage) * benefit.mean_saved_s(usage.context.reach)
+    return expected_s >= min_benefit_ratio * benefit.load_s

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import ClassHeaps, HeapKey
-from sglang_cake.stores.eviction.policy import BasePolicy, Usage
+from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse_model import MAX_TURN, RequestClass, ReuseFits, ReuseModel
 
 LIFE_S = 30.0  # only accesses within this time count; docs/eviction.md compares other values
@@ -31,8 +31,8 @@ def class_of(usage: Usage) -> RequestClass:
     return usage.context.workload, min(usage.context.turn, MAX_TURN), min(usage.uses, 1)
 
 
-class ReusePolicy(BasePolicy):
-    """Implements `EvictionPolicy` except for `value`.
+class ReusePolicy(EvictionPolicy):
+    """Evicts the block of the smallest `value`, which a subclass implements.
 
     Within a class the probability of an access falls with the time since the last one. So an
     eviction compares one block of each heap.

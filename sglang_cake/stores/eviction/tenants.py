@@ -5,7 +5,7 @@ from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import BlockHeap
-from sglang_cake.stores.eviction.policy import BasePolicy, EvictionPolicy, Usage
+from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 
 MAX_TENANTS: Final = 1024  # further tenants are counted as tenant 0
@@ -30,8 +30,8 @@ class TenantRules:
 NO_TENANT_RULES: Final = TenantRules()
 
 
-class TenantPolicy(BasePolicy):
-    """Implements `EvictionPolicy` with tenant rules in front of another policy.
+class TenantPolicy(EvictionPolicy):
+    """Tenant rules in front of another policy.
 
     The least recently used block of a tenant above its quota is evicted first. With `fair`, the
     tenant with the most bytes comes next, if these exceed an equal share of all bytes. So a tenant

@@ -20,8 +20,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
-from sglang_cake.stores.eviction import Usage, ident_of
-from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
+from sglang_cake.stores.eviction.policy import Usage, ident_of
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.file.block_files import BlockFiles, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
@@ -71,7 +70,7 @@ class BlockFolder:
         capacity_bytes: int | None = None,
         policy: str = DEFAULT_POLICY,
         tenant_rules: TenantRules = NO_TENANT_RULES,
-        admission: AdmissionPolicy = ADMIT_ALL,
+        min_benefit_ratio: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the folder, and make it if it is absent. Blocks on the disk for a moment.
@@ -84,7 +83,7 @@ class BlockFolder:
             capacity_bytes: limit for all files and folders below `root`; None: no limit.
             policy: eviction policy, a key of `eviction.POLICIES`.
             tenant_rules: quota and fair sharing among tenants.
-            admission: which blocks are written at all.
+            min_benefit_ratio: which blocks are written at all, as for `eviction.policy.admits`.
             clock: seconds, monotonic; for pauses after failed writes and for free space.
 
         Raises: StoreUnavailable.
@@ -106,7 +105,7 @@ class BlockFolder:
             policy,
             min_free_bytes=min_free_bytes,
             tenant_rules=tenant_rules,
-            admission=admission,
+            min_benefit_ratio=min_benefit_ratio,
             on_learned=self._accesses.restore,
             clock=clock,
         )

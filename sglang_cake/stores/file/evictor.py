@@ -8,15 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from sglang_cake.stores.base import EVICTION_COUNTS
-from sglang_cake.stores.eviction import (
-    AccessContext,
-    Benefit,
-    EvictionPolicy,
-    ReuseFits,
-    Usage,
-    new_policy,
-)
-from sglang_cake.stores.eviction.policy import AdmissionPolicy
+from sglang_cake.stores.eviction import new_policy
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
+from sglang_cake.stores.eviction.reuse_model import ReuseFits
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount, FreeSpace
@@ -64,12 +59,12 @@ class Evictor:
         *,
         min_free_bytes: int,
         tenant_rules: TenantRules,
-        admission: AdmissionPolicy,
+        min_benefit_ratio: float,
         on_learned: Callable[[int, AccessContext], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        root, capacity_bytes, policy, min_free_bytes, tenant_rules, admission, clock: as for
+        root, capacity_bytes, policy, min_free_bytes, tenant_rules, min_benefit_ratio, clock: as for
             `BlockFolder`.
         on_learned: called with `ident` and last access of each block that is read from the index.
         """
@@ -77,7 +72,7 @@ class Evictor:
         self.capacity_bytes = capacity_bytes
         self.policy_name = policy
         self._tenant_rules = tenant_rules
-        self._admission = admission
+        self._min_benefit_ratio = min_benefit_ratio
         self._on_learned = on_learned
         self.lock = threading.Lock()
         self._benefit = Benefit()
@@ -205,10 +200,10 @@ class Evictor:
 
     def admits(self, usage: Usage) -> bool:
         """Whether to write a block with this usage. Rejected blocks are counted."""
-        if not self._admission.min_benefit_ratio:
+        if not self._min_benefit_ratio:
             return True
         with self.lock:
-            admitted = self._admission.admits(self._policy, usage, self._benefit)
+            admitted = admits(self._policy, usage, self._benefit, self._min_benefit_ratio)
             if not admitted:
                 self.counts["skipped_blocks"] += 1
                 self._policy.record_rejected(usage)

@@ -22,7 +22,6 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.eviction import POLICIES
-from sglang_cake.stores.eviction.policy import ADMIT_ALL, AdmissionPolicy
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.block_files import read_framed
@@ -166,7 +165,7 @@ class FileSource:
     policy: str = DEFAULT_POLICY
     reads_count: bool = True  # reads are accesses, for eviction
     tenant_rules: TenantRules = NO_TENANT_RULES
-    admission: AdmissionPolicy = ADMIT_ALL
+    min_benefit_ratio: float = 0.0  # as for `eviction.policy.admits`
     direct_writes: bool = False  # past the page cache
 
     def check(self) -> None:
@@ -197,7 +196,7 @@ class FileSource:
             "fsync": self.fsync,
             "tenant_quota_bytes": self.tenant_rules.quota_bytes,
             "fair": self.tenant_rules.fair,
-            "admit": self.admission.min_benefit_ratio,
+            "admit": self.min_benefit_ratio,
             "direct_writes": self.direct_writes or None,
         }
         return StoreLayer("FileStore", settings)
@@ -248,7 +247,7 @@ class FileSource:
             capacity_bytes=self.capacity_bytes,
             policy=self.policy,
             tenant_rules=self.tenant_rules,
-            admission=self.admission,
+            min_benefit_ratio=self.min_benefit_ratio,
         )
 
 
@@ -317,19 +316,19 @@ def parse(url: StoreUrl) -> FileSource:
             quota_bytes=url.option("tenant_quota", parse_size, None),
             fair=url.option("fair", one_of("on", "off"), "off") == "on",
         ),
-        admission=url.option("admit", _parse_admission, ADMIT_ALL),
+        min_benefit_ratio=url.option("admit", _parse_benefit_ratio, 0.0),
         direct_writes=url.behind_memory,
     )
 
 
-def _parse_admission(text: str) -> AdmissionPolicy:
+def _parse_benefit_ratio(text: str) -> float:
     try:
-        min_benefit_ratio = float(text)
+        ratio = float(text)
     except ValueError:
-        min_benefit_ratio = -1.0
-    if not 0 <= min_benefit_ratio <= 1e6:
+        ratio = -1.0
+    if not 0 <= ratio <= 1e6:
         raise ConfigError(f"{text!r} is not possible, write a number from 0 on, as 0.3")
-    return AdmissionPolicy(min_benefit_ratio)
+    return ratio
 
 
 def _parse_capacity(text: str) -> int | None:

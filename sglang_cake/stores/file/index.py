@@ -20,7 +20,8 @@ from sys import intern
 from typing import Any, NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.eviction import AccessContext, ReuseFit, ReuseFits, Usage, ident_of
+from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
+from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
 from sglang_cake.stores.file.index_file import (
     BUSY_S,
     PREPARE,

@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from urllib.parse import parse_qs
 
@@ -33,6 +34,7 @@ from sglang_cake.stores.threads import run_stoppable
 logger = logging.getLogger(__name__)
 
 LOOKUPS_AT_ONCE = 8
+ASK_THREADS = 4  # for lookups, so that they do not wait behind reads from a slow disk
 METHODS = {
     Kind.HEALTH: ("GET", "HEAD"),
     Kind.STATS: ("GET",),
@@ -70,9 +72,9 @@ class StoreServer:
         self.metrics = metrics
         self._workers = workers
         self._stuck_s = stuck_s
+        self._askers = ThreadPoolExecutor(ASK_THREADS, "cake-http-ask")
         self._blocks = BlockService(
             folder,
-            self._is_claimed,
             metrics,
             namespace_quota_bytes=namespace_quota_bytes,
             stuck_s=stuck_s,
@@ -86,6 +88,7 @@ class StoreServer:
     def close(self) -> None:
         """To be called once no request is in progress. Blocks until the threads are done."""
         self._blocks.close()
+        self._askers.shutdown(cancel_futures=True)
 
     async def drained(self) -> None:
         """From now on, every connection is closed after its request. Returns when no request is in
@@ -167,7 +170,7 @@ class StoreServer:
         async with self._lookups:
             keys = await self._read_keys(request)
             found = await run_stoppable(
-                self._blocks.askers,
+                self._askers,
                 lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
             )
         return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
@@ -186,7 +189,7 @@ class StoreServer:
         def some(stop: threading.Event) -> list[BlockInfo]:
             return list(itertools.islice(blocks, LIST_AT_ONCE))
 
-        batch = await run_stoppable(self._blocks.askers, some)
+        batch = await run_stoppable(self._askers, some)
         response = web.StreamResponse()
         response.content_type = protocol.LIST_TYPE
         await response.prepare(request)
@@ -194,7 +197,7 @@ class StoreServer:
             while batch:
                 async with asyncio.timeout(self._stuck_s):
                     await response.write(b"".join(map(protocol.write_block_line, batch)))
-                batch = await run_stoppable(self._blocks.askers, some)
+                batch = await run_stoppable(self._askers, some)
         except (StoreUnavailable, OSError) as error:
             # The status has been sent. Without the last chunk, clients see that the list broke off.
             logger.warning("a list broke off: %s", error)
@@ -205,15 +208,13 @@ class StoreServer:
     async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         if request.method == "GET":
             stored = await run_stoppable(
-                self._blocks.askers, lambda stop: self._folder.description(digest)
+                self._askers, lambda stop: self._folder.description(digest)
             )
             if not stored:
                 raise RefusedRequest(404, "no such namespace")
             return web.json_response(stored)
         if request.method == "DELETE":
-            await run_stoppable(
-                self._blocks.askers, lambda stop: self._folder.remove_namespace(digest)
-            )
+            await run_stoppable(self._askers, lambda stop: self._folder.remove_namespace(digest))
             return web.Response(status=204)
         fields = protocol.read_fields(
             await read_body(request, MAX_DESCRIPTION_BYTES, self._stuck_s)
@@ -223,7 +224,7 @@ class StoreServer:
 
         try:
             await run_stoppable(
-                self._blocks.askers, lambda stop: self._folder.write_description(digest, fields)
+                self._askers, lambda stop: self._folder.write_description(digest, fields)
             )
         except ConfigError:
             raise RefusedRequest(409, "the namespace has another namespace.json here") from None
@@ -231,9 +232,7 @@ class StoreServer:
 
     async def _about(self, kind: Kind) -> web.Response:
         if kind is Kind.NAMESPACES:
-            spaces = await run_stoppable(
-                self._blocks.askers, lambda stop: self._folder.namespaces()
-            )
+            spaces = await run_stoppable(self._askers, lambda stop: self._folder.namespaces())
             return web.json_response(protocol.write_namespaces(spaces))
         stats = await self._stats()
         if kind is Kind.STATS:
@@ -247,7 +246,7 @@ class StoreServer:
         return web.Response(body=self.metrics.text(gauges), content_type="text/plain")
 
     async def _stats(self) -> StoreStats:
-        stats = await run_stoppable(self._blocks.askers, lambda stop: self._folder.stats())
+        stats = await run_stoppable(self._askers, lambda stop: self._folder.stats())
         self.count_blocks()
         return replace(stats, evictions=self.metrics.evictions())
 
@@ -263,12 +262,6 @@ class StoreServer:
         if keys is None:
             raise RefusedRequest(400, f"the body is no list of keys of {protocol.KEY_BYTES} bytes")
         return keys
-
-    # The following method runs in threads.
-
-    def _is_claimed(self, digest: Digest) -> bool:
-        """Whether the namespace has a description, so that blocks of it are accepted."""
-        return bool(self._folder.description(digest))
 
 
 def _refusal_of(error: Exception, method: str, path: str) -> RefusedRequest:

@@ -11,7 +11,7 @@ import functools
 import io
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -40,7 +40,6 @@ T = TypeVar("T")
 MAX_BLOCK_BYTES = 1 << 30  # with header
 MAX_PUTS = 8  # at a time, in each process; each holds about two pieces in memory
 READ_THREADS = 8
-ASK_THREADS = 4  # for lookups, so that they do not wait behind reads from a slow disk
 COPY_BYTES = 1 << 20  # read from the disk at a time
 
 
@@ -87,29 +86,25 @@ class BlockService:
     def __init__(
         self,
         folder: BlockFolder,
-        is_claimed: Callable[[Digest], bool],
         metrics: ServerMetrics,
         *,
         namespace_quota_bytes: int | None,
         stuck_s: float,
     ) -> None:
         """Args:
-        is_claimed: whether the folder has the namespace's description; may block.
         stuck_s: time limit of a transfer that hardly moves (see `request_body`).
         """
         self._folder = folder
-        self._is_claimed = is_claimed
         self._metrics = metrics
         self._quota_bytes = namespace_quota_bytes
         self._stuck_s = stuck_s
         self._puts = 0  # in progress
         self._readers = ThreadPoolExecutor(READ_THREADS, "cake-http-read")
-        self.askers = ThreadPoolExecutor(ASK_THREADS, "cake-http-ask")
         self._writers = ThreadPoolExecutor(MAX_PUTS, "cake-http-write")
 
     def close(self) -> None:
         """Blocks until the threads are done."""
-        for pool in (self._readers, self.askers, self._writers):
+        for pool in (self._readers, self._writers):
             pool.shutdown(cancel_futures=True)
 
     async def get(
@@ -251,7 +246,7 @@ class BlockService:
 
     @contextlib.contextmanager
     def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[NewFile | None]:
-        if not self._is_claimed(digest):
+        if not self._folder.description(digest):
             raise RefusedRequest(
                 409, "the namespace is not known here: PUT its namespace.json first"
             )

@@ -13,7 +13,9 @@ from sglang_cake.core.errors import StoreFull
 from sglang_cake.core.host_memory import HostArena, Pin, whole_pages
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, LentBlock, StoreStats
-from sglang_cake.stores.eviction import Benefit, Usage, ident_of, new_policy
+from sglang_cake.stores.eviction import new_policy
+from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.policy import Usage, ident_of
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
