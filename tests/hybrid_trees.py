@@ -52,9 +52,9 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory import window_replay
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier
-from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.pool_planes import DraftPools
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 BLOCK = 8

@@ -44,11 +44,11 @@ from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import PATIENCE_S, CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import END_POOLS, EndStates
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.memory.kv_shard import machine_schedulers, shard_of
+from sglang_cake.integration.memory.pool_planes import DraftPools
 from sglang_cake.integration.metrics import (
     FailureMetrics,
     Metrics,

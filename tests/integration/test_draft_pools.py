@@ -29,7 +29,6 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import (
     CompressedWindow,
     EndPart,
@@ -38,6 +37,7 @@ from sglang_cake.integration.memory.end_states import (
     WindowRows,
 )
 from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.pool_planes import DraftPools
 
 SLOTS, WINDOW, BLOCK_BYTES = 512, 12, 1 << 12
 STATE = Mamba2StateShape.create(

@@ -19,7 +19,7 @@ from sglang.kernels.ops.speculative.dspark.dspark_attn_metadata import (
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
-from sglang_cake.integration.memory.draft_pools import DraftPools
+from sglang_cake.integration.memory.pool_planes import DraftPools
 from sglang_cake.integration.memory.window_replay import restart_windows
 
 SLOT, PROPOSED = 2, 4

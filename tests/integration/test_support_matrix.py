@@ -758,7 +758,7 @@ def test_support_matrix_rules_use_existing_server_args() -> None:
 _REASONS = (
     "build.py",
     "support_matrix.py",
-    "memory/draft_pools.py",
+    "memory/pool_planes.py",
     "memory/end_states.py",
     "memory/kv_pool.py",
     "memory/kv_shard.py",

@@ -25,9 +25,9 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import Copier, CopyThread, SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.end_states import END_POOLS
 from sglang_cake.integration.memory.kv_pool import DeviceKV
+from sglang_cake.integration.memory.pool_planes import DraftPools
 
 BLOCK = 8
 PATIENCE_S = 30.0

@@ -31,9 +31,8 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.draft_pools import DraftPools
 from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
-from sglang_cake.integration.memory.pool_planes import translation_of
+from sglang_cake.integration.memory.pool_planes import DraftPools, translation_of
 
 if TYPE_CHECKING:
     from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
