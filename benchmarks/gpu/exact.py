@@ -32,13 +32,16 @@ FORMS = {
     "MLA fp8": PoolForm(layers=4, heads=1, dim=576, v_dim=0, dtype=torch.float8_e4m3fn),
     "DSA bf16": PoolForm(layers=4, heads=1, dim=576, v_dim=0, index_page_bytes=64 * 132),
     "MiniMax bf16": PoolForm(layers=4, heads=2, dim=128, v_dim=128, index_dim=128),
+    "fp8 with scales in pages": replace(MHA, dtype=torch.float8_e4m3fn, scale_bytes=32),
+    "bf16, pages of heads": replace(MHA, is_hnd=True),
+    "bf16 in a memory of all pools, and a draft model": replace(MHA, is_shared=True),
 }
 # With pages of which sizes a form is tried. An index has pages of 64 tokens.
 CASES = tuple(
     (name, page)
     for name, form in FORMS.items()
     for page in (1, 64)
-    if page == 64 or not form.index_page_bytes
+    if page == 64 or not form.has_pages
 )
 SLOTS, BLOCK_TOKENS, BLOCKS = 1024, 64, 6
 
@@ -75,8 +78,19 @@ def copies_of(
     if place_bytes is not None:
         memory = CopyMemory(place_bytes, in_places=2, out_places=1)
         streams = CopyStreams(device, memory, forward)
-    kv = CudaKV(ours, block_tokens=BLOCK_TOKENS, forward_stream=forward, streams=streams)
-    reference = DeviceKV(plain, block_tokens=BLOCK_TOKENS)
+    draft = replace(form, layers=1, is_shared=False)
+    drafts = [
+        [make_pool(draft, SLOTS, page_tokens=page, device=where)] if form.is_shared else []
+        for where in (device, CPU)
+    ]
+    kv = CudaKV(
+        ours,
+        block_tokens=BLOCK_TOKENS,
+        forward_stream=forward,
+        streams=streams,
+        drafts=drafts[0],
+    )
+    reference = DeviceKV(plain, block_tokens=BLOCK_TOKENS, drafts=drafts[1])
     _fill(kv, reference)
     buffers = pinned([kv.layout.block_bytes] * 2 * BLOCKS, device)
     into, out = buffers[:BLOCKS], buffers[BLOCKS:]

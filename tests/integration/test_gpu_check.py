@@ -38,9 +38,15 @@ FORMS = {
     "MLA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, dtype=torch.float32),
     "DSA": PoolForm(layers=2, heads=1, dim=36, v_dim=0, index_page_bytes=64 * 132),
     "MiniMax": PoolForm(layers=3, heads=2, dim=8, v_dim=8, index_dim=12),
+    "scales": PoolForm(2, 2, 8, 8, torch.float8_e4m3fn, scale_bytes=4),
+    "pages of heads": PoolForm(layers=2, heads=2, dim=8, v_dim=8, is_hnd=True),
+    "memory of all pools": PoolForm(layers=2, heads=2, dim=8, v_dim=8, is_shared=True),
 }
-PLACE_BYTES = {"MHA": 4096, "MLA": 12288, "DSA": 12288}  # that hold half of a block at most
-CASES = [(form, page) for form in FORMS for page in (1, 64) if (form, page) != ("DSA", 1)]
+# That hold half of a block at most.
+PLACE_BYTES = {"MHA": 4096, "MLA": 12288, "DSA": 12288, "memory of all pools": 4096}
+CASES = [
+    (form, page) for form in FORMS for page in (1, 64) if page > 1 or not FORMS[form].has_pages
+]
 
 
 @pytest.fixture
@@ -66,7 +72,7 @@ def test_gpu_check_copies_are_compared_with_plain_indexing(
 
     class Twisted(PlainRowKernel):
         def scatter(self, blocks: Any, index: Any, slots: Any, piece: Any = None) -> None:
-            super().scatter(blocks, index, slots.roll(1), piece)
+            super().scatter(blocks.roll(1, dims=1), index, slots, piece)
 
     install(monkeypatch, 0, eager=True, kernel=Twisted)
     load = Load(SMALL, torch.cuda.Stream(), CPU)
