@@ -287,7 +287,8 @@ def unified_pools(
 ) -> Any:
     """Pools in one memory, as `--enable-unified-memory` makes them: of full attention, as in
     `windows` or `hybrid`, and of "windows", "states" or "both". `slots`: about so many of each.
-    `drafts`: pools in which two draft models have a layer each, of "full", "swa" and "mamba"."""
+    `drafts`: pools in which two draft models have a layer each, of "full", "swa" and "mamba"; the
+    model then verifies four tokens at a time."""
     options: dict[str, Any] = {
         "device": "cpu",
         "kv_cache_dtype": torch.bfloat16,
@@ -323,7 +324,7 @@ def unified_pools(
         "max_num_reqs": 4,
         "enable_mamba_extra_buffer": False,
         "enable_mamba_extra_buffer_lazy": False,
-        "speculative_num_draft_tokens": None,
+        "speculative_num_draft_tokens": 4 if drafts else None,
         "disable_overlap_schedule": True,
     }
     alone = {

@@ -48,7 +48,7 @@ from sglang_cake.integration.memory.end_states import END_POOLS, EndStates
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
 from sglang_cake.integration.memory.kv_shard import machine_schedulers, shard_of
-from sglang_cake.integration.memory.pool_planes import DraftPools
+from sglang_cake.integration.memory.pool_planes import DraftPools, belongs_to_requests
 from sglang_cake.integration.metrics import (
     FailureMetrics,
     Metrics,
@@ -169,9 +169,10 @@ class CakeService:
         pool = allocator.get_kvcache()
         # Blocks have the KV of the layers that see all tokens. The rest is in end states.
         apart = [getattr(pool, name, None) for name in END_POOLS]
-        pools = [draft.pool for draft in LOADED.drafts]
+        models = [draft for draft in LOADED.drafts if not belongs_to_requests(draft.pool)]
+        pools = [draft.pool for draft in models]
         own = getattr(ctx.params.req_to_token_pool, "mamba_pool", None)
-        seen = dict.fromkeys(draft.states for draft in LOADED.drafts)
+        seen = dict.fromkeys(draft.states for draft in models)
         states = [each for each in seen if each not in (None, own)]
         drafts = DraftPools.of(pools, pool, states=states)
         shard = shard_of(ctx, pools)
@@ -198,7 +199,7 @@ class CakeService:
             codec=namespace_value(config.codec, config.max_error),
             head_groups=None if self._groups is None else config.head_groups,
             end_states=None if ends is None else ends.describe(),
-            drafts=LOADED.drafts,
+            drafts=models,
         )
         parallel = get_parallel()
         speaks = parallel.attn_tp_rank == 0  # for the ranks that have the same requests

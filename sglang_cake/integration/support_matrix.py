@@ -1009,12 +1009,13 @@ def _unsupported_windows(pool: Any, params: Any) -> str | None:
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.mem_cache.unified_memory_pool import UnifiedSWAKVPool
 
-    if params.token_to_kv_pool_allocator.swa_req_ring or not getattr(
-        params,
-        "swa_gates_prefix_match",  # not in 0.5.22
-        True,
-    ):
-        return "windows of DeepSeek V4 on ROCm, which belong to requests: remove --enable-cake"
+    if params.token_to_kv_pool_allocator.swa_req_ring:  # on ROCm
+        return "windows that belong to requests: unset SGLANG_HACK_FLASHMLA_BACKEND"
+    if not getattr(params, "swa_gates_prefix_match", True):  # on ROCm, and not in 0.5.22
+        return (
+            "windows of requests beside those of a draft model in the tree: remove "
+            "--enable-encoder-swa-bounded-replay or --speculative-algorithm"
+        )
     if type(pool) in (SWAKVPool, UnifiedSWAKVPool):
         return None
     if type(pool) is not DeepSeekV4TokenToKVPool:

@@ -23,6 +23,7 @@ Waits and short steps trust predictions of loads. All of them together make a pr
 step later than computing alone would (`patience_s`), whatever the store does.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,17 +144,22 @@ def look_ahead(
     def ahead_s(x: int) -> float:  # until the device has computed up to x
         return costs.backlog_s + compute_s(now, view.front, x)
 
+    def planned_s(x: int) -> float:  # until the step is planned that begins at x
+        if not (costs.pipelined and costs.others_s):
+            return ahead_s(x)  # an idle device waits for a plan
+        if x == view.front:
+            return 0.0
+        return ahead_s(x - (x - view.front - 1) % chunk_tokens - 1)
+
     def both_s(border: int) -> float:
         x = token(border)
-        device_s = ahead_s(x)
-        loads_s = link_s(border)
-        return max(device_s, loads_s + _to_next_step_s(loads_s, device_s, costs)) + rest_s(x)
+        return _step_begins_s(link_s(border), ahead_s(x), planned_s(x), costs) + rest_s(x)
 
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return compute_s(later, x, view.prompt_tokens)
 
     borders = range((later if view.end_wanted else wanted).rfind(1) + 2)
-    meet = bisect_left(borders, 0.0, key=lambda b: ahead_s(token(b)) - link_s(b))
+    meet = bisect_left(borders, 0.0, key=lambda b: planned_s(token(b)) - link_s(b))
     best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
     if costs.others_s:  # an earlier border may be better, if loads end with a step of others
         least_s = both_s(best)
@@ -188,16 +194,26 @@ def _overlap_gain(
     return later.rfind(0, 0, stop) + 1, costs.overlap_share * min(costs.load.last_s, last_s)
 
 
-def _to_next_step_s(link_s: float, device_s: float, costs: PromptCosts) -> float:
-    """How long this prompt waits, after its loads, for the end of a step of other requests. Such
-    steps run one after another from `device_s` on, when the device has computed its part of this
-    prompt."""
-    if link_s <= device_s or not costs.others_s:
-        return 0.0
-    unsure_s = costs.load.error * link_s + costs.prefill.error * device_s
-    if costs.pipelined or unsure_s > costs.others_s / 2:
-        return costs.others_s / 2  # not predictable: on average half of the step is left
-    return (device_s - link_s) % costs.others_s
+def _step_begins_s(loads_s: float, device_s: float, planned_s: float, costs: PromptCosts) -> float:
+    """When a step begins that needs loads: what is there when it is planned counts.
+
+    Steps of other requests run one after another from `device_s` on, until this one is planned.
+    With pipelined steps, it begins when the step is over that began with its plan.
+
+    Args:
+        loads_s: when the loads end.
+        device_s: when the device has computed what is before the step.
+        planned_s: when the step is planned, if it begins at `device_s`.
+    """
+    others_s = costs.others_s
+    if loads_s <= planned_s or not others_s:
+        return max(loads_s, device_s)
+    unsure_s = costs.load.error * loads_s + costs.prefill.error * device_s
+    if unsure_s > others_s / 2:
+        seen_s = max(device_s, loads_s + others_s / 2)  # on average half of a step is left
+    else:
+        seen_s = device_s + math.ceil(max(0.0, loads_s - device_s) / others_s) * others_s
+    return seen_s + others_s * costs.pipelined
 
 
 def next_step(

@@ -95,6 +95,8 @@ class TreeHarness(CoordinatorHarness):
             side.check_books()
         plan = self.coordinator.plan(req, chunk)
         if plan is not None and plan.wait:
+            if req in side.waiting:
+                tree.drop_state(req)
             return False
         total = len(req.full_untruncated_fill_ids)
         stop = min(total, req.prefix_len + chunk) if plan is None else plan.stop

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("sglang.srt.model_executor.encoder_swa_replay")  # from SGLang 0.5.23 on
 
 import torch
-from kv_pools import deepseek_v4, deepseek_v41_requests
+from kv_pools import deepseek_v4, mha, windows
 from sglang.kernels.ops.speculative.dspark.dspark_attn_metadata import (
     BuildDsparkSwaRingIndices,
     swa_ring_rows,
@@ -19,7 +19,7 @@ from sglang.kernels.ops.speculative.dspark.dspark_attn_metadata import (
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
-from sglang_cake.integration.memory.pool_planes import DraftPools
+from sglang_cake.integration.memory.pool_planes import belongs_to_requests
 from sglang_cake.integration.memory.window_replay import restart_windows
 
 SLOT, PROPOSED = 2, 4
@@ -99,8 +99,10 @@ class DraftRing:
         return found
 
 
-def test_draft_ring_is_no_part_of_blocks_and_end_states() -> None:
-    assert DraftPools.of([DraftRing().pool], deepseek_v41_requests(2048)) == DraftPools()
+def test_draft_ring_alone_is_no_part_of_blocks_and_end_states() -> None:
+    assert belongs_to_requests(DraftRing().pool)
+    paged = deepseek_v4(2048, compression_ratios=[0], layer_num=1)
+    assert not any(map(belongs_to_requests, (paged, windows(64), mha(64))))
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -193,6 +193,25 @@ def test_early_admission_beside_a_chunked_request_is_not_begun(admission: Overla
     assert admission.step.calls == []
 
 
+def test_admission_of_a_skipped_request_takes_its_matched_state_back(
+    admission: OverlapAdmission,
+) -> None:
+    """SGLang does so for requests that it refuses; a skipped one is none for it."""
+    freed: list[torch.Tensor] = []
+    admission.tree.supports_mamba = lambda: True
+    admission.tree.req_to_token_pool.mamba_allocator = SimpleNamespace(free=freed.append)
+    kv = admission.req.kv = SimpleNamespace(
+        holds_mamba=True,
+        mamba_pool_idx=torch.tensor(3),
+        mamba_cow_src_index=torch.tensor([5]),
+        mamba_needs_clear=False,
+    )
+    assert admission.adder.add_one_req(admission.req, True, None) == AddReqResult.CONTINUE
+    assert kv.mamba_cow_src_index is None
+    assert kv.mamba_pool_idx is None
+    assert [slots.tolist() for slots in freed] == [[3]]
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_early_admission_unhooked_step_aborts_the_request_and_switches_off(
     admission: OverlapAdmission, finished: bool

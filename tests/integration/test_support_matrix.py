@@ -445,7 +445,7 @@ def test_support_matrix_lossy_codec_with_end_states_is_refused(codec: str) -> No
     ("changes", "advice"),
     [
         ({"token_to_kv_pool_allocator": object()}, "in a object"),
-        ({"swa_gates_prefix_match": False}, "of DeepSeek V4 on ROCm"),
+        ({"swa_gates_prefix_match": False}, "remove --enable-encoder-swa-bounded-replay"),
         ({"req_to_token_pool": object()}, "in a object"),
     ],
 )

@@ -35,6 +35,7 @@ POOLS: dict[str, Callable[..., Any]] = {
     "windows": partial(unified, 160),
     "windows, pages": partial(unified, 160, page=4),
     "states": partial(unified, 160, beside="states"),
+    "windows and states": partial(unified, 160, beside="both"),
     "states beside latent rows, pages": partial(unified, 160, page=4, beside="states", mla=True),
 }
 

@@ -144,6 +144,12 @@ def test_planner_outlook_beside_others_rounds_loads_up_to_their_step() -> None:
     assert loading_s(costs(100).beside(StepWork())) == 1000 + 50
     assert loading_s(costs(100).beside(others)) == 34 * 30 + 30 + 50
     assert loading_s(costs(100, error=0.1).beside(others)) == 1000 + 30 / 2 + 30 + 50
+    # Pipelined, it is planned when a step of theirs begins, and begins when that is over.
+    pipelined = replace(costs(100), pipelined=True)
+    assert loading_s(pipelined.beside(StepWork())) == 1000 + 50
+    assert loading_s(pipelined.beside(others)) == 34 * 30 + 30 + 30 + 50
+    pipelined = replace(costs(100, error=0.1), pipelined=True)
+    assert loading_s(pipelined.beside(others)) == 1000 + 30 / 2 + 30 + 30 + 50
 
 
 @SLOW
@@ -184,10 +190,13 @@ def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject
             if end - stop * 100 <= chunk and not known.others_s:
                 window_s = min(coming_s, (coming_s + block_s) / 2)
                 link_s = max(0.0, link_s - overlap * min(window_s, last_s))
-        if known.others_s and link_s > device_s:
-            turn_s = known.others_s
-            steps = ceil((link_s - device_s) / turn_s)
-            link_s = link_s + turn_s / 2 if pipelined else device_s + steps * turn_s
+        if turn_s := known.others_s:
+            # Pipelined: the step is planned when the step begins that ends at x.
+            before = x - (x - 1) % chunk - 1
+            planned_s = compute_s(0, before, held={LANDED}) if pipelined and x else 0.0
+            if link_s > (planned_s if pipelined else device_s):
+                steps = max(0, ceil((link_s - device_s) / turn_s)) + pipelined
+                link_s = device_s + steps * turn_s
         return max(device_s, link_s) + compute_s(x, end, held={LANDED, WANTED})
 
     last = max(b for b, state in enumerate(states) if state is WANTED)

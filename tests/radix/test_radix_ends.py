@@ -119,6 +119,31 @@ def test_radix_ends_of_replayssm_have_no_later_tokens_in_their_ring(
     side.check_books()
 
 
+@cores()
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].has_mamba])
+def test_radix_ends_skipped_request_forgets_the_state_that_it_matched(kind: str, core: str) -> None:
+    """What it matched may be evicted before it is admitted, and its slot given to another state."""
+    side = stored(kind, core)
+    first = side.arrive(PROMPT)
+    assert side.load(first, 48, running=False)
+    side.tree.drop_state(first)
+    req = side.arrive(PROMPT)
+    assert req.prefix_len == 48
+    assert req.kv.mamba_cow_src_index is not None  # SGLang sets it before it asks for admission
+    side.tree.drop_state(req)
+    side.check_books()
+    side.tree.evict_for_alloc(EvictParams(num_tokens=48, mamba_num=side.cfg.mamba_cache_size))
+    side.overwrite_free_states()
+    req.init_next_round_input(side.tree)
+    assert req.prefix_len == 0
+    assert req.kv.mamba_cow_src_index is None
+    assert side.admit(req)
+    assert req.kv.mamba_needs_clear  # it begins with an empty state
+    assert side.compute(req, len(PROMPT))
+    side.release(req)
+    side.check_books()
+
+
 @pytest.mark.parametrize("skips", [False, True])
 @cores()
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].has_mamba])

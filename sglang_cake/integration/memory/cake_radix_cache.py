@@ -288,6 +288,22 @@ class CakeRadixCache(UnifiedRadixCache):
                 return None
         return EndSlots(window, state)
 
+    def drop_state(self, req: "Req") -> None:
+        """Take back the recurrent state that a match gave to a request that is not admitted now.
+
+        The state is a slot, and where to copy from. Nothing locks the source before the request is
+        admitted, and a later match that finds nothing leaves it as it is. SGLang does the same with
+        a request that it refuses.
+        """
+        if not self.supports_mamba():
+            return
+        kv = req.kv
+        kv.mamba_cow_src_index = None
+        kv.mamba_needs_clear = False
+        if kv.holds_mamba and not getattr(req, "session", None):
+            self.req_to_token_pool.mamba_allocator.free(kv.mamba_pool_idx.reshape(1))
+            kv.mamba_pool_idx = None
+
     def free_end(self, req: "Req", end: EndSlots) -> None:
         """Free slots that `allocate_end` gave, and that nothing writes to."""
         if end.window is not None:

@@ -524,11 +524,10 @@ class CudaKV(DeviceKV):
         streams = self.streams
         tokens = self.layout.block_tokens
         ring = streams.ring_out
-        count = len(ring) if len(self._pieces) == 1 else 1
         with streams.launching(streams.out, after):
             all_rows = self._rows_of(slots)
-            for start in range(0, len(blocks), count):
-                some = blocks[start : start + count]
+            for start in range(0, len(blocks), len(ring)):
+                some = blocks[start : start + len(ring)]
                 rows = all_rows.part(start * tokens, (start + len(some)) * tokens)
                 for piece in self._pieces:
                     self._kernel.gather(rows.of(piece.moves), ring, self._index[: len(some)], piece)

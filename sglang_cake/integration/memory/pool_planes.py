@@ -254,7 +254,7 @@ def _memory(holder: object, path: str, seen: set[int] | None = None) -> Iterator
         inside = ((path, each) for each in holder)
     elif isinstance(holder, dict):
         inside = ((path, each) for each in holder.values())
-    elif not path or type(holder).__module__.startswith("sglang.srt.mem_cache"):
+    elif not path or _may_hold_memory(holder):
         inside = (
             (f"{path}.{name}".removeprefix("."), each)
             for name, each in getattr(holder, "__dict__", {}).items()
@@ -263,11 +263,25 @@ def _memory(holder: object, path: str, seen: set[int] | None = None) -> Iterator
         yield from _memory(each, its_path, seen)
 
 
+def _may_hold_memory(holder: object) -> bool:
+    """Whether it may be a pool or a cache. Allocators lead to pools of other slots."""
+    module = type(holder).__module__
+    return module.startswith("sglang.srt.mem_cache") and not module.startswith(
+        "sglang.srt.mem_cache.allocator"
+    )
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 # ---- draft models ----
+
+
+def belongs_to_requests(pool: Any) -> bool:
+    """Whether a draft model keeps its KV in rings of requests, which are not stored: SGLang begins
+    them anew (`window_replay`)."""
+    return getattr(pool, "swa_req_ring_size", None) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +302,7 @@ class DraftPools:
     def of(cls, pools: Sequence[Any], target: Any, *, states: Sequence[Any] = ()) -> "DraftPools":
         """
         Args:
-            pools: one for each draft model.
+            pools: one for each draft model with KV of the tree.
             target: the pool of the model itself.
             states: pools of the draft models' own recurrent states.
 
@@ -297,8 +311,6 @@ class DraftPools:
         rows: list[Any] = []
         windows: list[Any] = []
         for pool in pools:
-            if getattr(pool, "swa_req_ring_size", None) is not None:
-                continue  # rings of requests, which SGLang begins anew (`window_replay`)
             window = getattr(pool, "swa_kv_pool", None)
             if window is None:
                 has_index = hasattr(pool, "qsa_compressed_k_buffer_pool")

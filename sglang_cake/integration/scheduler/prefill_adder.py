@@ -210,6 +210,7 @@ class CakePrefillAdder(PrefillAdder):
         decision = self._decide_waiting(req, has_chunked_req)
         match decision:
             case Skip(skipped):
+                self.tree_cache.drop_state(req)
                 return skipped
             case OverlapLastStep(span):
                 return self._overlap_waiting(req, span, truncation_align_size)

@@ -7,9 +7,9 @@ folder serves the same blocks. `contains`, `touched` and the list exist on our s
 import enum
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from msgspec.json import Decoder
 
 from sglang_cake.core import untrusted
@@ -102,6 +102,14 @@ class _BlockLine(Struct):
     used_s: float | None
 
 
+class _Stats(Struct):
+    blocks: int | None = None
+    block_bytes: int | None = None
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+    policy: str = ""
+
+
 class _StoredNamespace(Struct):
     digest: str
     fields: dict[str, str]
@@ -109,7 +117,7 @@ class _StoredNamespace(Struct):
 
 _FIELDS = Decoder(dict[str, str])
 _BLOCK_LINE = Decoder(_BlockLine)
-_STATS = Decoder(StoreStats)
+_STATS = Decoder(_Stats)
 _EVICTIONS = Decoder(EvictionCounts)  # in the same object as the other statistics
 _STORED_NAMESPACES = Decoder(list[_StoredNamespace])
 _NAMESPACE = re.compile(r"/([0-9a-f]{64})/([a-z.]*)", re.ASCII)
@@ -190,9 +198,9 @@ def write_stats(stats: StoreStats) -> dict[str, object]:
 def read_stats(body: bytes) -> StoreStats:
     """Raises: StoreUnavailable."""
     try:
-        evictions = untrusted.decode(_EVICTIONS, body)
         found = untrusted.decode(_STATS, body)
-        return replace(found, evictions=evictions, tiers=())  # a server has none
+        evictions = untrusted.decode(_EVICTIONS, body)
+        return StoreStats(**structs.asdict(found), evictions=evictions)
     except ValueError as error:
         raise StoreUnavailable(f"the answer of stats is malformed: {error}") from None
 
