@@ -235,14 +235,15 @@ class CakeService:
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
         # A rank that gave up a late copy alone would compute another step than the others.
-        patience_s = PATIENCE_S if parallel.attn_tp_size == 1 else None
+        alone = parallel.attn_tp_size == 1
+        patience_s = PATIENCE_S if alone else None
         self.copier = CopyThread(
             self.kv,
             patience_s=patience_s,
             movers=_movers(allocator) if self.kv.moves else (),
         )
         tree.copier = self.copier if self.kv.moves else None
-        self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, ends)
+        self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, ends, alone=alone)
         self.step_costs = _step_costs(ctx, self.loader)
         # The same for any weights. More ranks compute faster, also where they hold the same KV.
         ranks = {"tp_rank": str(ctx.tp_rank), "tp_size": str(ctx.tp_size)}
@@ -257,7 +258,7 @@ class CakeService:
             self.counters,
             ends,
         )
-        reducer = _reducer(tree) if parallel.attn_tp_size > 1 else None
+        reducer = None if alone else _reducer(tree)
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
         self.coordinator = Coordinator(
             self.loader,

@@ -643,6 +643,17 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "needs the KV cache: remove --prefill-only-disable-kv-cache",
     ),
+    # SGLang keeps these by slot, in memory that no block has.
+    (
+        "enable_return_routed_experts",
+        bool,
+        "cannot return experts of loaded tokens: remove --enable-return-routed-experts",
+    ),
+    (
+        "enable_return_indexer_topk",
+        bool,
+        "cannot return the index of loaded tokens: remove --enable-return-indexer-topk",
+    ),
     # A session keeps its KV outside the tree, so loaded KV cannot be attached to it.
     (
         "enable_streaming_session",

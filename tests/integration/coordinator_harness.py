@@ -92,6 +92,7 @@ class CoordinatorHarness(HeldReads):
         staging: int = 6,
         mode: Any = "both",
         priority: Any = "adaptive",
+        min_load_tokens: int | None = None,
         prefill: PrefillCost = PREFILL,
         store: Callable[[Store], Store] | None = None,
         ranks: bool = False,
@@ -149,7 +150,10 @@ class CoordinatorHarness(HeldReads):
             loader,
             self.device_slots,
             config=CakeConfig(
-                mode=mode, block_tokens=block, min_load_tokens=block, priority=priority
+                mode=mode,
+                block_tokens=block,
+                min_load_tokens=min_load_tokens or block,
+                priority=priority,
             ),
             page_tokens=PAGE if tree is None else tree.cfg.page_size,
             step_costs=self.step_costs,

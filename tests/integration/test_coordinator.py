@@ -40,6 +40,25 @@ def two() -> Iterator[CoordinatorHarness]:
     made.io.close()
 
 
+def test_coordinator_blocks_that_land_with_a_lookup_of_too_little_are_given_up() -> None:
+    """The prompt was computed for a while without its lookup, so that less is left to load."""
+    harness = CoordinatorHarness(min_load_tokens=2 * BLOCK)
+    req = req_of(3.5)
+    harness.open(*harness.fill(req.origin_input_ids, {0, 1, 2}))
+    harness.arrive(req)  # the lookup and the reads end before the next poll
+    req.prefix_len = 2 * BLOCK
+    harness.coordinator.attach_islands(req, harness.attach)
+    harness.poll(req)
+    assert harness.coordinator.live == [req.rid]
+    assert not harness.coordinator.loading(req.rid)
+    harness.poll(req)
+    assert harness.coordinator.placed_tokens == 0
+    harness.coordinator.release(req.rid)
+    harness.settle()
+    assert harness.staging.free == harness.staging.capacity
+    harness.io.close()
+
+
 @pytest.mark.parametrize(
     ("blocks", "matched"),
     [*itertools.product([1, 1.25, 4, 4.5], [0, 4, 12]), (0.5, 0), (0.5, 4)],

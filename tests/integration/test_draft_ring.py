@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import pytest
 
-pytest.importorskip("sglang.srt.model_executor.encoder_swa_replay")  # from SGLang 0.5.23 on
+pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
 import torch
 from kv_pools import deepseek_v4, mha, windows

@@ -61,11 +61,11 @@ class HeldCopier(Copier):
 
 
 class EndHarness(SavingHarness):
-    def __init__(self, shard: KvShard = SOLE) -> None:
+    def __init__(self, shard: KvShard = SOLE, *, alone: bool = True) -> None:
         super().__init__(buffers=4)
         self.ends: Any = FakeEnds()
         self.copier = HeldCopier(self.kv)
-        self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, self.ends)
+        self.saving = BlockSaving(self.kv, self.copier, self.writer, shard, self.ends, alone=alone)
         self.gone = False
         self.asked: list[int] = []
 
@@ -204,6 +204,24 @@ def test_end_saving_without_buffers_is_tried_again(harness: EndHarness) -> None:
         harness.io.run(harness.writer.drained(), PATIENCE_S)
     assert harness.stored_ends(record) == [6 * BLOCK]
     assert harness.asked == [6 * BLOCK]
+
+
+def test_end_saving_with_several_ranks_asks_the_tree_with_buffers_and_without() -> None:
+    """The question changes the tree, and other ranks may have had buffers for it."""
+    harness = EndHarness(alone=False)
+    record = known(6, extra_tokens=3)
+    taken = [harness.writer.take() for _ in range(3)]
+    harness.tell(record, 6 * BLOCK + 3)
+    assert harness.asked == [6 * BLOCK]
+    assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == COUNT
+    for buffer in taken:
+        assert buffer is not None
+        harness.buffers.give(buffer)
+    harness.saving.polled(lambda each: each is record)
+    harness.io.run(harness.writer.drained(), PATIENCE_S)
+    assert harness.asked == [6 * BLOCK]
+    assert harness.stored_ends(record) == []
+    harness.io.close()
 
 
 def test_end_saving_of_an_evicted_end_gives_its_buffers_back(harness: EndHarness) -> None:

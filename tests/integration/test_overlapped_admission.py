@@ -193,6 +193,16 @@ def test_early_admission_beside_a_chunked_request_is_not_begun(admission: Overla
     assert admission.step.calls == []
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_admission_no_running_request_is_preempted_for_one_that_waits_for_loads(
+    admission: OverlapAdmission, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr(f"{_ADDER}.preempt_to_schedule", lambda adder, req: True)
+    if not waits:
+        admission.coordinator.release(admission.req.rid)
+    assert admission.adder.preempt_to_schedule(admission.req) == (not waits)
+
+
 def test_admission_of_a_skipped_request_takes_its_matched_state_back(
     admission: OverlapAdmission,
 ) -> None:

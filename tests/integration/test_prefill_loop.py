@@ -43,6 +43,7 @@ class PrefillLoop:
         self.base.step_costs.costs = self.costs  # type: ignore[method-assign]
         self.max_queued_requests = None
         self.disagg_prefill_bootstrap_queue = None
+        self.min_free_slots_delayer = self.prefill_delayer = None
         self.is_mixed_chunk = False
         self.joined: WeakSet[Any] | None = None  # as in a tree
         self.replayed_tokens = 0
@@ -52,6 +53,7 @@ class PrefillLoop:
         req: Any = req_of(self.chance.choice((1.5, 4.5, 8.5)), rid)
         req.cache_salt = rid  # a prompt of its own
         req.return_logprob, req.priority = self.chance.random() < 0.1, self.chance.randrange(2)
+        req.skip_radix_cache_insert = False
         req.in_tree = 0
         self.base.arrive(req)
         blocks = int(len(req.origin_input_ids) // BLOCK * self.stored)

@@ -83,6 +83,24 @@ def test_ranks_stored_prompt_lands_on_both(ranks: TwoRanks) -> None:
     assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
 
 
+def test_ranks_request_that_came_after_the_poll_is_not_scheduled_yet(ranks: TwoRanks) -> None:
+    """One rank may have failed to take it, which no poll has told the others."""
+    reqs = stored(ranks)
+    ranks.poll()
+    ranks.harnesses[0].adapter_error = Fault("adapter")
+    reqs[0].lora_id = reqs[1].lora_id = "adapter@a"
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+
+    def awaits() -> list[bool]:
+        pairs = zip(ranks.harnesses, reqs, strict=True)
+        return [harness.coordinator.awaits_lookup(req) for harness, req in pairs]  # type: ignore[arg-type]
+
+    assert awaits() == [True, True]
+    ranks.poll("r")
+    assert awaits() == [False, False]
+    assert ranks.live() == [[], []]
+
+
 def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> None:
     """As when its adapter's files cannot be read there."""
     reqs, other = stored(ranks), stored(ranks, "other")

@@ -29,6 +29,8 @@ class Scheduler:
     is_mixed_chunk = False
     max_queued_requests: int | None = None
     disagg_prefill_bootstrap_queue: Any = None
+    min_free_slots_delayer: Any = None
+    prefill_delayer: Any = None
 
     def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
         self.waiting_queue: list[Any] = []
@@ -68,7 +70,7 @@ class ChunkedAdmission:
         req = FakeReq(rid, array("q", range(first, first + 4 * BLOCK + 8)))
         keys = self.base.fill(req.origin_input_ids, set(range(4) if stored else ()))
         made: Any = req
-        made.return_logprob = False
+        made.return_logprob = made.skip_radix_cache_insert = False
         made.priority = priority
         made.keys = keys
         self.base.arrive(req)
@@ -212,6 +214,12 @@ def test_chunked_request_that_could_not_return_stays(
     admission.full, stored.return_logprob = False, True
     assert admission.chunk(stored) is stored
     stored.return_logprob = False
+    stored.skip_radix_cache_insert = True  # the tree has none of its chunks
+    assert admission.chunk(stored) is stored
+    stored.skip_radix_cache_insert = False
+    admission.scheduler.prefill_delayer = object()  # SGLang would have it wait for others
+    assert admission.chunk(stored) is stored
+    admission.scheduler.prefill_delayer = None
     admission.slots = (
         len(admission.queue[0].origin_input_ids) + 8
     )  # there would be no memory for it

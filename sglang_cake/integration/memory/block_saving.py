@@ -62,7 +62,10 @@ class BlockSaving:
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
     keeps its KV in the tree. Then it is given up, and counted. An end state is
-    given up earlier, if a later one takes its place or the tree has evicted it.
+    given up earlier, if a later one takes its place or the tree has evicted it. With several ranks
+    it is not tried again.
+
+    Args: alone: no other rank has a tree that must stay like this one's.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class BlockSaving:
         writer: Writer,
         shard: KvShard = SOLE,
         ends: EndStates | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
+        self._alone = alone
         self._kv = kv
         self._shard = shard
         self._ends = ends
@@ -194,16 +200,20 @@ class BlockSaving:
 
     def _save_end(self, record: PromptRecord, unsaved: _Unsaved) -> None:
         """Save the end state, if it is this rank's turn, there are buffers for all of it, and the
-        tree still has it. The other ranks ask their trees too: a match marks the end as recently
-        used, and the trees must stay alike."""
+        tree still has it. The other ranks ask their trees too, and at once, with buffers or
+        without: a match cuts a node at the end and marks it as recently used, and the trees must
+        stay alike."""
         assert self._ends is not None
         assert unsaved.find_end is not None
         is_own = self._shard.stores_end(unsaved.end // self._block_tokens - 1)
         buffers = self._writer.take_all(self._ends.count if is_own else 0)
-        if buffers is None:
+        if buffers is None and self._alone:
             return
         slots = unsaved.find_end(unsaved.end)
         unsaved.find_end = None
+        if buffers is None:
+            self._writer.give_up(self._ends.count)
+            return
         if slots is None or not is_own:
             self._writer.put_back(buffers)
             return

@@ -155,6 +155,7 @@ class Coordinator:
         self._tenants = TenantTokens()
         # The shared clock when a request that has no record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
+        self._polled: frozenset[str] = frozenset()  # ids of the last poll
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
         self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
@@ -188,11 +189,14 @@ class Coordinator:
             matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
             most_slots: device memory that the request may need until its end.
         """
-        if self.store_detached or self.off_here:
+        if self.store_detached or self.off_everywhere:
             return
-        self.release(req.rid)  # a retracted request comes back under the same id
         tokens = req.origin_input_ids + req.output_ids
         limit = self._limit(req, len(tokens))
+        if self.off_here:
+            matched(tokens, limit)  # as on the other ranks: it marks nodes as recently used
+            return
+        self.release(req.rid)  # a retracted request comes back under the same id
         media = self._media(req)
         key_chain = None if media is None else self._key_chain(req, media)
         if media is None or key_chain is None:
@@ -336,6 +340,7 @@ class Coordinator:
             chunked: the one of them that is being prefilled; the others wait.
         """
         self.waiting = False
+        self._polled = frozenset(serving)
         if self._without_keys:
             self._without_keys = {
                 rid: self._without_keys[rid] for rid in serving if rid in self._without_keys
@@ -374,9 +379,11 @@ class Coordinator:
     # ---- one request of the step ----
 
     def awaits_lookup(self, req: "Req") -> bool:
-        """Whether a waiting request stays in the queue while its lookup is under way."""
+        """Whether a waiting request stays in the queue while its lookup is under way; with several
+        ranks, also until they have agreed that all of them have its record."""
         record = self._records.get(req.rid)
         waits = record is not None and record.awaits_lookup(self._config.mode)
+        waits |= not self._consensus.alone and req.rid not in self._polled
         self.waiting |= waits
         return waits
 

@@ -223,6 +223,11 @@ class CakePrefillAdder(PrefillAdder):
         result: AddReqResult = super().add_one_req(req, has_chunked_req, truncation_align_size)
         return self._alone(result) if isinstance(decision, Share) else result
 
+    def preempt_to_schedule(self, req: "Req") -> bool:
+        """SGLang retracts running requests for one that it admits next. One that waits for loads is
+        not admitted, and the retracted ones would come back, to be retracted again."""
+        return not self._waits(req) and bool(super().preempt_to_schedule(req))
+
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
         if self._kept_slots and kwargs["total_tokens"] >= self.rem_total_tokens - self._kept_slots:
             return AddReqResult.OTHER
@@ -488,6 +493,13 @@ class CakePrefillAdder(PrefillAdder):
         self.rem_chunk_tokens = 0
         return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER
 
+    @guarded("CakePrefillAdder.preempt_to_schedule", False)
+    def _waits(self, req: "Req") -> bool:
+        _, coordinator = self._cake()
+        if coordinator is None:
+            return False
+        return coordinator.awaits_lookup(req) or coordinator.would_wait(req.rid, self._step_tokens)
+
     @guarded("CakePrefillAdder._commit_prefill_admission")
     def _claimed(self, req: "Req") -> None:
         tree, coordinator = self._cake()
@@ -507,9 +519,11 @@ class CakePrefillAdder(PrefillAdder):
 def others_fit(scheduler: "Scheduler", running: "ScheduleBatch") -> bool:
     """Whether a waiting request could be admitted beside the chunked request, if that went back to
     the queue and was admitted again. There must be rows for both, and SGLang must drop no request
-    for its time in the queue, or for the length of the queue. On a prefill server, a request keeps
-    its row: its KV is being sent from there."""
+    for its time in the queue, or for the length of the queue, and delay none: it delays no chunked
+    one. On a prefill server, a request keeps its row: its KV is being sent from there."""
     if scheduler.disagg_prefill_bootstrap_queue is not None:
+        return False
+    if scheduler.min_free_slots_delayer is not None or scheduler.prefill_delayer is not None:
         return False
     dropped = scheduler.max_queued_requests is not None or envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0
     if running.batch_is_full or dropped:

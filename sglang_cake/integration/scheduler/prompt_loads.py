@@ -65,8 +65,9 @@ class PromptLoads:
             view = record.meet.view()
             if self._config.allows_loading(usable[view.first :], view.block_tokens):
                 record.meet.found(update.stored, update.ends)
-            else:  # too little is stored, on one rank at least
+            else:  # too little is stored, on one rank at least, or right of the front
                 self.stop_loading(record, "peer")
+                return
         for block in update.fetched:
             staged = record.local.fetched.pop(block)
             if record.meet.landed(block):

@@ -184,10 +184,11 @@ def may_requeue(req: "Req", coordinator: "Coordinator") -> bool:
     """Whether the chunked request may wait in the queue again.
 
     Logprobs of a prompt are gathered chunk by chunk, so a request that returns them cannot start
-    over. A request without a record may have other parts that cannot.
+    over. The chunks of a beam search are not in the tree, so they would be computed again. A
+    request without a record may have other parts that cannot start over.
     """
     record = coordinator.record(req.rid)
-    if req.return_logprob or record is None:
+    if req.return_logprob or req.skip_radix_cache_insert or record is None:
         return False
     # A prompt that is only computed keeps its place after a few interruptions.
     interrupted = record.queue.times_requeued
