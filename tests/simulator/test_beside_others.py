@@ -39,10 +39,11 @@ class Outcome:
     ideal_s: float
     step_s: float  # the longest that there can be
     block_s: float  # of computing a block, which cannot be loaded once that has begun
+    plan_s: float  # of a step of others that is under way, where steps are planned a step before
 
     @property
     def too_late(self) -> bool:
-        slack_s = max(self.step_s, self.block_s)
+        slack_s = max(self.step_s, self.block_s) + self.plan_s
         return self.auto_s > 1.02 * min(self.compute_s, self.load_s) + slack_s
 
 
@@ -57,7 +58,9 @@ def outcome(machine: Machine, tokens: int, chunk: int) -> Outcome:
     taken = machine.others(0) if machine.others else 0
     beside = machine.prefill.beside(StepWork(taken))
     block_s = beside.span_s(tokens - BLOCK, tokens, chunk - taken)
-    return Outcome(auto_s, compute_s, load_s, ideal.ttft_s, step_s, block_s)
+    is_pipelined = taken and machine.plan_s is not None
+    plan_s = machine.prefill.work_s(StepWork(taken)) if is_pipelined else 0.0
+    return Outcome(auto_s, compute_s, load_s, ideal.ttft_s, step_s, block_s, plan_s)
 
 
 # The same examples each time: docs/scheduling.md has a cell that random ones found.
