@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.eviction.conversation import ConversationTracker
-from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext, ident_of
+from sglang_cake.stores.eviction.policy import (
+    UNKNOWN_CONTEXT,
+    UNKNOWN_TENANT,
+    AccessContext,
+    ident_of,
+)
 from sglang_cake.stores.request_facts import RequestFacts
 
 MOST_REQUESTS = 4096
@@ -65,10 +70,12 @@ class ReportedAccesses:
             self._requests.move_to_end(facts.id)
             if len(self._requests) > MOST_REQUESTS:
                 self._requests.popitem(last=False)
+            # No client can claim the tenant that quotas exempt.
+            tenant = 0 if facts.tenant == UNKNOWN_TENANT else facts.tenant
             accesses = [
                 Access(
                     keys[at],
-                    AccessContext(facts.workload, request.turn, at, len(keys), facts.tenant),
+                    AccessContext(facts.workload, request.turn, at, len(keys), tenant),
                     request.at_s - at * ORDER_S,
                 )
                 for at in range(len(keys) - 1, request.blocks - 1, -1)

@@ -258,3 +258,23 @@ async def test_file_store_is_an_access_listener_and_takes_request_facts(tmp_path
     assert isinstance(store, AccessListener)
     await report_access(store, [A], FACTS)
     await store.close()
+
+
+def test_block_folder_rebuilt_index_quota_counts_blocks_from_their_next_report(tmp_path):
+    rules = TenantRules(quota_bytes=2 * STORED_BYTES)
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        for name in range(10):
+            put(folder, name)
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
+        index.execute("UPDATE agreed SET boot = 'an earlier one'")
+    with contextlib.closing(opened_folder(tmp_path, tenant_rules=rules)) as folder:
+        with folder.supervisor.open() as index:
+            assert folder.evictor.learn(index, time.sleep)
+        assert evict(folder, 0) == 0
+        until_room_is_made(folder)
+        assert there(folder, range(10)) == list(range(10))
+        folder.on_access(DIGEST, keys(0, 1, 2), RequestFacts("r1", 100, tenant=1))
+        folder.on_access(DIGEST, keys(9), RequestFacts("r2", 100, tenant=2**63 - 1))
+        assert [usage.context.tenant for usage in booked(folder, (0, 1, 9))] == [1, 1, 0]
+        until_room_is_made(folder)
+        assert there(folder, range(10)) == [0, 1, *range(3, 10)]

@@ -20,7 +20,7 @@ from sys import intern
 from typing import Any, NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
+from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
 from sglang_cake.stores.file.index_file import (
     BUSY_S,
@@ -446,7 +446,10 @@ class BlockIndex:
             db.execute("INSERT INTO total VALUES (1, 0, 0)")
 
     def add_found(self, digest: Digest, own_bytes: int, blocks: Iterable[ScannedFile]) -> None:
-        """Insert a namespace that a scan found, with its blocks. Existing rows stay."""
+        """Insert a namespace that a scan found, with its blocks. Existing rows stay.
+
+        The tenant of a found block is UNKNOWN_TENANT until a request reports the block.
+        """
         files = iter(blocks)
         while True:
             some = list(islice(files, ROWS_AT_ONCE))  # reads the disk, so outside the transaction
@@ -454,8 +457,8 @@ class BlockIndex:
                 namespace = _namespace_id(db, digest, own_bytes)
                 db.executemany(
                     "INSERT OR IGNORE INTO blocks "
-                    "(namespace, key, state, stored_bytes, created_s, used_s) "
-                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    "(namespace, key, state, stored_bytes, created_s, used_s, tenant) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (
                         (
                             namespace,
@@ -464,6 +467,7 @@ class BlockIndex:
                             block.stored_bytes,
                             block.changed_s,
                             block.used_s,
+                            UNKNOWN_TENANT,
                         )
                         for block in some
                     ),
