@@ -278,3 +278,48 @@ def test_block_folder_rebuilt_index_quota_counts_blocks_from_their_next_report(t
         assert [usage.context.tenant for usage in booked(folder, (0, 1, 9))] == [1, 1, 0]
         until_room_is_made(folder)
         assert there(folder, range(10)) == [0, 1, *range(3, 10)]
+
+
+@pytest.mark.parametrize("reporter_leads", [False, True])
+def test_block_folder_put_in_another_process_gets_the_reported_facts(
+    tmp_path, monkeypatch, reporter_leads
+):
+    now_s = time.time()
+    monkeypatch.setattr("time.time", lambda: now_s)
+    rules = TenantRules(quota_bytes=5 * STORED_BYTES)
+    with (
+        contextlib.closing(opened_folder(tmp_path, tenant_rules=rules)) as leader,
+        contextlib.closing(opened_folder(tmp_path, tenant_rules=rules)) as other,
+    ):
+        reporter, writer = (leader, other) if reporter_leads else (other, leader)
+
+        def stored(number, names, tenant):
+            """Blocks that are put before the report of their request reaches the index."""
+            nonlocal now_s
+            now_s += 2.0
+            for name in names:
+                put(writer, name)
+            put_s, now_s = now_s, now_s - 1.0
+            reporter.on_access(DIGEST, keys(*names), RequestFacts(number, 9, "chat", tenant))
+            now_s = put_s
+            usages = booked(reporter, names)
+            assert {(usage.used_s, usage.uses) for usage in usages} == {(put_s, 0)}
+            assert [usage.context for usage in usages] == [
+                AccessContext("chat", 1, at, len(names), tenant) for at in range(len(names))
+            ]
+
+        def left():
+            with leader.supervisor.open() as index:
+                assert leader.evictor.learn(index, time.sleep)
+            until_room_is_made(leader)
+            return there(leader, range(40))
+
+        stored("r1", range(4), 1)
+        stored("r2", range(10, 14), 2)
+        assert left() == [*range(4), *range(10, 14)]
+        stored("r3", range(20, 22), 2)
+        stored("r4", range(30, 35), 3)
+        kept = left()
+        # A leader that put them itself reads their tenants again only if tenant 0 has too many.
+        assert len(kept) == 14 or (len(kept) == 15 and not reporter_leads)
+        assert {*range(4), 20, 21, *range(30, 35)} <= {*kept}

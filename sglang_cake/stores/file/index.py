@@ -20,7 +20,13 @@ from sys import intern
 from typing import Any, NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, AccessContext, Usage, ident_of
+from sglang_cake.stores.eviction.policy import (
+    UNKNOWN_CONTEXT,
+    UNKNOWN_TENANT,
+    AccessContext,
+    Usage,
+    ident_of,
+)
 from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
 from sglang_cake.stores.file.index_file import (
     BUSY_S,
@@ -36,6 +42,7 @@ from sglang_cake.stores.file.paths import this_process
 
 ROWS_AT_ONCE = 10_000  # of found files in one transaction, so that others wait briefly
 _SET_CONTEXT = "".join(f", {name} = ?" for name in AccessContext._fields)
+_HAS_CONTEXT = "".join(f" AND {name} = ?" for name in AccessContext._fields)
 _NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"
 
 
@@ -317,7 +324,8 @@ class BlockIndex:
     def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
         """Record accesses; returns those to stored blocks, with their ids, in the same order.
 
-        Accesses before a block was stored are ignored.
+        Accesses before a block was stored are ignored, except for their context: a block without
+        one was put by another process than the one that received the report, and gets it.
         """
         found = []
         with self._transaction() as db:
@@ -335,6 +343,20 @@ class BlockIndex:
                         touch.at_s,
                     ),
                 ).fetchone()
+                if row is None and touch.context is not None:
+                    row = db.execute(
+                        f"UPDATE blocks SET {_SET_CONTEXT.removeprefix(', ')} "
+                        f"WHERE {_NAMESPACE} AND key = ? AND created_s > ?{_HAS_CONTEXT} "
+                        "RETURNING id",
+                        (
+                            *touch.context,
+                            touch.namespace,
+                            touch.key,
+                            touch.at_s,
+                            *UNKNOWN_CONTEXT,
+                        ),
+                    ).fetchone()
+                    touch = touch._replace(uses=0)
                 if row is not None:
                     found.append((int(row[0]), touch))
         return found

@@ -224,6 +224,8 @@ class IndexSupervisor:
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _free_ahead(self, index: BlockIndex) -> None:
+        while not self._closing.is_set() and self._evictor.enforce_quotas(index, FREE_AT_ONCE):
+            pass
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
             step = Amount(
