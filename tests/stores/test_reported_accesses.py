@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import AccessListener, report_access
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.index import ScannedFile
-from sglang_cake.stores.reported_accesses import MOST_REQUESTS, ReportedAccesses
+from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.testing.memory_store import MemoryStore
@@ -169,7 +169,8 @@ def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
 def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
     reported, longest = ReportedAccesses(), {}
     for request, length in told:
-        accesses = reported.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
+        facts = RequestFacts(f"r{request}", 10)
+        accesses = reported.report(DIGEST, keys(*range(length)), facts, 5.0)
         before = longest.get(request, 0)
         assert [one.context.position for one in accesses] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
@@ -180,14 +181,34 @@ def test_reported_accesses_of_many_requests_keep_a_bounded_memory():
 
     def report(number):
         key = BlockKey(number.to_bytes(32, "big"))
-        return reported.report([key], RequestFacts(str(number), 1), 5.0)
+        return reported.report(DIGEST, [key], RequestFacts(str(number), 1), 5.0)
 
     for number in range(MOST_REQUESTS + 10):
         assert report(number)
     assert not report(10), "it is remembered"
     assert report(9), "it is forgotten, and told anew"
     never = key_of("never told of")
-    assert reported.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+    assert reported.access_for_put(DIGEST, never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+
+
+def test_reported_accesses_of_equal_keys_in_two_namespaces_are_equal_and_apart():
+    reported, other, (key,) = ReportedAccesses(), Digest(bytes(32)), keys(0)
+    first, second = (reported.report(digest, [key], FACTS, 5.0) for digest in (DIGEST, other))
+    assert first == second == [(key, AccessContext("chat", 1, 0, 1, 7), 5.0)]
+    assert not reported.report(other, [key], FACTS, 6.0)
+    assert reported.access_for_put(DIGEST, key, 7.0) == first[0]
+    assert not reported.is_announced(DIGEST, key, 7.0)
+    assert reported.is_announced(other, key, 7.0)
+    assert reported.access_for_put(other, key, 7.0) == first[0]
+
+
+def test_reported_accesses_of_one_request_in_many_namespaces_keep_a_bounded_memory():
+    reported = ReportedAccesses()
+    digests = [Digest(number.to_bytes(32)) for number in range(MOST_NAMESPACES + 1)]
+    for digest in digests:
+        assert reported.report(digest, keys(0), FACTS, 5.0)
+    assert not reported.report(digests[0], keys(0), FACTS, 5.0)
+    assert reported.report(digests[-1], keys(0), FACTS, 5.0), "it was not remembered"
 
 
 @given(

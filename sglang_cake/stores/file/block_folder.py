@@ -172,7 +172,7 @@ class BlockFolder:
         """As `AccessListener.on_access`. The index is updated in the background."""
         if facts.benefit is not None:
             self.evictor.set_benefit(facts.benefit)
-        self.supervisor.was_touched(digest, self._accesses.report(keys, facts, time.time()))
+        self.supervisor.was_touched(digest, self._accesses.report(digest, keys, facts, time.time()))
 
     @contextlib.contextmanager
     def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
@@ -198,7 +198,7 @@ class BlockFolder:
                 if not lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
-                if counts and not self._accesses.is_announced(key, time.time()):
+                if counts and not self._accesses.is_announced(digest, key, time.time()):
                     self.supervisor.was_read(digest, key, counts=not self._accesses.has_reports)
             except BlockCorrupt as error:
                 path = NamespaceFolder(self._root, digest).block(key)
@@ -223,7 +223,7 @@ class BlockFolder:
         self._backoff.check()
         stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
         now_s = time.time()
-        access = self._accesses.access_for_put(key, now_s)
+        access = self._accesses.access_for_put(digest, key, now_s)
         usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
         with os_errors(self._root, self._backoff):
             reservation = None
