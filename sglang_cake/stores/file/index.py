@@ -158,10 +158,11 @@ class BlockIndex:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
+                self._writer.execute("COMMIT")
             except BaseException:
-                self._writer.execute("ROLLBACK")
+                if self._writer.in_transaction:  # SQLite rolls back itself after an I/O error
+                    self._writer.execute("ROLLBACK")
                 raise
-            self._writer.execute("COMMIT")
 
     def _select(self, sql: str, *values: object) -> list[Any]:
         with self._read_lock, readable_errors():
