@@ -298,13 +298,29 @@ class BlockIndex:
                 db.execute(f"DELETE FROM blocks WHERE {stored}", (digest, key))
             return gone
 
-    def set_aside(self, digest: Digest, key: BlockKey) -> None:
-        """The file of the block was set aside. It still takes space."""
+    def set_aside(
+        self, digest: Digest, key: BlockKey, file: ScannedFile, is_gone: Callable[[], bool]
+    ) -> None:
+        """The file of the block was set aside. It still takes space.
+
+        Args:
+            file: that was set aside.
+            is_gone: whether the block has no file. Called within a transaction. If another process
+                has put the block again, its row stays, and `file` gets a row of its own.
+        """
         with self._transaction() as db:
+            if is_gone():
+                changed = db.execute(
+                    f"UPDATE blocks SET state = {State.ASIDE}, key = NULL "
+                    f"WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
+                    (digest, key),
+                )
+                if changed.rowcount:
+                    return
             db.execute(
-                f"UPDATE blocks SET state = {State.ASIDE}, key = NULL "
-                f"WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
-                (digest, key),
+                "INSERT INTO blocks (namespace, state, stored_bytes, created_s, used_s) "
+                f"SELECT id, {State.ASIDE}, ?, ?, ? FROM namespaces WHERE digest = ?",
+                (file.stored_bytes, file.changed_s, file.used_s, digest),
             )
 
     def with_aside(self) -> list[tuple[Digest, int]]:
