@@ -20,6 +20,7 @@ from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
+from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.index import ScannedFile
 from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
@@ -325,7 +326,8 @@ def test_block_folder_put_in_another_process_gets_the_reported_facts(
             now_s = put_s
             usages = booked(reporter, names)
             assert {(usage.used_s, usage.uses) for usage in usages} == {(put_s, 0)}
-            assert [usage.context for usage in usages] == [
+            # The turn is 2 if the reporter learned the rows before, as of an earlier prompt.
+            assert [usage.context._replace(turn=1) for usage in usages] == [
                 AccessContext("chat", 1, at, len(names), tenant) for at in range(len(names))
             ]
 
@@ -344,3 +346,22 @@ def test_block_folder_put_in_another_process_gets_the_reported_facts(
         # A leader that put them itself reads their tenants again only if tenant 0 has too many.
         assert len(kept) == 14 or (len(kept) == 15 and not reporter_leads)
         assert {*range(4), 20, 21, *range(30, 35)} <= {*kept}
+
+
+def test_block_folder_block_put_elsewhere_long_after_a_report_gets_its_facts(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_supervisor, "REPORT_AGAIN_S", (0.0,) * 1000)
+    with (
+        contextlib.closing(opened_folder(tmp_path)) as reporter,
+        contextlib.closing(opened_folder(tmp_path)) as writer,
+    ):
+        reporter.on_access(DIGEST, keys(0, 1), FACTS)
+        booked(reporter, ())
+        put(writer, 0)
+        deadline_s = time.monotonic() + 60
+        while booked(reporter, (0,))[0].context == UNKNOWN_CONTEXT:
+            assert time.monotonic() < deadline_s
+            reporter.supervisor.wake()
+            time.sleep(0.01)
+        (usage,) = booked(reporter, (0,))
+        assert usage.context == AccessContext("chat", 1, 0, 2, 7)
+        assert usage.uses == 0
