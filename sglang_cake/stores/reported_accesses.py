@@ -5,12 +5,18 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.eviction.conversation import ConversationTracker
-from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext, ident_of
+from sglang_cake.stores.eviction.policy import (
+    UNKNOWN_CONTEXT,
+    UNKNOWN_TENANT,
+    AccessContext,
+    ident_of,
+)
 from sglang_cake.stores.request_facts import RequestFacts
 
 MOST_REQUESTS = 4096
+MOST_NAMESPACES = 128  # of one request
 MOST_ANNOUNCED = 65_536  # blocks that may be put or read soon
 ORDER_S = 1e-6  # between two blocks of a request; a float of seconds since 1970 resolves 2.4e-7
 CLOCK_BACK_S = 60.0  # smaller steps back of the clock do not change the order of requests
@@ -27,7 +33,7 @@ class Access(NamedTuple):
 
 class _Request(NamedTuple):
     turn: int
-    blocks: int  # number of keys that were reported
+    blocks: dict[Digest, int]  # number of keys that were reported, by namespace
     at_s: float  # access time of the first block
 
 
@@ -37,18 +43,23 @@ class ReportedAccesses:
     Within a request the first block is the newest, and each following block is ORDER_S older. A
     request is newer than all earlier ones. That holds in whatever order the blocks are written, and
     across restarts.
+
+    Namespaces may have equal keys (`HeadSlicesStore`). A request that reports the same blocks of
+    several namespaces has one turn and one time in all of them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._conversations = ConversationTracker()
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # by id
-        self._announced: OrderedDict[BlockKey, Access] = OrderedDict()
+        self._announced: OrderedDict[tuple[Digest, BlockKey], Access] = OrderedDict()
         self._last_s = float("-inf")  # access time of the last request's first block
         # Requests are reported here, so a read does not count as a further access.
         self.has_reports = False
 
-    def report(self, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float) -> list[Access]:
+    def report(
+        self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts, now_s: float
+    ) -> list[Access]:
         """Accesses to the blocks of a request that were not reported before, last block first."""
         with self._lock:
             self.has_reports = True
@@ -58,37 +69,41 @@ class ReportedAccesses:
                 after_s = self._last_s + len(keys) * ORDER_S
                 # A larger step back of the clock is accepted.
                 self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
-                request = _Request(self._conversations.turn_of(idents), 0, self._last_s)
+                request = _Request(self._conversations.turn_of(idents), {}, self._last_s)
             self._conversations.record(idents, request.turn)
-            blocks = max(request.blocks, len(keys))
-            self._requests[facts.id] = request._replace(blocks=blocks)
+            reported = request.blocks.get(digest, 0)
+            if digest in request.blocks or len(request.blocks) < MOST_NAMESPACES:
+                request.blocks[digest] = max(reported, len(keys))
+            self._requests[facts.id] = request
             self._requests.move_to_end(facts.id)
             if len(self._requests) > MOST_REQUESTS:
                 self._requests.popitem(last=False)
+            # No client can claim the tenant that quotas exempt.
+            tenant = 0 if facts.tenant == UNKNOWN_TENANT else facts.tenant
             accesses = [
                 Access(
                     keys[at],
-                    AccessContext(facts.workload, request.turn, at, len(keys), facts.tenant),
+                    AccessContext(facts.workload, request.turn, at, len(keys), tenant),
                     request.at_s - at * ORDER_S,
                 )
-                for at in range(len(keys) - 1, request.blocks - 1, -1)
+                for at in range(len(keys) - 1, reported - 1, -1)
             ]
             for access in accesses:
-                self._announced[access.key] = access
-                self._announced.move_to_end(access.key)
+                self._announced[digest, access.key] = access
+                self._announced.move_to_end((digest, access.key))
             while len(self._announced) > MOST_ANNOUNCED:
                 self._announced.popitem(last=False)
             return accesses
 
-    def access_for_put(self, key: BlockKey, now_s: float) -> Access:
+    def access_for_put(self, digest: Digest, key: BlockKey, now_s: float) -> Access:
         """The reported access to a block that is being put; without a report, one at `now_s`."""
         with self._lock:
-            return self._announced.pop(key, Access(key, UNKNOWN_CONTEXT, now_s))
+            return self._announced.pop((digest, key), Access(key, UNKNOWN_CONTEXT, now_s))
 
-    def is_announced(self, key: BlockKey, now_s: float) -> bool:
+    def is_announced(self, digest: Digest, key: BlockKey, now_s: float) -> bool:
         """Whether a read at `now_s` belongs to a request that reported the block."""
         with self._lock:
-            access = self._announced.get(key)
+            access = self._announced.get((digest, key))
             return access is not None and abs(now_s - access.at_s) < READ_SOON_S
 
     def restore(self, ident: int, context: AccessContext) -> None:

@@ -19,7 +19,7 @@ class RequestFacts:
     id: str  # unique; the same in all reports of the request
     tokens: int  # length of the prompt
     workload: str = ""  # purpose that the user declared
-    tenant: int = 0  # hash of the tenant; 0: unknown
+    tenant: int = 0  # hash of the tenant; 0: the request names none
     benefit: Benefit | None = None  # costs of the server that runs the request
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.stores.eviction import POLICIES, new_policy
-from sglang_cake.stores.eviction.policy import AccessContext, Usage
+from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, AccessContext, Usage
 from sglang_cake.stores.eviction.tenants import (
     MAX_TENANTS,
     NO_TENANT_RULES,
@@ -57,6 +57,35 @@ def test_tenant_policy_over_quota_bytes_sum_over_all_tenants():
         policy.add(block, usage(block, block % 2))
     assert policy.over_quota_bytes() == 10
     assert new_policy("lru").over_quota_bytes() == 0
+
+
+def test_tenant_policy_blocks_of_unknown_tenants_count_for_no_quota():
+    policy = TenantPolicy(new_policy("lru"), TenantRules(quota_bytes=25))
+    for block in range(6):
+        policy.add(block, usage(block, UNKNOWN_TENANT))
+    assert policy.over_quota_bytes() == 0
+    for block in range(3):
+        policy.touch(block, 1.0, 1, AccessContext(tenant=1))
+    assert policy.over_quota_bytes() == 5
+    assert policy.pop(2.0)[0] == 0
+    assert not policy.breaks_rule
+
+
+def test_tenant_policy_fair_blocks_of_unknown_tenants_are_no_tenant():
+    policy = TenantPolicy(new_policy("lru"), TenantRules(fair=True))
+    for block in range(6):
+        policy.add(block, usage(block, UNKNOWN_TENANT, float(block)))
+    policy.add(10, usage(10, 1, 0.5))
+    policy.add(11, usage(11, 2, 10.0))
+    assert not policy.breaks_rule
+    for block in range(20, 28):
+        policy.add(block, usage(block, 2, float(block)))
+    assert policy.breaks_rule
+    assert policy.pop(40.0)[0] == 0, "an older block that may be of tenant 2"
+    assert policy.pop(40.0)[0] == 1, "and none of tenant 1"
+    for block in range(2, 6):
+        policy.remove(block)
+    assert policy.pop(40.0)[0] == 11
 
 
 STEPS = st.lists(

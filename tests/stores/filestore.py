@@ -49,7 +49,7 @@ def until_room_is_made(folder):
     """The background has evicted what it should. Who did it here as well would evict it twice."""
     deadline_s = time.monotonic() + 60
     with folder.supervisor.open() as index:
-        while folder.evictor.ahead(index):
+        while folder.evictor.ahead(index) or folder.evictor.over_quota_bytes():
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 

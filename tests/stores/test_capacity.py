@@ -20,6 +20,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, Store
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -206,6 +207,28 @@ def test_block_folder_corrupt_files_count_until_they_are_removed(folder, tmp_pat
     assert du_bytes(tmp_path) <= folder.stats().used_bytes
     assert folder.remove_set_aside() == MAX_SET_ASIDE
     assert folder.stats().blocks == 0
+
+
+def test_block_folder_block_put_while_a_corrupt_one_is_set_aside_stays(tmp_path, monkeypatch):
+    one, two = opened(tmp_path), opened(tmp_path)
+    with contextlib.closing(one), contextlib.closing(two):
+        put(one, 0)
+        set_aside = BlockIndex.set_aside
+
+        def after_put(index, *args):
+            assert put(two, 0)
+            set_aside(index, *args)
+
+        monkeypatch.setattr(BlockIndex, "set_aside", after_put)
+        with pytest.raises(BlockCorrupt), one.reading(DIGEST, key_of(0)):
+            raise BlockCorrupt("a flipped bit")
+        assert there(one, [0]) == [0]
+        get(one, 0)
+        before = one.stats()
+        assert before.block_bytes == STORED_BYTES
+        assert du_bytes(tmp_path) <= before.used_bytes
+        assert one.remove_set_aside() == 1
+        assert before.used_bytes - one.stats().used_bytes >= STORED_BYTES
 
 
 def test_block_folder_corrupt_old_file_leaves_its_replacement_in_place(folder):

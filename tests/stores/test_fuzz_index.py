@@ -137,6 +137,55 @@ def test_index_creation_that_fails_leaves_no_tables(tmp_path, monkeypatch):
     BlockIndex(path).close()
 
 
+class RolledBack(sqlite3.Connection):
+    """Fails as on a disk with errors: SQLite rolls the transaction back itself."""
+
+    failing = ""
+
+    def execute(self, sql, *values):
+        if self.failing and sql.startswith(self.failing):
+            super().execute("ROLLBACK")
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise error
+        return super().execute(sql, *values)
+
+
+@pytest.mark.parametrize("statement", ["DELETE FROM fits", "COMMIT"])
+def test_index_transaction_that_sqlite_rolled_back_raises_its_cause(
+    tmp_path, monkeypatch, statement
+):
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=RolledBack))
+    with closing(BlockIndex(tmp_path / "index.db")) as index:
+        with monkeypatch.context() as patch:
+            patch.setattr(RolledBack, "failing", statement)
+            with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
+                index.save_fits({})
+        index.save_fits({})
+
+
+class FullAtTheEnd(sqlite3.Connection):
+    """Cannot commit, and leaves the transaction open."""
+
+    is_full = False
+
+    def execute(self, sql, *values):
+        if self.is_full and sql == "COMMIT":
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, *values)
+
+
+def test_index_commit_that_fails_leaves_no_open_transaction(tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=FullAtTheEnd))
+    with closing(BlockIndex(tmp_path / "index.db")) as index:
+        with monkeypatch.context() as patch:
+            patch.setattr(FullAtTheEnd, "is_full", True)
+            with pytest.raises(sqlite3.OperationalError, match="is full"):
+                index.mark_clean("boot")
+        assert index.clean_boot_id() == ""
+        index.save_fits({})
+
+
 DAMAGE = {
     "a schema that is no text, so that SQLite's message is none": b"CREATE TABLE blocks",
     "a comment in the schema that is no text": b"never used again",

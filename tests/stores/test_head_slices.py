@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.codecs.frame import HEADER_BYTES
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, report_access, tiers_of
+from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.head_slices import HeadSliceStore
 from sglang_cake.stores.open_store import open_slices, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
@@ -330,3 +333,18 @@ async def test_head_slices_whole_blocks_have_no_store_in_between(tmp_path: Path)
     store = open_file(tmp_path, count=1)
     assert not isinstance(store, HeadSliceStore)
     await store.close()
+
+
+async def test_head_slices_of_one_folder_all_have_the_facts_of_a_request(tmp_path: Path) -> None:
+    """As in a server of blocks, whose namespaces share a folder."""
+    folder, cut = BlockFolder(tmp_path), LAYOUT.sliced(2)
+    slices = [FileStore(folder, BlockFrame(each, cut), threads=1) for each in namespaces(0, 2)]
+    store = HeadSliceStore(slices, LAYOUT, depth=2)
+    keys, data = [key_of("first"), KEY], block_of("noise")
+    await report_access(store, keys, RequestFacts("r1", 1000, "chat", 7))
+    for key in keys:
+        await store.put(key, data)
+    await store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.db")) as index:
+        query = "SELECT workload, turn, position, reach, tenant, count(*) FROM blocks GROUP BY key"
+        assert {*index.execute(query)} == {("chat", 1, 0, 2, 7, 2), ("chat", 1, 1, 2, 7, 2)}

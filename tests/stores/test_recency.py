@@ -106,7 +106,8 @@ def test_reported_accesses_times_rise_by_request_and_from_the_tail(requests):
     reported, now_s, times = ReportedAccesses(), 1.8e9, []
     for number, (blocks, later_s) in enumerate(requests):
         now_s += later_s  # clocks are also put back
-        accesses = reported.report(keys(number, blocks), RequestFacts(str(number), 10), now_s)
+        facts = RequestFacts(str(number), 10)
+        accesses = reported.report(DIGEST, keys(number, blocks), facts, now_s)
         assert [told.context.position for told in accesses] == list(range(blocks - 1, -1, -1))
         times += [told.at_s for told in accesses]
     assert times == sorted(set(times))
@@ -114,8 +115,8 @@ def test_reported_accesses_times_rise_by_request_and_from_the_tail(requests):
 
 def test_reported_accesses_clock_set_back_an_hour_is_followed():
     reported = ReportedAccesses()
-    reported.report(keys(0, 3), RequestFacts("before", 10), 1.8e9)
-    (told,) = reported.report(keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
+    reported.report(DIGEST, keys(0, 3), RequestFacts("before", 10), 1.8e9)
+    (told,) = reported.report(DIGEST, keys(1, 1), RequestFacts("after", 10), 1.8e9 - 3600)
     assert told.at_s == 1.8e9 - 3600
 
 
@@ -172,11 +173,11 @@ def test_block_folder_list_blocks_gives_the_time_of_the_last_use(tmp_path, monke
 
 def test_reported_accesses_many_expected_reads_keep_a_bounded_table():
     reported = ReportedAccesses()
-    assert not reported.is_announced(A, 0.0)
-    reported.report([A], RequestFacts("first", 10), 0.0)
-    assert reported.is_announced(A, 1.0)
+    assert not reported.is_announced(DIGEST, A, 0.0)
+    reported.report(DIGEST, [A], RequestFacts("first", 10), 0.0)
+    assert reported.is_announced(DIGEST, A, 1.0)
     for number in range(2):
         some = [key_of((number, at)) for at in range(MOST_ANNOUNCED // 2)]
-        reported.report([*some, B], RequestFacts(str(number), 10), 0.0)
-    assert not reported.is_announced(A, 1.0)
-    assert reported.is_announced(B, 1.0)
+        reported.report(DIGEST, [*some, B], RequestFacts(str(number), 10), 0.0)
+    assert not reported.is_announced(DIGEST, A, 1.0)
+    assert reported.is_announced(DIGEST, B, 1.0)

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
-from sglang_cake.core.keys import BlockKey
+from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import AccessListener, report_access
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
+from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.index import ScannedFile
-from sglang_cake.stores.reported_accesses import MOST_REQUESTS, ReportedAccesses
+from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.testing.memory_store import MemoryStore
@@ -169,7 +170,8 @@ def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
 def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
     reported, longest = ReportedAccesses(), {}
     for request, length in told:
-        accesses = reported.report(keys(*range(length)), RequestFacts(f"r{request}", 10), 5.0)
+        facts = RequestFacts(f"r{request}", 10)
+        accesses = reported.report(DIGEST, keys(*range(length)), facts, 5.0)
         before = longest.get(request, 0)
         assert [one.context.position for one in accesses] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
@@ -180,14 +182,34 @@ def test_reported_accesses_of_many_requests_keep_a_bounded_memory():
 
     def report(number):
         key = BlockKey(number.to_bytes(32, "big"))
-        return reported.report([key], RequestFacts(str(number), 1), 5.0)
+        return reported.report(DIGEST, [key], RequestFacts(str(number), 1), 5.0)
 
     for number in range(MOST_REQUESTS + 10):
         assert report(number)
     assert not report(10), "it is remembered"
     assert report(9), "it is forgotten, and told anew"
     never = key_of("never told of")
-    assert reported.access_for_put(never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+    assert reported.access_for_put(DIGEST, never, 7.0) == (never, UNKNOWN_CONTEXT, 7.0)
+
+
+def test_reported_accesses_of_equal_keys_in_two_namespaces_are_equal_and_apart():
+    reported, other, (key,) = ReportedAccesses(), Digest(bytes(32)), keys(0)
+    first, second = (reported.report(digest, [key], FACTS, 5.0) for digest in (DIGEST, other))
+    assert first == second == [(key, AccessContext("chat", 1, 0, 1, 7), 5.0)]
+    assert not reported.report(other, [key], FACTS, 6.0)
+    assert reported.access_for_put(DIGEST, key, 7.0) == first[0]
+    assert not reported.is_announced(DIGEST, key, 7.0)
+    assert reported.is_announced(other, key, 7.0)
+    assert reported.access_for_put(other, key, 7.0) == first[0]
+
+
+def test_reported_accesses_of_one_request_in_many_namespaces_keep_a_bounded_memory():
+    reported = ReportedAccesses()
+    digests = [Digest(number.to_bytes(32)) for number in range(MOST_NAMESPACES + 1)]
+    for digest in digests:
+        assert reported.report(digest, keys(0), FACTS, 5.0)
+    assert not reported.report(digests[0], keys(0), FACTS, 5.0)
+    assert reported.report(digests[-1], keys(0), FACTS, 5.0), "it was not remembered"
 
 
 @given(
@@ -258,3 +280,88 @@ async def test_file_store_is_an_access_listener_and_takes_request_facts(tmp_path
     assert isinstance(store, AccessListener)
     await report_access(store, [A], FACTS)
     await store.close()
+
+
+def test_block_folder_rebuilt_index_quota_counts_blocks_from_their_next_report(tmp_path):
+    rules = TenantRules(quota_bytes=2 * STORED_BYTES)
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        for name in range(10):
+            put(folder, name)
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
+        index.execute("UPDATE agreed SET boot = 'an earlier one'")
+    with contextlib.closing(opened_folder(tmp_path, tenant_rules=rules)) as folder:
+        with folder.supervisor.open() as index:
+            assert folder.evictor.learn(index, time.sleep)
+        assert evict(folder, 0) == 0
+        until_room_is_made(folder)
+        assert there(folder, range(10)) == list(range(10))
+        folder.on_access(DIGEST, keys(0, 1, 2), RequestFacts("r1", 100, tenant=1))
+        folder.on_access(DIGEST, keys(9), RequestFacts("r2", 100, tenant=2**63 - 1))
+        assert [usage.context.tenant for usage in booked(folder, (0, 1, 9))] == [1, 1, 0]
+        until_room_is_made(folder)
+        assert there(folder, range(10)) == [0, 1, *range(3, 10)]
+
+
+@pytest.mark.parametrize("reporter_leads", [False, True])
+def test_block_folder_put_in_another_process_gets_the_reported_facts(
+    tmp_path, monkeypatch, reporter_leads
+):
+    now_s = time.time()
+    monkeypatch.setattr("time.time", lambda: now_s)
+    rules = TenantRules(quota_bytes=5 * STORED_BYTES)
+    with (
+        contextlib.closing(opened_folder(tmp_path, tenant_rules=rules)) as leader,
+        contextlib.closing(opened_folder(tmp_path, tenant_rules=rules)) as other,
+    ):
+        reporter, writer = (leader, other) if reporter_leads else (other, leader)
+
+        def stored(number, names, tenant):
+            """Blocks that are put before the report of their request reaches the index."""
+            nonlocal now_s
+            now_s += 2.0
+            for name in names:
+                put(writer, name)
+            put_s, now_s = now_s, now_s - 1.0
+            reporter.on_access(DIGEST, keys(*names), RequestFacts(number, 9, "chat", tenant))
+            now_s = put_s
+            usages = booked(reporter, names)
+            assert {(usage.used_s, usage.uses) for usage in usages} == {(put_s, 0)}
+            # The turn is 2 if the reporter learned the rows before, as of an earlier prompt.
+            assert [usage.context._replace(turn=1) for usage in usages] == [
+                AccessContext("chat", 1, at, len(names), tenant) for at in range(len(names))
+            ]
+
+        def left():
+            with leader.supervisor.open() as index:
+                assert leader.evictor.learn(index, time.sleep)
+            until_room_is_made(leader)
+            return there(leader, range(40))
+
+        stored("r1", range(4), 1)
+        stored("r2", range(10, 14), 2)
+        assert left() == [*range(4), *range(10, 14)]
+        stored("r3", range(20, 22), 2)
+        stored("r4", range(30, 35), 3)
+        kept = left()
+        # A leader that put them itself reads their tenants again only if tenant 0 has too many.
+        assert len(kept) == 14 or (len(kept) == 15 and not reporter_leads)
+        assert {*range(4), 20, 21, *range(30, 35)} <= {*kept}
+
+
+def test_block_folder_block_put_elsewhere_long_after_a_report_gets_its_facts(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_supervisor, "REPORT_AGAIN_S", (0.0,) * 1000)
+    with (
+        contextlib.closing(opened_folder(tmp_path)) as reporter,
+        contextlib.closing(opened_folder(tmp_path)) as writer,
+    ):
+        reporter.on_access(DIGEST, keys(0, 1), FACTS)
+        booked(reporter, ())
+        put(writer, 0)
+        deadline_s = time.monotonic() + 60
+        while booked(reporter, (0,))[0].context == UNKNOWN_CONTEXT:
+            assert time.monotonic() < deadline_s
+            reporter.supervisor.wake()
+            time.sleep(0.01)
+        (usage,) = booked(reporter, (0,))
+        assert usage.context == AccessContext("chat", 1, 0, 2, 7)
+        assert usage.uses == 0

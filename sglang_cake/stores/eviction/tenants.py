@@ -5,7 +5,7 @@ from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import BlockHeap
-from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 
 MAX_TENANTS: Final = 1024  # further tenants are counted as tenant 0
@@ -38,8 +38,11 @@ class TenantPolicy(EvictionPolicy):
     below an equal share loses nothing to a tenant that floods the store. While no rule is broken,
     the inner policy decides.
 
+    Blocks of UNKNOWN_TENANT count for no quota. A tenant above an equal share of all bytes, theirs
+    included, loses its own blocks and these, the least recently used one first.
+
     Attributes:
-        used_bytes: by tenant.
+        used_bytes: by tenant, without UNKNOWN_TENANT.
     """
 
     def __init__(self, inner: EvictionPolicy, rules: TenantRules) -> None:
@@ -51,6 +54,8 @@ class TenantPolicy(EvictionPolicy):
         self._rules = rules
         self._lru: dict[int, BlockHeap] = {}  # by tenant
         self.used_bytes: dict[int, int] = {}
+        self._unknown = BlockHeap()
+        self._unknown_bytes = 0
 
     def add(self, block: int, usage: Usage) -> None:
         self._uncount(block)
@@ -76,6 +81,10 @@ class TenantPolicy(EvictionPolicy):
             return popped
         first = self._lru[tenant].first()
         assert first is not None  # tenants without blocks are not in `used_bytes`
+        if not self._is_over_quota(tenant):
+            unknown = self._unknown.first()
+            if unknown is not None and unknown.rank < first.rank:
+                first = unknown
         usage = self._usage[first.block]
         self.remove(first.block)
         return first.block, usage
@@ -114,18 +123,25 @@ class TenantPolicy(EvictionPolicy):
         if not self.used_bytes:
             return None
         largest = max(self.used_bytes, key=lambda tenant: (self.used_bytes[tenant], tenant))
-        used_bytes = self.used_bytes[largest]
-        quota_bytes = self._rules.quota_bytes
-        if quota_bytes is not None and used_bytes > quota_bytes:
+        if self._is_over_quota(largest):
             return largest
-        equal_share_bytes = sum(self.used_bytes.values()) / len(self.used_bytes)
-        return largest if self._rules.fair and used_bytes > equal_share_bytes else None
+        all_bytes = sum(self.used_bytes.values()) + self._unknown_bytes
+        is_above = self.used_bytes[largest] > all_bytes / len(self.used_bytes)
+        return largest if self._rules.fair and is_above else None
+
+    def _is_over_quota(self, tenant: int) -> bool:
+        quota_bytes = self._rules.quota_bytes
+        return quota_bytes is not None and self.used_bytes[tenant] > quota_bytes
 
     def _count(self, block: int, usage: Usage) -> None:
         tenant = usage.context.tenant
+        self._usage[block] = usage
+        if tenant == UNKNOWN_TENANT:
+            self._unknown.put(block, (usage.used_s,))
+            self._unknown_bytes += usage.stored_bytes
+            return
         if tenant not in self.used_bytes and len(self.used_bytes) >= MAX_TENANTS:
             tenant = 0
-        self._usage[block] = usage
         self._lru.setdefault(tenant, BlockHeap()).put(block, (usage.used_s,))
         self.used_bytes[tenant] = self.used_bytes.get(tenant, 0) + usage.stored_bytes
 
@@ -134,6 +150,10 @@ class TenantPolicy(EvictionPolicy):
         if usage is None:
             return
         tenant = usage.context.tenant
+        if tenant == UNKNOWN_TENANT:
+            self._unknown.remove(block)
+            self._unknown_bytes -= usage.stored_bytes
+            return
         if tenant not in self._lru or block not in self._lru[tenant]:
             tenant = 0
         self._lru[tenant].remove(block)

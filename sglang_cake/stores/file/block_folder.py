@@ -25,7 +25,7 @@ from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.file.block_files import BlockFiles, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
-from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved
+from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved, ScannedFile
 from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
@@ -172,7 +172,7 @@ class BlockFolder:
         """As `AccessListener.on_access`. The index is updated in the background."""
         if facts.benefit is not None:
             self.evictor.set_benefit(facts.benefit)
-        self.supervisor.was_touched(digest, self._accesses.report(keys, facts, time.time()))
+        self.supervisor.was_touched(digest, self._accesses.report(digest, keys, facts, time.time()))
 
     @contextlib.contextmanager
     def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
@@ -198,7 +198,7 @@ class BlockFolder:
                 if not lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
-                if counts and not self._accesses.is_announced(key, time.time()):
+                if counts and not self._accesses.is_announced(digest, key, time.time()):
                     self.supervisor.was_read(digest, key, counts=not self._accesses.has_reports)
             except BlockCorrupt as error:
                 path = NamespaceFolder(self._root, digest).block(key)
@@ -221,9 +221,9 @@ class BlockFolder:
         Raises: StoreFull, StoreUnavailable.
         """
         self._backoff.check()
-        stored_bytes = -(-framed_bytes // self._allocated_bytes) * self._allocated_bytes
+        stored_bytes = self._rounded(framed_bytes)
         now_s = time.time()
-        access = self._accesses.access_for_put(key, now_s)
+        access = self._accesses.access_for_put(digest, key, now_s)
         usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
         with os_errors(self._root, self._backoff):
             reservation = None
@@ -325,6 +325,10 @@ class BlockFolder:
 
     # ---- space and index ----
 
+    def _rounded(self, size_bytes: int) -> int:
+        """Bytes that a file of this size takes on the disk."""
+        return -(-size_bytes // self._allocated_bytes) * self._allocated_bytes
+
     def _reserve(self, digest: Digest, key: BlockKey, usage: Usage) -> Reservation | None:
         """Reserve space for a block, and evict others if needed; None if the block is there.
 
@@ -415,7 +419,9 @@ class BlockFolder:
             self._log_corrupt(error, "set aside" if kept else "removed")
             with contextlib.suppress(StoreError), self.supervisor.open() as index:
                 if kept:
-                    index.set_aside(digest, key)
+                    size = self._rounded(bad.st_size)
+                    file = ScannedFile(None, size, bad.st_mtime, bad.st_mtime)
+                    index.set_aside(digest, key, file, lambda: self._files.is_gone(digest, key))
                 else:
                     self._forget_in(index, digest, key)
 

@@ -37,8 +37,8 @@ class Evictor:
 
     - The leader's policy holds all blocks. It is filled from the index in the background, and
       before an eviction with the new blocks of other processes.
-    - Before evicting a block, its access time is read again from the index, since another process
-      may have used it.
+    - Before evicting a block, its last access is read again from the index, since another process
+      may have used it, or received the report of its request.
     - Until the policy holds all blocks, victims are chosen among the blocks that it holds.
 
     Other processes hold no blocks in memory. If the leader did not free enough space in time, they
@@ -103,12 +103,11 @@ class Evictor:
         return self.capacity_bytes - overhead_bytes(self._root)
 
     def ahead(self, index: BlockIndex) -> Amount:
-        """Space that should be freed now, for later puts, quotas, and `min_free_bytes`.
+        """Space that should be freed now, for later puts and `min_free_bytes`.
 
         Raises: sqlite3.Error; OSError.
         """
-        with self.lock:
-            wanted_bytes = self._policy.over_quota_bytes()
+        wanted_bytes = 0
         limit_bytes = self.limit_bytes()
         if limit_bytes is not None:
             ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
@@ -132,12 +131,32 @@ class Evictor:
         self.space.freed(freed)
         return freed
 
-    def _evict_first(self, index: BlockIndex, wanted: Amount) -> Amount:
+    def over_quota_bytes(self) -> int:
+        """Bytes that tenants hold above their quota, as far as the policy has their blocks."""
+        with self.lock:
+            return self._policy.over_quota_bytes()
+
+    def enforce_quotas(self, index: BlockIndex, at_most: Amount) -> Amount:
+        """Evict blocks of tenants above their quota, until none is, or about `at_most` is freed.
+
+        Only for the leader. Returns the space that was freed. Raises: sqlite3.Error; OSError.
+        """
+        with self.lock:
+            freed = self._evict_first(index, at_most, only_over_quota=True)
+        self.space.freed(freed)
+        return freed
+
+    def _evict_first(
+        self, index: BlockIndex, wanted: Amount, *, only_over_quota: bool = False
+    ) -> Amount:
         freed = Amount()
         pinned: dict[int, Usage] = {}  # blocks that are being read
         now_s = time.time()
         try:
             while freed.bytes < wanted.bytes or freed.files < wanted.files:
+                # Blocks whose tenant the index has changed may leave no tenant above its quota.
+                if only_over_quota and not self._policy.over_quota_bytes():
+                    break
                 popped = self._pop(now_s) or self._pop_unknown(index, now_s, pinned)
                 if popped is None:
                     break
@@ -145,7 +164,7 @@ class Evictor:
                 stored = index.find(block)
                 if stored is None:
                     continue
-                if stored.usage.used_s > usage.used_s:  # another process has used it
+                if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     self._policy.add(block, stored.usage)
                 elif self._evict(index, stored):
                     freed = Amount(freed.bytes + stored.usage.stored_bytes, freed.files + 1)

@@ -20,7 +20,13 @@ from sys import intern
 from typing import Any, NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
+from sglang_cake.stores.eviction.policy import (
+    UNKNOWN_CONTEXT,
+    UNKNOWN_TENANT,
+    AccessContext,
+    Usage,
+    ident_of,
+)
 from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
 from sglang_cake.stores.file.index_file import (
     BUSY_S,
@@ -36,6 +42,7 @@ from sglang_cake.stores.file.paths import this_process
 
 ROWS_AT_ONCE = 10_000  # of found files in one transaction, so that others wait briefly
 _SET_CONTEXT = "".join(f", {name} = ?" for name in AccessContext._fields)
+_HAS_CONTEXT = "".join(f" AND {name} = ?" for name in AccessContext._fields)
 _NAMESPACE = "namespace = (SELECT id FROM namespaces WHERE digest = ?)"
 
 
@@ -151,10 +158,11 @@ class BlockIndex:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
+                self._writer.execute("COMMIT")
             except BaseException:
-                self._writer.execute("ROLLBACK")
+                if self._writer.in_transaction:  # SQLite rolls back itself after an I/O error
+                    self._writer.execute("ROLLBACK")
                 raise
-            self._writer.execute("COMMIT")
 
     def _select(self, sql: str, *values: object) -> list[Any]:
         with self._read_lock, readable_errors():
@@ -290,13 +298,29 @@ class BlockIndex:
                 db.execute(f"DELETE FROM blocks WHERE {stored}", (digest, key))
             return gone
 
-    def set_aside(self, digest: Digest, key: BlockKey) -> None:
-        """The file of the block was set aside. It still takes space."""
+    def set_aside(
+        self, digest: Digest, key: BlockKey, file: ScannedFile, is_gone: Callable[[], bool]
+    ) -> None:
+        """The file of the block was set aside. It still takes space.
+
+        Args:
+            file: that was set aside.
+            is_gone: whether the block has no file. Called within a transaction. If another process
+                has put the block again, its row stays, and `file` gets a row of its own.
+        """
         with self._transaction() as db:
+            if is_gone():
+                changed = db.execute(
+                    f"UPDATE blocks SET state = {State.ASIDE}, key = NULL "
+                    f"WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
+                    (digest, key),
+                )
+                if changed.rowcount:
+                    return
             db.execute(
-                f"UPDATE blocks SET state = {State.ASIDE}, key = NULL "
-                f"WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
-                (digest, key),
+                "INSERT INTO blocks (namespace, state, stored_bytes, created_s, used_s) "
+                f"SELECT id, {State.ASIDE}, ?, ?, ? FROM namespaces WHERE digest = ?",
+                (file.stored_bytes, file.changed_s, file.used_s, digest),
             )
 
     def with_aside(self) -> list[tuple[Digest, int]]:
@@ -317,7 +341,8 @@ class BlockIndex:
     def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
         """Record accesses; returns those to stored blocks, with their ids, in the same order.
 
-        Accesses before a block was stored are ignored.
+        Accesses before a block was stored are ignored, except for their context: a block without
+        one was put by another process than the one that received the report, and gets it.
         """
         found = []
         with self._transaction() as db:
@@ -335,6 +360,20 @@ class BlockIndex:
                         touch.at_s,
                     ),
                 ).fetchone()
+                if row is None and touch.context is not None:
+                    row = db.execute(
+                        f"UPDATE blocks SET {_SET_CONTEXT.removeprefix(', ')} "
+                        f"WHERE {_NAMESPACE} AND key = ? AND created_s > ?{_HAS_CONTEXT} "
+                        "RETURNING id",
+                        (
+                            *touch.context,
+                            touch.namespace,
+                            touch.key,
+                            touch.at_s,
+                            *UNKNOWN_CONTEXT,
+                        ),
+                    ).fetchone()
+                    touch = touch._replace(uses=0)
                 if row is not None:
                     found.append((int(row[0]), touch))
         return found
@@ -446,7 +485,10 @@ class BlockIndex:
             db.execute("INSERT INTO total VALUES (1, 0, 0)")
 
     def add_found(self, digest: Digest, own_bytes: int, blocks: Iterable[ScannedFile]) -> None:
-        """Insert a namespace that a scan found, with its blocks. Existing rows stay."""
+        """Insert a namespace that a scan found, with its blocks. Existing rows stay.
+
+        The tenant of a found block is UNKNOWN_TENANT until a request reports the block.
+        """
         files = iter(blocks)
         while True:
             some = list(islice(files, ROWS_AT_ONCE))  # reads the disk, so outside the transaction
@@ -454,8 +496,8 @@ class BlockIndex:
                 namespace = _namespace_id(db, digest, own_bytes)
                 db.executemany(
                     "INSERT OR IGNORE INTO blocks "
-                    "(namespace, key, state, stored_bytes, created_s, used_s) "
-                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    "(namespace, key, state, stored_bytes, created_s, used_s, tenant) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (
                         (
                             namespace,
@@ -464,6 +506,7 @@ class BlockIndex:
                             block.stored_bytes,
                             block.changed_s,
                             block.used_s,
+                            UNKNOWN_TENANT,
                         )
                         for block in some
                     ),

@@ -39,6 +39,11 @@ CLOSE_S = 10.0  # limit for waiting at the end for a disk that does not answer
 FREE_AT_ONCE = Amount(16 << 20, 1000)  # space freed ahead in one step, between which puts can run
 KEEP_ASIDE_S = 86_400.0  # corrupt files of a namespace are kept so long after the last one
 MAX_PENDING_READS = 65_536  # accesses that are not in the index yet; older ones are dropped
+# Delays after which a report is applied again to blocks that were not stored: another process may
+# have put them since.
+REPORT_AGAIN_S = (10.0, 60.0)
+MOST_REPORTED_AGAIN = 16_384  # blocks that wait for each of these times; older ones are dropped
+REPORTED_AT_ONCE = 4096  # blocks in one transaction
 # SQLITE_ERROR is an error in a query, for which intact tables give no reason.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
@@ -72,6 +77,10 @@ class IndexSupervisor:
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._reads: deque[Touch] = deque(maxlen=MAX_PENDING_READS)
+        # Accesses to blocks that were not stored, with the time of their first try, for each delay.
+        self._unstored = [
+            deque[tuple[float, Touch]](maxlen=MOST_REPORTED_AGAIN) for _ in REPORT_AGAIN_S
+        ]
         self._flushing = threading.Lock()  # taken before the locks of the index and the evictor
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
@@ -137,12 +146,43 @@ class IndexSupervisor:
             if not reads:
                 return
             try:
-                self._evictor.touched(index.touch(reads))
+                are_stored = self._record(index, reads)
+                now_s = time.monotonic()
+                self._unstored[0].extend(
+                    (now_s, read)
+                    for read, is_stored in zip(reads, are_stored, strict=True)
+                    if not is_stored and read.context is not None
+                )
             except (ValueError, OverflowError):  # one access cannot be written: write the others
                 logger.exception("store %s: index", self._root)
                 for read in reads:
                     with contextlib.suppress(ValueError, OverflowError):
-                        self._evictor.touched(index.touch([read]))
+                        self._record(index, [read])
+
+    def _record(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
+        """Write accesses to the index and the policy; returns which ones are to stored blocks."""
+        found = index.touch(reads)
+        self._evictor.touched(found)
+        stored = {(touch.namespace, touch.key, touch.at_s) for _, touch in found}
+        return [(read.namespace, read.key, read.at_s) in stored for read in reads]
+
+    def _report_again(self, index: BlockIndex) -> None:
+        """Apply reports again to blocks that were not stored before."""
+        now_s = time.monotonic()
+        with self._flushing:
+            for number in reversed(range(len(REPORT_AGAIN_S))):
+                delay_s = REPORT_AGAIN_S[number]
+                waiting = self._unstored[number]
+                due: list[tuple[float, Touch]] = []
+                while waiting and len(due) < REPORTED_AT_ONCE and waiting[0][0] <= now_s - delay_s:
+                    due.append(waiting.popleft())
+                if not due:
+                    continue
+                are_stored = self._record(index, [read for _, read in due])
+                if number + 1 < len(REPORT_AGAIN_S):
+                    self._unstored[number + 1].extend(
+                        one for one, is_stored in zip(due, are_stored, strict=True) if not is_stored
+                    )
 
     def close(self) -> None:
         """Blocks until the thread has ended, or for CLOSE_S."""
@@ -203,6 +243,7 @@ class IndexSupervisor:
             self._complained = ""
         with self.open(wait=False) as index:
             self.flush(index)
+            self._report_again(index)
             if not self._evictor.leads and self._try_to_lead():
                 self._evictor.restart(index, leads=True)
             if time.monotonic() >= self._reclaim_at_s:
@@ -224,6 +265,8 @@ class IndexSupervisor:
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _free_ahead(self, index: BlockIndex) -> None:
+        while not self._closing.is_set() and self._evictor.enforce_quotas(index, FREE_AT_ONCE):
+            pass
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
             step = Amount(

@@ -120,7 +120,7 @@ class BlockMemory:
 
     def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As `AccessListener.on_access`."""
-        accesses = self._accesses.report(keys, facts, time.time())
+        accesses = self._accesses.report(digest, keys, facts, time.time())
         with self._lock:
             for access in accesses:
                 block = self._blocks.get((digest, access.key))
@@ -151,7 +151,7 @@ class BlockMemory:
             if block is None or not block.whole or block.size_bytes < least_bytes:
                 return None
             block.users += 1
-            if counts and not self._accesses.is_announced(key, now_s):
+            if counts and not self._accesses.is_announced(digest, key, now_s):
                 self._policy.touch(block.ident, now_s, 0 if self._accesses.has_reports else 1)
             return block
 
@@ -187,7 +187,7 @@ class BlockMemory:
         with self._lock:
             if (digest, key) in self._blocks or self._closed:
                 return None
-            access = self._accesses.access_for_put(key, now_s)
+            access = self._accesses.access_for_put(digest, key, now_s)
             usage = Usage(
                 self._stride_bytes,
                 now_s,
