@@ -335,11 +335,14 @@ class CakeService:
         Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
         """
         sources_of_setting(setting, self._config.eviction_policy)
+        is_other = setting != self.setting
         self.setting = setting
         self.coordinator.store_detached = False
         if self._namespace is not None:
             self._use(self._open(self._namespace))
-        self._recall_costs()
+        if is_other:
+            self.loader.forget_costs()
+            self._recall_costs()
         logger.info("cake: store %s attached", redacted(setting))
 
     def detach_store(self) -> None:

@@ -352,6 +352,9 @@ class LoadFit:
         self.cost = prior
         self.measured = False
         self._prior = prior
+        self._only_first = False  # `cost.block_s` is the time of first blocks of loads alone
+        self._groups = 0
+        self._groups_s = 0.0  # the average time per block without the first block
         self._least_s = math.inf
         self._least_latency_s = math.inf
         self._group_s = 0.0
@@ -360,7 +363,8 @@ class LoadFit:
     @property
     def best(self) -> LoadCost:
         """The cost with the shortest latency and time per block that were measured; if none was,
-        the prior's."""
+        the prior's. The first block says nothing about the shortest time: it may have waited for a
+        new connection or a busy disk."""
         cost = self.cost
         block_s = self._least_s if math.isfinite(self._least_s) else self._prior.block_s
         latency_s = self._least_latency_s
@@ -374,14 +378,19 @@ class LoadFit:
         """The cost that an earlier process learned replaces the prior."""
         self.cost = replace(cost, depth=self.cost.depth)
         self.measured = True
+        self._only_first = False
 
     def fetched(self, took_s: float, *, first: bool) -> None:
         """A block took the link for `took_s`. `first`: the time contains the latency."""
         cost = self.cost
         if not self.measured:
             self.measured = True
+            self._only_first = True
             self.cost = replace(cost, latency_s=0.0, block_s=took_s, error=_FIRST_ERROR)
-            self._least_s = took_s
+        elif first and self._only_first and took_s < cost.block_s:
+            # No block takes longer than one with the latency. This heals a slow first block even if
+            # each load is given up after one block.
+            self.cost = replace(cost, latency_s=0.0, block_s=took_s)
         elif first:
             latency_s = max(0.0, min(took_s, 4 * (cost.latency_s + cost.block_s)) - cost.block_s)
             latency_s = cost.latency_s + _NEWEST_LATENCY * (latency_s - cost.latency_s)
@@ -410,13 +419,19 @@ class LoadFit:
     def _measure(self, block_s: float) -> None:
         cost = self.cost
         block_s = min(block_s, _SLOWEST_GROUP * cost.block_s)
+        self._only_first = False
+        self._groups += 1
+        weight = max(_NEWEST_BLOCKS, 1 / self._groups)
+        self._groups_s += weight * (block_s - self._groups_s)
         miss = min(1.0, abs(block_s - cost.block_s) / max(block_s, 1e-9))
         self.cost = replace(
             cost,
             block_s=cost.block_s + _NEWEST_BLOCKS * (block_s - cost.block_s),
             error=cost.error + _NEWEST_ERROR * (miss - cost.error),
         )
-        self._least_s = min(self._least_s, self.cost.block_s)
+        # Of more reads in flight than a group has, the first groups seem to take no time.
+        if self._groups * _GROUP_BLOCKS >= cost.depth:
+            self._least_s = min(self._least_s, self._groups_s)
 
 
 class LoadFits:

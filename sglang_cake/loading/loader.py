@@ -408,7 +408,9 @@ class Loader:
         self._ranks: dict[str, int] = {}  # I/O thread only
         self._last_fetched_s = 0.0
         self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
-        self._fits = LoadFits(prior, least_limit_s)  # I/O thread only
+        self._prior = prior
+        self._least_limit_s = least_limit_s
+        self._fits = LoadFits(prior, least_limit_s)  # `forget_costs` replaces it
 
     # ---- scheduler thread ----
 
@@ -437,6 +439,11 @@ class Loader:
     def recall(self, costs: Sequence[LoadCost | None]) -> None:
         """Start from the costs that an earlier process measured, by tier."""
         self._io.post(self._fits.recall, costs, time.monotonic())
+
+    def forget_costs(self) -> None:
+        """Start from the prior again, since the next store is another one. Call it after `use`:
+        blocks of stores before are not measured any more."""
+        self._fits = LoadFits(self._prior, self._least_limit_s)
 
     def set_first_loadable(self, load_id: str, block: int) -> None:
         """Blocks below `block` are computed: no read of them starts after this returns."""
@@ -689,7 +696,8 @@ class Loader:
         self._arrived(queue, block, staged)
         now_s = self._last_fetched_s = time.monotonic()
         # The copies to the device are all that such blocks wait for, one after another.
-        if copy_s := self.cost.copy_s:  # 0: none was measured yet
+        # 0: none was measured yet
+        if (copy_s := self.cost.copy_s) and queue.store is self._store:
             self._fits.fetched(tier, max(now_s - started_s, copy_s), now_s, first=False)
         return True
 
@@ -748,7 +756,8 @@ class Loader:
         # A read that found the link idle for a while pays its latency.
         idle = idle_s > 2 * self._fits.of({tier: 1}, now_s).block_s + IDLE_S
         coming_s = read.block_read.coming_s()
-        self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
+        if read.store is self._store:  # otherwise the costs are those of a later store
+            self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
         self._count_costs(now_s)
         staged = StagedBlock(buffer, self._staging.give, lambda block: self._freed(read.key, block))
         self._staged[read.key] = staged

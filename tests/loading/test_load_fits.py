@@ -96,3 +96,33 @@ def test_load_fits_recalled_cost_falls_back_to_the_prior_after_doubt_time() -> N
     for _ in range(4):
         fits.fetched(0, 9.0, 100.0, first=False)
     assert fits.of({0: 5}, 999.0).block_s == pytest.approx(9.0)  # this is how it is
+
+
+def test_load_fits_slow_first_block_is_doubted_after_doubt_time() -> None:
+    fits = LoadFits(LoadCost(0.0, 0.01))
+    fits.fetched(0, 2.5, 1.0, first=True)
+    assert fits.of({0: 5}, 1.0 + DOUBT_S).block_s == 2.5
+    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s <= 0.01
+    fits.fetched(0, 0.008, 100.0, first=True)  # one block shows that the first was an exception
+    assert fits.of({0: 5}, 100.0).block_s <= 0.01
+    for _ in range(8):
+        fits.fetched(0, 0.004, 100.0, first=False)
+    assert fits.of({0: 5}, 200.0).block_s == pytest.approx(0.004)
+
+
+def test_load_fits_slow_first_block_before_few_quick_ones_is_doubted() -> None:
+    """The average still counts the first block, so the loads of the next minutes show nothing."""
+    fits = LoadFits(LoadCost(0.0, 0.01))
+    fits.fetched(0, 2.5, 1.0, first=True)
+    for _ in range(8):
+        fits.fetched(0, 0.01, 1.0, first=False)
+    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.01)
+
+
+def test_load_fits_source_that_is_slow_each_time_is_not_taken_for_fast() -> None:
+    fits = LoadFits(LoadCost(0.0, 0.01, depth=8))
+    for _ in range(2):
+        fits.fetched(0, 4.0, 1.0, first=False)
+        for _ in range(7):  # eight reads in flight end together
+            fits.fetched(0, 0.0, 1.0, first=False)
+    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s > 0.1

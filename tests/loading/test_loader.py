@@ -328,6 +328,29 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
     assert harness.failures() == {"lookup": 1}
 
 
+def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: LoaderHarness) -> None:
+    tokens = tokens_of(0, 6)
+    keys = harness.fill(tokens)
+    harness.loader.recall([LoadCost(0.0, 30.0)])
+    harness.begin("a", tokens)
+    assert harness.waiting() == [keys[5], keys[4]]
+    assert harness.loader.cost_of("a").block_s == 30.0
+    harness.loader.use(WrapperStore(harness.recorded))
+    harness.loader.forget_costs()
+    assert (harness.loader.cost.block_s, harness.loader.costs) == (1.0, [None])
+    harness.open(*keys)  # the prompt goes on with the old store
+    assert sorted(harness.landed()) == [("a", b) for b in range(6)]
+    assert harness.loader.costs == [None]
+    harness.release()
+    other = tokens_of(1, 6)
+    harness.open(*harness.fill(other))
+    harness.begin("b", other)
+    assert len(harness.landed()) == 6
+    (cost,) = harness.loader.costs
+    assert cost is not None
+    harness.release()
+
+
 def test_loader_computed_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)

@@ -291,6 +291,26 @@ def test_memory_full_of_blocks_in_use_is_full():
     assert stored(memory, "b")
 
 
+def test_memory_many_oldest_blocks_in_use_are_passed_over():
+    count = 2 * MOST_PASSED + 2
+    memory = memory_of(count, policy="fifo")
+    for name in range(count):
+        stored(memory, name)
+    lent = [
+        memory.lend(DIGEST, key_of(name), counts=True, least_bytes=BLOCK)
+        for name in range(MOST_PASSED)
+    ]
+    assert stored(memory, "new")
+    assert not names_in(memory, [MOST_PASSED]), "the oldest one that is not in use"
+    more = [memory.use(DIGEST, key_of(name), counts=True) for name in range(MOST_PASSED + 1, count)]
+    assert stored(memory, "newer"), "in place of `new`, behind all that are in use"
+    assert names_in(memory, ["new", "newer"]) == ["newer"]
+    for each in more:
+        memory.release(each)
+    for each in lent:
+        each.release()
+
+
 def test_memory_block_deleted_while_it_is_filled_is_not_stored():
     memory = memory_of(1)
     block = memory.add(DIGEST, key_of("a"), BLOCK, must_earn_place=False)

@@ -6,7 +6,7 @@ import pytest
 from tiering import opened_tiers, until
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.circuit_breaker import FIRST_S
+from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import key_of, read
@@ -33,7 +33,7 @@ async def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
         assert len(tiers.calls[down].keys_of("contains")) == FAILURES_IN_A_ROW, "not yet"
         tiers.clock.now_s += FIRST_S
         await tiers.store.contains([key_of("a")])
-        await until(lambda: tiers.store.tiers[down].reading.is_closed)
+        await until(lambda: tiers.store.tiers[down].serves)
         stats = await tiers.store.stats()
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
@@ -112,3 +112,96 @@ async def test_tiered_store_put_does_not_wait_for_a_probe():
         asked = len(tiers.calls[0].keys_of("put"))
         await asyncio.wait_for(tiers.put("a"), 60)
         await until(lambda: len(tiers.calls[0].keys_of("put")) == asked + 1)
+
+
+class FailingReads(WrapperStore):
+    """Lookups work. Reads fail while `fails`."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.fails = True
+        self.reads = 0
+
+    async def get_into(self, key, out, progress=None):
+        self.reads += 1
+        if self.fails:
+            raise StoreUnavailable("no reads")
+        return await super().get_into(key, out, progress)
+
+
+async def prompts_of(tiers, count):
+    """Lookups each second, and reads of what they announce; how many reads failed."""
+    failed = 0
+    for _ in range(count):
+        tiers.clock.now_s += FIRST_S
+        await tiers.store.stats()
+        keys = [key_of("a"), key_of("b")]
+        for key, there in zip(keys, await tiers.store.contains(keys), strict=True):
+            if there:
+                try:
+                    await read(tiers.store, key)
+                except StoreUnavailable:
+                    failed += 1
+        await until(lambda: not tiers.store.given_up_calls)
+    return failed
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_tiered_store_tier_whose_reads_fail_is_left_out_although_lookups_work(elsewhere):
+    async with opened_tiers() as tiers:
+        await tiers.fill(0, "a", "b")
+        if elsewhere:
+            await tiers.fill(1, "a", "b")
+        failing = FailingReads(tiers.calls[0])
+        tiers.store.tiers[0].store = failing
+        failed = await prompts_of(tiers, 300)
+        assert failed == (0 if elsewhere else 4), "those of two prompts"
+        assert failing.reads < 20, "only probes, of doubling pauses"
+        assert not (await tiers.store.stats()).tiers[0].reading
+        assert (await tiers.store.stats()).tiers[0].stats is not None
+        assert (await tiers.store.contains([key_of("a")])) == [elsewhere]
+
+        failing.fails = False
+        assert await prompts_of(tiers, 61) == 0
+        assert (await tiers.store.stats()).tiers[0].reading
+        before = failing.reads
+        await tiers.store.contains([key_of("a")])
+        await tiers.read("a")
+        assert failing.reads > before
+
+
+async def test_tiered_store_probe_of_reads_that_hangs_delays_nothing():
+    async with opened_tiers(drain_s=0.0) as tiers:
+        await tiers.fill(0, "a", "b")
+        await tiers.fill(1, "a", "b")
+        failing = FailingReads(tiers.outage[0])
+        tiers.store.tiers[0].store = failing
+        assert await prompts_of(tiers, FAILURES_IN_A_ROW) == 0
+        assert not tiers.store.tiers[0].reading.is_closed
+
+        async def hang(key, out, progress=None):
+            failing.reads += 1
+            await asyncio.get_running_loop().create_future()
+
+        failing.get_into = hang
+        before = failing.reads
+        for _ in range(5):
+            tiers.clock.now_s += LAST_S
+            assert await tiers.store.contains([key_of("a")]) == [True]
+            await tiers.read("a")
+            await until(lambda: failing.reads == before + 1)
+        await until(lambda: tiers.store.given_up_calls == 1)
+    assert tiers.store.tiers[0].copies.buffers.free == tiers.store.tiers[0].copies.buffers.capacity
+
+
+async def test_tiered_store_two_lookups_that_hang_in_one_tier_end_without_an_error():
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, facts: errors.append(facts))
+    async with opened_tiers(late_answer_s=0.01) as tiers:
+        await tiers.fill(0, "a")
+        tiers.outage[1].hangs = True
+        lookups = [tiers.store.contains([key_of("a")]) for _ in range(2)]
+        assert await asyncio.gather(*lookups) == [[True], [True]]
+        await until(lambda: not tiers.store.given_up_calls)
+        await asyncio.sleep(0)
+    assert errors == []

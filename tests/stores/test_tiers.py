@@ -161,7 +161,7 @@ async def test_tiered_store_hanging_probe_is_abandoned_and_backs_off():
         await tiers.fill(0, "a")
         await put_out(tiers, 1)
         for wait_s in (1, 2, 4):
-            assert not tiers.store.tiers[1].reading.may_call(tiers.clock.now_s + wait_s - 0.01)
+            assert not tiers.store.tiers[1].asking.may_call(tiers.clock.now_s + wait_s - 0.01)
             tiers.clock.now_s += wait_s
             await tiers.store.contains([key_of("a")])
             await until(lambda: not tiers.store.given_up_calls)
@@ -552,7 +552,7 @@ async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
     (tmp_path / "a").unlink()
     clock.now_s += FIRST_S
     await store.contains([key_of("a")])
-    await until(lambda: store.tiers[1].reading.is_closed)
+    await until(lambda: store.tiers[1].serves)
     assert await store.put(key_of("b"), block_of("b"))
     await store.close()
     below = sources[1].open(FRAME, depth=1)

@@ -144,6 +144,10 @@ class BlockFolder:
         """Description of a namespace; empty if unknown. Raises: StoreUnavailable."""
         return self._descriptions.read(digest)
 
+    def stored_description(self, digest: Digest) -> dict[str, str]:
+        """The description on the disk; empty if there is none. Raises: StoreUnavailable."""
+        return self._descriptions.read_stored(digest)
+
     def contains(
         self,
         digest: Digest,

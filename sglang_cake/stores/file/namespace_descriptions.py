@@ -61,6 +61,11 @@ class NamespaceDescriptions:
             if known is not None:
                 self._known.move_to_end(digest)
                 return known
+        return self.read_stored(digest)
+
+    def read_stored(self, digest: Digest) -> dict[str, str]:
+        """The description on the disk, which another process may have removed; empty if there is
+        none. One that is remembered stays, for the next block. Raises: StoreUnavailable."""
         with os_errors(self._root):
             fields = read_description(self._root, digest)
         if fields:

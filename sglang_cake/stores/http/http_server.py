@@ -208,7 +208,7 @@ class StoreServer:
     async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         if request.method == "GET":
             stored = await run_stoppable(
-                self._askers, lambda stop: self._folder.description(digest)
+                self._askers, lambda stop: self._folder.stored_description(digest)
             )
             if not stored:
                 raise RefusedRequest(404, "no such namespace")

@@ -21,8 +21,8 @@ from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 
 REFRESH_S: Final = 1.0
-# An eviction passes over at most so many blocks that are not written below yet, in search of one
-# that is. The bound limits the time of an eviction.
+# An eviction passes over at most so many blocks that are not written below yet, or are another
+# tenant's, in search of a better one. The bound limits the time of an eviction.
 MOST_PASSED: Final = 64
 # Blocks that are lent at once, as a share of all: others can always be evicted.
 LENT_SHARE: Final = 0.5
@@ -297,10 +297,11 @@ class BlockMemory:
     ) -> bool:
         """Evict one block; False if none can be.
 
-        Blocks in use are passed over. Blocks that are not written below are passed over if there is
-        another one among the first MOST_PASSED. With tenant rules, only one tenant loses a block:
-        the one that breaks a rule, or else that of the first block that is not in use. So a tenant
-        that stores faster than the disk writes costs no other tenant a block.
+        Blocks in use are passed over, for a put all of them if there is no other way. Blocks that
+        are not written below are passed over if there is another one among the first MOST_PASSED.
+        With tenant rules, only one tenant loses a block: the one that breaks a rule, or else that
+        of the first block that is not in use. So a tenant that stores faster than the disk writes
+        costs no other tenant a block.
 
         Args:
             own: the tenant that the block is evicted for, which may lose one, too.
@@ -312,6 +313,7 @@ class BlockMemory:
         passed: list[tuple[int, Usage]] = []
         victim: HeldBlock | None = None
         unwritten: HeldBlock | None = None  # the first that was passed over
+        in_use = 0  # of those that were passed over
         bound = self._tenants is not None and self._tenants.breaks_rule
         tenant: int | None = None
         while victim is None and (popped := self._policy.pop(now_s)) is not None:
@@ -327,7 +329,9 @@ class BlockMemory:
                 victim = block
             elif same and not block.users:
                 unwritten = unwritten or block
-            if len(passed) == MOST_PASSED:
+            in_use += block.users > 0
+            must_find = before is None and unwritten is None
+            if len(passed) - (in_use if must_find else 0) >= MOST_PASSED:
                 break
         if victim is None and before is None:
             victim = unwritten

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 3
 COPIES_AT_ONCE = 2
+PROBE_S = 30.0  # time for a block that is read in the background
 MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
 
 
@@ -201,9 +202,12 @@ class ProgressOfTries:
 class Tier:
     """A store with its circuit breakers, its link and its queue of copies. For one event loop.
 
-    Reads (and lookups) and writes have a breaker each: a disk that is full or read-only goes on
-    serving reads. A breaker decides which calls the tiered store makes. It stops no call: a block
-    is deleted from a tier that is left out, too.
+    Lookups, reads and writes have a breaker each: a disk that is full or read-only goes on serving
+    reads, and lookups that work say nothing about reads. A breaker decides which calls the tiered
+    store makes. It stops no call: a block is deleted from a tier that is left out, too.
+
+    Attributes:
+        asking: of lookups and statistics.
     """
 
     def __init__(
@@ -225,6 +229,7 @@ class Tier:
         self.index = index
         self._clock = clock
         self._copied = copied
+        self.asking = _new_breaker()
         self.reading = _new_breaker()
         self.writing = _new_breaker()
         self.speed = LinkSpeed(clock)
@@ -237,9 +242,18 @@ class Tier:
         """This tier as a set of tiers."""
         return 1 << self.index
 
+    @property
+    def serves(self) -> bool:
+        """Whether neither lookups nor reads are left out."""
+        return self.asking.is_closed and self.reading.is_closed
+
+    def may_serve(self, now_s: float) -> bool:
+        """Whether the tier serves, or a probe is due."""
+        return self.asking.may_call(now_s) and self.reading.may_call(now_s)
+
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """As in `Store`; any other failure is a StoreUnavailable."""
-        return await self._watched(self.reading, self._contains(keys))
+        return await self._watched(self.asking, self._contains(keys))
 
     async def _contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         found = await self.store.contains(keys)
@@ -270,10 +284,26 @@ class Tier:
         self.counts.read_bytes += size_bytes
         return size_bytes
 
+    async def probe(self, key: BlockKey) -> None:
+        """Read a block, to find out whether reads work again; without a free buffer, nothing."""
+        buffer = self.copies.buffers.take()
+        if buffer is None:
+            return
+        ticket = self.reading.begin(self._clock())
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self.get_into(key, buffer.view)
+        except TimeoutError:
+            self._failed(self.reading, ticket, f"no block in {PROBE_S:.0f} s")
+        except StoreError as error:
+            logger.debug("tier %d: the probe failed: %s", self.index + 1, error)
+        finally:
+            self.copies.buffers.give(buffer)
+
     def lend(self, key: BlockKey) -> LentBlock | None:
         """As in `Lending`; None while the tier is left out."""
         memory = self.memory
-        if memory is None or not self.reading.is_closed:
+        if memory is None or not self.serves:
             return None
         lent = memory.lend(key)
         if lent is not None:
@@ -316,7 +346,7 @@ class Tier:
 
     async def stats(self) -> StoreStats:
         """As in `Store`; any other failure is a StoreUnavailable."""
-        return await self._watched(self.reading, self.store.stats())
+        return await self._watched(self.asking, self.store.stats())
 
     async def _write_copy(self, key: BlockKey, data: memoryview | None) -> None:
         if data is None:
@@ -333,8 +363,8 @@ class Tier:
     def late(self) -> None:
         """Record a lookup that was given up after other tiers had answered."""
         self.counts.late_answers += 1
-        ticket = self.reading.begin(self._clock())
-        self._failed(self.reading, ticket, "it answers too late")
+        ticket = self.asking.begin(self._clock())
+        self._failed(self.asking, ticket, "it answers too late")
 
     async def _watched(self, breaker: Breaker, call: Awaitable[T]) -> T:
         ticket = breaker.begin(self._clock())

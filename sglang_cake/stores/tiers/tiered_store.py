@@ -8,7 +8,9 @@
 - A block that is read from a lower tier is copied to the tiers above: to one in memory if that
   one's eviction policy prefers it to what is there, to others at the second read
   (`PromoteOnSecondRead`).
-- A tier that fails repeatedly is left out for a while (`circuit_breaker.Breaker`).
+- A tier that fails repeatedly is left out for a while (`circuit_breaker.Breaker`). A tier whose
+  reads fail is asked for no blocks either: they would be announced, and not read. In the background
+  it is asked, and one block is read, until that works.
 """
 
 import asyncio
@@ -188,18 +190,24 @@ class TieredStore:
         ]
         self._locations = TierLocations()
         self._rereads = PromoteOnSecondRead()
-        self._given_up: dict[int, asyncio.Task[Any]] = {}  # by tier
+        self._given_up: dict[int, set[asyncio.Task[Any]]] = {}  # by tier
+        self._probes: dict[int, asyncio.Task[None]] = {}  # reads in the background, by tier
         self._deletes = 0
         self._closed = False
 
     @property
     def given_up_calls(self) -> int:
         """Number of running calls whose result is not awaited any more."""
-        return len(self._given_up)
+        return sum(map(len, self._given_up.values())) + len(self._probes)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._check_open()
-        answers = await self._ask_all(lambda tier: tier.contains(keys))
+        answers = await self._ask_all(
+            lambda tier: tier.contains(keys),
+            serves=lambda tier: tier.serves,
+            may_serve=Tier.may_serve,
+            probe=lambda tier: self._probe(tier, keys),
+        )
         asked = sum(tier.bit for tier, _ in answers)
         havings = [0] * len(keys)
         for tier, found in answers:
@@ -219,7 +227,7 @@ class TieredStore:
                 async with asyncio.timeout(self.late_answer_s):
                     await report_access(tier.store, keys, facts)
 
-        await asyncio.gather(*(report(tier) for tier in self.tiers if tier.reading.is_closed))
+        await asyncio.gather(*(report(tier) for tier in self.tiers if tier.asking.is_closed))
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         """As in `TierHints`. One key: the tier for a read now. Several keys: the tiers for reads on
@@ -352,7 +360,12 @@ class TieredStore:
         """As in `Store`. Bytes are summed over the tiers that know them. The number of blocks is
         unknown, since most are in several tiers."""
         self._check_open()
-        answers = await self._ask_all(lambda tier: tier.stats())
+        answers = await self._ask_all(
+            lambda tier: tier.stats(),
+            serves=lambda tier: tier.asking.is_closed,
+            may_serve=lambda tier, now_s: tier.asking.may_call(now_s),
+            probe=lambda tier: tier.stats(),
+        )
         stats = [stats for _, stats in answers]
         by_index = {tier.index: stats for tier, stats in answers}
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
@@ -367,7 +380,7 @@ class TieredStore:
             tiers=tuple(
                 TierStats(
                     by_index.get(tier.index),
-                    tier.reading.is_closed,
+                    tier.serves,
                     tier.writing.is_closed,
                     asdict(tier.counts),
                 )
@@ -384,7 +397,8 @@ class TieredStore:
             copies = (tier.copies.close(self._drain_s) for tier in self.tiers)
             for tier, dropped in zip(self.tiers, await asyncio.gather(*copies), strict=True):
                 tier.counts.dropped_blocks += dropped
-            given_up = list(self._given_up.values())
+            given_up = [task for tasks in self._given_up.values() for task in tasks]
+            given_up += self._probes.values()
             for task in given_up:
                 task.cancel()
             if given_up:
@@ -400,7 +414,7 @@ class TieredStore:
         self, left: list[Tier], known: Known, size_bytes: int, *, queued: bool = True
     ) -> Tier | None:
         now_s = self._clock()
-        well = [tier for tier in left if tier.reading.is_closed]
+        well = [tier for tier in left if tier.serves]
         having = [tier for tier in well if tier.bit & known.having]
         # Another tier beside memory would cost more processor time than the wait for memory.
         having = [tier for tier in having if tier.memory is not None][:1] or having
@@ -408,7 +422,7 @@ class TieredStore:
             return having[quickest([tier.link for tier in having], now_s)]
         if having:
             return having[soonest([tier.link for tier in having], size_bytes, now_s)]
-        due = [tier for tier in left if tier.reading.may_call(now_s)]
+        due = [tier for tier in left if tier.may_serve(now_s)]
         return next(iter(well or due), None)
 
     async def _move_up(
@@ -484,26 +498,49 @@ class TieredStore:
     def _copied(self, tier: Tier, key: BlockKey) -> None:
         self._locations.learn(key, asked=tier.bit, having=tier.bit)
 
+    async def _probe(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """Ask a tier that is left out, and read a block if it is its reads that failed."""
+        found = await tier.contains(keys)
+        if tier.reading.is_closed or tier.index in self._probes or self._closed:
+            return
+        for key, there in zip(keys, found, strict=True):
+            if there:
+                task = asyncio.ensure_future(tier.probe(key))
+                self._probes[tier.index] = task
+                task.add_done_callback(lambda _: self._probes.pop(tier.index))
+                return
+
     async def _ask_all(
-        self, question: Callable[[Tier], Coroutine[Any, Any, T]]
+        self,
+        question: Callable[[Tier], Coroutine[Any, Any, T]],
+        *,
+        serves: Callable[[Tier], bool],
+        may_serve: Callable[[Tier, float], bool],
+        probe: Callable[[Tier], Coroutine[Any, Any, Any]],
     ) -> list[_Answer[T]]:
         """Answers of the tiers that are not left out, in order.
 
         After the first answer the other tiers have `late_answer_s`, so that a tier that hangs does
         not delay a fast one. A tier whose probe is due is asked too, without waiting for it.
+
+        Args:
+            serves, may_serve: whether a tier is not left out, and whether at least its probe is
+                due.
+            probe: asks a tier whose probe is due, while others are not left out.
+
         Raises: StoreUnavailable if no tier answers.
         """
         now_s = self._clock()
         usable = [
             tier
             for tier in self.tiers
-            if tier.reading.may_call(now_s) and tier.index not in self._given_up
+            if may_serve(tier, now_s) and tier.index not in self._given_up
         ]
-        well = [tier for tier in usable if tier.reading.is_closed]
+        well = [tier for tier in usable if serves(tier)]
         for tier in usable if well else ():
-            if not tier.reading.is_closed:
-                probe = asyncio.wait_for(question(tier), self.late_answer_s)
-                self._give_up(tier, asyncio.ensure_future(probe))
+            if not serves(tier):
+                call = asyncio.wait_for(probe(tier), self.late_answer_s)
+                self._give_up(tier, asyncio.ensure_future(call))
         asked = well or usable
         tasks = [asyncio.ensure_future(question(tier)) for tier in asked]
         await _until_answered(tasks, self.late_answer_s)
@@ -525,11 +562,14 @@ class TieredStore:
         """Stop waiting for a call. The tier gets no further lookup until the call has ended."""
 
         def done(task: "asyncio.Task[Any]") -> None:
-            del self._given_up[tier.index]
+            tasks.discard(task)
+            if not tasks:
+                self._given_up.pop(tier.index, None)
             if not task.cancelled() and isinstance(task.exception(), TimeoutError):
                 tier.late()  # of a probe
 
-        self._given_up[tier.index] = task
+        tasks = self._given_up.setdefault(tier.index, set())
+        tasks.add(task)
         task.add_done_callback(done)
 
     def _check_open(self) -> None:

@@ -1,6 +1,7 @@
 """What the server answers, request by request."""
 
 import asyncio
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -33,6 +34,7 @@ from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http.protocol import (
     MAX_CONTAINS_KEYS,
     block_path,
@@ -200,6 +202,19 @@ def test_store_serve_namespace_needs_its_true_description_first(server):
     put_description(server, frame)
     assert json.loads(ask(server, "GET", path)[2]) == frame.namespace.describe()
     assert ask(server, "PUT", block, body)[0] == 201
+
+
+def test_store_serve_description_that_another_process_removed_is_not_found(tmp_path):
+    server = OurServer(tmp_path / "kv", "--workers", 1)
+    path = description_path(FRAME.digest)
+    put_description(server)
+    assert ask(server, "GET", path)[0] == 200
+    with contextlib.closing(BlockFolder(tmp_path / "kv")) as folder:
+        folder.remove_namespace(FRAME.digest)
+    assert ask(server, "GET", path)[0] == 404
+    assert put_block(server, "a") == 201, "the block brings its namespace back"
+    assert ask(server, "GET", path)[0] == 200
+    assert server.stop() == 0
 
 
 async def test_store_serve_equal_namespaces_with_two_names_share_blocks(server):
