@@ -950,7 +950,6 @@ def keys_media(ctx: "TreeCacheBuildContext") -> bool:
 def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str | None:
     """Why the pools of sliding windows and of recurrent states cannot be stored; None if they can,
     or if there are none."""
-    import torch
     from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.unified_hybrid_swa import (
@@ -995,7 +994,7 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         # States in 16 bits take up what is in the ring at each step.
         lags = (
             getattr(states, "replayssm_spec_write_pos", None) is not None
-            and states.mamba_cache.temporal.dtype == torch.float32
+            and states.mamba_cache.temporal.itemsize > 2
         )
         if lags and not pool.enable_mamba_extra_buffer:
             return (

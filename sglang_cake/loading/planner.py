@@ -25,7 +25,7 @@ step later than computing alone would (`patience_s`), whatever the store does.
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -145,26 +145,35 @@ def look_ahead(
         return costs.backlog_s + compute_s(now, view.front, x)
 
     def planned_s(x: int) -> float:  # until the step is planned that begins at x
-        if not (costs.pipelined and costs.others_s):
-            return ahead_s(x)  # an idle device waits for a plan
-        if x == view.front:
-            return 0.0
-        return ahead_s(x - (x - view.front - 1) % chunk_tokens - 1)
+        if not costs.pipelined:
+            return ahead_s(x)
+        return ahead_s(x - (x - view.front - 1) % chunk_tokens - 1) if x > view.front else 0.0
 
     def both_s(border: int) -> float:
         x = token(border)
-        return _step_begins_s(link_s(border), ahead_s(x), planned_s(x), costs) + rest_s(x)
+        loads_s, device_s = link_s(border), ahead_s(x)
+        if costs.others_s and (loads_s > device_s or loads_s > planned_s(x)):
+            return _late_step_s(loads_s, device_s, costs) + rest_s(x)
+        return max(loads_s, device_s) + rest_s(x)
 
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return compute_s(later, x, view.prompt_tokens)
 
     borders = range((later if view.end_wanted else wanted).rfind(1) + 2)
-    meet = bisect_left(borders, 0.0, key=lambda b: planned_s(token(b)) - link_s(b))
-    best = min({max(0, min(meet, borders[-1])), max(0, meet - 1)}, key=both_s)
-    if costs.others_s:  # an earlier border may be better, if loads end with a step of others
+
+    def around(ready_s: Callable[[int], float]) -> set[int]:  # where loads end at `ready_s`
+        meet = bisect_left(borders, 0.0, key=lambda b: ready_s(token(b)) - link_s(b))
+        return {max(0, min(meet, borders[-1])), max(0, meet - 1)}
+
+    near = around(ahead_s)
+    # Beside others, a border further off may have its loads in time for the plan, and a nearer
+    # one may have them when a step of others ends.
+    plan_matters = costs.pipelined and costs.others_s
+    best = min(near | around(planned_s) if plan_matters else near, key=both_s)
+    if costs.others_s:
         least_s = both_s(best)
-        for border in range(best - 1, -1, -1):
-            if link_s(border) >= least_s:
+        for border in range(min(near) - 1, -1, -1):
+            if link_s(border) + costs.others_s * costs.pipelined >= least_s:
                 break
             if (took_s := both_s(border)) < least_s:
                 best = border
@@ -194,8 +203,8 @@ def _overlap_gain(
     return later.rfind(0, 0, stop) + 1, costs.overlap_share * min(costs.load.last_s, last_s)
 
 
-def _step_begins_s(loads_s: float, device_s: float, planned_s: float, costs: PromptCosts) -> float:
-    """When a step begins that needs loads: what is there when it is planned counts.
+def _late_step_s(loads_s: float, device_s: float, costs: PromptCosts) -> float:
+    """When a step begins for which loads are too late: they end after its plan was to be made.
 
     Steps of other requests run one after another from `device_s` on, until this one is planned.
     With pipelined steps, it begins when the step is over that began with its plan.
@@ -203,11 +212,8 @@ def _step_begins_s(loads_s: float, device_s: float, planned_s: float, costs: Pro
     Args:
         loads_s: when the loads end.
         device_s: when the device has computed what is before the step.
-        planned_s: when the step is planned, if it begins at `device_s`.
     """
     others_s = costs.others_s
-    if loads_s <= planned_s or not others_s:
-        return max(loads_s, device_s)
     unsure_s = costs.load.error * loads_s + costs.prefill.error * device_s
     if unsure_s > others_s / 2:
         seen_s = max(device_s, loads_s + others_s / 2)  # on average half of a step is left

@@ -170,6 +170,16 @@ def test_draft_pools_end_state_brings_the_windows_of_all_draft_layers(layers: in
     assert equal[own:] == [layers > 0] * (2 * max(1, layers))
 
 
+def layers_of(pools: Sequence[Any]) -> list[torch.Tensor]:
+    """The states of each layer of some state pools."""
+    return [
+        layer
+        for pool in pools
+        for states in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
+        for layer in states
+    ]
+
+
 @since_0_5_23
 @pytest.mark.parametrize("has_full", [True, False])
 def test_draft_pools_windows_in_the_memory_of_all_pools_are_of_end_states(has_full: bool) -> None:
@@ -201,12 +211,7 @@ def test_draft_pools_states_in_the_memory_of_all_pools_are_of_end_states(beside:
         of = made.req_to_token_pool
         mtps = [of.clone_for_fused_draft(layer_lanes={0: runner}) for runner in range(2)]
         pools = [of.mamba_pool, *(each.mamba_pool for each in mtps)]
-        planes = [
-            plane
-            for pool in pools
-            for tensor in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
-            for plane in tensor
-        ]
+        planes = layers_of(pools)
         filled(planes, seed)
         held = of.mamba_allocator.alloc(3)
         of.mamba_allocator.free(held[:1])
@@ -326,12 +331,7 @@ def test_draft_pools_end_state_brings_the_states_of_all_draft_layers(drafts: int
         of = states()
         mtps = [states_of_draft(of) for _ in range(max(1, drafts))]
         pools = [of.mamba_pool, *(each.mamba_pool for each in mtps)]
-        planes = [
-            plane
-            for pool in pools
-            for tensor in (*pool.mamba_cache.conv, pool.mamba_cache.temporal)
-            for plane in tensor
-        ]
+        planes = layers_of(pools)
         filled(planes, seed)
         found = DraftPools.of([], mha(SLOTS), states=pools[1 : 1 + drafts])
         part = RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=found.states)

@@ -155,7 +155,7 @@ class Coordinator:
         self._tenants = TenantTokens()
         # The shared clock when a request that has no record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
-        self._polled: frozenset[str] = frozenset()  # ids of the last poll
+        self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
         self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
@@ -340,7 +340,8 @@ class Coordinator:
             chunked: the one of them that is being prefilled; the others wait.
         """
         self.waiting = False
-        self._polled = frozenset(serving)
+        if not self._consensus.alone:
+            self._polled = frozenset(serving)
         if self._without_keys:
             self._without_keys = {
                 rid: self._without_keys[rid] for rid in serving if rid in self._without_keys
