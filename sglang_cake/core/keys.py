@@ -166,7 +166,7 @@ def end_keys(block: BlockKey, count: int, rank: int = 0, ranks: int = 1) -> list
 class KeyChain:
     """The keys of one request's blocks, hashed when first needed, and once.
 
-    Not thread-safe: the I/O thread owns it, but for `blocks` and `next_tokens`.
+    Not thread-safe: the I/O thread owns it, but for `block_count` and `next_tokens`.
 
     Attributes:
         next_tokens: as for `block_keys`.

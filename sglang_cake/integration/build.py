@@ -70,9 +70,9 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
+from sglang_cake.stores.lazy_store import LazySource
 from sglang_cake.stores.open_store import open_slices, sources_of_setting
 from sglang_cake.stores.request_recording import TraceFile
-from sglang_cake.stores.tiers.lazy_store import LazySource
 from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
 

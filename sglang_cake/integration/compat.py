@@ -78,8 +78,8 @@ def _warn_once(line: str) -> None:
 
 def differences(names: Names | None = None, version: str = INSTALLED) -> list[str]:
     """The names (default: of compat.toml) that the installed SGLang lacks, or has with another
-    signature. Only a checked version may lack an optional name: in another version, the same thing
-    may have a new name."""
+    signature. In a version that was not checked, a missing optional name is a difference too: it
+    may have been renamed."""
     found = []
     for owner, expected in (read_names() if names is None else names).items():
         for name, parameters in expected.items():

@@ -75,8 +75,8 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
 
 
 class _Enable(argparse.Action):
-    """`--enable-cake`. Checks SGLang's names already here: if the method had another name that
-    `from_cli_args` is a hook of, the flag would have no effect."""
+    """`--enable-cake`. Checks SGLang's names already here. If SGLang had renamed `from_cli_args`,
+    cake's hook of it would never run, and the flag would have no effect."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, default=False, help=help)

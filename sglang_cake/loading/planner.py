@@ -1,4 +1,4 @@
-"""Compute, load, or both: decided at arrival and again at every poll, on predicted costs.
+"""Compute, load, or both: decided at arrival and again later, on predicted costs.
 
 There are three ways to a prompt's first token: compute everything, load everything that is stored,
 or compute from the front while blocks are loaded from the back.
@@ -166,8 +166,8 @@ def look_ahead(
         return {max(0, min(meet, borders[-1])), max(0, meet - 1)}
 
     near = around(ahead_s)
-    # Beside others, a border further off may have its loads in time for the plan, and a nearer
-    # one may have them when a step of others ends.
+    # Beside others, two borders are compared: one whose loads are over when the plan is made, and
+    # one whose loads are over only when a step of others ends.
     plan_matters = costs.pipelined and costs.others_s
     best = min(near | around(planned_s) if plan_matters else near, key=both_s)
     if costs.others_s:
@@ -191,9 +191,9 @@ def look_ahead(
 def _overlap_gain(
     view: View, later: bytes, chunk_tokens: int, costs: PromptCosts
 ) -> tuple[int, float]:
-    """The gain of an overlapped last step: (border from which on all blocks up to that step are
-    stored, seconds that it may begin before the loads are over). Without other requests the step
-    begins while the last block is read."""
+    """The gain of an overlapped last step, as two values: the first border without a hole after
+    it, up to that step, and how many seconds before the end of the loads the step may begin.
+    Without other requests it begins while the last block is read."""
     stop = later.rfind(1) + 1
     end = min((view.first + stop) * view.block_tokens, view.limit)
     alone = not costs.others_s and not view.end_blocks

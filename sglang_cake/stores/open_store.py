@@ -33,9 +33,9 @@ from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
 from sglang_cake.stores.encoded import chains_of, encoded_store
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
+from sglang_cake.stores.lazy_store import LazySource, LazyStore
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
-from sglang_cake.stores.tiers.lazy_store import LazySource, LazyStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.url import (
     DEFAULT_POLICY,

@@ -44,7 +44,7 @@ class ReportedAccesses:
     request is newer than all earlier ones. That holds in whatever order the blocks are written, and
     across restarts.
 
-    Namespaces may have equal keys (`HeadSlicesStore`). A request that reports the same blocks of
+    Namespaces may have equal keys (`HeadSliceStore`). A request that reports the same blocks of
     several namespaces has one turn and one time in all of them.
     """
 

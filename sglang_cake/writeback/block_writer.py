@@ -111,6 +111,7 @@ class Writer:
         except Exception:
             # E.g. the device is gone. Half-copied buffers must never be stored.
             logger.exception("the KV of %d blocks could not be copied", len(job.blocks))
+            self._counters.add("unstored_blocks", len(job.blocks), label="internal")
             self.put_back(job.buffers)
             return
         if store is None:  # detached between a request's lookup and its last blocks

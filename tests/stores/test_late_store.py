@@ -7,8 +7,8 @@ import pytest
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.stores.base import tiers_of
+from sglang_cake.stores.lazy_store import LazyStore
 from sglang_cake.stores.open_store import open_store
-from sglang_cake.stores.tiers.lazy_store import LazyStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 

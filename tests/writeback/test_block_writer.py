@@ -188,7 +188,7 @@ def test_block_writer_block_is_not_stored_before_its_copy_completes(
     assert len(harness.stored()) == 3
 
 
-def test_block_writer_failed_copy_is_not_stored(harness: BlockWriterHarness) -> None:
+def test_block_writer_failed_copy_is_counted_and_not_stored(harness: BlockWriterHarness) -> None:
     copied: Future[None] = Future()
     copied.set_exception(RuntimeError("the device is gone"))
     harness.offer(TOKENS, (0, 1), copied)
@@ -197,6 +197,7 @@ def test_block_writer_failed_copy_is_not_stored(harness: BlockWriterHarness) -> 
     assert list(harness.stored()) == [KEYS[2]]
     assert harness.store.keys_of("put") == [KEYS[2]]
     assert harness.pool.free == CAPACITY
+    assert harness.counters.snapshot()["unstored_blocks", "internal"] == 2
 
 
 def test_block_writer_failed_put_loses_only_its_block(harness: BlockWriterHarness) -> None:

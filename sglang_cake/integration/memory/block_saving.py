@@ -276,8 +276,8 @@ class BlockSaving:
             return False
         tokens_after = record.stats.matched_tokens - (block + 1) * self._block_tokens
         if 0 <= tokens_after < record.key_chain.next_tokens:
-            # The last tokens' KV in draft models is that of the prompt which the tree got the
-            # block from. The next tokens of that prompt may have been others.
+            # Another prompt computed this block, perhaps with other next tokens. Its last tokens'
+            # KV in draft models depends on those, so it is not stored for this prompt.
             return False
         stored = record.agreed.stored
         return not (block < len(stored) and stored[block])

@@ -291,9 +291,9 @@ class CakeRadixCache(UnifiedRadixCache):
     def drop_state(self, req: "Req") -> None:
         """Take back the recurrent state that a match gave to a request that is not admitted now.
 
-        The state is a slot, and where to copy from. Nothing locks the source before the request is
-        admitted, and a later match that finds nothing leaves it as it is. SGLang does the same with
-        a request that it refuses.
+        The match has set two fields, a slot and the slot to copy from, and both are cleared.
+        Nothing locks the source before the request is admitted, and a later match that finds
+        nothing leaves both fields as they are. SGLang does the same with a request that it refuses.
         """
         if not self.supports_mamba():
             return

@@ -61,8 +61,8 @@ class RequestReporter:
         if self._late_line_s is None or now_s - self._late_line_s >= LATE_EVERY_S:
             if self._speaks:
                 logger.warning(
-                    "cake: reads timed out: no block came in %.2f s, so the rest of request %s is "
-                    "computed (%d requests since the last such line)",
+                    "cake: loads are overdue: no block came in %.2f s, so the rest of request %s "
+                    "is computed (%d requests since the last such line)",
                     record.local_elapsed_s(),
                     record.rid,
                     self._late,

@@ -68,8 +68,8 @@ def serving(
     """Ids of all requests that are in prefill or wait for it, in the order in which the link works
     for them.
 
-    A request that waits for its loads does not interrupt the chunked request. It may have the link
-    before it, though, if it would interrupt it once loaded.
+    A request that waits for its loads does not preempt the chunked request. If it will do so once
+    it is loaded, the link works for it first.
 
     Args:
         fits: whether a request of the queue could be admitted in place of the chunked request.
@@ -124,8 +124,9 @@ def may_yield(
     """Whether the chunked request, which cannot compute now and may go back, yields the device to
     requests after it.
 
-    It must not be late when its loads are over. So they must last at least as long as the step that
-    the others would begin now, and none of the others may keep the device for longer than that.
+    The device must be free again when the loads of the chunked request are over. So these loads
+    must last at least as long as the step that the others would begin now, and none of the others
+    may keep the device for longer than that.
     """
     record = coordinator.record(req.rid)
     if record is None:
