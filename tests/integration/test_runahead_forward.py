@@ -99,6 +99,7 @@ class Setup:
         self.helper = Helper(self.transports[HELPER], then)
         self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
         self.counters = Counters()
+        self.namespace: str | None = "00"
         step_costs: Any = SimpleNamespace(
             agreed=PrefillCost(fixed_s=0.0, token_s=0.01, pair_s=0.0),
             measured=False,
@@ -111,7 +112,7 @@ class Setup:
             self.gate,
             step_costs=step_costs,
             counters=self.counters,
-            namespace=lambda: "00",
+            namespace=lambda: self.namespace,
             record_of=lambda rid: None,
             loads_only=False,
             least_tokens=0,
@@ -288,3 +289,27 @@ def test_runahead_scheduler_abort_of_another_request_is_deferred(
     assert one.run() == (SPLIT, STOP)
     assert [each.rid for each in one.scheduler._deferred_input_requests] == ["another"]
     assert one.req.discard_output_reason is None
+
+
+@pytest.mark.parametrize("namespace", [None, "11"])
+def test_runahead_scheduler_changed_weights_end_the_chain(
+    setup: Callable[..., Setup], namespace: str | None
+) -> None:
+    one = setup(send_all)
+    one.namespace = namespace  # while the request waits for its step
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    assert one.run() == (0, STOP)
+    assert one.helper.cancelled.wait(60)
+
+
+@pytest.mark.parametrize("namespace", [None, "11"])
+def test_runahead_scheduler_weights_changed_before_the_forward_are_not_mixed(
+    setup: Callable[..., Setup], namespace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
+    one = setup(send_all)
+    one.namespace = namespace
+    one.run()
+    assert one.computed[0][0] == 0  # nothing of the helper is used
+    assert one.counters.snapshot().get(("helped_tokens", ""), 0) == 0
+    assert one.helper.cancelled.wait(60)

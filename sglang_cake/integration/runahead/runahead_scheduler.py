@@ -71,6 +71,7 @@ class OwnChain:
 
     rid: str
     owned: Owned
+    namespace: str  # in which helpers were asked
     began_s: float
 
     @property
@@ -211,7 +212,8 @@ class Runahead(NoRunahead):
         chain = self._chain
         if chain is None or batch is None or chain.rid not in [req.rid for req in batch.reqs]:
             return original(worker, batch, **kwargs)
-        if not computes(batch, chain.span) or not chain.owned.agreed:
+        is_ready = chain.owned.agreed and chain.namespace == self._namespace()
+        if not computes(batch, chain.span) or not is_ready:
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
         owned, span, scheduler, req = chain.owned, chain.span, self._scheduler, batch.reqs[0]
@@ -306,7 +308,7 @@ class Runahead(NoRunahead):
         except RunaheadError as error:
             self._counters.add("runahead_failures", label=error.reason)
             return False
-        self._chain = OwnChain(req.rid, owned, time.monotonic())
+        self._chain = OwnChain(req.rid, owned, namespace, time.monotonic())
         return True
 
     def _answered(self, chain: OwnChain, req: "Req", stop: int, *, alone: bool) -> Verdict:
@@ -314,6 +316,8 @@ class Runahead(NoRunahead):
         why = owned.refused or owned.passing.broken
         if req.prefix_len != chain.span.start or stop < chain.span.stop or not alone:
             why = "the step became another one"
+        elif chain.namespace != self._namespace():
+            why = "the weights have changed"
         elif why is None and not owned.agreed and time.monotonic() - chain.began_s > self._answer_s:
             why = "no answer"
         if why is not None:
