@@ -171,7 +171,8 @@ class Member:
     ) -> Owned:
         """Send offers to the helpers of `chain`, which ends with this member.
 
-        Raises: RunaheadError if a helper cannot be reached; sent offers are cancelled then.
+        Raises: RunaheadError if a helper cannot be reached. After any error, sent offers are
+        cancelled.
         """
         assert chain[-1] == self.rank
         job = new_job()
@@ -188,16 +189,16 @@ class Member:
             assert self._owned is None
             assert self._helping is None
             self._owned = owned
-        for rank, stop in zip(chain[:-1], partition.bounds[1:], strict=False):
-            offer = HelpOffer(
-                job, chain, partition.bounds, namespace, extra_key, cache_salt, tokens[:stop]
-            )
-            try:
+        try:
+            for rank, stop in zip(chain[:-1], partition.bounds[1:], strict=False):
+                offer = HelpOffer(
+                    job, chain, partition.bounds, namespace, extra_key, cache_salt, tokens[:stop]
+                )
                 self._transport.send(rank, offer)
-            except PeerGone as error:
-                passing.break_off(str(error), rank)
-                self.end_owned(owned, "cancelled", str(error))
-                raise
+        except Exception as error:
+            passing.break_off(str(error), rank if isinstance(error, PeerGone) else None)
+            self.end_owned(owned, "cancelled", str(error))
+            raise
         return owned
 
     def end_owned(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:

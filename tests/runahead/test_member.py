@@ -344,6 +344,20 @@ def test_runahead_member_unreachable_helper_is_not_asked(group: Group) -> None:
     assert group.owner.next_offer() is None
 
 
+def test_runahead_member_offer_that_cannot_be_written_ends_the_job(group: Group) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        group.owner.propose(
+            (0, SIZE - 1),
+            Partition((0, 5, 9)),
+            prompt(9),
+            namespace="00",
+            extra_key=None,
+            cache_salt="\ud800",
+            patience_s=WAIT_S,
+        )
+    until(lambda: len(group.owner.helpers()) == SIZE - 1, "the owner may ask again")
+
+
 @pytest.mark.parametrize("kind", GROUPS)
 def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
     transports, record = GROUPS[kind](3), MessageRecord()
