@@ -24,11 +24,12 @@ MAX_MESSAGE_BYTES = 16 * 2**20  # an offer of 4 million tokens
 MAX_MEMBERS = 256
 PATH_BYTES = 16
 KEY_BYTES = 32
+MAX_TEXT_CHARACTERS = 512
 _TOKEN_BYTES = 4
 _T = TypeVar("_T")
 
 Job = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Text = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Session = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -177,6 +178,15 @@ class BadMessage(RunaheadError):
     """A peer sent bytes that are no message of this version."""
 
     reason = "protocol"
+
+
+def can_carry(text: str | None) -> bool:
+    """Whether a message can have this text in a field."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:  # half a character, which JSON allows
+        return False
+    return text is None or len(text) <= MAX_TEXT_CHARACTERS
 
 
 def encode(message: Message | PartHead) -> bytes:

@@ -313,3 +313,16 @@ def test_runahead_scheduler_weights_changed_before_the_forward_are_not_mixed(
     assert one.computed[0][0] == 0  # nothing of the helper is used
     assert one.counters.snapshot().get(("helped_tokens", ""), 0) == 0
     assert one.helper.cancelled.wait(60)
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+@pytest.mark.parametrize("text", ["s" * 513, "\ud800"])
+def test_runahead_scheduler_text_that_no_offer_can_carry_is_not_shared(
+    setup: Callable[..., Setup], field: str, text: str
+) -> None:
+    one = setup(send_all)
+    assert one.run() == (SPLIT, STOP)
+    one.req.rid = "salted"
+    setattr(one.req, field, text)
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    assert one.owner.member.helpers() == (HELPER,)  # it was not asked

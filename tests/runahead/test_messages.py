@@ -21,6 +21,7 @@ from sglang_cake.runahead.messages import (
     Message,
     PartHead,
     Refuse,
+    can_carry,
     decode,
     decode_head,
     encode,
@@ -60,6 +61,15 @@ MESSAGES = st.one_of(
 @given(MESSAGES)
 def test_runahead_message_round_trip_is_equal(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+@given(st.text(st.characters()) | st.integers(500, 520).map("s".__mul__))
+def test_runahead_message_text_that_can_be_carried_arrives_equal(text: str) -> None:
+    if can_carry(text):
+        assert decode(encode(Refuse(JOB, text))) == Refuse(JOB, text)
+    else:
+        with pytest.raises((BadMessage, UnicodeEncodeError)):
+            decode(encode(Refuse(JOB, text)))
 
 
 @settings(max_examples=300)
