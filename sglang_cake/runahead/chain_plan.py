@@ -152,7 +152,8 @@ def forced_plan(
 ) -> ChainPlan | None:
     """The chain whose spans have these ends, for measuring partitions.
 
-    None if there are too few helpers, or `ends` are no ends of spans within `span`.
+    None if there are too few helpers, or `ends` are no ends of spans within `span`, or a span has
+    more than `step_tokens`.
     """
     if not isinstance(ends, list) or not 1 < len(ends) <= len(helpers) + 1:
         return None
@@ -163,6 +164,8 @@ def forced_plan(
     try:
         partition = Partition((span.start, *ends))
     except ValueError:
+        return None
+    if max(each.tokens for each in partition.spans) > limits.step_tokens:
         return None
     return ChainPlan(tuple(helpers[: len(ends) - 1]), partition, 0.0, 0.0)
 

@@ -298,7 +298,7 @@ def test_runahead_scheduler_changed_weights_end_the_chain(
     one = setup(send_all)
     one.namespace = namespace  # while the request waits for its step
     assert one.owner.consider(one.req, alone=True) == "alone"
-    assert one.run() == (0, STOP)
+    assert one.owner.extent("mine") is None
     assert one.helper.cancelled.wait(60)
 
 
@@ -309,8 +309,8 @@ def test_runahead_scheduler_weights_changed_before_the_forward_are_not_mixed(
     monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
     one = setup(send_all)
     one.namespace = namespace
-    one.run()
-    assert one.computed[0][0] == 0  # nothing of the helper is used
+    assert one.run() == (SPLIT, STOP)
+    assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes
     assert one.counters.snapshot().get(("helped_tokens", ""), 0) == 0
     assert one.helper.cancelled.wait(60)
 

@@ -90,6 +90,13 @@ def test_forced_plan_valid_ends_are_taken_and_wrong_ones_ignored() -> None:
     assert forced_plan([64, 128, 1000], span, (0,), LIMITS) is None
 
 
+def test_forced_plan_span_beyond_one_forward_is_ignored() -> None:
+    limits = ChainLimits(page_tokens=16, step_tokens=512)
+    assert forced_plan([512, 1024], Span(0, 1024), (0,), limits) is not None
+    assert forced_plan([528, 1024], Span(0, 1024), (0,), limits) is None
+    assert forced_plan([512, 1040], Span(0, 1040), (0,), limits) is None
+
+
 @settings(deadline=None)
 @given(
     st.integers(0, 50),

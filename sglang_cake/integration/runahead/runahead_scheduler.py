@@ -212,10 +212,12 @@ class Runahead(NoRunahead):
         chain = self._chain
         if chain is None or batch is None or chain.rid not in [req.rid for req in batch.reqs]:
             return original(worker, batch, **kwargs)
-        is_ready = chain.owned.agreed and chain.namespace == self._namespace()
-        if not computes(batch, chain.span) or not is_ready:
+        if not computes(batch, chain.span):
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
+        if not chain.owned.agreed or chain.namespace != self._namespace():
+            self._drop("the weights have changed" if chain.owned.agreed else "no answer")
+            return self._forward_alone(original, worker, batch, chain.span, kwargs)
         owned, span, scheduler, req = chain.owned, chain.span, self._scheduler, batch.reqs[0]
         began_s = time.monotonic()
         try:
