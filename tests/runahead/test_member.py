@@ -1,22 +1,24 @@
 """Chains of members on all transports: KV arrives whole, and every kind of trouble ends well."""
 
+import contextlib
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_pool import SETTINGS, Worker
+from fake_pool import SETTINGS, FakeRows, Worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import GROUPS, WAIT_S, MessageRecord, until
+from members import GROUPS, JOB, WAIT_S, MessageRecord, until
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.kv_passing import Broken, KvReceiver, Late, Predecessor
+from sglang_cake.runahead.kv_passing import Broken, KvReceiver, KvSender, Late, Predecessor
 from sglang_cake.runahead.member import Member, Owned
 from sglang_cake.runahead.messages import Cancel, Failed, HelpOffer, LayerPart, Refuse, new_job
 from sglang_cake.runahead.partition import Partition, even
@@ -212,8 +214,6 @@ def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(group: Group)
 
 
 def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
-    from fake_pool import FakeRows
-
     def came(*spans: Span) -> int | None:
         rows = FakeRows(1)
         receiver = KvReceiver(rows, [Predecessor(5, Span(0, 4)), Predecessor(3, Span(4, 10))])
@@ -380,8 +380,6 @@ def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.DataObject) -> None:
-    from fake_pool import FakeRows
-
     source, rows = FakeRows(3), FakeRows(3)
     span = Span(10, data.draw(st.integers(11, 60)))
     keep = data.draw(st.integers(span.start, span.stop))
@@ -416,7 +414,7 @@ def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.Data
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
-    from fake_pool import Done, FakeRows
+    from fake_pool import Done
 
     class Later:
         def wait(self) -> None:
@@ -451,6 +449,40 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     assert rows.writes == 1
     with pytest.raises(Broken):
         receiver.part(LayerPart("", 0, 0, 4), data)
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_kv_sender_drains_as_long_as_parts_are_accepted(
+    stalls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s, allowed, accepted = [0.0], threading.Semaphore(0), [0]
+    monkeypatch.setattr(
+        "sglang_cake.runahead.kv_passing.time", SimpleNamespace(monotonic=lambda: clock_s[0])
+    )
+
+    def send(*args: object) -> None:
+        assert allowed.acquire(timeout=WAIT_S)
+        accepted[0] += 1
+
+    rows, looks = FakeRows(5), [0]
+    sender = KvSender(rows, JOB, send, lambda error: None)
+
+    def look() -> None:
+        if stalls or accepted[0] == looks[0]:  # the part before was accepted
+            looks[0] += 1
+            clock_s[0] += 2.0
+            if not stalls:
+                allowed.release()
+
+    sender.bind(rows.alloc(4), Span(0, 4))
+    sender.ready(4)
+    late = pytest.raises(Late) if stalls else contextlib.nullcontext()
+    with late:
+        sender.drain(5.0, look)  # all parts take 10 s
+    for _ in range(5):
+        allowed.release()
+    sender.close()
+    assert stalls or accepted == [5]
 
 
 def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
