@@ -406,6 +406,26 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(two: Callable
     assert [kv for _, _, kv in pair.records[1].heard] == [DATA]
 
 
+# ---- the throughput of a link ----
+
+
+def test_zeromq_throughput_measured_long_ago_is_unknown(two: Callable[..., Two]) -> None:
+    pair = two(times=replace(TIMES, doubt_s=0.1))
+    pair.meet()
+    pair.members[0].measured(1, 2**20, 60.0)
+    until(lambda: pair.members[0].bytes_per_s(1) is None, "a slow moment is forgotten")
+
+
+def test_zeromq_throughput_of_an_earlier_connection_is_unknown(two: Callable[..., Two]) -> None:
+    pair = two(times=replace(TIMES, doubt_s=WAIT_S))
+    pair.meet()
+    pair.members[0].measured(1, 2**20, 60.0)
+    assert pair.members[0].bytes_per_s(1) == pytest.approx(2**20 / 60.0)
+    pair.cut()
+    until(lambda: pair.records[0].gone, "the connection has ended")
+    assert pair.members[0].bytes_per_s(1) is None
+
+
 # ---- silence, and returns ----
 
 
