@@ -13,6 +13,7 @@ from sglang_cake.runahead.partition_table import PartitionTable
 # A chain is used if it is predicted to take at most this share of one worker's time: a wrong
 # prediction costs more than a small gain.
 PAYS = 0.9
+_ALL_COUNTS = 8  # up to so many workers, each number of them is tried
 _NO_LIMIT = 2**31  # tokens of a chain's step, for the meeting point
 
 
@@ -173,9 +174,25 @@ def forced_plan(
 def _best(
     plan: Callable[[int], ChainPlan | None], helpers: Sequence[int], pays: float
 ) -> ChainPlan | None:
-    plans = [plan(workers) for workers in range(2, len(helpers) + 2)]
-    paying = [each for each in plans if each and each.predicted_s <= pays * each.alone_s]
+    plans: list[ChainPlan] = []
+    for workers in _worker_counts(len(helpers) + 1):
+        found = plan(workers)
+        if found is None:
+            continue
+        if workers > _ALL_COUNTS and plans and found.saved_s < plans[-1].saved_s:
+            break  # the links or the handover limit the chain, with more workers too
+        plans.append(found)
+    paying = [each for each in plans if each.predicted_s <= pays * each.alone_s]
     return max(paying, key=lambda each: each.saved_s, default=None)
+
+
+def _worker_counts(most: int) -> list[int]:
+    """The numbers of workers that are tried. Of many, not all are: the scheduler waits for the
+    plan, and the gain changes little from one to the next."""
+    counts = list(range(2, min(most, _ALL_COUNTS) + 1))
+    while counts and counts[-1] < most:
+        counts.append(min(most, counts[-1] * 3 // 2))
+    return counts
 
 
 def _within(span: Span, workers: int, costs: ChainCosts, limits: ChainLimits) -> Partition | None:

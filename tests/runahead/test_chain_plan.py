@@ -63,6 +63,32 @@ def test_plan_chain_slow_link_takes_fewer_helpers_or_none() -> None:
     assert plan_chain(span, (0, 1, 2), costs(bytes_per_s=1e6), LIMITS) is None
 
 
+class CountedCost(PrefillCost):
+    """Counts its predictions."""
+
+    calls = 0
+
+    def step_s(self, start: int, stop: int) -> float:
+        CountedCost.calls += 1
+        return PrefillCost.step_s(self, start, stop)
+
+
+def predictions(workers: int, bytes_per_s: float) -> int:
+    """How often the cost of a step is predicted for the plan of a long prompt."""
+    counted = ChainCosts(CountedCost(0.01, 1e-4, 1e-8), 0.02, bytes_per_s, 131072)
+    CountedCost.calls = 0
+    plan = plan_chain(Span(0, 32768), range(workers - 1), counted, LIMITS)
+    assert plan is not None
+    assert len(plan.helpers) == workers - 1 or bytes_per_s < 1e12
+    return CountedCost.calls
+
+
+def test_plan_chain_work_grows_little_faster_than_the_group() -> None:
+    assert predictions(32, 1e13) < 4 * predictions(8, 1e13)
+    assert predictions(128, 1e13) < 4 * predictions(32, 1e13)
+    assert predictions(128, 1e9) < 2 * predictions(8, 1e9)  # a slow link ends the search
+
+
 def test_plan_chain_searched_partition_is_preferred() -> None:
     table = PartitionTable()
     table.put(8192, Partition((0, 5120, 8192)))
