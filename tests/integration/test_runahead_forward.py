@@ -100,7 +100,7 @@ class Setup:
         self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
         self.counters = Counters()
         self.namespace: str | None = "00"
-        step_costs: Any = SimpleNamespace(
+        self.step_costs: Any = SimpleNamespace(
             agreed=PrefillCost(fixed_s=0.0, token_s=0.01, pair_s=0.0),
             measured=False,
             do_not_measure=lambda: None,
@@ -110,7 +110,7 @@ class Setup:
             self.transports[OWNER],
             Rows(),  # type: ignore[arg-type]
             self.gate,
-            step_costs=step_costs,
+            step_costs=self.step_costs,
             counters=self.counters,
             namespace=lambda: self.namespace,
             record_of=lambda rid: None,
@@ -326,3 +326,49 @@ def test_runahead_scheduler_text_that_no_offer_can_carry_is_not_shared(
     setattr(one.req, field, text)
     assert one.owner.consider(one.req, alone=True) == "alone"
     assert one.owner.member.helpers() == (HELPER,)  # it was not asked
+
+
+class CountedCost(PrefillCost):
+    """Counts its predictions."""
+
+    calls = 0
+
+    def step_s(self, start: int, stop: int) -> float:
+        CountedCost.calls += 1
+        return PrefillCost.step_s(self, start, stop)
+
+
+def test_runahead_scheduler_waiting_prompt_is_planned_again_only_after_a_change(
+    setup: Callable[..., Setup],
+) -> None:
+    one = setup(send_all)
+    one.run()
+    one.req.rid, one.req.sampling_params.custom_params = "waiting", None
+    one.step_costs.agreed = CountedCost(fixed_s=10.0, token_s=0.01, pair_s=0.0)  # no chain pays
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    calls = CountedCost.calls
+    assert calls > 0
+    for _ in range(20):
+        assert one.owner.consider(one.req, alone=True) == "alone"
+    assert CountedCost.calls == calls
+    one.step_costs.agreed = CountedCost(fixed_s=0.0, token_s=0.01, pair_s=0.0)
+    assert one.owner.consider(one.req, alone=True) == "wait"
+
+
+def test_runahead_scheduler_handover_time_fades_once_for_a_prompt(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assumed = "sglang_cake.integration.runahead.runahead_scheduler.HANDOVER_S"
+    monkeypatch.setattr(assumed, 1.0)  # as after slow chains
+    one = setup(send_all)
+    one.run()
+    monkeypatch.setattr(assumed, 0.0)
+    one.req.sampling_params.custom_params = None
+    for number in range(60):
+        one.req.rid = f"prompt {number}"
+        if one.owner.consider(one.req, alone=True) == "wait":
+            break
+        for _ in range(60):
+            assert one.owner.consider(one.req, alone=True) == "alone"
+        one.owner.release(one.req.rid)
+    assert 5 < number < 59  # in the end, a chain is tried again

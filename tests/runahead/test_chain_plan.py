@@ -190,6 +190,17 @@ def test_plan_beside_loader_fast_store_gives_no_plan_and_slow_store_no_part() ->
     assert slow.partition.bounds[-1] == 8193
 
 
+def test_stored_tail_facts_change_with_blocks_and_when_the_next_one_is_late() -> None:
+    def facts(since_s: float, landed_tokens: int = 0) -> object:
+        view = stored(8193, 8192, landed_tokens)
+        return StoredTail(view, LoadProgress(since_s, begun=True), LoadCost(0.0, 0.02)).facts
+
+    assert facts(0.0) == facts(0.019)
+    assert len({facts(since_s / 100) for since_s in range(1000)}) < 12
+    assert facts(0.0) != facts(0.1) != facts(1.0)
+    assert facts(0.0) != facts(0.0, landed_tokens=4096)
+
+
 def test_plan_beside_loader_ends_before_the_landed_blocks() -> None:
     view = stored(8193, 8192, landed_tokens=4096)
     plan = plan_beside_loader(stored_tail(view, 10.0), (0,), costs(), LIMITS)

@@ -128,6 +128,8 @@ class Runahead(NoRunahead):
         self._answer_s = member_settings.answer_s
         self._chain: OwnChain | None = None
         self._asked: set[str] = set()  # requests for which helpers were asked
+        # For which no chain pays, with what that depends on: they are looked at before each step.
+        self._unpaid: dict[str, object] = {}
         # A byte in this socket wakes an idle scheduler.
         reader, writer = socket.socketpair()
         reader.setblocking(False)
@@ -199,6 +201,8 @@ class Runahead(NoRunahead):
     def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
+        if self._unpaid.pop(rid, None) is not None:  # otherwise one slow chain would be the last
+            self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
         if self._chain is not None and self._chain.rid == rid:
             self._drop("the request is over", label="aborted")
 
@@ -283,12 +287,17 @@ class Runahead(NoRunahead):
         elif asked not in (None, "table"):
             return forced_plan(asked, span, helpers, limits)
         pays = PAYS if asked is None else _WHATEVER
+        facts = (span, helpers, costs, limits, None if tail is None else tail.facts)
+        if self._unpaid.get(req.rid) == facts:
+            return None
         if tail is not None:
             plan = plan_beside_loader(tail, helpers, costs, limits, pays=pays)
         else:
             plan = plan_chain(span, helpers, costs, limits, pays=pays)
-        if plan is None:  # otherwise one slow chain would be the last one
-            self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
+        if plan is None:
+            self._unpaid[req.rid] = facts
+        else:
+            self._unpaid.pop(req.rid, None)
         return plan
 
     def _propose(self, req: "Req", plan: ChainPlan) -> bool:
