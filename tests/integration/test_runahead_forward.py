@@ -372,3 +372,36 @@ def test_runahead_scheduler_handover_time_fades_once_for_a_prompt(
             assert one.owner.consider(one.req, alone=True) == "alone"
         one.owner.release(one.req.rid)
     assert 5 < number < 59  # in the end, a chain is tried again
+
+
+def test_runahead_scheduler_own_faults_pause_its_asking(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
+
+    def write(*args: object) -> Copy:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Rows, "write", write)
+    one = setup(send_all, left_out_s=(60.0, 120.0))
+    assert one.run() == (SPLIT, STOP)
+    assert one.computed[0] == (0, SPLIT)
+    assert one.failures() == {"broken": 1}
+    assert one.owner.member.helpers() == ()
+    assert one.owner.member.failed() == {OWNER}  # and not the helper
+    one.req.rid = "next"
+    assert one.owner.consider(one.req, alone=True) == "alone"
+
+
+def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
+    one = setup(send_all, left_out_s=(60.0, 120.0))
+
+    def begin(*args: object) -> None:
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(Rows, "begin", begin)
+    assert one.run() == (SPLIT, STOP)
+    assert one.owner.member.failed() == {OWNER}

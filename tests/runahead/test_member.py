@@ -213,6 +213,30 @@ def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(group: Group)
     assert group.owner.failed() == {0}
 
 
+def test_runahead_member_own_fault_pauses_its_asking_until_a_chain_is_done(
+    new_group: Callable[..., Group],
+) -> None:
+    ahead_s = [0.0]
+    group = new_group(left_out_s=(600.0, 900.0), clock=lambda: time.monotonic() + ahead_s[0])
+    tokens, partition = prompt(90), even(Span(0, 90), 3)
+    owned = group.propose(tokens, partition)
+    agreed(owned)
+    owned.passing.break_off("no memory")
+    group.owner.end_owned(owned, "cancelled", "no memory")
+    assert group.owner.helpers() == ()
+    assert group.owner.failed() == {SIZE - 1}
+    for worker in group.workers[:-1]:  # the first of the chain waits for nobody: it may be done
+        until(lambda w=worker: w.errors or w.computed, "it hears that the job is over")
+    ahead_s[0] = 601.0
+    until(lambda: len(group.owner.helpers()) == SIZE - 1, "it asks again")
+    again = group.propose(tokens, partition)
+    agreed(again)
+    assert again.agreed
+    group.workers[-1].own(again, tokens)
+    group.owner.end_owned(again, "done")
+    assert group.owner.failed() == frozenset()
+
+
 def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
     def came(*spans: Span) -> int | None:
         rows = FakeRows(1)
