@@ -330,8 +330,8 @@ class KvSender:
             pass
 
     def _run(self) -> None:
-        buffer = self._rows.buffer(self._part_tokens * self._rows.token_bytes)
         try:
+            buffer = self._rows.buffer(self._part_tokens * self._rows.token_bytes)
             for layer in range(self._rows.layers):
                 with self._changed:
                     while not self._closed and self._ready < layer:

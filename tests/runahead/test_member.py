@@ -202,8 +202,11 @@ def test_runahead_member_failed_helper_is_left_out_until_it_has_helped(
     assert group.owner.failed() == frozenset()  # since it has helped
 
 
-def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(group: Group) -> None:
-    group.workers[0].rows.read_fails = True
+@pytest.mark.parametrize("fault", ["read_fails", "buffer_fails"])
+def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(
+    group: Group, fault: str
+) -> None:
+    setattr(group.workers[0].rows, fault, True)
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
     agreed(owned)
