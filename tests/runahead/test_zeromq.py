@@ -343,6 +343,26 @@ def test_encrypted_kv_sealed_parts_are_opened_in_order() -> None:
         assert data == DATA
 
 
+class Full(Captured):
+    """Takes no part the first time."""
+
+    def put(self, name: bytes, *frames: Any) -> zmq.MessageTracker:
+        if not self.sent:
+            self.sent.append([])
+            raise encrypted_kv.PeerGone("its queue is full")
+        return super().put(name, *frames)
+
+
+def test_encrypted_kv_path_that_lost_a_part_is_not_used_again() -> None:
+    there, port = receiver(), Full()
+    sender = encrypted_kv.EncryptedKvSender(there.name, there.key, WAIT_S)
+    for _ in range(2):
+        with pytest.raises(encrypted_kv.PeerGone):
+            sender.send(port, PART, memoryview(DATA))  # type: ignore[arg-type]
+    assert port.sent == [[]]  # it could not have been decrypted
+    assert sender.over
+
+
 def flipped(frames: list[zmq.Frame], frame: int, at: int) -> list[zmq.Frame]:
     spoilt = [bytearray(each.bytes) for each in frames]
     spoilt[frame][at] ^= 4
