@@ -25,6 +25,7 @@ MAX_MEMBERS = 256
 PATH_BYTES = 16
 KEY_BYTES = 32
 MAX_TEXT_CHARACTERS = 512
+MAX_SESSION_CHARACTERS = 2**16  # a handle of CUDA memory names each of its segments
 _TOKEN_BYTES = 4
 _T = TypeVar("_T")
 
@@ -129,7 +130,8 @@ class Failed(_Message, frozen=True, tag=5):
 class ReceiveBuffer(_Message, frozen=True, tag=6, rename={"sections": "slots"}):
     """For transports that write into a peer's memory: where the sender takes parts."""
 
-    session: Text  # the engine's address of the sender
+    # The engine's address of the sender.
+    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
     address: Annotated[int, Meta(ge=0)]
     sections: Count  # of MAX_PART_BYTES each
 

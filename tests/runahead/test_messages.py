@@ -20,6 +20,7 @@ from sglang_cake.runahead.messages import (
     LayerPart,
     Message,
     PartHead,
+    ReceiveBuffer,
     Refuse,
     can_carry,
     decode,
@@ -40,6 +41,7 @@ MESSAGES = st.one_of(
     st.builds(Refuse, st.just(JOB), TEXT),
     st.builds(Cancel, st.just(JOB), TEXT),
     st.builds(Failed, st.just(JOB), st.integers(0, 255), TEXT),
+    st.builds(ReceiveBuffer, st.just("ab" * 2000) | TEXT, st.integers(0, 2**63), COUNT),
     st.builds(Landed, PARTS, COUNT, COUNT, st.integers(0, 2**64 - 1), COUNT),
     st.builds(
         lambda heard: Hello(
