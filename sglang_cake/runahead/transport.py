@@ -93,5 +93,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End all connections and threads."""
+        """End all connections and threads. Another call has no effect."""
         ...

@@ -16,6 +16,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.boundary import OriginalFunction
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
@@ -405,3 +406,18 @@ def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
     monkeypatch.setattr(Rows, "begin", begin)
     assert one.run() == (SPLIT, STOP)
     assert one.owner.member.failed() == {OWNER}
+
+
+def test_runahead_scheduler_switched_off_member_leaves_the_group(
+    setup: Callable[..., Setup],
+) -> None:
+    one = setup(send_all)
+    tree: Any = CakeRadixCache.__new__(CakeRadixCache)
+    tree.saving = tree.coordinator = None
+    tree.helpers = one.owner
+    tree.switch_off()
+    assert not tree.helpers.is_member
+    end_s = time.monotonic() + 60
+    while one.transports[HELPER].reachable():  # the other one would ask it in vain
+        assert time.monotonic() < end_s, "it is still there"
+        time.sleep(0.01)
