@@ -7,7 +7,6 @@ with the chain `raw` instead. So a payload is at most ENCODED_HEAD_BYTES longer 
 """
 
 import json
-import math
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -167,11 +166,9 @@ class Chain:
 
     def warm_up(self, layout: BlockLayout) -> None:
         """Compile the loops that such blocks need, before a request waits for them."""
-        page = math.lcm(*(group.row_tokens for group in layout.groups))
-        small = BlockLayout(
-            tuple(replace(group, layers=1) for group in layout.groups),
-            min(8, layout.block_tokens) if page == 1 else page,
-        )
+        # As many tokens as real blocks have: the types of indices depend on that.
+        groups = tuple(replace(group, layers=1) for group in layout.groups)
+        small = BlockLayout(groups, layout.block_tokens)
         zeros = Block.over(small, memoryview(bytearray(small.block_bytes)))
         self.decode(self._encode(zeros).copy(), zeros)
 

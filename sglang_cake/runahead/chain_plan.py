@@ -13,6 +13,7 @@ from sglang_cake.runahead.partition_table import PartitionTable
 # A chain is used if it is predicted to take at most this share of one worker's time: a wrong
 # prediction costs more than a small gain.
 PAYS = 0.9
+_ALL_COUNTS = 8  # up to so many workers, each number of them is tried
 _NO_LIMIT = 2**31  # tokens of a chain's step, for the meeting point
 
 
@@ -68,6 +69,14 @@ class StoredTail:
     view: View
     progress: LoadProgress
     cost: LoadCost
+
+    @property
+    def facts(self) -> tuple[View, LoadCost, LoadProgress]:
+        """What a plan depends on. Of the wait for the next block, only each doubling counts: a plan
+        changes little between two looks."""
+        block_s = max(1e-3, self.cost.load_s(1, begun=self.progress.begun))
+        waits = int(self.progress.since_s / block_s).bit_length()
+        return self.view, self.cost, replace(self.progress, since_s=waits, relied_s=0.0)
 
 
 def plan_chain(
@@ -152,7 +161,8 @@ def forced_plan(
 ) -> ChainPlan | None:
     """The chain whose spans have these ends, for measuring partitions.
 
-    None if there are too few helpers, or `ends` are no ends of spans within `span`.
+    None if there are too few helpers, or `ends` are no ends of spans within `span`, or a span has
+    more than `step_tokens`.
     """
     if not isinstance(ends, list) or not 1 < len(ends) <= len(helpers) + 1:
         return None
@@ -164,15 +174,33 @@ def forced_plan(
         partition = Partition((span.start, *ends))
     except ValueError:
         return None
+    if max(each.tokens for each in partition.spans) > limits.step_tokens:
+        return None
     return ChainPlan(tuple(helpers[: len(ends) - 1]), partition, 0.0, 0.0)
 
 
 def _best(
     plan: Callable[[int], ChainPlan | None], helpers: Sequence[int], pays: float
 ) -> ChainPlan | None:
-    plans = [plan(workers) for workers in range(2, len(helpers) + 2)]
-    paying = [each for each in plans if each and each.predicted_s <= pays * each.alone_s]
+    plans: list[ChainPlan] = []
+    for workers in _worker_counts(len(helpers) + 1):
+        found = plan(workers)
+        if found is None:
+            continue
+        if workers > _ALL_COUNTS and plans and found.saved_s < plans[-1].saved_s:
+            break  # the links or the handover limit the chain, with more workers too
+        plans.append(found)
+    paying = [each for each in plans if each.predicted_s <= pays * each.alone_s]
     return max(paying, key=lambda each: each.saved_s, default=None)
+
+
+def _worker_counts(most: int) -> list[int]:
+    """The numbers of workers that are tried. Of many, not all are: the scheduler waits for the
+    plan, and the gain changes little from one to the next."""
+    counts = list(range(2, min(most, _ALL_COUNTS) + 1))
+    while counts and counts[-1] < most:
+        counts.append(min(most, counts[-1] * 3 // 2))
+    return counts
 
 
 def _within(span: Span, workers: int, costs: ChainCosts, limits: ChainLimits) -> Partition | None:

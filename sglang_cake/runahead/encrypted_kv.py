@@ -65,7 +65,11 @@ class EncryptedKvSender:
             head = encode(PartHead(part, *self._before))
             self._seal.close(head, data, sealed)
             began_s = time.perf_counter()
-            taken = server.put(self.name, head, sealed)
+            try:
+                taken = server.put(self.name, head, sealed)
+            except PeerGone:
+                self.over = True  # the receiver would take the next part for a changed one
+                raise
             while not self._is_taken(taken):
                 # ZeroMQ reads the memory until it is sent, so this path never uses it again.
                 self.over = self.over or time.monotonic() > end_s

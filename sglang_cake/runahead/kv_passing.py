@@ -284,6 +284,7 @@ class KvSender:
         self._ready = -1  # layers up to this one are in the pool
         self._sent = -1
         self._closed = False
+        self._accepted_s = 0.0  # when the next worker took a part last
         self._reading = threading.Lock()
         self.bytes = 0
         self.forwarded_bytes = 0
@@ -304,15 +305,19 @@ class KvSender:
         """Send a received part on, from the thread that received it. Raises: PeerGone."""
         if not self._closed:
             self._send(part, data)
+            self._accepted_s = time.monotonic()
             self.forwarded_bytes += len(data)
 
     def drain(self, timeout_s: float, look: Callable[[], None]) -> None:
-        """Wait until every layer is sent. Raises: Late, and the errors of `look`."""
-        end_s = time.monotonic() + timeout_s
+        """Wait until every layer is sent.
+
+        Raises: Late if no part is accepted for `timeout_s`, and the errors of `look`.
+        """
+        began_s = time.monotonic()
         with self._changed:
             while self._sent + 1 < self._rows.layers:
                 look()
-                if time.monotonic() > end_s:
+                if time.monotonic() - max(began_s, self._accepted_s) > timeout_s:
                     raise Late("the worker after does not take what it is sent")
                 self._changed.wait(_LOOK_S)
 
@@ -325,8 +330,8 @@ class KvSender:
             pass
 
     def _run(self) -> None:
-        buffer = self._rows.buffer(self._part_tokens * self._rows.token_bytes)
         try:
+            buffer = self._rows.buffer(self._part_tokens * self._rows.token_bytes)
             for layer in range(self._rows.layers):
                 with self._changed:
                     while not self._closed and self._ready < layer:
@@ -341,6 +346,7 @@ class KvSender:
                         own = self._slots[span.start - first : span.stop - first]
                         self._rows.read(layer, own, data)
                     self._send(LayerPart(self._job, layer, *span), data)
+                    self._accepted_s = time.monotonic()
                     self.bytes += len(data)
                 with self._changed:
                     self._sent = layer
@@ -450,7 +456,7 @@ class KvPassing:
                 raise
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every layer is sent. Raises: RunaheadError."""
+        """Wait until every layer is sent. Raises: RunaheadError, as `KvSender.drain`."""
         assert self.sender is not None
         try:
             self.sender.drain(timeout_s, self.check)

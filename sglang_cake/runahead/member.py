@@ -9,7 +9,7 @@ offer waits in a queue: a busy member refuses at once, and the owner computes al
 
 A member that failed is left out for a while, longer each time, until it has helped once. Other
 members of the same chain are not: the report of a failure names the culprit, and missing parts show
-which member is late.
+which member is late. A member that fails as an owner asks nobody for a while, by the same rule.
 """
 
 import logging
@@ -140,16 +140,19 @@ class Member:
     # ---- the owner ----
 
     def helpers(self) -> tuple[int, ...]:
-        """Ranks that may be asked now; none while this member is busy itself."""
+        """Ranks that may be asked now; none while this member is busy, or after its own failure."""
         now_s = self._clock()
         with self._lock:
             if self._owned is not None or self._helping is not None or self._offers:
+                return ()
+            if self._backoff(self.rank).left_s(now_s):
                 return ()
             present = self._transport.reachable()
             return tuple(sorted(r for r in present if not self._backoff(r).left_s(now_s)))
 
     def failed(self) -> frozenset[int]:
-        """Ranks of members that have failed, and have not helped since."""
+        """Ranks of members that have failed, and have not helped since. The own rank is among them
+        after a failure as an owner, until a chain of this member is done."""
         with self._lock:
             return frozenset(rank for rank, each in self._backoffs.items() if each.has_failed)
 
@@ -171,7 +174,8 @@ class Member:
     ) -> Owned:
         """Send offers to the helpers of `chain`, which ends with this member.
 
-        Raises: RunaheadError if a helper cannot be reached; sent offers are cancelled then.
+        Raises: RunaheadError if a helper cannot be reached. After any error, sent offers are
+        cancelled.
         """
         assert chain[-1] == self.rank
         job = new_job()
@@ -188,37 +192,42 @@ class Member:
             assert self._owned is None
             assert self._helping is None
             self._owned = owned
-        for rank, stop in zip(chain[:-1], partition.bounds[1:], strict=False):
-            offer = HelpOffer(
-                job, chain, partition.bounds, namespace, extra_key, cache_salt, tokens[:stop]
-            )
-            try:
+        try:
+            for rank, stop in zip(chain[:-1], partition.bounds[1:], strict=False):
+                offer = HelpOffer(
+                    job, chain, partition.bounds, namespace, extra_key, cache_salt, tokens[:stop]
+                )
                 self._transport.send(rank, offer)
-            except PeerGone as error:
-                passing.break_off(str(error), rank)
-                self.end_owned(owned, "cancelled", str(error))
-                raise
+        except Exception as error:
+            passing.break_off(str(error), rank if isinstance(error, PeerGone) else None)
+            self.end_owned(owned, "cancelled", str(error))
+            raise
         return owned
 
     def end_owned(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:
         """End an own job: all KV arrived, or it is not needed any more, or it failed.
 
-        After this returns, the bound slots are not used. A member that is to blame is left out.
+        After this returns, the bound slots are not used. A member that is to blame is left out; if
+        the job broke and no other member is to blame, that is this one.
         """
         with self._lock:
             if self._owned is owned:
                 self._owned = None
             self._end(owned.passing.job)
         culprit = owned.passing.culprit
+        if culprit is None and owned.passing.broken is not None:
+            culprit = self.rank
         owned.passing.close(reason or outcome)
-        for rank in owned.helpers:
+        for rank in owned.chain:
             if outcome == "done":
                 self._backoffs.pop(rank, None)
                 continue
-            self._tell(rank, Cancel(owned.passing.job, (reason or outcome)[:200]))
             if rank == culprit:
                 self._leave_out(rank)
-            elif rank not in owned.accepted:  # it did not answer in time
+            if rank == self.rank:
+                continue
+            self._tell(rank, Cancel(owned.passing.job, (reason or outcome)[:200]))
+            if rank != culprit and rank not in owned.accepted:  # it did not answer in time
                 self._pause(rank)
 
     # ---- the helper ----
@@ -392,7 +401,10 @@ class Member:
         with self._lock:
             self._backoff(rank).start(now_s)
             pause_s = self._backoff(rank).left_s(now_s)
-        logger.warning("cake runahead: member %d is left out for %.0f s", rank, pause_s)
+        if rank == self.rank:
+            logger.warning("cake runahead: no member is asked for help for %.0f s", pause_s)
+        else:
+            logger.warning("cake runahead: member %d is left out for %.0f s", rank, pause_s)
 
     def _backoff(self, rank: int) -> Backoff:
         return self._backoffs.setdefault(rank, Backoff(*self._settings.left_out_s))

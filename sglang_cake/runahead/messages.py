@@ -24,11 +24,13 @@ MAX_MESSAGE_BYTES = 16 * 2**20  # an offer of 4 million tokens
 MAX_MEMBERS = 256
 PATH_BYTES = 16
 KEY_BYTES = 32
+MAX_TEXT_CHARACTERS = 512
+MAX_SESSION_CHARACTERS = 2**16  # a handle of CUDA memory names each of its segments
 _TOKEN_BYTES = 4
 _T = TypeVar("_T")
 
 Job = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Text = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Session = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -128,7 +130,8 @@ class Failed(_Message, frozen=True, tag=5):
 class ReceiveBuffer(_Message, frozen=True, tag=6, rename={"sections": "slots"}):
     """For transports that write into a peer's memory: where the sender takes parts."""
 
-    session: Text  # the engine's address of the sender
+    # The engine's address of the sender.
+    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
     address: Annotated[int, Meta(ge=0)]
     sections: Count  # of MAX_PART_BYTES each
 
@@ -177,6 +180,15 @@ class BadMessage(RunaheadError):
     """A peer sent bytes that are no message of this version."""
 
     reason = "protocol"
+
+
+def can_carry(text: str | None) -> bool:
+    """Whether a message can have this text in a field."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:  # half a character, which JSON allows
+        return False
+    return text is None or len(text) <= MAX_TEXT_CHARACTERS
 
 
 def encode(message: Message | PartHead) -> bytes:

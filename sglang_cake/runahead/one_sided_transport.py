@@ -250,6 +250,8 @@ class OneSidedTransport:
             raise
 
     def close(self) -> None:
+        if self._members.closed.is_set():
+            return
         self._members.close()
         for link in self._links.values():
             link.close()

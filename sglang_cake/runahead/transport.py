@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
+from sglang_cake.loading.cost_model import DOUBT_S
 from sglang_cake.runahead.messages import LayerPart, Message
 
 MAX_PART_BYTES = 4 * 2**20
@@ -31,6 +32,9 @@ class LinkTimes:
     handshake_s: float = 5.0  # in which a new connection must authenticate
     greeting_s: float = 5.0  # in which a connected peer should send something
     retry_s: tuple[float, float] = (0.1, 2.0)  # between attempts to connect: at first, at most
+    # A throughput that was measured longer ago is unknown. Otherwise a link that was slow, so that
+    # no prompt is shared over it, would never be known to be fast again.
+    doubt_s: float = DOUBT_S
 
 
 LINK_TIMES: Final = LinkTimes()
@@ -73,7 +77,8 @@ class Transport(Protocol):
         ...
 
     def bytes_per_s(self, rank: int) -> float | None:
-        """Recent throughput of the link from a peer, while it carried parts; None if unknown."""
+        """Recent throughput of the link from a peer, while it carried parts; None if none was
+        measured on this connection lately."""
         ...
 
     def send(self, rank: int, message: Message) -> None:
@@ -88,5 +93,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End all connections and threads."""
+        """End all connections and threads. Another call has no effect."""
         ...

@@ -128,7 +128,8 @@ class Peer:
         self._kv: _Connection | None = None
         self._kv_receiver: EncryptedKvReceiver | None = None
         self._kv_sender: EncryptedKvSender | None = None
-        self.bytes_per_s: float | None = None  # of recent KV from it
+        self._bytes_per_s: float | None = None  # of KV from it on this connection
+        self._measured_s = 0.0  # when
         self.is_here = False
 
     def start(self, handler: Handler) -> None:
@@ -137,6 +138,12 @@ class Peer:
         threading.Thread(target=self._run, name=f"cake-runahead-{self._rank}", daemon=True).start()
 
     # ---- any thread ----
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """As `Transport.bytes_per_s`."""
+        is_recent = time.monotonic() - self._measured_s <= self._times.doubt_s
+        return self._bytes_per_s if is_recent else None
 
     def send_part(self, part: LayerPart, data: memoryview) -> None:
         """As `Transport.send_part`. Raises: PeerGone."""
@@ -153,7 +160,8 @@ class Peer:
         if size_bytes >= _LARGE_BYTES:  # smaller parts measure latency
             rate = size_bytes / max(took_s, 1e-6)
             before = self.bytes_per_s or rate
-            self.bytes_per_s = before + _NEWEST * (rate - before)
+            self._bytes_per_s = before + _NEWEST * (rate - before)
+            self._measured_s = time.monotonic()
 
     # ---- its own thread ----
 
@@ -300,6 +308,7 @@ class Peer:
         self._kv_sender = None
         self._theirs = None
         self._told = None
+        self._bytes_per_s = None
         self._judge(reason)
 
     def _judge(self, reason: str) -> None:

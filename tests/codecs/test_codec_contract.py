@@ -1,5 +1,8 @@
 """Every codec keeps the contract of codecs."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -236,3 +239,34 @@ def test_codecs_known_model_layouts_reach_their_compression(
 def test_codec_chain_description_is_shorter_than_188_bytes() -> None:
     layout = BlockLayout.plain(1, (("k", (1, 128)), ("v", (1, 128))), "bfloat16", 128)
     assert all(len(chain_of(codec, layout, 500000.0).describe()) < 188 for codec in CODECS)
+
+
+WARM = """
+import numpy as np
+from sglang_cake.codecs import nonuniform
+from sglang_cake.codecs.catalogue import chain_of, decode
+from sglang_cake.core.layout import BlockLayout
+
+loops = [each for each in vars(nonuniform).values() if hasattr(each, "signatures")]
+layout = BlockLayout.plain(2, (("k", (2, 32)), ("v", (2, 32))), "bfloat16", {block_tokens})
+chain = chain_of("kvquant3", layout, 10000.0)
+chain.warm_up(layout)
+print([len(each.signatures) for each in loops])
+block = np.random.default_rng(0).normal(size=layout.block_bytes // 4).astype(np.float32)
+block = memoryview((block.view(np.uint32) >> 16).astype(np.uint16).tobytes() * 2)
+out = memoryview(bytearray(layout.block_bytes + 1024))
+size = chain.of_first().encode(layout, block, out)
+assert size < layout.block_bytes
+decode(layout, out[:size], memoryview(bytearray(layout.block_bytes)))
+print([len(each.signatures) for each in loops])
+"""
+
+
+@pytest.mark.parametrize("block_tokens", [128, 512])
+def test_kvquant_warm_up_compiles_all_loops_before_the_first_block(block_tokens: int) -> None:
+    """In a process of its own, which has compiled nothing. Of longer blocks, the places of the
+    numbers that are kept have another type."""
+    code = WARM.format(block_tokens=block_tokens)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    warm, used, end = done.stdout.split("\n")
+    assert (warm, end) == (used, "")

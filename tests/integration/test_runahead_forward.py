@@ -16,6 +16,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.integration.boundary import OriginalFunction
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
@@ -99,7 +100,8 @@ class Setup:
         self.helper = Helper(self.transports[HELPER], then)
         self.gate = LayerGate(SimpleNamespace(register_layer_transfer_counter=lambda gate: None))
         self.counters = Counters()
-        step_costs: Any = SimpleNamespace(
+        self.namespace: str | None = "00"
+        self.step_costs: Any = SimpleNamespace(
             agreed=PrefillCost(fixed_s=0.0, token_s=0.01, pair_s=0.0),
             measured=False,
             do_not_measure=lambda: None,
@@ -109,9 +111,9 @@ class Setup:
             self.transports[OWNER],
             Rows(),  # type: ignore[arg-type]
             self.gate,
-            step_costs=step_costs,
+            step_costs=self.step_costs,
             counters=self.counters,
-            namespace=lambda: "00",
+            namespace=lambda: self.namespace,
             record_of=lambda rid: None,
             loads_only=False,
             least_tokens=0,
@@ -288,3 +290,134 @@ def test_runahead_scheduler_abort_of_another_request_is_deferred(
     assert one.run() == (SPLIT, STOP)
     assert [each.rid for each in one.scheduler._deferred_input_requests] == ["another"]
     assert one.req.discard_output_reason is None
+
+
+@pytest.mark.parametrize("namespace", [None, "11"])
+def test_runahead_scheduler_changed_weights_end_the_chain(
+    setup: Callable[..., Setup], namespace: str | None
+) -> None:
+    one = setup(send_all)
+    one.namespace = namespace  # while the request waits for its step
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    assert one.owner.extent("mine") is None
+    assert one.helper.cancelled.wait(60)
+
+
+@pytest.mark.parametrize("namespace", [None, "11"])
+def test_runahead_scheduler_weights_changed_before_the_forward_are_not_mixed(
+    setup: Callable[..., Setup], namespace: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
+    one = setup(send_all)
+    one.namespace = namespace
+    assert one.run() == (SPLIT, STOP)
+    assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes
+    assert one.counters.snapshot().get(("helped_tokens", ""), 0) == 0
+    assert one.helper.cancelled.wait(60)
+
+
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+@pytest.mark.parametrize("text", ["s" * 513, "\ud800"])
+def test_runahead_scheduler_text_that_no_offer_can_carry_is_not_shared(
+    setup: Callable[..., Setup], field: str, text: str
+) -> None:
+    one = setup(send_all)
+    assert one.run() == (SPLIT, STOP)
+    one.req.rid = "salted"
+    setattr(one.req, field, text)
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    assert one.owner.member.helpers() == (HELPER,)  # it was not asked
+
+
+class CountedCost(PrefillCost):
+    """Counts its predictions."""
+
+    calls = 0
+
+    def step_s(self, start: int, stop: int) -> float:
+        CountedCost.calls += 1
+        return PrefillCost.step_s(self, start, stop)
+
+
+def test_runahead_scheduler_waiting_prompt_is_planned_again_only_after_a_change(
+    setup: Callable[..., Setup],
+) -> None:
+    one = setup(send_all)
+    one.run()
+    one.req.rid, one.req.sampling_params.custom_params = "waiting", None
+    one.step_costs.agreed = CountedCost(fixed_s=10.0, token_s=0.01, pair_s=0.0)  # no chain pays
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    calls = CountedCost.calls
+    assert calls > 0
+    for _ in range(20):
+        assert one.owner.consider(one.req, alone=True) == "alone"
+    assert CountedCost.calls == calls
+    one.step_costs.agreed = CountedCost(fixed_s=0.0, token_s=0.01, pair_s=0.0)
+    assert one.owner.consider(one.req, alone=True) == "wait"
+
+
+def test_runahead_scheduler_handover_time_fades_once_for_a_prompt(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assumed = "sglang_cake.integration.runahead.runahead_scheduler.HANDOVER_S"
+    monkeypatch.setattr(assumed, 1.0)  # as after slow chains
+    one = setup(send_all)
+    one.run()
+    monkeypatch.setattr(assumed, 0.0)
+    one.req.sampling_params.custom_params = None
+    for number in range(60):
+        one.req.rid = f"prompt {number}"
+        if one.owner.consider(one.req, alone=True) == "wait":
+            break
+        for _ in range(60):
+            assert one.owner.consider(one.req, alone=True) == "alone"
+        one.owner.release(one.req.rid)
+    assert 5 < number < 59  # in the end, a chain is tried again
+
+
+def test_runahead_scheduler_own_faults_pause_its_asking(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
+
+    def write(*args: object) -> Copy:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Rows, "write", write)
+    one = setup(send_all, left_out_s=(60.0, 120.0))
+    assert one.run() == (SPLIT, STOP)
+    assert one.computed[0] == (0, SPLIT)
+    assert one.failures() == {"broken": 1}
+    assert one.owner.member.helpers() == ()
+    assert one.owner.member.failed() == {OWNER}  # and not the helper
+    one.req.rid = "next"
+    assert one.owner.consider(one.req, alone=True) == "alone"
+
+
+def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
+    one = setup(send_all, left_out_s=(60.0, 120.0))
+
+    def begin(*args: object) -> None:
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(Rows, "begin", begin)
+    assert one.run() == (SPLIT, STOP)
+    assert one.owner.member.failed() == {OWNER}
+
+
+def test_runahead_scheduler_switched_off_member_leaves_the_group(
+    setup: Callable[..., Setup],
+) -> None:
+    one = setup(send_all)
+    tree: Any = CakeRadixCache.__new__(CakeRadixCache)
+    tree.saving = tree.coordinator = None
+    tree.helpers = one.owner
+    tree.switch_off()
+    assert not tree.helpers.is_member
+    end_s = time.monotonic() + 60
+    while one.transports[HELPER].reachable():  # the other one would ask it in vain
+        assert time.monotonic() < end_s, "it is still there"
+        time.sleep(0.01)

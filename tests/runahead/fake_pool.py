@@ -32,6 +32,7 @@ class FakeRows:
         self.pool = np.full((layers, PLANES, slots, TOKEN), 255, np.uint8)
         self.writes = 0
         self.read_fails = False
+        self.buffer_fails = False
         self._free = list(np.random.default_rng(layers).permutation(slots))
 
     def alloc(self, tokens: int) -> list[int]:
@@ -39,6 +40,8 @@ class FakeRows:
         return [int(slot) for slot in taken]
 
     def buffer(self, size_bytes: int) -> memoryview:
+        if self.buffer_fails:
+            raise MemoryError("nothing to copy it to")
         return memoryview(bytearray(size_bytes))
 
     def begin(self) -> None:

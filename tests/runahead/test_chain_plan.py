@@ -63,6 +63,32 @@ def test_plan_chain_slow_link_takes_fewer_helpers_or_none() -> None:
     assert plan_chain(span, (0, 1, 2), costs(bytes_per_s=1e6), LIMITS) is None
 
 
+class CountedCost(PrefillCost):
+    """Counts its predictions."""
+
+    calls = 0
+
+    def step_s(self, start: int, stop: int) -> float:
+        CountedCost.calls += 1
+        return PrefillCost.step_s(self, start, stop)
+
+
+def predictions(workers: int, bytes_per_s: float) -> int:
+    """How often the cost of a step is predicted for the plan of a long prompt."""
+    counted = ChainCosts(CountedCost(0.01, 1e-4, 1e-8), 0.02, bytes_per_s, 131072)
+    CountedCost.calls = 0
+    plan = plan_chain(Span(0, 32768), range(workers - 1), counted, LIMITS)
+    assert plan is not None
+    assert len(plan.helpers) == workers - 1 or bytes_per_s < 1e12
+    return CountedCost.calls
+
+
+def test_plan_chain_work_grows_little_faster_than_the_group() -> None:
+    assert predictions(32, 1e13) < 4 * predictions(8, 1e13)
+    assert predictions(128, 1e13) < 4 * predictions(32, 1e13)
+    assert predictions(128, 1e9) < 2 * predictions(8, 1e9)  # a slow link ends the search
+
+
 def test_plan_chain_searched_partition_is_preferred() -> None:
     table = PartitionTable()
     table.put(8192, Partition((0, 5120, 8192)))
@@ -88,6 +114,13 @@ def test_forced_plan_valid_ends_are_taken_and_wrong_ones_ignored() -> None:
     for ends in wrong:
         assert forced_plan(ends, span, (0, 1), LIMITS) is None
     assert forced_plan([64, 128, 1000], span, (0,), LIMITS) is None
+
+
+def test_forced_plan_span_beyond_one_forward_is_ignored() -> None:
+    limits = ChainLimits(page_tokens=16, step_tokens=512)
+    assert forced_plan([512, 1024], Span(0, 1024), (0,), limits) is not None
+    assert forced_plan([528, 1024], Span(0, 1024), (0,), limits) is None
+    assert forced_plan([512, 1040], Span(0, 1040), (0,), limits) is None
 
 
 @settings(deadline=None)
@@ -155,6 +188,17 @@ def test_plan_beside_loader_fast_store_gives_no_plan_and_slow_store_no_part() ->
     slow = plan_beside_loader(stored_tail(view, 10.0), (0, 1), costs(0.01), LIMITS)
     assert slow is not None
     assert slow.partition.bounds[-1] == 8193
+
+
+def test_stored_tail_facts_change_with_blocks_and_when_the_next_one_is_late() -> None:
+    def facts(since_s: float, landed_tokens: int = 0) -> object:
+        view = stored(8193, 8192, landed_tokens)
+        return StoredTail(view, LoadProgress(since_s, begun=True), LoadCost(0.0, 0.02)).facts
+
+    assert facts(0.0) == facts(0.019)
+    assert len({facts(since_s / 100) for since_s in range(1000)}) < 12
+    assert facts(0.0) != facts(0.1) != facts(1.0)
+    assert facts(0.0) != facts(0.0, landed_tokens=4096)
 
 
 def test_plan_beside_loader_ends_before_the_landed_blocks() -> None:

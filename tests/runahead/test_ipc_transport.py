@@ -15,7 +15,7 @@ from host_ipc import HostIpc
 from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_member, until
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
-from sglang_cake.runahead.messages import LayerPart
+from sglang_cake.runahead.messages import MAX_SESSION_CHARACTERS, LayerPart
 from sglang_cake.runahead.one_sided_transport import SECTIONS
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
@@ -129,7 +129,7 @@ def test_host_ipc_keeps_only_the_memory_of_the_newest_peers() -> None:
 
 def test_ipc_handle_round_trip_keeps_every_field() -> None:
     assert tuple(read(spelled(HANDLE))) == HANDLE
-    assert len(spelled(HANDLE)) < 512  # what a message may hold
+    assert len(spelled(HANDLE)) < MAX_SESSION_CHARACTERS
 
 
 NONE = ["", "7", "[]", "[1", "[1,2,3,4,5,6,7,8]", "[1,[],3,4,5,6,7,8]"]

@@ -1,22 +1,24 @@
 """Chains of members on all transports: KV arrives whole, and every kind of trouble ends well."""
 
+import contextlib
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_pool import SETTINGS, Worker
+from fake_pool import SETTINGS, FakeRows, Worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import GROUPS, WAIT_S, MessageRecord, until
+from members import GROUPS, JOB, WAIT_S, MessageRecord, until
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.kv_passing import Broken, KvReceiver, Late, Predecessor
+from sglang_cake.runahead.kv_passing import Broken, KvReceiver, KvSender, Late, Predecessor
 from sglang_cake.runahead.member import Member, Owned
 from sglang_cake.runahead.messages import Cancel, Failed, HelpOffer, LayerPart, Refuse, new_job
 from sglang_cake.runahead.partition import Partition, even
@@ -200,8 +202,11 @@ def test_runahead_member_failed_helper_is_left_out_until_it_has_helped(
     assert group.owner.failed() == frozenset()  # since it has helped
 
 
-def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(group: Group) -> None:
-    group.workers[0].rows.read_fails = True
+@pytest.mark.parametrize("fault", ["read_fails", "buffer_fails"])
+def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(
+    group: Group, fault: str
+) -> None:
+    setattr(group.workers[0].rows, fault, True)
     tokens = prompt(90)
     owned = group.propose(tokens, even(Span(0, 90), 3), patience_s=60.0)
     agreed(owned)
@@ -211,9 +216,31 @@ def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(group: Group)
     assert group.owner.failed() == {0}
 
 
-def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
-    from fake_pool import FakeRows
+def test_runahead_member_own_fault_pauses_its_asking_until_a_chain_is_done(
+    new_group: Callable[..., Group],
+) -> None:
+    ahead_s = [0.0]
+    group = new_group(left_out_s=(600.0, 900.0), clock=lambda: time.monotonic() + ahead_s[0])
+    tokens, partition = prompt(90), even(Span(0, 90), 3)
+    owned = group.propose(tokens, partition)
+    agreed(owned)
+    owned.passing.break_off("no memory")
+    group.owner.end_owned(owned, "cancelled", "no memory")
+    assert group.owner.helpers() == ()
+    assert group.owner.failed() == {SIZE - 1}
+    for worker in group.workers[:-1]:  # the first of the chain waits for nobody: it may be done
+        until(lambda w=worker: w.errors or w.computed, "it hears that the job is over")
+    ahead_s[0] = 601.0
+    until(lambda: len(group.owner.helpers()) == SIZE - 1, "it asks again")
+    again = group.propose(tokens, partition)
+    agreed(again)
+    assert again.agreed
+    group.workers[-1].own(again, tokens)
+    group.owner.end_owned(again, "done")
+    assert group.owner.failed() == frozenset()
 
+
+def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
     def came(*spans: Span) -> int | None:
         rows = FakeRows(1)
         receiver = KvReceiver(rows, [Predecessor(5, Span(0, 4)), Predecessor(3, Span(4, 10))])
@@ -344,6 +371,20 @@ def test_runahead_member_unreachable_helper_is_not_asked(group: Group) -> None:
     assert group.owner.next_offer() is None
 
 
+def test_runahead_member_offer_that_cannot_be_written_ends_the_job(group: Group) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        group.owner.propose(
+            (0, SIZE - 1),
+            Partition((0, 5, 9)),
+            prompt(9),
+            namespace="00",
+            extra_key=None,
+            cache_salt="\ud800",
+            patience_s=WAIT_S,
+        )
+    until(lambda: len(group.owner.helpers()) == SIZE - 1, "the owner may ask again")
+
+
 @pytest.mark.parametrize("kind", GROUPS)
 def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
     transports, record = GROUPS[kind](3), MessageRecord()
@@ -366,8 +407,6 @@ def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.DataObject) -> None:
-    from fake_pool import FakeRows
-
     source, rows = FakeRows(3), FakeRows(3)
     span = Span(10, data.draw(st.integers(11, 60)))
     keep = data.draw(st.integers(span.start, span.stop))
@@ -402,7 +441,7 @@ def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.Data
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
-    from fake_pool import Done, FakeRows
+    from fake_pool import Done
 
     class Later:
         def wait(self) -> None:
@@ -437,6 +476,40 @@ def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     assert rows.writes == 1
     with pytest.raises(Broken):
         receiver.part(LayerPart("", 0, 0, 4), data)
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_kv_sender_drains_as_long_as_parts_are_accepted(
+    stalls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s, allowed, accepted = [0.0], threading.Semaphore(0), [0]
+    monkeypatch.setattr(
+        "sglang_cake.runahead.kv_passing.time", SimpleNamespace(monotonic=lambda: clock_s[0])
+    )
+
+    def send(*args: object) -> None:
+        assert allowed.acquire(timeout=WAIT_S)
+        accepted[0] += 1
+
+    rows, looks = FakeRows(5), [0]
+    sender = KvSender(rows, JOB, send, lambda error: None)
+
+    def look() -> None:
+        if stalls or accepted[0] == looks[0]:  # the part before was accepted
+            looks[0] += 1
+            clock_s[0] += 2.0
+            if not stalls:
+                allowed.release()
+
+    sender.bind(rows.alloc(4), Span(0, 4))
+    sender.ready(4)
+    late = pytest.raises(Late) if stalls else contextlib.nullcontext()
+    with late:
+        sender.drain(5.0, look)  # all parts take 10 s
+    for _ in range(5):
+        allowed.release()
+    sender.close()
+    assert stalls or accepted == [5]
 
 
 def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:

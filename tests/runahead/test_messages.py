@@ -20,7 +20,9 @@ from sglang_cake.runahead.messages import (
     LayerPart,
     Message,
     PartHead,
+    ReceiveBuffer,
     Refuse,
+    can_carry,
     decode,
     decode_head,
     encode,
@@ -39,6 +41,7 @@ MESSAGES = st.one_of(
     st.builds(Refuse, st.just(JOB), TEXT),
     st.builds(Cancel, st.just(JOB), TEXT),
     st.builds(Failed, st.just(JOB), st.integers(0, 255), TEXT),
+    st.builds(ReceiveBuffer, st.just("ab" * 2000) | TEXT, st.integers(0, 2**63), COUNT),
     st.builds(Landed, PARTS, COUNT, COUNT, st.integers(0, 2**64 - 1), COUNT),
     st.builds(
         lambda heard: Hello(
@@ -60,6 +63,15 @@ MESSAGES = st.one_of(
 @given(MESSAGES)
 def test_runahead_message_round_trip_is_equal(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+@given(st.text(st.characters()) | st.integers(500, 520).map("s".__mul__))
+def test_runahead_message_text_that_can_be_carried_arrives_equal(text: str) -> None:
+    if can_carry(text):
+        assert decode(encode(Refuse(JOB, text))) == Refuse(JOB, text)
+    else:
+        with pytest.raises((BadMessage, UnicodeEncodeError)):
+            decode(encode(Refuse(JOB, text)))
 
 
 @settings(max_examples=300)

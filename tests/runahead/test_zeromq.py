@@ -343,6 +343,26 @@ def test_encrypted_kv_sealed_parts_are_opened_in_order() -> None:
         assert data == DATA
 
 
+class Full(Captured):
+    """Takes no part the first time."""
+
+    def put(self, name: bytes, *frames: Any) -> zmq.MessageTracker:
+        if not self.sent:
+            self.sent.append([])
+            raise encrypted_kv.PeerGone("its queue is full")
+        return super().put(name, *frames)
+
+
+def test_encrypted_kv_path_that_lost_a_part_is_not_used_again() -> None:
+    there, port = receiver(), Full()
+    sender = encrypted_kv.EncryptedKvSender(there.name, there.key, WAIT_S)
+    for _ in range(2):
+        with pytest.raises(encrypted_kv.PeerGone):
+            sender.send(port, PART, memoryview(DATA))  # type: ignore[arg-type]
+    assert port.sent == [[]]  # it could not have been decrypted
+    assert sender.over
+
+
 def flipped(frames: list[zmq.Frame], frame: int, at: int) -> list[zmq.Frame]:
     spoilt = [bytearray(each.bytes) for each in frames]
     spoilt[frame][at] ^= 4
@@ -404,6 +424,26 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(two: Callable
     pair.members[0].send_part(1, PART, memoryview(DATA))
     until(lambda: pair.records[1].heard, "a good one")
     assert [kv for _, _, kv in pair.records[1].heard] == [DATA]
+
+
+# ---- the throughput of a link ----
+
+
+def test_zeromq_throughput_measured_long_ago_is_unknown(two: Callable[..., Two]) -> None:
+    pair = two(times=replace(TIMES, doubt_s=0.1))
+    pair.meet()
+    pair.members[0].measured(1, 2**20, 60.0)
+    until(lambda: pair.members[0].bytes_per_s(1) is None, "a slow moment is forgotten")
+
+
+def test_zeromq_throughput_of_an_earlier_connection_is_unknown(two: Callable[..., Two]) -> None:
+    pair = two(times=replace(TIMES, doubt_s=WAIT_S))
+    pair.meet()
+    pair.members[0].measured(1, 2**20, 60.0)
+    assert pair.members[0].bytes_per_s(1) == pytest.approx(2**20 / 60.0)
+    pair.cut()
+    until(lambda: pair.records[0].gone, "the connection has ended")
+    assert pair.members[0].bytes_per_s(1) is None
 
 
 # ---- silence, and returns ----

@@ -189,9 +189,13 @@ class CakeRadixCache(UnifiedRadixCache):
     def switch_off(self) -> None:
         """From now on this process does nothing for any request. With several ranks, cake takes
         part in the reductions until all ranks know (`let_go`)."""
-        saving = self.saving
+        saving, helpers = self.saving, self.helpers
         self.saving = None
         self.helpers = NoRunahead()
+        try:
+            helpers.close()  # or other members would ask this one in vain
+        except Exception:
+            logger.exception("cake: the group could not be left")
         if saving is not None:
             try:
                 saving.before_slots_are_freed(lambda record: False)

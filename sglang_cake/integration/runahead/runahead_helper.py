@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-# How long sending the last layers may take after the forward.
+# How long the worker after may take no part, after the forward. The owner bounds the whole.
 DRAIN_TIMEOUT_S = 5.0
 
 

@@ -6,6 +6,7 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.compat import abort_chunked_request, take_deferred_requests
 from sglang_cake.integration.overlap.partial_forward import drop_answer
+from sglang_cake.runahead.messages import can_carry
 from sglang_cake.runahead.partition import PARAMETER
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ class Aborted(RunaheadError):
 
 
 def is_plain(req: "Req") -> bool:
-    """Whether the request needs nothing but KV of the tokens that helpers would compute."""
+    """Whether the request needs nothing but KV of the tokens that helpers would compute, and an
+    offer can describe it."""
     wants_logprobs = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
     return (
         not wants_logprobs
@@ -33,6 +35,8 @@ def is_plain(req: "Req") -> bool:
         and req.multimodal_inputs is None
         and req.session is None
         and not req.output_ids
+        and can_carry(req.extra_key)
+        and can_carry(req.cache_salt)
     )
 
 

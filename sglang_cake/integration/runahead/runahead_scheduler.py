@@ -71,6 +71,7 @@ class OwnChain:
 
     rid: str
     owned: Owned
+    namespace: str  # in which helpers were asked
     began_s: float
 
     @property
@@ -127,6 +128,8 @@ class Runahead(NoRunahead):
         self._answer_s = member_settings.answer_s
         self._chain: OwnChain | None = None
         self._asked: set[str] = set()  # requests for which helpers were asked
+        # For which no chain pays, with what that depends on: they are looked at before each step.
+        self._unpaid: dict[str, object] = {}
         # A byte in this socket wakes an idle scheduler.
         reader, writer = socket.socketpair()
         reader.setblocking(False)
@@ -198,6 +201,8 @@ class Runahead(NoRunahead):
     def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
+        if self._unpaid.pop(rid, None) is not None:  # otherwise one slow chain would be the last
+            self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
         if self._chain is not None and self._chain.rid == rid:
             self._drop("the request is over", label="aborted")
 
@@ -211,9 +216,12 @@ class Runahead(NoRunahead):
         chain = self._chain
         if chain is None or batch is None or chain.rid not in [req.rid for req in batch.reqs]:
             return original(worker, batch, **kwargs)
-        if not computes(batch, chain.span) or not chain.owned.agreed:
+        if not computes(batch, chain.span):
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
+        if not chain.owned.agreed or chain.namespace != self._namespace():
+            self._drop("the weights have changed" if chain.owned.agreed else "no answer")
+            return self._forward_alone(original, worker, batch, chain.span, kwargs)
         owned, span, scheduler, req = chain.owned, chain.span, self._scheduler, batch.reqs[0]
         began_s = time.monotonic()
         try:
@@ -235,11 +243,13 @@ class Runahead(NoRunahead):
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
+            owned.passing.break_off(str(error))  # the own fault, if no other one came before
             self._end(chain, "cancelled", str(error))  # after this, no part is written here
             return self._forward_alone(original, worker, batch, span, kwargs)
         except Exception as error:
             if original.error is error:
                 raise
+            owned.passing.break_off(repr(error))
             self._end(chain, "cancelled", repr(error))
             BOUNDARY.failed(_HOOK, error, rid=req.rid)
             return self._forward_alone(original, worker, batch, span, kwargs)
@@ -279,12 +289,17 @@ class Runahead(NoRunahead):
         elif asked not in (None, "table"):
             return forced_plan(asked, span, helpers, limits)
         pays = PAYS if asked is None else _WHATEVER
+        facts = (span, helpers, costs, limits, None if tail is None else tail.facts)
+        if self._unpaid.get(req.rid) == facts:
+            return None
         if tail is not None:
             plan = plan_beside_loader(tail, helpers, costs, limits, pays=pays)
         else:
             plan = plan_chain(span, helpers, costs, limits, pays=pays)
-        if plan is None:  # otherwise one slow chain would be the last one
-            self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
+        if plan is None:
+            self._unpaid[req.rid] = facts
+        else:
+            self._unpaid.pop(req.rid, None)
         return plan
 
     def _propose(self, req: "Req", plan: ChainPlan) -> bool:
@@ -306,7 +321,7 @@ class Runahead(NoRunahead):
         except RunaheadError as error:
             self._counters.add("runahead_failures", label=error.reason)
             return False
-        self._chain = OwnChain(req.rid, owned, time.monotonic())
+        self._chain = OwnChain(req.rid, owned, namespace, time.monotonic())
         return True
 
     def _answered(self, chain: OwnChain, req: "Req", stop: int, *, alone: bool) -> Verdict:
@@ -314,6 +329,8 @@ class Runahead(NoRunahead):
         why = owned.refused or owned.passing.broken
         if req.prefix_len != chain.span.start or stop < chain.span.stop or not alone:
             why = "the step became another one"
+        elif chain.namespace != self._namespace():
+            why = "the weights have changed"
         elif why is None and not owned.agreed and time.monotonic() - chain.began_s > self._answer_s:
             why = "no answer"
         if why is not None:
