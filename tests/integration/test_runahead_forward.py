@@ -317,7 +317,7 @@ def test_runahead_scheduler_weights_changed_before_the_forward_are_not_mixed(
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
-@pytest.mark.parametrize("text", ["s" * 513, "\ud800"])
+@pytest.mark.parametrize("text", ["s" * 513, "\ud800"], ids=["long", "half a character"])
 def test_runahead_scheduler_text_that_no_offer_can_carry_is_not_shared(
     setup: Callable[..., Setup], field: str, text: str
 ) -> None:

@@ -437,7 +437,7 @@ def test_zeromq_throughput_measured_long_ago_is_unknown(two: Callable[..., Two])
 
 
 def test_zeromq_throughput_of_an_earlier_connection_is_unknown(two: Callable[..., Two]) -> None:
-    pair = two(times=replace(TIMES, doubt_s=WAIT_S))
+    pair = two()
     pair.meet()
     pair.members[0].measured(1, 2**20, 60.0)
     assert pair.members[0].bytes_per_s(1) == pytest.approx(2**20 / 60.0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-# How long the worker after may take no part, after the forward. The owner bounds the whole.
+# After the forward, how long the next worker may accept no part. The owner bounds the whole.
 DRAIN_TIMEOUT_S = 5.0
 
 
