@@ -19,6 +19,7 @@ from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 ROOT = Path(sglang_cake.__file__).parent
 DOC = (ROOT.parent / "docs" / "security.md").read_text()
+CONTRACT = "\n".join(path.read_text() for path in (ROOT / "testing").glob("*_contract.py"))
 DIGEST = Namespace((("model", "m"),)).digest()
 TENANTS = st.tuples(st.none() | st.text(max_size=4), st.none() | st.text(max_size=4))
 
@@ -87,9 +88,16 @@ def test_package_source_search_matches_known_unsafe_calls():
     assert not METHODS.search("yaml.safe_load(text)")
 
 
-def test_security_page_every_protection_names_a_test():
-    table = DOC.split("## What protects")[1].split("\n## ")[0]
-    rows = [row.strip("|").split("|") for row in re.findall(r"^\|.*\|$", table, re.MULTILINE)[2:]]
-    assert len(rows) > 10
-    for _, shown in rows:
-        assert re.search(r"`test_\w+`", shown), shown
+def test_security_page_every_row_of_a_table_of_facts_names_a_test_that_exists():
+    files = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("*.py"))
+    tests = {*re.findall(r"\b(?:def|class) (\w+)\(", files + CONTRACT)}
+    tables = re.findall(r"^\|.*\| (?:shown by|a change is noticed) \|\n((?:\|.*\n)+)", DOC, re.M)
+    assert len(tables) == 3
+    for table in tables:
+        separator, *rows = table.splitlines()
+        assert not separator.strip("|-")
+        assert len(rows) > 5
+        for row in rows:
+            named = re.findall(r"`(\w+)`", row.split("|")[-2])
+            assert named, row
+            assert tests.issuperset(named), row

@@ -331,13 +331,78 @@ def build_llama_4(path: Path, *, chunk_tokens: int) -> Path:
     return path
 
 
+def build_gemma_3(path: Path, *, window_tokens: int) -> Path:
+    """Write the text of a Gemma 3 to `path`."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **(SHAPE | {"tie_word_embeddings": True}),  # SGLang reads no other head
+        intermediate_size=256,
+        sliding_window=window_tokens,
+        query_pre_attn_scalar=32,
+        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+    )
+    write_model(path, Gemma3ForCausalLM, config, change=_sharpen)
+    return path
+
+
+def build_step_3_5(path: Path, *, window_tokens: int) -> Path:
+    """Write the text of a dense Step 3.5 to `path`: a gate for each head, and windows with more
+    heads than full attention."""
+    from transformers import Step3p7Config, Step3p7ForConditionalGeneration, Step3p7TextConfig
+
+    kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+    text = Step3p7TextConfig(
+        **SHAPE,
+        intermediate_size=256,
+        sliding_window=window_tokens,
+        layer_types=kinds,
+        mlp_layer_types=["dense"] * LAYERS,
+        num_sliding_attention_heads=8,
+        pad_token_id=0,
+    )
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56}
+    config = Step3p7Config(
+        text_config=text.to_dict(), vision_config=vision, image_token_id=VOCAB - 10
+    )
+    write_model(path, Step3p7ForConditionalGeneration, config, change=_sharpen)
+    facts = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    _set_form(
+        path,
+        facts
+        | {
+            "architectures": ["Step3p5ForCausalLM"],
+            "model_type": "step3p5",
+            "intermediate_size": 256,
+            "num_attention_groups": 2,
+            "sliding_window": window_tokens - 1,  # without the token that looks
+            "layer_types": kinds,
+            "moe_layers_enum": "99",
+            "rope_theta": [10000.0] * LAYERS,
+            "partial_rotary_factors": [1.0] * LAYERS,
+            "use_head_wise_attn_gate": True,
+            "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+            "per_layer_config": None,
+            "swiglu_limits": None,
+            "swiglu_limits_shared": None,
+            "rms_norm_eps": text.rms_norm_eps,
+            "torch_dtype": "float32",
+        },
+    )
+    return path
+
+
 def _add_form(path: Path, **facts: object) -> None:
     """The configuration with these facts, for SGLang; that of transformers is kept in a folder."""
+    _set_form(path, json.loads((path / "config.json").read_text()) | facts)
+
+
+def _set_form(path: Path, facts: dict[str, object]) -> None:
+    """These facts alone, for SGLang."""
     file = path / "config.json"
     (path / TRANSFORMERS).mkdir()
     file.rename(path / TRANSFORMERS / file.name)
-    known = json.loads((path / TRANSFORMERS / file.name).read_text())
-    file.write_text(json.dumps(known | facts))
+    file.write_text(json.dumps(facts))
 
 
 def _add_facts(path: Path, **facts: object) -> None:
@@ -383,10 +448,11 @@ class Transformers:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         torch.set_num_threads(1)
-        kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
         config = AutoConfig.from_pretrained(
             path / TRANSFORMERS if (path / TRANSFORMERS).exists() else path
         )
+        seeing |= config.model_type == "step3p7"  # it has no class for text alone
+        kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
         self._model = kind.from_pretrained(path, config=config, dtype=torch.float32).eval()
 
     def answer(self, ids: Sequence[int], new_tokens: int, **media: Any) -> Expected:

@@ -168,7 +168,9 @@ def _kinds(traits: ModelTraits, architecture: str) -> str:
     if architecture not in MEDIA_ARCHITECTURES:
         found = [family for family in found if family.name != MEDIA]
     found = found or [FAMILIES[0]]
-    return f"{architecture}: " + "; ".join(f"{each.name} (proven: {each.proven})" for each in found)
+    return f"{architecture}: " + "; ".join(
+        f"{each.name} (proven: {each.proven()})" for each in found
+    )
 
 
 def _first_line(error: Exception) -> str:

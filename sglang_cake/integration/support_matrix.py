@@ -118,7 +118,7 @@ def is_of_transformers(model: "ModelConfig") -> bool:
 # The architecture whose decoding sees the tokens of the prompt and a window of the answer.
 PROMPT_AWARE = "UnlimitedOCRForCausalLM"
 
-MEDIA = "multimodal, requests with images, videos or audio"
+MEDIA = "multimodal, requests with images or videos"
 SERVER = "server on a CPU"
 COMPONENTS = "components on a CPU"
 
@@ -131,10 +131,12 @@ class Proof:
         model: a model of that kind.
         test: a file of `tests/`, and in it a function or a key of a table. A file of `tests/e2e`
             runs the model in a server.
+        is_breadth: `make test` leaves the test out, and `pytest -m breadth` runs it.
     """
 
     model: str
     test: str
+    is_breadth: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +153,14 @@ class Supported:
     proofs: tuple[Proof, ...] = ()
     gpu: tuple[str, ...] = ()
 
-    @property
-    def proven(self) -> str:
-        """How, and with which models."""
+    def proven(self, breadth: str = "") -> str:
+        """How, and with which models.
+
+        Args: breadth: the mark behind those that `make test` leaves out.
+        """
         in_server = all(proof.test.startswith("e2e/") for proof in self.proofs)
-        models = ", ".join(proof.model for proof in self.proofs)
-        return f"{SERVER if in_server else COMPONENTS}: {models}"
+        models = [proof.model + breadth * proof.is_breadth for proof in self.proofs]
+        return f"{SERVER if in_server else COMPONENTS}: {', '.join(models)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +236,16 @@ FAMILIES: tuple[Family, ...] = (
                 "::test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer",
             ),
             Proof(
+                "Qwen3-VL with a video",
+                "e2e/test_multimodal.py"
+                "::test_multimodal_video_is_loaded_and_no_other_video_is_taken_for_it",
+            ),
+            Proof(
                 "Qwen3.5",
                 f"{_FAMILIES}"
                 "::test_family_prompt_with_an_image_is_loaded_and_no_other_image_is_taken_for_it",
             ),
-            Proof("Qwen2.5-VL", "e2e/test_media_models.py::qwen2.5-vl"),
+            Proof("Qwen2.5-VL", "e2e/test_media_models.py::qwen2.5-vl", is_breadth=True),
             Proof("GLM-4.1V", "e2e/test_media_models.py::glm-4.1v"),
         ),
     ),
@@ -304,14 +313,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "is_hybrid_swa",
-        "gpt-oss, Gemma 4, Llama 4, MiMo V2",
+        "gpt-oss, Gemma 4, Llama 4, MiMo V2, Step 3.5",
         "sliding windows in a pool of their own",
         stored="K and V of the other layers, and the last window of some prefixes",
         proofs=(
-            Proof("gpt-oss", f"{_FAMILIES}::gpt-oss"),
-            Proof("Gemma 4", f"{_FAMILIES}::gemma-4"),
-            Proof("Llama 4", f"{_FAMILIES}::llama-4"),
-            Proof("MiMo V2", f"{_FAMILIES}::mimo-v2"),
+            Proof("gpt-oss", f"{_FAMILIES}::gpt-oss", is_breadth=True),
+            Proof("Gemma 4", f"{_FAMILIES}::gemma-4", is_breadth=True),
+            Proof("Llama 4", f"{_FAMILIES}::llama-4", is_breadth=True),
+            Proof("MiMo V2", f"{_FAMILIES}::mimo-v2", is_breadth=True),
+            Proof("Step 3.5", f"{_FAMILIES}::step-3.5", is_breadth=True),
             Proof("Mellum", f"{_HYBRIDS}::windows-both"),
         ),
     ),
@@ -324,10 +334,10 @@ FAMILIES: tuple[Family, ...] = (
             Proof("Qwen3-Next", f"{_HYBRIDS}::states-both"),
             Proof("Qwen3.5", f"{_FAMILIES}::qwen3.5"),
             Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear-2-ranks"),
-            Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h"),
-            Proof("Granite 4", f"{_FAMILIES}::granite-4"),
-            Proof("Falcon-H1", f"{_FAMILIES}::falcon-h1"),
-            Proof("LFM2", f"{_FAMILIES}::lfm2"),
+            Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h", is_breadth=True),
+            Proof("Granite 4", f"{_FAMILIES}::granite-4", is_breadth=True),
+            Proof("Falcon-H1", f"{_FAMILIES}::falcon-h1", is_breadth=True),
+            Proof("LFM2", f"{_FAMILIES}::lfm2", is_breadth=True),
         ),
     ),
     Family(
@@ -406,8 +416,8 @@ SPECULATION: tuple[Speculation, ...] = (
         "NGRAM",
         proofs=(
             Proof("Llama", f"{_SERVERS}::ngram-both"),
-            Proof("Mellum", f"{_SERVERS}::ngram-windows-both"),
-            Proof("Qwen3-Next", f"{_SERVERS}::ngram-states-load"),
+            Proof("Mellum", f"{_SERVERS}::ngram-windows-both", is_breadth=True),
+            Proof("Qwen3-Next", f"{_SERVERS}::ngram-states-load", is_breadth=True),
         ),
     ),
     Speculation(
@@ -415,7 +425,7 @@ SPECULATION: tuple[Speculation, ...] = (
         stored="K and V of the draft model",
         proofs=(
             Proof("Mellum", f"{_SERVERS}::standalone-windows-load"),
-            Proof("Qwen3-Next", f"{_SERVERS}::standalone-states-load"),
+            Proof("Qwen3-Next", f"{_SERVERS}::standalone-states-load", is_breadth=True),
         ),
     ),
     Speculation(
@@ -428,14 +438,14 @@ SPECULATION: tuple[Speculation, ...] = (
         stored="K and V of the draft layers",
         proofs=(
             Proof("Llama", f"{_SERVERS}::eagle3-load"),
-            Proof("Qwen3-Next", f"{_SERVERS}::eagle3-states-load"),
+            Proof("Qwen3-Next", f"{_SERVERS}::eagle3-states-load", is_breadth=True),
         ),
     ),
     Speculation(
         "NEXTN",
         stored="K and V, or the latent row, of the MTP layers",
         proofs=(
-            Proof("MiMo", f"{_SERVERS}::mtp-load"),
+            Proof("MiMo", f"{_SERVERS}::mtp-load", is_breadth=True),
             Proof("Qwen3-Next", f"{_SERVERS}::mtp-states-both"),
         ),
     ),
@@ -499,7 +509,7 @@ def _is_unknown(algorithm: str | None) -> bool:
     return not known and plugin_algorithm(algorithm) is None
 
 
-# Models whose image, video and audio tokens were reviewed: the KV of such a token is a function of
+# Models whose image and video tokens were reviewed: the KV of such a token is a function of
 # its item, of the tokens before it and of its position, however the prompt is cut into chunks. (In
 # Gemma 3, for example, the tokens of an image see each other only as far as one chunk has them.)
 MEDIA_ARCHITECTURES = frozenset(

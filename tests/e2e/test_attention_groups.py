@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,29 +38,51 @@ def build_qwen3(path: Path) -> Path:
     return path
 
 
-# Each has its bandwidth: a latent row is small, and a part is to be loaded, a part computed.
-MODELS = {
-    "MLA": (partial(build_deepseek, hidden=256, layers=3, heads=4, latent=64), "600kB/s"),
-    "GQA": (build_qwen3, "5MB/s"),
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server of two groups.
+
+    Attributes:
+        bandwidth: a part of a prompt is to be loaded, and a part computed. A latent row is small.
+        ranks: of the server.
+        namespaces: of the store; one for all ranks of a group that hold the same KV.
+    """
+
+    build: Callable[[Path], Path]
+    bandwidth: str
+    ranks: int = 2
+    namespaces: int = 1
+
+
+SERVED = {
+    "MLA": Served(partial(build_deepseek, hidden=256, layers=3, heads=4, latent=64), "600kB/s"),
+    "GQA": Served(build_qwen3, "5MB/s"),
+    # The two ranks of a group agree on what they load, and each has KV of its own heads.
+    "GQA-4-ranks": Served(build_qwen3, "5MB/s", ranks=4, namespaces=2),
 }
 
 
-@pytest.fixture(scope="module", params=["MLA", pytest.param("GQA", marks=pytest.mark.breadth)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.breadth] * (name != "MLA")) for name in SERVED],
+)
 def groups(
     request: pytest.FixtureRequest, start: Start, folder: Path, standins: dict[str, str]
 ) -> Iterator[Live]:
-    """A server of two groups of one rank. Each group takes part in the steps of the other."""
+    """Each group takes part in the steps of the other."""
     if (os.cpu_count() or 1) < 2:
-        pytest.skip("two ranks need two cores")
-    name = f"groups-{request.param}"
-    build, bandwidth = MODELS[request.param]
+        pytest.skip("two groups need two cores")
+    served, name = SERVED[request.param], f"groups-{request.param}"
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "8192", "--cake-mode", "load"),
-        *("--tp", "2", "--dp", "2", "--enable-dp-attention"),
+        *("--tp", str(served.ranks), "--dp", "2", "--enable-dp-attention"),
     )
-    env = {**standins, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    model = build(folder / name / "model")
-    with start(model, flags, store=folder / f"store-{name}", bandwidth=bandwidth, env=env) as live:
+    # The ranks of a group are next to each other, and a group has a core.
+    cores = "|".join(str(rank * 2 // served.ranks) for rank in range(served.ranks))
+    env = {**standins, "SGLANG_CPU_OMP_THREADS_BIND": cores}
+    model, store = served.build(folder / name / "model"), folder / f"store-{name}"
+    with start(model, flags, store=store, bandwidth=served.bandwidth, env=env) as live:
+        live.store.ranks = served.namespaces
         yield live
 
 

@@ -1,8 +1,8 @@
 """Families of models with end states, whose pools differ.
 
-The first server of a family computes and loads at once, so it shows meets. The second one, which
-two families have, finds what the first one has stored. `test_hybrids.py` has more situations, with
-one family for windows and one for states.
+The first server of a family computes and loads at once, so it shows meets. The second one finds
+what the first one has stored. `test_hybrids.py` has more situations, with one family for windows
+and one for states.
 """
 
 import os
@@ -44,6 +44,7 @@ from tiny_hybrids import (
     build_nemotron_h,
     build_qwen3_5,
     build_qwen3_next,
+    build_step_3_5,
 )
 
 MORE_STATES_ENV = STATES_ENV | {"CAKE_TEST_KDA_MAMBA2": "1"}
@@ -52,7 +53,7 @@ SINKS_ENV = {"CAKE_TEST_ANY_BACKEND": "1", "CAKE_TEST_SINKS": "1"}
 SEEING = (*STATES, *EXTRA_BUFFER, "--mm-attention-backend", "sdpa")
 # Not whole blocks: where a chunk ends, a prefix needs no window.
 CHUNK_TOKENS = 5 * PAGE_TOKENS
-SECOND = " again"
+AGAIN = " again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +61,26 @@ class Family:
     """How its model is made and served.
 
     Attributes:
-        second: flags of the second server; None: there is none.
         namespaces: of the store; one for all ranks that hold the same KV.
     """
 
     build: Callable[[Path], Path]
     env: dict[str, str]
-    first: tuple[str, ...]
-    second: tuple[str, ...] | None = None
+    flags: tuple[str, ...]
     ranks: int = 1
     namespaces: int = 1
 
 
-# The first three are CROWDED, and the first one alone has images: pytest orders parameters by their
-# place.
 FAMILIES = {
     # States, in a multimodal model.
-    "qwen3.5": Family(build_qwen3_5, IMAGES_ENV, SEEING, SEEING),
+    "qwen3.5": Family(build_qwen3_5, IMAGES_ENV, SEEING),
     # Each rank has the windows, or the states, of its own heads.
     "mellum-2-ranks": Family(
-        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, WINDOWS, 2, 2
+        lambda path: build_mellum(path, window_tokens=WINDOW_TOKENS), {}, WINDOWS, 2, 2
     ),
     # Conv states with channels last. Both ranks have the same latent rows, and states of their own.
     "kimi-linear-2-ranks": Family(
-        build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2
+        build_kimi_linear, MORE_STATES_ENV, (*STATES, *EXTRA_BUFFER), ranks=2
     ),
     # Every layer has a state, and K and V.
     "falcon-h1": Family(build_falcon_h1, MORE_STATES_ENV, (*STATES, *NO_BUFFER)),
@@ -109,25 +106,33 @@ FAMILIES = {
         {"CAKE_TEST_CHUNKED_ATTENTION": str(CHUNK_TOKENS)},
         WINDOWS,
     ),
+    # Windows with more heads than full attention.
+    "step-3.5": Family(
+        lambda path: build_step_3_5(path, window_tokens=WINDOW_TOKENS),
+        {"CAKE_TEST_ANY_BACKEND": "1"},
+        WINDOWS,
+    ),
     "qwen3-next-2-ranks": Family(
-        build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), None, ranks=2, namespaces=2
+        build_qwen3_next, STATES_ENV, (*STATES, *EXTRA_BUFFER), ranks=2, namespaces=2
     ),
 }
-CROWDED = [*FAMILIES][:3]
-# Their pools are those of other families, with other shapes.
-BREADTH = {
-    *("falcon-h1", "mimo-v2", "nemotron-h", "granite-4", "lfm2", "gpt-oss", "gemma-4"),
-    *("llama-4", "qwen3-next-2-ranks"),
-}
-# In the order of the families, so that the servers of a family run one after the other.
-LAST = [name + SECOND for name, each in FAMILIES.items() if each.second]
+
+
+def of_families(*default: str, suffix: str = "") -> pytest.MarkDecorator:
+    """Tests of every family. Those that are not in `default` are breadth: their pools are those of
+    other families, with other shapes."""
+    params = [
+        pytest.param(name + suffix, marks=[pytest.mark.breadth] * (name not in default))
+        for name in FAMILIES
+    ]
+    return pytest.mark.parametrize("hybrid", params, indirect=True)
 
 
 @pytest.fixture(scope="module")
 def hybrid(
     request: pytest.FixtureRequest, start: Start, folder: Path, standins: dict[str, str]
 ) -> Iterator[Hybrid]:
-    name, is_second = request.param.removesuffix(SECOND), request.param.endswith(SECOND)
+    name, is_second = request.param.removesuffix(AGAIN), request.param.endswith(AGAIN)
     family = FAMILIES[name]
     if (os.cpu_count() or 1) < family.ranks:
         pytest.skip("two ranks need two cores")
@@ -136,11 +141,11 @@ def hybrid(
         family.build(model)
     ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if family.ranks > 1 else {}
     env, more = standins | family.env | ranks, ("--tp", str(family.ranks))
-    first = flags_of("both", *more, *family.first)
+    first = flags_of("both", *more, *family.flags)
     if is_second and not store.exists():  # tests of the first server were not asked for
         with start(model, first, store=store, env=env) as live:
             Hybrid(live, Transformers(model)).ask_and_store(KEPT)
-    flags = flags_of("load", *more, *(family.second or ())) if is_second else first
+    flags = flags_of("load", *more, *family.flags) if is_second else first
     with start(model, flags, store=store, env=env) as live:
         live.races = not is_second
         assert live.store is not None
@@ -149,31 +154,22 @@ def hybrid(
         assert len(live.store.namespaces()) == family.namespaces
 
 
-@pytest.mark.parametrize(
-    "hybrid",
-    [pytest.param(name, marks=[pytest.mark.breadth] * (name in BREADTH)) for name in FAMILIES],
-    indirect=True,
-)
+@of_families("qwen3.5", "mellum-2-ranks", "kimi-linear-2-ranks")
 class TestFamily(Meeting):
     pass
 
 
-@pytest.mark.parametrize(
-    "hybrid",
-    # Two ranks, and states, are in the others; both in one server is breadth.
-    [*CROWDED[:2], pytest.param(CROWDED[2], marks=pytest.mark.breadth)],
-    indirect=True,
-)
+@of_families("qwen3.5", "mellum-2-ranks")  # two ranks, and states; both in one server is breadth
 class TestFamilyCrowded(Crowding):
     pass
 
 
-@pytest.mark.parametrize("hybrid", LAST, indirect=True)
+@of_families("qwen3.5", "mellum-2-ranks", suffix=AGAIN)
 class TestFamilyAfterRestart(Loading):
     pass
 
 
-@pytest.mark.parametrize("hybrid", ["qwen3.5" + SECOND], indirect=True)
+@pytest.mark.parametrize("hybrid", ["qwen3.5" + AGAIN], indirect=True)
 def test_family_prompt_with_an_image_is_loaded_and_no_other_image_is_taken_for_it(
     hybrid: Hybrid, folder: Path, prompt: Make
 ) -> None:

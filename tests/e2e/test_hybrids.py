@@ -3,10 +3,9 @@
 One family has windows, and one has states. `hybrids.py` has what is done to every family.
 """
 
-import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from live import (
 from sglang.test.kits.prefix_cache_branching_kit import PrefixCacheBranchingMixin
 from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.kl_multiturn_utils import make_mamba_decode_assert, make_mamba_prefill_assert
-from tiny_hybrids import Transformers, build_mellum, build_qwen3_next
+from tiny_hybrids import Transformers, build_gemma_3, build_mellum, build_qwen3_next
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 
@@ -126,11 +125,10 @@ class TestLoading(Loading):
 # ---- SGLang's own test kits ----
 
 
-def served(*states: str) -> pytest.MarkDecorator:
-    """The kits run on servers without cake instead, if CAKE_TEST_STOCK is set."""
-    kind = "stock" if "CAKE_TEST_STOCK" in os.environ else "both"
-    names = [f"{state}-{kind}" for state in states]
-    return pytest.mark.parametrize("hybrid", names, indirect=True)
+def served(state: str) -> pytest.MarkDecorator:
+    """With our class, and with SGLang's own."""
+    stock = pytest.param(f"{state}-stock", marks=pytest.mark.breadth)
+    return pytest.mark.parametrize("hybrid", [f"{state}-both", stock], indirect=True)
 
 
 class Kit:
@@ -288,15 +286,28 @@ def test_control_wrong_blocks_change_the_answer(hybrid: Hybrid, prompt: Make) ->
 # ---- windows without a pool of their own ----
 
 
+@pytest.mark.parametrize(
+    ("build", "flags"),
+    [
+        pytest.param(build_mellum, ["--disable-hybrid-swa-memory"], id="mellum"),
+        # SGLang makes no pool of windows for it.
+        pytest.param(build_gemma_3, [], id="gemma-3", marks=pytest.mark.breadth),
+    ],
+)
 def test_windows_in_one_pool_stored_prompt_gives_the_answer_of_transformers(
-    start: Start, folders: dict[str, Path], folder: Path, prompt: Make
+    start: Start,
+    folder: Path,
+    standins: dict[str, str],
+    prompt: Make,
+    build: Callable[..., Path],
+    flags: list[str],
 ) -> None:
-    """Gemma 3 and OLMo 3 run in this way by default. Blocks have the KV of all layers, and a prefix
-    needs no end state."""
-    model, ids = folders["windows"], prompt(20 * BLOCK + 7)
+    """Blocks have the KV of all layers, and a prefix needs no end state."""
+    path, ids = folder / f"one-pool-{build.__name__}", prompt(20 * BLOCK + 7)
+    model = build(path / "model", window_tokens=WINDOW_TOKENS)
     expected = Transformers(model).answer(ids, NEW_TOKENS)
-    flags = flags_of("load", "--disable-hybrid-swa-memory")
-    with start(model, flags, store=folder / "store-one-pool") as live:
+    env = standins | {"CAKE_TEST_ANY_BACKEND": "1"}
+    with start(model, flags_of("load", *flags), store=path / "store", env=env) as live:
         files = live.ask_and_store(ids)
         answer = live.ask_flushed(ids)
         assert answer.tokens == expected.tokens

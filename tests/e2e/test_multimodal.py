@@ -1,5 +1,5 @@
-"""A Qwen3-VL with random weights: prompts of text and with images give the plain answers, and no
-image is taken for another one."""
+"""A Qwen3-VL with random weights: prompts of text, with images and with a video give the plain
+answers, and no image or video is taken for another one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from sglang_cake.demo.models import write_model
 
 Make = Callable[[int], list[int]]
 
-PAD, START, END = VOCAB - 10, VOCAB - 8, VOCAB - 7
+PAD, VIDEO_PAD, START, END = VOCAB - 10, VOCAB - 9, VOCAB - 8, VOCAB - 7
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "12000", "--enable-metrics"),
     *("--mm-attention-backend", "sdpa"),
@@ -99,9 +99,9 @@ def bare(start: Start, model: Path, images: dict[str, str]) -> Iterator[Live]:
         yield live
 
 
-def plain_answer(bare: Live, ids: list[int], *pictures: str) -> Answer:
+def plain_answer(bare: Live, ids: list[int], *pictures: str, **media: list[str]) -> Answer:
     bare.flush()
-    return bare.reference(ids, image_data=list(pictures))
+    return bare.reference(ids, image_data=list(pictures), **media)
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +147,12 @@ def eager(start: Start, model: Path, folder: Path, images: dict[str, str]) -> It
         yield live
 
 
-def with_images(text: list[int], *places: int, tokens: int = 64) -> list[int]:
-    """The prompt, with an image of so many tokens at each of these places."""
+def with_images(text: list[int], *places: int, tokens: int = 64, pad: int = PAD) -> list[int]:
+    """The prompt, with an image, or a frame of a video, of so many tokens at each of these
+    places."""
     ids = list(text)
     for place in places:
-        ids[place : place + tokens + 2] = [START, *[PAD] * tokens, END]
+        ids[place : place + tokens + 2] = [START, *[pad] * tokens, END]
     return ids
 
 
@@ -160,10 +161,10 @@ def stored(live: Live) -> int:
     return len(live.store.blocks())
 
 
-def ask_and_store(live: Live, ids: list[int], image_data: list[str]) -> Answer:
+def ask_and_store(live: Live, ids: list[int], image_data: list[str], **media: list[str]) -> Answer:
     """The answer, when all full blocks of the prompt are stored."""
     before = stored(live)
-    answer = live.ask(ids, image_data=image_data)
+    answer = live.ask(ids, image_data=image_data, **media)
     until(lambda: stored(live) >= before + len(ids) // BLOCK, "the blocks in the store")
     return answer
 
@@ -308,6 +309,25 @@ def test_multimodal_other_image_order_or_grid_is_not_taken_for_the_stored_one(
         expected = plain_answer(bare, ids, *pictures)
         assert_same(answer, expected)
         assert distance(expected.logprobs, reference.logprobs) > 20 * TOLERANCE
+
+
+def test_multimodal_video_is_loaded_and_no_other_video_is_taken_for_it(
+    seeing: Live, bare: Live, prompt: Make
+) -> None:
+    """Its frames are one item, with text between them, behind an image."""
+    text = [token % PAD for token in prompt(3 * CHUNK + 9)]
+    ids = with_images(with_images(text, 20), 130, 200, 330, pad=VIDEO_PAD)
+    video, end = "3x16x16 41", len(ids) // BLOCK * BLOCK
+    reference = plain_answer(bare, ids, "16x16 40", video_data=[video])
+    first = ask_and_store(seeing, ids, ["16x16 40"], video_data=[video])
+    assert_same(first, reference)
+    for shown, loaded in ((video, end), ("3x16x16 42", 2 * BLOCK), ("3x8x32 41", 2 * BLOCK)):
+        answer = seeing.ask_flushed(ids, image_data=["16x16 40"], video_data=[shown])
+        assert answer.loaded == loaded
+        expected = plain_answer(bare, ids, "16x16 40", video_data=[shown])
+        assert_same(answer, expected)
+        if shown != video:
+            assert distance(expected.logprobs, reference.logprobs) > 20 * TOLERANCE
 
 
 def test_multimodal_answer_about_an_image_is_loaded_in_the_next_turn(

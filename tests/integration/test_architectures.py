@@ -248,6 +248,11 @@ def test_architectures_with_reviewed_media_are_multimodal_ones_of_sglang() -> No
     assert set(model_config.multimodal_model_archs) >= MEDIA_ARCHITECTURES
 
 
+def test_architectures_with_reviewed_media_take_no_audio() -> None:
+    files = sources()
+    assert [name for name in MEDIA_ARCHITECTURES if "audio" in files[name]] == []
+
+
 def pooled(name: str) -> set[str]:
     """What the pooler of a class of SGLang takes: its own, or that of the classes it derives from.
 

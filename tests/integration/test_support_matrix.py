@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +105,20 @@ def test_support_matrix_proofs_are_tests_that_exist(row: Family | Speculation) -
             assert re.search(rf"^(    |from .*)\bbuild_{builder}\b", source, re.M), (
                 proof
             )  # imported
+
+
+@since_0_5_23
+def test_support_matrix_proofs_of_breadth_are_those_that_make_test_leaves_out() -> None:
+    proofs = [proof for row in (*FAMILIES, *SPECULATION) for proof in row.proofs]
+    proofs = [proof for proof in proofs if proof.test.startswith("e2e/") or proof.is_breadth]
+    files = {TESTS / proof.test.partition("::")[0] for proof in proofs}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not breadth", *files]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    collected = [line.partition("tests/")[2] for line in done.stdout.splitlines()]
+    for proof in proofs:
+        file, _, name = proof.test.partition("::")
+        found = [test for test in collected if test.startswith(f"{file}::") and name in test]
+        assert proof.is_breadth == (not found), proof
 
 
 def test_support_matrix_names_of_tests_in_a_file_are_functions_and_keys() -> None:

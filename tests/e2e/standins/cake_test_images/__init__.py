@@ -1,7 +1,7 @@
-"""Images for servers of models that see, without torchvision, which has no build for a PyTorch
-of CPUs. A plugin of SGLang, used only by tests.
+"""Images and videos for servers of models that see, without torchvision, which has no build for a
+PyTorch of CPUs. A plugin of SGLang, used only by tests.
 
-The image processor is replaced, and nothing else: `seeded.py` makes features from a number. The
+The processor of media is replaced, and nothing else: `seeded.py` makes features from a number. The
 model's folder then needs a tokenizer alone.
 """
 
