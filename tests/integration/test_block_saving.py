@@ -308,6 +308,10 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
     saving.before_slots_are_freed(lambda record: False)
     assert [copy.number for copy in kv.ordered] == [0, 1]
 
+    saving.released(second)  # requeued: it lives, and locks nothing
+    saving.before_slots_are_freed(lambda record: True)
+    assert [copy.number for copy in kv.ordered] == [1]
+
     for save in copier.saves:
         save.ended.set_result(None)
     kv.ordered = ()

@@ -31,6 +31,7 @@ from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.end_states import EndSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.writeback.block_writer import Writer
 
@@ -335,41 +336,47 @@ def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
 
 
 class LateCopier(Copier):
-    """Launches no save before it has to: `wait_saves_launched`, or the test."""
+    """Launches no save before `wait_saves_launched` asks for it, or the test for all."""
 
     def __init__(self, kv: DeviceKV) -> None:
         super().__init__(kv)
-        self._late: list[tuple[Save, Callable[[], Copy]]] = []
+        self._late: dict[int, tuple[Save, Callable[[], Copy]]] = {}
 
     def launch_save(self, launch: Callable[[], Copy]) -> Save:
-        self._late.append((Save(), launch))
-        return self._late[-1][0]
+        save = Save()
+        self._late[id(save)] = (save, launch)
+        return save
 
     def wait_saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
-        self.launch_all()
+        self.launch([id(save) for save in saves])
         return super().wait_saves_launched(saves)
 
     def launch_all(self) -> None:
-        for save, launch in self._late:
+        self.launch(list(self._late))
+
+    def launch(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            save, launch = self._late.pop(number)
             save.launched.set_result(launch())
             save.ended.set_result(None)
-        self._late.clear()
 
 
 @pytest.mark.parametrize(
-    ("kind", "aborted", "blocks"),
+    ("kind", "end", "blocks"),
     [
-        ("window", True, [0, 1]),
-        ("window-pages", True, [0, 1]),
-        ("state-extra-buffer", False, [0, 1, 2, 3, 4, 5]),
-        ("window-state-extra-buffer", False, [0, 1, 2, 3, 4, 5]),
+        ("window", "aborted", [0, 1]),
+        ("window-pages", "aborted", [0, 1]),
+        ("state-extra-buffer", "finished", [0, 1, 2, 3, 4, 5]),
+        ("window-state-extra-buffer", "finished", [0, 1, 2, 3, 4, 5]),
+        ("window", "requeued", [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_radix_ends_stored_blocks_are_right_whoever_gets_slots_that_the_tree_did_not_take(
-    kind: str, aborted: bool, blocks: list[int]
+def test_radix_ends_stored_blocks_are_right_whoever_gets_the_slots(
+    kind: str, end: str, blocks: list[int]
 ) -> None:
-    """Up to where others' windows have gone, or up to the last state: what is behind that is the
-    request's own. SGLang frees it with the request, and the next one gets it without an eviction.
+    """The tree takes a request up to where others' windows have gone, or up to its last state. What
+    is behind that is freed with the request. What it takes of a request that goes back to the queue
+    may be evicted.
     """
     side = tree_of(kind)
     copier, io, memory = LateCopier(side.kv), IoThread(), MemoryStore()
@@ -378,14 +385,20 @@ def test_radix_ends_stored_blocks_are_right_whoever_gets_slots_that_the_tree_did
     record = record_of(6, block=BLOCK)
     record.agreed.lookup_done = True
     req = side.arrive(record.tokens)
-    side.tree.coordinator.records[req.rid] = record
+    req.rid = record.rid
+    side.tree.coordinator.records[record.rid] = record
     assert side.admit(req)
-    if aborted:
+    if end == "aborted":
         req.swa_branching_seqlen = 16  # as SGLang's match finds it
     assert side.compute(req, 48)
-    if not aborted:
+    if end == "aborted":
+        side.release(req, checkpoint=False)
+    elif end == "finished":
         side.decode(req, range(200, 220))
-    side.release(req, checkpoint=not aborted)
+        side.release(req)
+    else:
+        queue_order.requeue(req, [], side.tree, side.tree.coordinator)
+        side.tree.evict(EvictParams(num_tokens=48, swa_num_tokens=48))
 
     free = side.full_allocator.alloc(side.full_allocator.available_size())
     side.write("full", digests_of(range(1000, 1000 + len(free))), free.to(torch.int64))

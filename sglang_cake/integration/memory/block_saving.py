@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -49,7 +49,7 @@ class _Unsaved:
 @dataclass(frozen=True, slots=True)
 class _Saving:
     """A copy that may still read slots. Attributes: record: of the request that keeps these slots
-    from being freed; None: an end state, whose slots the tree may free."""
+    from being freed; None: the tree may free them."""
 
     record: PromptRecord | None
     save: Save
@@ -174,6 +174,9 @@ class BlockSaving:
 
     def released(self, record: PromptRecord) -> None:
         """The request ends or is requeued: the tree may free its slots from now on."""
+        self._saves = [
+            replace(each, record=None) if each.record is record else each for each in self._saves
+        ]
         unsaved = self._requests.pop(record, None)
         if unsaved is not None:
             self._give_up(unsaved)
