@@ -359,6 +359,8 @@ class Coordinator:
             self._attempt(failures, lambda: self._reconsider(self._agree(open_records), serving))
         self._attempt(failures, lambda: self._serve(serving))
         if open_records:
+            if not self._consensus.alone:
+                self._attempt(failures, self._end_uncopied)
             self._vote(serving)  # a request that has failed on another rank is not scheduled
         if failures:
             raise failures[0]
@@ -584,11 +586,7 @@ class Coordinator:
             costs=self.step_costs.own,
         )
         self.prompt_loads.take_events()
-        if self._device_slots.check_copies() and not self._consensus.alone:
-            # `attach_islands` would do it on this rank alone. The ranks agree on it before.
-            for record in list(self._records.values()):
-                if self._device_slots.found_no_memory(record):
-                    self.release(record.rid)
+        self._device_slots.check_copies()
         self.prompt_loads.measure(
             [record for record in self._records.values() if record.awaits_loader]
         )
@@ -682,6 +680,13 @@ class Coordinator:
             if self._has_memory_for(first):
                 self._device_slots.place(first, blocks)
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
+
+    def _end_uncopied(self) -> None:
+        """End requests with a block that found no device memory. `attach_islands` would drop the
+        block on this rank alone; the vote that follows ends its request on every rank."""
+        for record in list(self._records.values()):
+            if self._device_slots.uncopied(record, record.memory.slots):
+                self.release(record.rid)
 
     # ---- inside ----
 
