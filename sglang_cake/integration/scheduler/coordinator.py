@@ -214,7 +214,6 @@ class Coordinator:
             may_overlap=overlap,
             most_slots=most_slots,
         )
-        self._tenants.arrives(record.facts.tenant)
         self._look_up(record)
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
 
@@ -260,7 +259,6 @@ class Coordinator:
             self.release(req.rid)
             stored = (True,) * key_chain.block_count(len(tokens))
             record = self._record_of(req, key_chain, tokens, limit=0, stored=stored)
-            self._tenants.arrives(record.facts.tenant)
             self._keep(record)
 
     def release(self, rid: str) -> None:
@@ -777,6 +775,8 @@ class Coordinator:
         return f"{rid}#{next(self._numbers)}"
 
     def _keep(self, record: PromptRecord) -> None:
+        if record.rid not in self._records:
+            self._tenants.arrives(record.facts.tenant)
         self._records[record.rid] = record  # in the place of its former record, if it has one
         self.prompt_loads.expect(record)
 
