@@ -154,6 +154,23 @@ def test_chunked_request_waiting_for_loads_yields_to_others(
     assert admission.returns == 1
 
 
+def test_chunked_request_that_fails_to_return_is_given_up_at_its_end(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = admissions()
+    stored = admission.req("stored", stored=True)
+    tree = BareTree(admission.coordinator)
+
+    def fail(req: Any, tree: Any, checkpoint: bool) -> None:
+        raise RuntimeError("no row")
+
+    monkeypatch.setattr(queue_order, "release_kv_cache", fail)
+    with pytest.raises(RuntimeError, match="no row"):
+        queue_order.requeue(stored, [], tree, admission.coordinator)
+    tree.on_release(stored, checkpointed=True)
+    assert admission.coordinator.record("stored") is None
+
+
 def test_chunked_request_of_a_prefill_server_keeps_the_row_that_is_sent(admissions: Make) -> None:
     admission = admissions()
     admission.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])

@@ -151,8 +151,10 @@ def requeue(
     """Put the chunked request, whose chunks are in the tree, back into the queue: first, or after
     `preemptor` of the queue and all that have waited for longer. The queue changes last."""
     tree.releasing = req.rid
-    release_kv_cache(req, tree, checkpoint=False)
-    tree.releasing = None
+    try:
+        release_kv_cache(req, tree, checkpoint=False)
+    finally:
+        tree.releasing = None
     # As `Req.reset_for_retract`, except for fields of the chunk under way: its result is still to
     # be processed, and must be taken for that of a middle chunk.
     req.prefix_len = 0
