@@ -171,6 +171,16 @@ def test_chunked_request_that_fails_to_return_is_given_up_at_its_end(
     assert admission.coordinator.record("stored") is None
 
 
+def test_chunked_request_stays_for_a_beam_search_that_needs_several_rows(admissions: Make) -> None:
+    admission = admissions()
+    stored, other = admission.req("stored", stored=True), admission.req("other")
+    admission.queue.append(other)
+    other.beam_group = SimpleNamespace(beam_width=4)
+    assert admission.chunk(stored) is stored
+    other.beam_group = None
+    assert admission.chunk(stored) is None
+
+
 def test_chunked_request_of_a_prefill_server_keeps_the_row_that_is_sent(admissions: Make) -> None:
     admission = admissions()
     admission.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])

@@ -200,9 +200,12 @@ def may_requeue(req: "Req", coordinator: "Coordinator") -> bool:
 def _able(
     queue: "Iterable[Req]", coordinator: "Coordinator", budget: StepBudget
 ) -> "Iterator[Req]":
-    """The requests of `queue` that could compute now."""
+    """The requests of `queue` that could compute now, each in one row: a beam search needs more,
+    which could be those of the request that goes back."""
     tried = 0
     for req in queue:
+        if req.beam_group is not None:
+            continue
         if coordinator.loading(req.rid):
             tried += 1
             if tried > _TRIED:
