@@ -10,6 +10,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.memory.pool_planes import DraftPools
+from sglang_cake.integration.request.prompt_record import PromptRecord
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 BLOCK = 8
@@ -407,20 +409,29 @@ class HybridTree:
         return True
 
     def decode(self, req: Any, tokens: Sequence[int]) -> None:
-        """Steps that compute the last token and sample the next one, without a checkpoint."""
+        """Steps that compute the last token and sample the next one, without a checkpoint. Of
+        recurrent states, they keep none for the tree."""
+        page, row = self.allocator.page_size, self.requests.req_to_token[req.kv.req_pool_idx]
         for token in tokens:
             req.output_ids.append(token)
             req.full_untruncated_fill_ids.append(token)
             position = req.seqlen - 2  # of the token that is computed
             if position < req.kv.kv_allocated_len:  # the first token is sampled by the prefill
                 continue
-            self.tree.evict_sliding_windows(req, req.seqlen - 1)
-            assert self.room(1)
-            slots = self.slots(1).to(torch.int64)
+            if self.cfg.has_swa:
+                self.tree.evict_sliding_windows(req, req.seqlen - 1)
+            if position % page:
+                slots = row[position - 1 : position].to(torch.int64) + 1
+            else:
+                assert self.room(page)
+                slots = self.slots(page)[:1].to(torch.int64)
             self.requests.write((req.kv.req_pool_idx, slice(position, position + 1)), slots)
             digests = digests_of(req.full_untruncated_fill_ids[: position + 1])[-1:]
             self.write("full", digests, slots)
-            self.write("swa", digests, self.allocator.translate_loc_from_full_to_swa(slots))
+            if self.cfg.has_swa:
+                self.write("swa", digests, self.allocator.translate_loc_from_full_to_swa(slots))
+            if self.cfg.has_mamba:
+                self.write_state(digests, int(req.kv.mamba_pool_idx))
             req.kv.kv_allocated_len = req.kv.kv_committed_len = position + 1
 
     def _prepare_state(self, req: Any) -> None:
@@ -859,21 +870,25 @@ SPARSE: dict[str, Callable[[int], Any]] = {
 
 @dataclass(slots=True)
 class Blocks:
-    """What the tree asks of a coordinator, without records: all that it needs is a block's size."""
+    """What the tree asks of a coordinator: a block's size, and the records that a test gives."""
 
     block_tokens: int
     placed_tokens: int = 0
     next_tokens: int = 0
     tree_evicts: bool = False
+    records: dict[str, PromptRecord] = field(default_factory=dict)
 
-    def record(self, rid: str) -> None:
-        return None
+    def record(self, rid: str) -> PromptRecord | None:
+        return self.records.get(rid)
 
     def release(self, rid: str) -> None:
-        pass
+        self.records.pop(rid, None)
 
     def emptied(self) -> None:
-        pass
+        self.records.clear()
+
+    def timed(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def allocator(page: int, *, kvcache: Any, **_: Any) -> Any:

@@ -922,6 +922,13 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
             "cake needs the KV of the draft model for all tokens: unset "
             "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
         )
+    # Then the KV of the last accepted tokens is written in the next step, after it has been saved.
+    defers = getattr(envs, "SGLANG_DSPARK_DEFER_CONTEXT_KV", None)  # not in 0.5.22
+    if args.speculative_algorithm == "DSPARK" and defers is not None and defers.get():
+        return (
+            "cake needs the KV of the draft model for all tokens: unset "
+            "SGLANG_DSPARK_DEFER_CONTEXT_KV"
+        )
     return None
 
 

@@ -43,6 +43,7 @@ class FakeReq(LoopRequest):
         default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=8)
     )
     owned: list[torch.Tensor] = field(default_factory=list)
+    beam_group: Any = None
 
 
 class ShortKV(DeviceKV):

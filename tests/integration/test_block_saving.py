@@ -39,10 +39,13 @@ class SavingHarness:
         order = torch.randperm(256, generator=torch.Generator().manual_seed(2)) + 1
         self.row = order.to(torch.int32)
 
-    def checkpoint(self, record: PromptRecord, upto: int, *, last: bool = False) -> list[int]:
-        """The blocks that were put because of it."""
+    def checkpoint(
+        self, record: PromptRecord, upto: int, *, last: bool = False, held: int | None = None
+    ) -> list[int]:
+        """The blocks that were put because of it. Args: held: what the tree took; None: all."""
         before = len(self.store.calls)
-        self.saving.checkpointed(record, record.tokens[:upto], self.row[:upto], last=last)
+        tokens, row = record.tokens[:upto], self.row[: upto if held is None else held]
+        self.saving.checkpointed(record, tokens, row, last=last)
         self.io.run(self.writer.drained(), PATIENCE_S)
         keys = record.key_chain.of(record.tokens)
         assert self.buffers.free == self.buffers.capacity
@@ -113,6 +116,14 @@ def test_block_saving_block_that_another_prompt_went_on_from_is_not_stored(
         record = known(4, next_tokens=next_tokens)
         record.stats.matched_tokens = 2 * BLOCK + behind
         assert harness.checkpoint(record, 3 * BLOCK + 3) == put
+
+
+def test_block_saving_blocks_wait_until_the_tree_has_them(harness: SavingHarness) -> None:
+    """A request's own slots are freed with it."""
+    record = known(6)
+    assert harness.checkpoint(record, 4 * BLOCK, held=2 * BLOCK + 3) == [0, 1]
+    assert harness.checkpoint(record, 5 * BLOCK) == [2, 3, 4]
+    assert harness.checkpoint(record, 6 * BLOCK, held=5 * BLOCK, last=True) == []
 
 
 def test_block_saving_stored_blocks_are_skipped(harness: SavingHarness) -> None:
@@ -296,6 +307,10 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
     assert [copy.number for copy in kv.ordered] == [0]
     saving.before_slots_are_freed(lambda record: False)
     assert [copy.number for copy in kv.ordered] == [0, 1]
+
+    saving.released(second)  # requeued: it lives, and locks nothing
+    saving.before_slots_are_freed(lambda record: True)
+    assert [copy.number for copy in kv.ordered] == [1]
 
     for save in copier.saves:
         save.ended.set_result(None)

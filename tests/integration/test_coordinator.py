@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.priority import TURN_TOKENS
@@ -843,6 +844,27 @@ def check_report(req: FakeReq) -> None:
     [report] = (req.customized_info or {})["cake"]
     got = report["computed_tokens"] + report["loaded_tokens"] + report["matched_tokens"]
     assert got == len(req.origin_input_ids)
+
+
+def test_coordinator_request_that_failed_to_arrive_is_no_request_of_its_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tenant that comes anew begins with the lowest count of those that have requests."""
+    harness = CoordinatorHarness(priority="fair")
+    try:
+        one, failed, new = req_of(4.5, "one"), req_of(4.5, "failed"), req_of(4.5, "new")
+        one.cache_salt, failed.cache_salt, new.cache_salt = "a", "b", "c"
+        harness.arrive(one)
+        with monkeypatch.context() as patch:
+            patch.setattr(PromptRecord, "device_work", property(lambda record: 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                harness.arrive(failed)
+        harness.coordinator.claimed(one, TURN_TOKENS + 1)
+        assert harness.coordinator.queue_entry(new).turn == 1
+        harness.leave(one)
+        harness.all_back()
+    finally:
+        harness.io.close()
 
 
 def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:

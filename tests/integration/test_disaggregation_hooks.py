@@ -157,9 +157,6 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
         def check(self) -> None:
             pass
 
-        def found_no_memory(self) -> bool:
-            return False
-
         def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
             return [copy.wait_launched(None) for copy in copies]
 

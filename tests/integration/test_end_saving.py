@@ -82,9 +82,7 @@ class EndHarness(SavingHarness):
     def checkpointed(self, record: PromptRecord, upto: int, *, last: bool = False) -> None:
         tokens = record.tokens[:upto]
         row = self.row.repeat(-(-upto // len(self.row)))[:upto]
-        self.saving.checkpointed(
-            record, tokens, row, last=last, held_tokens=upto, find_end=self.find
-        )
+        self.saving.checkpointed(record, tokens, row, last=last, find_end=self.find)
 
     def stored_ends(self, record: PromptRecord) -> list[int]:
         """The ends that the store has; each has the right bytes."""

@@ -44,6 +44,7 @@ class PrefillLoop:
         self.max_queued_requests = None
         self.disagg_prefill_bootstrap_queue = None
         self.min_free_slots_delayer = self.prefill_delayer = None
+        self.enable_lora = False
         self.is_mixed_chunk = False
         self.joined: WeakSet[Any] | None = None  # as in a tree
         self.replayed_tokens = 0

@@ -1,5 +1,6 @@
 """Two ranks of a group, each with its own store and loader, of which one fails."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -158,6 +159,29 @@ def test_ranks_block_without_device_memory_on_one_rank_ends_the_request_on_both(
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
+    assert ranks.live() == [[], []]
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
+
+
+def test_ranks_copy_without_device_memory_within_a_poll_ends_the_request_in_the_same_poll(
+    ranks: TwoRanks,
+) -> None:
+    """The next thing to come is the step, for which the block would be missing on that rank."""
+    reqs = stored(ranks)
+    for harness in ranks.harnesses:
+        harness.coordinator.spare_slots = 0  # landed blocks stay in host memory
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    for _ in range(3):
+        assert ranks.poll("r") == [None, None]
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    ranks.harnesses[1].kv.load = full  # type: ignore[assignment]
+    for harness in ranks.harnesses:
+        harness.coordinator.spare_slots = math.inf
+    assert ranks.poll("r") == [None, None]
     assert ranks.live() == [[], []]
     assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
 

@@ -31,6 +31,9 @@ class Scheduler:
     disagg_prefill_bootstrap_queue: Any = None
     min_free_slots_delayer: Any = None
     prefill_delayer: Any = None
+    tp_worker: Any = None
+    enable_lora = False
+    lora_drainer: Any = None
 
     def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
         self.waiting_queue: list[Any] = []
@@ -56,6 +59,7 @@ class ChunkedAdmission:
         self.returns = 0
         self.arrived_s = 0.0  # the last request, on the shared clock
         self.full = False
+        self.running: list[Any] = []  # requests that decode
         self.slots = ROOM.slots
 
     @property
@@ -97,6 +101,7 @@ class ChunkedAdmission:
             chunk_tokens=64,
             slots=self.slots,
             batch_is_full=self.full,
+            running=self.running,
         )
         left = adder.add_chunked_req(req)
         self.budget = adder.rem_chunk_tokens
@@ -147,6 +152,33 @@ def test_chunked_request_waiting_for_loads_yields_to_others(
     assert admission.queue[0].rid == ("stored" if priority == "fcfs" else "other")
     assert admission.base.coordinator.record("stored") is not None  # and its loads go on
     assert admission.returns == 1
+
+
+def test_chunked_request_that_fails_to_return_is_given_up_at_its_end(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = admissions()
+    stored = admission.req("stored", stored=True)
+    tree = BareTree(admission.coordinator)
+
+    def fail(req: Any, tree: Any, checkpoint: bool) -> None:
+        raise RuntimeError("no row")
+
+    monkeypatch.setattr(queue_order, "release_kv_cache", fail)
+    with pytest.raises(RuntimeError, match="no row"):
+        queue_order.requeue(stored, [], tree, admission.coordinator)
+    tree.on_release(stored, checkpointed=True)
+    assert admission.coordinator.record("stored") is None
+
+
+def test_chunked_request_stays_for_a_beam_search_that_needs_several_rows(admissions: Make) -> None:
+    admission = admissions()
+    stored, other = admission.req("stored", stored=True), admission.req("other")
+    admission.queue.append(other)
+    other.beam_group = SimpleNamespace(beam_width=4)
+    assert admission.chunk(stored) is stored
+    other.beam_group = None
+    assert admission.chunk(stored) is None
 
 
 def test_chunked_request_of_a_prefill_server_keeps_the_row_that_is_sent(admissions: Make) -> None:
@@ -228,6 +260,29 @@ def test_chunked_request_that_could_not_return_stays(
     admission.scheduler.max_queued_requests = 4  # SGLang might drop who is put back
     assert admission.chunk(stored) is stored
     admission.scheduler.max_queued_requests = None
+    assert admission.chunk(stored) is None
+
+
+def test_chunked_request_stays_if_its_adapter_could_lose_its_place(admissions: Make) -> None:
+    """Requests of that adapter may decode for long."""
+    admission = admissions()
+    scheduler = admission.scheduler
+    manager = SimpleNamespace(validate_lora_batch=lambda adapters: len(adapters) <= 2)
+    scheduler.enable_lora = True
+    scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    stored = admission.req("stored", stored=True)
+    others = admission.req("other"), admission.req("last")
+    stored.lora_id, others[0].lora_id, others[1].lora_id = "a", "b", "c"
+    admission.queue.extend(others)
+    assert admission.chunk(stored) is stored
+    del admission.queue[1]
+    others[1].sampling_params.ignore_eos = True
+    admission.running = [others[1]]
+    assert admission.chunk(stored) is stored
+    others[1].lora_id = "a"
+    scheduler.lora_drainer = object()  # SGLang could hold it back for the others
+    assert admission.chunk(stored) is stored
+    scheduler.lora_drainer = None
     assert admission.chunk(stored) is None
 
 

@@ -740,6 +740,23 @@ def test_support_matrix_steps_without_drafts_are_refused_if_they_leave_out_draft
     assert ("unset SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND" in str(reason)) == is_refused
 
 
+@pytest.mark.skipif(
+    not hasattr(envs, "SGLANG_DSPARK_DEFER_CONTEXT_KV"), reason="SGLang 0.5.22 writes it at once"
+)
+@pytest.mark.parametrize(("algorithm", "is_refused"), [("DSPARK", True), ("EAGLE", False)])
+def test_support_matrix_draft_kv_of_dspark_that_is_written_a_step_later_is_refused(
+    algorithm: str, is_refused: bool
+) -> None:
+    args = SimpleNamespace(
+        speculative_algorithm=algorithm, speculative_num_steps=3, speculative_adaptive=False
+    )
+    runner: Any = SimpleNamespace(req_to_token_pool=SimpleNamespace())
+    models = [LoadedDraft(runner, ModelSource("d"), None)]
+    with envs.SGLANG_DSPARK_DEFER_CONTEXT_KV.override(True):
+        reason = unsupported_drafts(args, models, SimpleNamespace())
+    assert ("unset SGLANG_DSPARK_DEFER_CONTEXT_KV" in str(reason)) == is_refused
+
+
 def test_support_matrix_states_of_drafts_are_refused_where_sglang_keeps_those_beyond_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 and attached to waiting and running requests."""
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.2
 
 import torch
 from hybrid_machine import run_machine
-from hybrid_trees import BLOCK, KINDS, MAMBA, SWA, WINDOW, HybridTree, tree_of
+from hybrid_trees import BLOCK, KINDS, MAMBA, SWA, WINDOW, HybridTree, digests_of, tree_of
+from kv_pools import buffers_for, record_of
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -20,9 +22,18 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from trees import CORES, accounting_of, lock_fuzz
 
+from sglang_cake.core.buffers import BufferPool
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.token_span import Span
+from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.end_states import EndSlots
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.writeback.block_writer import Writer
 
 PROMPT = [*range(100, 150)]  # six blocks and two tokens
 
@@ -322,6 +333,90 @@ def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
     assert side.tree.swa_retain_floor(req) is None
     windows.free(taken)
     assert side.tree.swa_retain_floor(req) == 64 - WINDOW
+
+
+class LateCopier(Copier):
+    """Launches no save before `wait_saves_launched` asks for it, or the test for all."""
+
+    def __init__(self, kv: DeviceKV) -> None:
+        super().__init__(kv)
+        self._late: dict[int, tuple[Save, Callable[[], Copy]]] = {}
+
+    def launch_save(self, launch: Callable[[], Copy]) -> Save:
+        save = Save()
+        self._late[id(save)] = (save, launch)
+        return save
+
+    def wait_saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
+        self.launch([id(save) for save in saves])
+        return super().wait_saves_launched(saves)
+
+    def launch_all(self) -> None:
+        self.launch(list(self._late))
+
+    def launch(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            save, launch = self._late.pop(number)
+            save.launched.set_result(launch())
+            save.ended.set_result(None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "blocks"),
+    [
+        ("window", "aborted", [0, 1]),
+        ("window-pages", "aborted", [0, 1]),
+        ("state-extra-buffer", "finished", [0, 1, 2, 3, 4, 5]),
+        ("window-state-extra-buffer", "finished", [0, 1, 2, 3, 4, 5]),
+        ("window", "requeued", [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_radix_ends_stored_blocks_are_right_whoever_gets_the_slots(
+    kind: str, end: str, blocks: list[int]
+) -> None:
+    """The tree takes a request up to where others' windows have gone, or up to its last state. What
+    is behind that is freed with the request. What it takes of a request that goes back to the queue
+    may be evicted.
+    """
+    side = tree_of(kind)
+    copier, io, memory = LateCopier(side.kv), IoThread(), MemoryStore()
+    writer = Writer(memory, BufferPool(buffers_for(side.kv, 32)), io, Counters())
+    side.tree.saving = BlockSaving(side.kv, copier, writer, ends=side.ends)
+    record = record_of(6, block=BLOCK)
+    record.agreed.lookup_done = True
+    req = side.arrive(record.tokens)
+    req.rid = record.rid
+    side.tree.coordinator.records[record.rid] = record
+    assert side.admit(req)
+    if end == "aborted":
+        req.swa_branching_seqlen = 16  # as SGLang's match finds it
+    assert side.compute(req, 48)
+    if end == "aborted":
+        side.release(req, checkpoint=False)
+    elif end == "finished":
+        side.decode(req, range(200, 220))
+        side.release(req)
+    else:
+        queue_order.requeue(req, [], side.tree, side.tree.coordinator)
+        side.tree.evict(EvictParams(num_tokens=48, swa_num_tokens=48))
+
+    free = side.full_allocator.alloc(side.full_allocator.available_size())
+    side.write("full", digests_of(range(1000, 1000 + len(free))), free.to(torch.int64))
+    copier.launch_all()
+    io.run(writer.drained(), 60.0)
+    io.close()
+
+    tokens = req.full_untruncated_fill_ids
+    slots = torch.arange(1, BLOCK + 1)
+    stored, right = [], []
+    for block, key in enumerate(record.key_chain.of(tokens)):
+        if key in memory.blocks:
+            side.write("full", digests_of(tokens)[block * BLOCK :][:BLOCK], slots)
+            (buffer,) = side.buffers(1)
+            side.kv.save(slots, [buffer], ())
+            stored.append(block)
+            right += [block] * (bytes(buffer.view) == memory.blocks[key])
+    assert right == stored == blocks
 
 
 # ---- negative controls ----

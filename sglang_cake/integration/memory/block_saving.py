@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,8 +29,8 @@ class _Unsaved:
     """The blocks of a request that may still have to be saved.
 
     Attributes:
-        tokens: the request's leading tokens whose KV the tree holds, as of the last checkpoint.
-        row: device slot of each of these tokens.
+        tokens: the request's leading tokens whose KV is complete, as of the last checkpoint.
+        row: device slot of each of those that the tree holds.
         next_block: blocks before this one were looked at.
         blocks: blocks that are new to the store, and had no buffer yet, ascending.
         end: the last block boundary whose end state was looked at, in tokens.
@@ -49,7 +49,7 @@ class _Unsaved:
 @dataclass(frozen=True, slots=True)
 class _Saving:
     """A copy that may still read slots. Attributes: record: of the request that keeps these slots
-    from being freed; None: an end state, whose slots the tree may free."""
+    from being freed; None: the tree may free them."""
 
     record: PromptRecord | None
     save: Save
@@ -95,22 +95,23 @@ class BlockSaving:
         row: torch.Tensor,
         *,
         last: bool,
-        held_tokens: int = 0,
         find_end: FindEnd | None = None,
     ) -> None:
-        """The tree holds the KV of `tokens`.
+        """The tree holds more of a request.
 
         Args:
             tokens: the request's leading tokens whose KV is complete.
-            row: device slot of each of these tokens, `[len(tokens)]`.
+            row: device slot of each leading token whose KV the tree holds, at most `[len(tokens)]`.
+                The request frees all others when it ends, so they are not read. With end states,
+                the tree may hold less than is complete: nothing can be loaded behind its last end.
             last: no further checkpoint of this request will come.
-            held_tokens: so many of them are the tree's.
             find_end: for a model with end states.
         """
         if not record.agreed.lookup_done and not last:
             return  # it is not known which blocks are stored; the next checkpoint looks again
         unsaved = self._requests.setdefault(record, _Unsaved())
-        full = record.key_chain.block_count(len(tokens))
+        held = len(row) // self._block_tokens
+        full = min(record.key_chain.block_count(len(tokens)), held)
         new = range(unsaved.next_block, full)
         unsaved.blocks += [block for block in new if self._is_new(record, block)]
         unsaved.next_block = max(unsaved.next_block, full)
@@ -123,7 +124,7 @@ class BlockSaving:
                 # key is enough.
                 full = record.key_chain.block_count(known)
             full = min(full, record.key_chain.block_count(known - self._ends.tail_tokens))
-        end = min(held_tokens // self._block_tokens, full) * self._block_tokens
+        end = min(held, full) * self._block_tokens
         if find_end is not None and self.wants_end(record, end, last=last):
             unsaved.end = end
             unsaved.find_end = find_end
@@ -173,6 +174,9 @@ class BlockSaving:
 
     def released(self, record: PromptRecord) -> None:
         """The request ends or is requeued: the tree may free its slots from now on."""
+        self._saves = [
+            replace(each, record=None) if each.record is record else each for each in self._saves
+        ]
         unsaved = self._requests.pop(record, None)
         if unsaved is not None:
             self._give_up(unsaved)

@@ -530,14 +530,12 @@ class CakeRadixCache(UnifiedRadixCache):
         record = self.coordinator.record(req.rid)
         if record is not None and req.kv.holds_kv:
             with self.coordinator.timed():
-                row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
-                tokens = req.full_untruncated_fill_ids[:up_to]
+                held = req.kv.cache_protected_len
                 self.saving.checkpointed(
                     record,
-                    tokens,
-                    row,
+                    req.full_untruncated_fill_ids[:up_to],
+                    self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :held],
                     last=req.finished(),
-                    held_tokens=req.kv.cache_protected_len,
                     find_end=None if self.ends is None else partial(self.end_slots, req),
                 )
 

@@ -72,11 +72,6 @@ class SlotCopy:
             return self._begun
 
     @property
-    def failed(self) -> bool:
-        """Whether the launch has failed."""
-        return self._error is not None
-
-    @property
     def settled(self) -> bool:
         """Whether the copy is launched, or failed."""
         return self._copy is not None or self._error is not None
@@ -163,7 +158,6 @@ class Copier:
             if hasattr(mover, "make_room"):  # between two pools: it asks a gate, and does not wait
                 mover.host_transfer_move_gate = self._may_move
         self._failure: Exception | None = None
-        self._found_no_memory = False
 
     # ---- any thread; these return at once ----
 
@@ -219,12 +213,6 @@ class Copier:
                 copies.append(save.launched.result())
         return copies
 
-    def found_no_memory(self) -> bool:
-        """Whether a load found no device memory since the last call."""
-        found = self._found_no_memory
-        self._found_no_memory = False
-        return found
-
     def check(self) -> None:
         """Raises: the first error of a load since the last call, but for want of device memory."""
         failure = self._failure
@@ -266,7 +254,6 @@ class Copier:
             launched = copy.start(launch)
         except torch.OutOfMemoryError as error:
             logger.warning("a block is computed: no device memory to copy it (%s)", error)
-            self._found_no_memory = True
             launched = None
         except Exception as error:
             logger.exception("a block could not be copied to the device")

@@ -140,17 +140,10 @@ class DeviceSlots:
             del memory.staged[block]
         return all(block in memory.slots for block in todo)
 
-    def check_copies(self) -> bool:
-        """Whether a copy found no device memory since the last call. Raises: the first other error
-        of a copy."""
+    def check_copies(self) -> None:
+        """Raises: the first error of a copy since the last call, but for want of device memory."""
         self._taken = [copy for copy in self._taken if not copy.done()]
         self._copier.check()
-        return self._copier.found_no_memory()
-
-    def found_no_memory(self, record: PromptRecord) -> bool:
-        """Whether that has happened to one of the prompt's blocks."""
-        copies = (*record.memory.slots.values(), *record.memory.reserved.values())
-        return any(copy.failed for copy in copies)
 
     def uncopied(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
         """Those of `blocks` that have landed and are not on the device: without slots, or with a

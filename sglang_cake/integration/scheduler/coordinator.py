@@ -214,7 +214,6 @@ class Coordinator:
             may_overlap=overlap,
             most_slots=most_slots,
         )
-        self._tenants.arrives(record.facts.tenant)
         self._look_up(record)
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
 
@@ -260,7 +259,6 @@ class Coordinator:
             self.release(req.rid)
             stored = (True,) * key_chain.block_count(len(tokens))
             record = self._record_of(req, key_chain, tokens, limit=0, stored=stored)
-            self._tenants.arrives(record.facts.tenant)
             self._keep(record)
 
     def release(self, rid: str) -> None:
@@ -359,6 +357,8 @@ class Coordinator:
             self._attempt(failures, lambda: self._reconsider(self._agree(open_records), serving))
         self._attempt(failures, lambda: self._serve(serving))
         if open_records:
+            if not self._consensus.alone:
+                self._attempt(failures, self._end_uncopied)
             self._vote(serving)  # a request that has failed on another rank is not scheduled
         if failures:
             raise failures[0]
@@ -584,11 +584,7 @@ class Coordinator:
             costs=self.step_costs.own,
         )
         self.prompt_loads.take_events()
-        if self._device_slots.check_copies() and not self._consensus.alone:
-            # `attach_islands` would do it on this rank alone. The ranks agree on it before.
-            for record in list(self._records.values()):
-                if self._device_slots.found_no_memory(record):
-                    self.release(record.rid)
+        self._device_slots.check_copies()
         self.prompt_loads.measure(
             [record for record in self._records.values() if record.awaits_loader]
         )
@@ -683,6 +679,13 @@ class Coordinator:
                 self._device_slots.place(first, blocks)
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
+    def _end_uncopied(self) -> None:
+        """End requests with a block that found no device memory. `attach_islands` would drop the
+        block on this rank alone; the vote that follows ends its request on every rank."""
+        for record in list(self._records.values()):
+            if self._device_slots.uncopied(record, record.memory.slots):
+                self.release(record.rid)
+
     # ---- inside ----
 
     def _next_step(self, record: PromptRecord, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
@@ -772,6 +775,8 @@ class Coordinator:
         return f"{rid}#{next(self._numbers)}"
 
     def _keep(self, record: PromptRecord) -> None:
+        if record.rid not in self._records:
+            self._tenants.arrives(record.facts.tenant)
         self._records[record.rid] = record  # in the place of its former record, if it has one
         self.prompt_loads.expect(record)
 

@@ -308,7 +308,7 @@ class CakePrefillAdder(PrefillAdder):
         scheduler = self._scheduler
         if not scheduler.waiting_queue or not queue_order.may_requeue(req, coordinator):
             return None
-        if not others_fit(scheduler, self.running_batch):
+        if not others_fit(scheduler, self.running_batch, req):
             return None
         slots = self.rem_total_tokens - (queue_order.most_slots(req) - req.prefix_len)
         return queue_order.StepBudget(self._step_tokens, slots)
@@ -516,7 +516,7 @@ class CakePrefillAdder(PrefillAdder):
         return tree, tree.coordinator
 
 
-def others_fit(scheduler: "Scheduler", running: "ScheduleBatch") -> bool:
+def others_fit(scheduler: "Scheduler", running: "ScheduleBatch", chunked: "Req") -> bool:
     """Whether a waiting request could be admitted beside the chunked request, if that went back to
     the queue and was admitted again. There must be rows for both, and SGLang must drop no request
     for its time in the queue, or for the length of the queue, and delay none: it delays no chunked
@@ -528,6 +528,20 @@ def others_fit(scheduler: "Scheduler", running: "ScheduleBatch") -> bool:
     dropped = scheduler.max_queued_requests is not None or envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0
     if running.batch_is_full or dropped:
         return False
+    if scheduler.enable_lora and not _adapters_fit(scheduler, running, chunked):
+        return False
     # Beside the chunked request, which has a row.
     rows = scheduler.get_num_allocatable_reqs(len(running.reqs) + 1, running_batch=running)
     return bool(rows >= 1)
+
+
+def _adapters_fit(scheduler: "Scheduler", running: "ScheduleBatch", chunked: "Req") -> bool:
+    """Whether there is memory for the LoRA adapters of all requests at once. Otherwise one from the
+    queue could take the place of the chunked request's, for as long as its request decodes. With a
+    drainer, SGLang holds requests back for adapters of others, but no chunked one."""
+    if scheduler.lora_drainer is not None:
+        return False
+    reqs = (chunked, *running.reqs, *scheduler.waiting_queue)
+    adapters = {req.lora_id for req in reqs}
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    return bool(manager.validate_lora_batch(adapters))

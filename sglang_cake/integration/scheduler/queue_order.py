@@ -152,8 +152,10 @@ def requeue(
     """Put the chunked request, whose chunks are in the tree, back into the queue: first, or after
     `preemptor` of the queue and all that have waited for longer. The queue changes last."""
     tree.releasing = req.rid
-    release_kv_cache(req, tree, checkpoint=False)
-    tree.releasing = None
+    try:
+        release_kv_cache(req, tree, checkpoint=False)
+    finally:
+        tree.releasing = None
     # As `Req.reset_for_retract`, except for fields of the chunk under way: its result is still to
     # be processed, and must be taken for that of a middle chunk.
     req.prefix_len = 0
@@ -199,9 +201,12 @@ def may_requeue(req: "Req", coordinator: "Coordinator") -> bool:
 def _able(
     queue: "Iterable[Req]", coordinator: "Coordinator", budget: StepBudget
 ) -> "Iterator[Req]":
-    """The requests of `queue` that could compute now."""
+    """The requests of `queue` that could compute now, each in one row: a beam search needs more,
+    which could be those of the request that goes back."""
     tried = 0
     for req in queue:
+        if req.beam_group is not None:
+            continue
         if coordinator.loading(req.rid):
             tried += 1
             if tried > _TRIED:

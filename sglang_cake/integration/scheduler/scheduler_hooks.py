@@ -106,8 +106,8 @@ def _identify(tree: CakeRadixCache) -> None:
 def _serving(scheduler: "Scheduler", coordinator: "Coordinator") -> list[str]:
     chunked = scheduler.chunked_req
     queue = scheduler.waiting_queue
-    asked = chunked is not None and bool(queue)
-    fits = asked and others_fit(scheduler, scheduler.running_batch)
+    fits = chunked is not None and bool(queue)
+    fits = fits and others_fit(scheduler, scheduler.running_batch, chunked)
     return queue_order.serving(chunked, queue, coordinator, scheduler.policy, fits=fits)
 
 
