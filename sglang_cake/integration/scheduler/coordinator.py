@@ -680,10 +680,14 @@ class Coordinator:
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     def _end_uncopied(self) -> None:
-        """End requests with a block that found no device memory. `attach_islands` would drop the
-        block on this rank alone; the vote that follows ends its request on every rank."""
+        """End requests if a block that the next step attaches found no device memory.
+        `attach_islands` would drop it on this rank alone; the vote that follows ends its request on
+        every rank. Waits for the launches of these copies alone: the step needs them anyway."""
         for record in list(self._records.values()):
-            if self._device_slots.uncopied(record, record.memory.slots):
+            if (span := record.meet.island()) is None:
+                continue
+            blocks = [b for b in record.meet.blocks_of(span) if b in record.memory.slots]
+            if self._device_slots.uncopied(record, blocks):
                 self.release(record.rid)
 
     # ---- inside ----
