@@ -186,6 +186,43 @@ def test_ranks_copy_without_device_memory_within_a_poll_ends_the_request_in_the_
     assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
 
 
+def test_ranks_failed_copy_behind_a_hole_ends_the_request_on_both(ranks: TwoRanks) -> None:
+    """Another request may compute the hole before the step, which then attaches the block."""
+    reqs = [req_of(4.5, "r") for _ in ranks.harnesses]
+    for harness, req in zip(ranks.harnesses, reqs, strict=True):
+        harness.open(*harness.fill(req.origin_input_ids, {1, 2, 3}))
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    ranks.harnesses[1].kv.load = full  # type: ignore[assignment]
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    for _ in range(5):
+        assert ranks.poll("r") == [None, None]
+    assert ranks.live() == [[], []]
+
+
+def test_ranks_error_of_a_copy_is_raised_once(ranks: TwoRanks) -> None:
+    reqs = stored(ranks)
+    load = ranks.harnesses[1].kv.load
+    for harness in ranks.harnesses:
+        harness.coordinator.spare_slots = 0  # landed blocks stay in host memory
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    for _ in range(3):
+        assert ranks.poll("r") == [None, None]
+
+    def failing(*args: object) -> None:
+        ranks.harnesses[1].kv.load = load  # type: ignore[assignment]
+        raise Fault("a copy")
+
+    ranks.harnesses[1].kv.load = failing  # type: ignore[assignment]
+    for harness in ranks.harnesses:
+        harness.coordinator.spare_slots = math.inf
+    raised = [each for _ in range(3) for each in ranks.poll("r") if each is not None]
+    assert [str(each) for each in raised] == ["a copy"]
+    assert ranks.live() == [[], []]
+
+
 def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))

@@ -76,6 +76,17 @@ class SlotCopy:
         """Whether the copy is launched, or failed."""
         return self._copy is not None or self._error is not None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the launch has failed."""
+        return self._error is not None
+
+    def wait_settled(self) -> None:
+        """Wait until the copy, which the copier has, is launched or has failed."""
+        if not self.settled:  # without the lock: polls ask this of every landed block
+            with self._changed:
+                self._changed.wait_for(lambda: self.settled)
+
     def start(self, launch: Callable[[], Copy]) -> Copy | None:
         """Launch the copy; None if the slots are withdrawn. Copier. Raises: as `launch`."""
         with self._changed:

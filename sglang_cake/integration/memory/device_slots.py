@@ -145,6 +145,14 @@ class DeviceSlots:
         self._taken = [copy for copy in self._taken if not copy.done()]
         self._copier.check()
 
+    def copy_failed(self, record: PromptRecord, awaited: Iterable[int]) -> bool:
+        """Whether a copy of a landed block has failed. Args: awaited: blocks of which that is to be
+        known: their launches are waited for."""
+        for block in awaited:
+            if (copy := record.memory.slots.get(block)) is not None:
+                copy.wait_settled()
+        return any(copy.failed for copy in record.memory.slots.values())
+
     def uncopied(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
         """Those of `blocks` that have landed and are not on the device: without slots, or with a
         copy that found no device memory or is late. A copy that was launched counts as made. Waits

@@ -680,14 +680,14 @@ class Coordinator:
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
     def _end_uncopied(self) -> None:
-        """End requests if a block that the next step attaches found no device memory.
-        `attach_islands` would drop it on this rank alone; the vote that follows ends its request on
-        every rank. Waits for the launches of these copies alone: the step needs them anyway."""
+        """End requests with a block that could not be copied. `attach_islands` would drop it on
+        this rank alone; the vote that follows ends its request on every rank. Waits for launches of
+        those blocks alone that the next step attaches: it needs them anyway. Copies that begin in
+        the step itself are not seen here."""
         for record in list(self._records.values()):
-            if (span := record.meet.island()) is None:
-                continue
-            blocks = [b for b in record.meet.blocks_of(span) if b in record.memory.slots]
-            if self._device_slots.uncopied(record, blocks):
+            span = record.meet.island()
+            blocks = [] if span is None else record.meet.blocks_of(span)
+            if self._device_slots.copy_failed(record, blocks):
                 self.release(record.rid)
 
     # ---- inside ----
