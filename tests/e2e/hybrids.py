@@ -156,11 +156,12 @@ class Meeting:
         hybrid.check(first, ids, 40)
         turn = ids + first.tokens + prompt(20)
         answered = ids + first.tokens[:-1]
-        parts = parts_of(hybrid.live.store.until_stored(answered))
+        parts = parts_of(hybrid.live.store.until_stored(ids))
         end = hybrid.live.store.end_files(ids)
         loadable = 0
         # States end where SGLang keeps them, and an end of several blocks is not worth one block.
         if all("window_tokens" in part for part in parts) and len(end) == 1:
+            hybrid.live.store.until_stored(answered)
             hybrid.live.store.until_end_stored(answered)
             loadable = len(answered) // BLOCK * BLOCK
         answer = hybrid.live.ask_flushed(turn)
