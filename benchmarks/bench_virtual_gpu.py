@@ -291,9 +291,14 @@ def cold_table(cells: list[dict[str, Any]], before: dict[str, Any]) -> Table:
     heads = ["model", f"before, {BEFORE_GB_PER_S} GB/s", *(f"{rate:g} GB/s" for rate in rates)]
     names = list(dict.fromkeys(cell["model"] for cell in cells))
     return heads, [
-        [name, *(f"{share:.0%}" for share in (old[name], *(shares[name, r] for r in rates)))]
+        [name, *(whole_percent(share) for share in (old[name], *(shares[name, r] for r in rates)))]
         for name in names
     ]
+
+
+def whole_percent(share: float) -> str:
+    """Rounded down: 100 % is all."""
+    return f"{math.floor(100 * share)}%"
 
 
 def name_of(cell: dict[str, Any]) -> str:

@@ -131,19 +131,22 @@ def test_virtual_gpu_scheduler_waits_for_copies_that_are_not_launched_yet() -> N
         assert host.wait_s == pytest.approx(loop.gpu.copier.launch_s)
 
 
-def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone() -> None:
+@models
+def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone(
+    model: GpuModel,
+) -> None:
     decodes = 64
     with virtual_scheduler(
-        LLAMA_8B, link_bytes_per_s=25 * GB, mode="load", decodes=decodes
+        model, link_bytes_per_s=25 * GB, mode="load", decodes=decodes
     ) as scheduler:
         scheduler.restore(32768, prompts_before=0)
         gpu = scheduler.gpu
-        plain_s = LLAMA_8B.prefill.work_s(StepWork(decodes=decodes))
+        plain_s = model.prefill.work_s(StepWork(decodes=decodes))
         *steps, _ = [end - begin for begin, end in gpu.forwards]  # the last one prefills a token
-        kernel_s = 2 * LLAMA_8B.layout.block_bytes / HBM_BYTES_PER_S
-        blocks = math.ceil(max(steps) * 25 * GB / LLAMA_8B.layout.block_bytes) + 1
+        kernel_s = 2 * model.layout.block_bytes / HBM_BYTES_PER_S
+        blocks = math.ceil(max(steps) * 25 * GB / model.layout.block_bytes) + 1
         assert max(steps) <= plain_s + blocks * kernel_s
-        assert gpu.held_back_s <= LLAMA_8B.layout.block_bytes / DMA_BYTES_PER_S + kernel_s
+        assert gpu.held_back_s <= model.layout.block_bytes / DMA_BYTES_PER_S + kernel_s
 
 
 @pytest.mark.parametrize(
