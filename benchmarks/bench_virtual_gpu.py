@@ -7,23 +7,24 @@ time (`sglang_cake.testing.virtual_gpu`); the GPU, SGLang's loop and the store a
 says what the decisions and the order of copies are worth, and nothing of a real device. The
 numbers are the same on every machine.
 
-`before` in the report was computed with the same model around the data path of commit 6d52732a5948,
-which copied a block with one launch for each plane when a step was planned
-(`results/virtual-gpu-before.json`).
+`before` is the same server with each fault of its former data path brought back
+(`former_path.py`).
 """
 
 import argparse
-import json
+import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks import documents, facts
+from benchmarks.former_path import former_path
 from sglang_cake.cli.text_tables import table
 from sglang_cake.loading import loader
-from sglang_cake.loading.cost_model import work_of
+from sglang_cake.loading.cost_model import StepWork, work_of
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.testing.scheduler_loop import prompt
@@ -38,11 +39,14 @@ from sglang_cake.testing.virtual_gpu import (
 )
 from sglang_cake.testing.virtual_time import virtual_time
 
-BEFORE = facts.RESULTS / "virtual-gpu-before.json"
 REPORT = facts.REPORTS / "gpu.md"
 LINKS_GB_PER_S = (1, 2, 4, 8, 16, 25, 50)
 STORING_GB_PER_S = (0.25, 0.5, 1, 2, 4)
-BEFORE_GB_PER_S = 4  # of the store before
+COLD_GB_PER_S = 4  # of the store in the table of goals
+DECODES = 64
+DECODE_GB_PER_S = 25
+PAGE_TOKENS = 64  # beside decodes, where freeing slots could wait for the device
+GOAL_GB_PER_S = range(2, 26)
 TOKENS = 32768
 SHORT_TOKENS = 16384
 PROMPTS_BEFORE = 3
@@ -52,14 +56,33 @@ MEMORY_GB_PER_S = 20  # of copies within host memory by the store's threads: an 
 MODES: tuple[Mode, ...] = ("auto", "compute", "load")
 
 
-def cold(model: GpuModel, link_gb_per_s: float) -> dict[str, Any]:
+def cold(model: GpuModel, link_gb_per_s: float, tokens: int = TOKENS) -> dict[str, Any]:
     """A prompt that is not stored, and a store that takes so much."""
     with virtual_scheduler(model, link_bytes_per_s=link_gb_per_s * 1e9) as scheduler:
-        req = prompt(0, TOKENS)
+        req = prompt(0, tokens)
         scheduler.serve([(0.0, req)])
         scheduler.settle()
         stored = len(scheduler.store.keys) / len(scheduler.keys(req.origin_input_ids))
-    return {"model": model.name, "link_gb_per_s": link_gb_per_s, "stored_share": stored}
+        syncs = scheduler.gpu.scheduler.syncs
+    cell = {"model": model.name, "link_gb_per_s": link_gb_per_s, "tokens": tokens}
+    return cell | {"stored_share": stored, "syncs": syncs}
+
+
+def beside_decodes(model: GpuModel, tokens: int) -> dict[str, Any]:
+    """A prompt that is loaded beside requests that decode, with pages of several tokens."""
+    with virtual_scheduler(
+        model,
+        link_bytes_per_s=DECODE_GB_PER_S * 1e9,
+        mode="load",
+        decodes=DECODES,
+        page_tokens=PAGE_TOKENS,
+    ) as scheduler:
+        scheduler.restore(tokens, prompts_before=0)
+        ends_s = [end_s for _, end_s in scheduler.gpu.forwards[:-1]]  # the last one prefills
+        slowest_s = max(stop_s - start_s for start_s, stop_s in itertools.pairwise(ends_s))
+        syncs = scheduler.gpu.scheduler.syncs
+    late_s = slowest_s - model.prefill.work_s(StepWork(decodes=DECODES))
+    return {"model": model.name, "tokens": tokens, "late_ms": late_s * 1e3, "syncs": syncs}
 
 
 def restored(model: GpuModel, link_gb_per_s: float, tokens: int) -> dict[str, Any]:
@@ -76,16 +99,19 @@ def restored(model: GpuModel, link_gb_per_s: float, tokens: int) -> dict[str, An
             scheduler.restore(tokens, prompts_before=PROMPTS_BEFORE - 1)
             before, reads = scheduler.polls, len(scheduler.store.read_s)
             gpu = scheduler.gpu
-            copied_s = gpu.copier.launch_s
+            host_s = gpu.copier.launch_s + gpu.scheduler.launch_s
             found[f"{mode}_s"] = scheduler.restore(tokens, prompts_before=0).ttft_s
             if mode == "auto":
                 launches = scheduler.poll_launches[before:]
                 blocks = len(scheduler.store.read_s) - reads
+                host_s = gpu.copier.launch_s + gpu.scheduler.launch_s - host_s
                 found |= {
                     "launches": sum(launches),
                     "poll_launches": max(launches),
-                    "block_us": (gpu.copier.launch_s - copied_s) / blocks * 1e6,
-                    "loaded_gb_per_s": scheduler.loaded_bytes_per_s(reads) / 1e9,
+                    "block_us": host_s / max(1, blocks) * 1e6,
+                    "loaded_gb_per_s": scheduler.loaded_bytes_per_s(reads) / 1e9
+                    if blocks > 1
+                    else 0.0,
                     "blocks_loaded": blocks,
                     "syncs": gpu.scheduler.syncs,
                     "copier_waits": gpu.scheduler.waits,
@@ -160,15 +186,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     links = (8,) if args.small else LINKS_GB_PER_S
     rates = STORING_GB_PER_S[-1:] if args.small else STORING_GB_PER_S
     lengths = (TOKENS,) if args.small else (TOKENS, SHORT_TOKENS)
+
+    def path() -> dict[str, Any]:
+        each = list(itertools.product(lengths, models))
+        return {
+            "restored": [restored(m, link, tokens) for tokens, m in each for link in links],
+            "stored": [cold(model, COLD_GB_PER_S, tokens) for tokens, model in each],
+            "beside_decodes": [beside_decodes(model, tokens) for tokens, model in each],
+        }
+
+    with former_path():
+        before = path()
     result = {
         **facts.header("virtual_gpu", tokens=TOKENS),
+        "before": before,
+        **path(),
         "cold": [cold(model, rate) for model in models for rate in rates],
-        "restored": [
-            restored(model, link, tokens)
-            for tokens in lengths
-            for model in models
-            for link in links
-        ],
         "in_memory": [
             in_memory(model, bus, tokens)
             for tokens in lengths
@@ -177,9 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     }
     facts.write(args.out, result)
-    before = json.loads(BEFORE.read_text())
     texts = {}
-    for name, (heads, cells) in tables(result, before).items():
+    for name, (heads, cells) in tables(result).items():
         print(table(heads, cells, right=range(1, len(heads))), end="\n\n")
         texts[name] = documents.table(heads, cells, right=True)
     if args.docs:
@@ -190,21 +222,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 Table = tuple[list[str], list[list[str]]]
 
 
-def tables(result: dict[str, Any], before: dict[str, Any]) -> dict[str, Table]:
+def tables(result: dict[str, Any]) -> dict[str, Table]:
     """Heads and rows of each table of the report."""
     long, short = (
         [cell for cell in result["restored"] if cell["tokens"] == tokens]
         for tokens in (TOKENS, SHORT_TOKENS)
     )
     return {
-        "restored": (HEADS, rows(long, before)),
+        "goals": goal_table(result),
+        "restored": (HEADS, rows(long, result["before"])),
         "shorter": (SHORT_HEADS, [short_row(cell) for cell in short]),
         "path": (PATH_HEADS, [path_row(cell) for cell in long]),
-        "cold": cold_table(result["cold"], before),
+        "cold": cold_table(result["cold"]),
         "memory": (MEMORY_HEADS, [memory_row(cell) for cell in result["in_memory"]]),
     }
 
 
+ID = ("model", "link_gb_per_s", "tokens")
 HEADS = [
     "model, link GB/s",
     "T* s",
@@ -283,16 +317,111 @@ def path_row(cell: dict[str, Any]) -> list[str]:
     ]
 
 
-def cold_table(cells: list[dict[str, Any]], before: dict[str, Any]) -> Table:
+def whole_percent(share: float) -> str:
+    """Rounded down: 100 % is all."""
+    return f"{math.floor(100 * share)}%"
+
+
+Cells = list[dict[str, Any]]
+
+# What is measured, the goal, the part of the result, the number of its cells, and how it is shown.
+GOALS: tuple[tuple[str, str, str, Callable[[Cells], float], Callable[[float], str]], ...] = (
+    (
+        "blocks of a cold prompt that are stored",
+        "100%",
+        "stored",
+        lambda cells: cells[0]["stored_share"],
+        whole_percent,
+    ),
+    (
+        "loaded beside forwards, of the link, at least",
+        "0.9",
+        "restored",
+        lambda cells: min(cell["loaded_gb_per_s"] / cell["link_gb_per_s"] for cell in cells),
+        "{:.2f}".format,
+    ),
+    (
+        "T/T*, median",
+        "1.05",
+        "restored",
+        lambda cells: statistics.median(cell["auto_s"] / cell["ideal_s"] for cell in cells),
+        "{:.2f}".format,
+    ),
+    (
+        "of the better single way, at most",
+        "1.02",
+        "restored",
+        lambda cells: max(cell["auto_s"] / better_s(cell) for cell in cells),
+        "{:.2f}".format,
+    ),
+    (
+        "launches in one iteration, at most",
+        "the same for any number of blocks",
+        "restored",
+        lambda cells: max(cell["poll_launches"] for cell in cells),
+        "{:,}".format,
+    ),
+    (
+        "host time of a block, us, at most",
+        "60",
+        "restored",
+        lambda cells: max(cell["block_us"] for cell in cells),
+        "{:,.0f}".format,
+    ),
+    (
+        "waits for the device",
+        "0",
+        "syncs",
+        lambda cells: sum(cell["syncs"] for cell in cells),
+        "{:,}".format,
+    ),
+    (
+        "device memory, MiB, at most",
+        "128",
+        "restored",
+        lambda cells: max(cell["scratch_mib"] for cell in cells),
+        "{:,.0f}".format,
+    ),
+    (
+        "a decode step is later by, ms, at most",
+        "kernels alone",
+        "beside_decodes",
+        lambda cells: cells[0]["late_ms"],
+        "{:.2f}".format,
+    ),
+)
+
+
+def goal_table(result: dict[str, Any]) -> Table:
+    """One row for each goal: before and after for each model and length."""
+    which = [(cell["model"], cell["tokens"]) for cell in result["stored"]]
+
+    def chosen(path: dict[str, Any], part: str, model: str, tokens: int) -> Cells:
+        parts = ("stored", "restored", "beside_decodes") if part == "syncs" else (part,)
+        return [
+            cell
+            for cell in itertools.chain.from_iterable(path[each] for each in parts)
+            if (cell["model"], cell["tokens"]) == (model, tokens)
+            and (part != "restored" or cell["link_gb_per_s"] in GOAL_GB_PER_S)
+        ]
+
+    made = []
+    for what, goal, part, number, show in GOALS:
+        pairs = (
+            [show(number(chosen(path, part, *each))) for path in (result["before"], result)]
+            for each in which
+        )
+        made.append([what, goal, *(f"{before} → {now}" for before, now in pairs)])
+    return ["", "goal", *(f"{model}, {tokens:,}" for model, tokens in which)], made
+
+
+def cold_table(cells: list[dict[str, Any]]) -> Table:
     """One row for each model."""
-    old = {cell["model"]: cell["stored_share"] for cell in before["cold"]}
     rates = sorted({cell["link_gb_per_s"] for cell in cells})
     shares = {(cell["model"], cell["link_gb_per_s"]): cell["stored_share"] for cell in cells}
-    heads = ["model", f"before, {BEFORE_GB_PER_S} GB/s", *(f"{rate:g} GB/s" for rate in rates)]
     names = list(dict.fromkeys(cell["model"] for cell in cells))
-    return heads, [
-        [name, *(f"{share:.0%}" for share in (old[name], *(shares[name, r] for r in rates)))]
-        for name in names
+    return ["model", *(f"{rate:g} GB/s" for rate in rates)], [
+        [name, *(whole_percent(shares[name, rate]) for rate in rates)] for name in names
     ]
 
 
@@ -303,21 +432,21 @@ def name_of(cell: dict[str, Any]) -> str:
 
 def rows(cells: list[dict[str, Any]], before: dict[str, Any]) -> list[list[str]]:
     """One for each cell."""
-    old = {(cell["model"], cell["link_gb_per_s"]): cell for cell in before["restored"]}
+    old = {tuple(map(cell.get, ID)): cell for cell in before["restored"]}
     made = []
     for cell in cells:
-        was = old.get((cell["model"], cell["link_gb_per_s"]))
+        was = old[tuple(map(cell.get, ID))]
         made.append(
             [
                 name_of(cell),
                 f"{cell['ideal_s']:.3f}",
                 f"{cell['auto_s']:.3f}",
                 f"{cell['auto_s'] / cell['ideal_s']:.3f}",
-                f"{was['auto_s'] / was['ideal_s']:.2f}" if was else "-",
+                f"{was['auto_s'] / was['ideal_s']:.2f}",
                 f"{cell['auto_s'] / better_s(cell):.2f}",
-                f"{was['auto_s'] / better_s(was):.2f}" if was else "-",
+                f"{was['auto_s'] / better_s(was):.2f}",
                 f"{cell['launches']:,.0f}",
-                f"{was['launches']:,.0f}" if was else "-",
+                f"{was['launches']:,.0f}",
             ]
         )
     return made

@@ -162,6 +162,7 @@ def test_host_pools_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) ->
     assert "pageable" in message
     assert "huge pages" in message
     assert f"{loads.capacity} blocks being loaded and {writes.capacity} being stored" in message
+    assert "a step computes up to 4" in message  # of 16 tokens
 
 
 def test_host_pools_of_a_machine_with_little_memory_say_so(

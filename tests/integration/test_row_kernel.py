@@ -10,21 +10,8 @@ import torch
 import triton
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kv_pools import (
-    as_bytes,
-    deepseek_v4,
-    dsa,
-    mha,
-    minimax,
-    mla,
-    nvfp4,
-    qsa,
-    rows_of,
-    scramble,
-    slots_in_pages,
-    states_of,
-    unified,
-)
+from kv_pools import as_bytes, mha, mla, rows_of, scramble, slots_in_pages, unified
+from test_kv_pool import CASES, PLAIN, Case
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -160,45 +147,37 @@ def test_row_kernel_rows_of_every_width_are_bit_equal(make: Callable[..., Any]) 
     check(partial(make, SLOTS, layers=1), block_tokens=36)
 
 
-# Pools with several groups of planes, and rows of several slots.
-GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "index pages": (partial(dsa, 512), {"page": 64, "block_tokens": 128}),
-    "index pages, one a block": (partial(dsa, 512), {"page": 64, "block_tokens": 64, "blocks": 3}),
-    "packed KV": (
-        partial(dsa, 512, dtype=torch.float8_e4m3fn, kv_cache_dim=656),
-        {"page": 64, "block_tokens": 192, "blocks": 1},
-    ),
-    "index rows": (partial(minimax, 512), {"page": 64, "block_tokens": 64}),
-    "rows of all layers in turn": (
-        lambda: unified(SLOTS).get_kvcache().swa_kv_pool,
-        {"block_tokens": 32},
-    ),
-    "pages only": (partial(nvfp4, 512), {"page": 128, "block_tokens": 128}),
-    "compressed pages": (
-        partial(deepseek_v4, 2048),
-        {"page": 256, "block_tokens": 256, "apart": states_of},
-    ),
-    "rows of several tokens": (partial(qsa, 512), {"page": 64, "block_tokens": 128}),
-}
+# Every other form of a pool, with one block of the fewest tokens.
+FORMS = {
+    kind: Case(case.make, case.page, 256 if "deepseek" in kind else case.block, case.apart)
+    for kind, case in CASES.items()
+    if kind.split()[0] not in PLAIN
+} | {"rows of all layers in turn": Case(lambda: unified(SLOTS).get_kvcache().swa_kv_pool, 1, 32)}
 
 
-@pytest.mark.parametrize("kind", GROUPS)
-def test_row_kernel_copies_of_every_group_equal_those_of_the_plain_path(kind: str) -> None:
-    make, options = GROUPS[kind]
-    check(make, gap_bytes=4096, **options)
+@pytest.mark.parametrize("kind", FORMS)
+def test_row_kernel_copies_of_every_pool_equal_those_of_the_plain_path(kind: str) -> None:
+    case = FORMS[kind]
+    check(
+        case.make,
+        block_tokens=case.block,
+        blocks=1,
+        gap_bytes=4096,
+        page=case.page,
+        apart=case.apart,
+    )
 
 
-@pytest.mark.parametrize("kind", ["index pages", "index rows", "packed KV"])
+@pytest.mark.parametrize("kind", ["dsa", "minimax", "dsa, packed"])
 def test_row_kernel_pieces_of_a_block_are_copied_like_all_of_it(kind: str) -> None:
-    make, options = GROUPS[kind]
-    page, block_tokens = options["page"], options["block_tokens"]
-    whole, parted = make(), make()
-    kv, of_parted = (DeviceKV(pool, block_tokens=block_tokens) for pool in (whole, parted))
+    case = CASES[kind]
+    whole, parted = case.make(), case.make()
+    kv, of_parted = case.kv(whole), case.kv(parted)
     largest = max(plane.rows * plane.row_bytes for plane in kv.layout.planes)
     pieces = pieces_of(kv.layout, largest)
     assert len(pieces) > 1
-    block, slots = random_bytes(1, kv.layout.block_bytes), slots_in_pages(whole.size, page, 1)
-    index, slots = torch.tensor([0]), slots[:block_tokens].contiguous()
+    block, slots = random_bytes(1, kv.layout.block_bytes), slots_in_pages(whole.size, case.page, 1)
+    index, slots = torch.tensor([0]), slots[: case.block].contiguous()
     RowKernel(kv.rows, kv.layout).scatter(block, index, slots)
     kernel = RowKernel(of_parted.rows, kv.layout)
     kernel.compile(pieces)  # copies nothing

@@ -33,11 +33,12 @@ def host_pools(
     Raises: ConfigError if the machine does not have the memory.
     """
     layout = kv.layout
+    chunk_blocks = -(-chunk_tokens // layout.block_tokens)
     counts = buffer_counts(
         load_bytes=kv.load_buffer_bytes,
         write_bytes=layout.block_bytes,
         queue_depth=config.queue_depth,
-        chunk_blocks=-(-chunk_tokens // layout.block_tokens),
+        chunk_blocks=chunk_blocks,
         pool_blocks=kv.slots // layout.block_tokens,
         end_blocks=end_blocks,
         staging_bytes=config.staging_bytes,
@@ -56,13 +57,14 @@ def host_pools(
     logger.log(
         logging.WARNING if counts.reduced else logging.INFO,
         "cake: %s of host memory, %s, %s: buffers of %s for %d blocks being loaded and %d being "
-        "stored%s",
+        "stored, of which a step computes up to %d%s",
         mib(arena.size_bytes),
         "pinned" if pinned else "pageable",
         "huge pages" if arena.huge_pages else "no huge pages",
         mib(layout.block_bytes),
         counts.loads,
         counts.writes,
+        chunk_blocks,
         "; less than the default, which is more than half of the available memory"
         if counts.reduced
         else "",
