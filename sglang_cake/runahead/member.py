@@ -344,8 +344,13 @@ class Member:
                 self._settings.first_wait_s,
             )
             passing = self._passing(part.job)
-        if passing is not None and passing.before == rank:  # otherwise the job has ended
-            passing.on_part(part, data)
+            if passing is None or passing.before != rank:  # the job has ended
+                return
+            # Its answer may come after its first part, and this thread takes that answer too.
+            if self._owned is not None and self._owned.passing is passing:
+                self._owned.accepted.add(rank)
+        self._wake()
+        passing.on_part(part, data)
 
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:

@@ -258,6 +258,20 @@ def test_inflow_late_names_the_helper_whose_kv_is_missing() -> None:
     assert came() == 3  # who would have handed on the rest
 
 
+def test_runahead_member_part_that_comes_before_the_answer_is_an_answer(group: Group) -> None:
+    group.stop.set()
+    for scheduler in group.schedulers:
+        scheduler.join()  # nobody answers
+    owned = group.propose(prompt(90), even(Span(0, 90), 3))
+    part = LayerPart(owned.passing.job, 0, 0, 60)
+    taking = threading.Thread(target=group.owner.on_part, args=(1, part, memoryview(b"")))
+    taking.start()  # it waits for the slots of the part
+    until(lambda: owned.accepted == {1}, "the answer")
+    group.owner.end_owned(owned, "cancelled")
+    taking.join(WAIT_S)
+    assert not taking.is_alive()
+
+
 @pytest.mark.parametrize(("named", "left"), [(1, 1), (0, 0), (7, 0), (2, 0)])
 def test_hop_failure_names_the_helper_or_blames_the_sender(
     group: Group, named: int, left: int
