@@ -20,14 +20,12 @@ other chunks with the balanced one only and without peers (--all-cells: everythi
 Over an `unlimited` link the machine itself is the limit. Such a cell also has
 
     hicache-host   HiCache again, with the prompt in its host tier and other prompts on the device
-    store          bytes per second of a process that only reads the same blocks from the store,
-                   beside those of `load` from the request to its last step
-Within a cell the arms take turns, and servers that are not being measured are stopped. Cells that
-lose stay in the table.
+
+`bench_load_rate` compares such loads with the store's own speed. Within a cell the arms take turns,
+and servers that are not being measured are stopped. Cells that lose stay in the table.
 """
 
 import argparse
-import asyncio
 import contextlib
 import math
 import time
@@ -37,17 +35,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
-from benchmarks.file_arms import read_store
 from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.ttft_report import cell, table
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms
-from sglang_cake.cli.named_stores import blocks_in, one_store, readable
-from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.host_memory import HostArena
-from sglang_cake.core.keys import BlockKey
 from sglang_cake.demo.event_trace import TRACE_ENV
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, generate
@@ -273,13 +266,10 @@ class Bench:
             in_host = [peer for peer in peers if unlimited and peer.policy == "wait_complete"]
             if in_host:
                 found[HOST] = []
-            store_rates = []
             for repeat in range(self.args.repeats):
                 order = MODES[repeat % len(MODES) :] + MODES[: repeat % len(MODES)]
                 for mode in order:
                     runs[mode].replies.append(arms[mode].cold(prompt, NEW_TOKENS))
-                if unlimited:
-                    store_rates.append(store_bytes_per_s(self.store_url, self.queue_depth))
                 if repeat < self.args.peer_repeats:
                     for peer in peers:
                         found[f"hicache-{peer.policy}"].append(peer.cold(prompt, bandwidth))
@@ -293,7 +283,6 @@ class Bench:
                     ratio=ratio,
                     bandwidth=bandwidth,
                     prompt_bytes=len(prompt) * self.token_bytes,
-                    store_rates=store_rates,
                 )
             )
             times = ", ".join(f"{name} {s:.2f}" for name, s in self.cells[-1]["ttft_s"].items())
@@ -316,23 +305,6 @@ class Bench:
 
 def _named(ratio: float) -> str:
     return f"{ratio:g}x balanced" if math.isfinite(ratio) else UNLIMITED
-
-
-def store_bytes_per_s(url: str, depth: int) -> float:
-    """Speed of a process that does nothing but read all blocks of a store, with as many reads in
-    flight as a server: the limit of a server's loads."""
-    named = one_store(url)
-
-    async def stored() -> tuple[BlockFrame, list[BlockKey]]:
-        [(_, frame)], _ = await readable(named)
-        return frame, [block.key async for block in blocks_in(named, frame)]
-
-    frame, keys = asyncio.run(stored())
-    arena = HostArena([frame.payload_bytes] * depth, prefault=True)
-    store = named.source.open(frame, depth=depth)
-    run = read_store(store, keys, [buffer.view for buffer in arena.buffers], frame.payload_bytes)
-    asyncio.run(store.close())
-    return run.moved_bytes / run.wall_s
 
 
 def combinations(args: argparse.Namespace) -> Iterator[tuple[int, list[float]]]:

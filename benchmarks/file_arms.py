@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,17 +37,25 @@ class Run:
 
 
 def read_store(
-    store: Store, keys: Sequence[BlockKey], buffers: Sequence[memoryview], framed_bytes: int
+    store: Store,
+    keys: Sequence[BlockKey],
+    buffers: Sequence[memoryview],
+    framed_bytes: int,
+    use: Callable[[memoryview], object] | None = None,
 ) -> Run:
-    """`len(buffers)` reads in flight, each into its own buffer."""
+    """`len(buffers)` reads in flight, each into its own buffer. Args: use: is called with each
+    block, in a thread of its own."""
     left = iter(keys)
 
-    async def one(buffer: memoryview) -> None:
+    async def one(buffer: memoryview, user: Executor) -> None:
         for key in left:
             await store.get_into(key, buffer)
+            if use is not None:
+                await asyncio.get_running_loop().run_in_executor(user, use, buffer)
 
     async def all_at_once() -> None:
-        await asyncio.gather(*map(one, buffers))
+        with ThreadPoolExecutor(1) as user:
+            await asyncio.gather(*(one(buffer, user) for buffer in buffers))
 
     with _clocked() as clock:
         asyncio.run(all_at_once())

@@ -1,12 +1,11 @@
 """What the runs of `bench_ttft` amount to: a cell per (length, chunk, bandwidth), and a table."""
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import stats
-from sglang_cake.cli.demo_report import Arm, Arms, evaluate
+from sglang_cake.cli.demo_report import Arms, evaluate
 from sglang_cake.demo.sglang_server import Reply
 
 TOLERANCE = 1.02  # `both` may take this much of the best single way before it counts as beaten
@@ -22,13 +21,11 @@ def cell(
     ratio: float,
     bandwidth: float,
     prompt_bytes: int,
-    store_rates: Sequence[float] = (),
 ) -> dict[str, Any]:
     """All numbers of one cell; times are medians over the runs, which are kept beside them.
 
     Args:
         bandwidth: infinite, as is `ratio`, without a limit; both are None in the result then.
-        store_rates: bytes per second of runs that only read the blocks.
     """
     result = evaluate(arms, bandwidth=bandwidth, prompt_bytes=prompt_bytes)
     ttft_s = {name: round(value, 4) for name, value in result["ttft_s"].items()}
@@ -36,7 +33,6 @@ def cell(
     found = {name: _peer(replies, outputs) for name, replies in peers.items()}
     rivals = {"compute": ttft_s["compute"], "load": ttft_s["load"]}
     rivals |= {name: peer["ttft_s"]["median"] for name, peer in found.items()}
-    stored_bytes = prompt_bytes * result["stored_tokens"] // result["prompt_tokens"]
     return {
         "prompt_tokens": result["prompt_tokens"],
         "stored_tokens": result["stored_tokens"],
@@ -55,20 +51,8 @@ def cell(
         "loaded_tokens": result["loaded_tokens"],
         "ideal_meet_token": result["ideal_meet_token"],
         "same_tokens": result["same_tokens"],
-        **(_rates(arms.load, stored_bytes, store_rates) if store_rates else {}),
         "peers": found,
         "beaten_by": beaten_by(ttft_s["both"], rivals),
-    }
-
-
-def _rates(load: Arm, stored_bytes: int, store_rates: Sequence[float]) -> dict[str, Any]:
-    """Bytes per second of loading alone, from the request to its last step, and of the store."""
-    rate = stored_bytes / (load.trace.steps[-1].begin_s - load.typical.sent_s)
-    store_rate = statistics.median(store_rates)
-    return {
-        "load_bytes_per_s": round(rate),
-        "store_bytes_per_s": [round(each) for each in store_rates],
-        "load_over_store": round(rate / store_rate, 3),
     }
 
 
@@ -141,12 +125,10 @@ def _remarks(cells: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     over = stats.spread([cell["over_ideal"] for cell in cells])
     lost = [cell for cell in cells if cell["beaten_by"]]
-    shares = [cell["load_over_store"] for cell in cells if "load_over_store" in cell]
     differing = [cell for cell in cells if not cell["same_tokens"]]
     return [
         f"T/T*: median {over['median']:.3f}, {over['min']:.3f} to {over['max']:.3f} in "
         f"{len(cells)} cells; both at once was beaten in {len(lost)} of them",
         "output tokens of the three arms: "
         + (f"DIFFERENT in {len(differing)} cells" if differing else "the same in every cell"),
-        *(f"without a limit, loading has {share:.2f} of the store's own speed" for share in shares),
     ]

@@ -21,6 +21,7 @@ from benchmarks import (
     bench_fleet,
     bench_head_slices,
     bench_http_store,
+    bench_load_rate,
     bench_memory_tier,
     bench_overhead,
     bench_real_grid,
@@ -235,11 +236,10 @@ def test_ttft_report_table_marks_beaten_and_different_cells() -> None:
     assert ttft_report.table([])  # nothing measured yet is no error
 
 
-def test_ttft_report_table_cell_without_a_limit_shows_the_share_of_the_store() -> None:
-    unlimited = _cell(bandwidth_ratio=None, bandwidth_bytes_per_s=None, load_over_store=0.81)
+def test_ttft_report_table_cell_without_a_limit_has_aligned_columns() -> None:
+    unlimited = _cell(bandwidth_ratio=None, bandwidth_bytes_per_s=None)
     lines = ttft_report.table([_cell(), unlimited])
     assert "no limit" in lines
-    assert lines.count("0.81 of the store's own speed") == 1
     assert len({len(line) for line in lines.splitlines() if line.startswith("  2,049")}) == 1
 
 
@@ -658,6 +658,24 @@ def test_bench_runahead_arguments_have_defaults_and_wrong_ones_exit() -> None:
     assert args.out == facts.RESULTS / "runahead-cpu.json"
     with pytest.raises(SystemExit):
         bench_runahead.parse_args(["--lengths", "1000"])
+
+
+def test_bench_load_rate_summary_pairs_runs_and_shows_medians(tmp_path: Path) -> None:
+    bench = bench_load_rate.Bench(128, tmp_path, tmp_path, [1] * 1025, depth=4)
+    for state, reads in (("disk", [2e9, 1e9, 4e9]), ("cache", [5e9, 5e9, 5e9])):
+        bench.rates[state] = {"server": [1e9, 1e9, 1e9], "reads": reads, "copies": [1e9] * 3}
+    found = bench.summary(token_bytes=8192)
+    assert found["block_bytes"] == 2**20
+    assert found["ratios"]["disk"] == {"server_to_reads": 0.5, "server_to_copies": 1.0}
+    assert "| 1.0 MiB | on the disk | 1.00 | 2.00 | 1.00 | 0.50 | 1.00 |" in bench_load_rate.text(
+        [found]
+    )
+
+
+def test_bench_load_rate_table_of_the_page_is_that_of_the_result() -> None:
+    result = json.loads((facts.RESULTS / "load-rate-cpu.json").read_text())
+    shown = f"<!-- load-rate -->\n{bench_load_rate.text(result['cells'])}\n<!-- end -->"
+    assert shown in bench_load_rate.DOC.read_text()
 
 
 class _Filled(Exception):
