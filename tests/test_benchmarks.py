@@ -68,6 +68,7 @@ BENCHES = (
         "head_slices",
         "http_store",
         "last_step",
+        "load_rate",
         "memory_tier",
         "overhead",
         "paper_kvr",
