@@ -3,7 +3,7 @@
     python -m benchmarks load_rate [--small] [--out FILE] [--docs]
 
 A prompt is stored in files of this machine and loaded by a server in mode `load`, with blocks of
-two sizes: those that a small model has by default, and 15 MiB, which is what a model of 8 billion
+two sizes: those that a small model has by default, and 15 MiB, about what a model of 8 billion
 parameters has. The files are on the disk, or in the page cache. Three arms take turns:
 
     server   stored bytes over the time from the request's arrival at the scheduler to its last step

@@ -146,16 +146,17 @@ def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, w
     assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
 
 
+def no_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
 def test_ranks_block_without_device_memory_on_one_rank_ends_the_request_on_both(
     ranks: TwoRanks,
 ) -> None:
     """Before the step is decided, and without an error."""
     reqs = stored(ranks)
 
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    ranks.harnesses[1].kv.load = full  # type: ignore[assignment]
+    ranks.harnesses[1].kv.load = no_memory  # type: ignore[assignment]
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
@@ -175,10 +176,7 @@ def test_ranks_copy_without_device_memory_within_a_poll_ends_the_request_in_the_
         assert ranks.poll("r") == [None, None]
     assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
 
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    ranks.harnesses[1].kv.load = full  # type: ignore[assignment]
+    ranks.harnesses[1].kv.load = no_memory  # type: ignore[assignment]
     for harness in ranks.harnesses:
         harness.coordinator.spare_slots = math.inf
     assert ranks.poll("r") == [None, None]
@@ -192,10 +190,7 @@ def test_ranks_failed_copy_behind_a_hole_ends_the_request_on_both(ranks: TwoRank
     for harness, req in zip(ranks.harnesses, reqs, strict=True):
         harness.open(*harness.fill(req.origin_input_ids, {1, 2, 3}))
 
-    def full(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    ranks.harnesses[1].kv.load = full  # type: ignore[assignment]
+    ranks.harnesses[1].kv.load = no_memory  # type: ignore[assignment]
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(5):
         assert ranks.poll("r") == [None, None]

@@ -103,7 +103,7 @@ class BlockSaving:
             tokens: the request's leading tokens whose KV is complete.
             row: device slot of each leading token whose KV the tree holds, at most `[len(tokens)]`.
                 The request frees all others when it ends, so they are not read. With end states,
-                the tree may hold less than is complete: nothing can be loaded behind its last end.
+                the tree may hold less than is complete: nothing can be loaded after its last end.
             last: no further checkpoint of this request will come.
             find_end: for a model with end states.
         """

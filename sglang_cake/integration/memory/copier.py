@@ -72,14 +72,14 @@ class SlotCopy:
             return self._begun
 
     @property
-    def settled(self) -> bool:
-        """Whether the copy is launched, or failed."""
-        return self._copy is not None or self._error is not None
-
-    @property
     def failed(self) -> bool:
         """Whether the launch has failed."""
         return self._error is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the copy is launched, or failed."""
+        return self._copy is not None or self._error is not None
 
     def wait_settled(self) -> None:
         """Wait until the copy, which the copier has, is launched or has failed."""

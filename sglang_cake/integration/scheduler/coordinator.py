@@ -358,7 +358,7 @@ class Coordinator:
         self._attempt(failures, lambda: self._serve(serving))
         if open_records:
             if not self._consensus.alone:
-                self._attempt(failures, self._end_uncopied)
+                self._attempt(failures, self._end_failed_copies)
             self._vote(serving)  # a request that has failed on another rank is not scheduled
         if failures:
             raise failures[0]
@@ -679,7 +679,7 @@ class Coordinator:
                 self._device_slots.place(first, blocks)
                 self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
 
-    def _end_uncopied(self) -> None:
+    def _end_failed_copies(self) -> None:
         """End requests with a block that could not be copied. `attach_islands` would drop it on
         this rank alone; the vote that follows ends its request on every rank. Waits for launches of
         those blocks alone that the next step attaches: it needs them anyway. Copies that begin in
