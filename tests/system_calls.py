@@ -1,6 +1,7 @@
 """Calls of the operating system that fail, wait, or answer as a test says."""
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,16 @@ def failing(number: int) -> Callable[..., Any]:
         raise OSError(number, os.strerror(number))
 
     return fail
+
+
+def stop_child(pid: int) -> None:
+    """Stop a child of this process; returns once none of its threads runs.
+
+    On a busy machine that takes the kernel up to 10 ms, in which a thread may still answer.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), "it has ended"
 
 
 class Held:

@@ -1,8 +1,6 @@
 """Parts from process to process by memory that the receiver lends: as between GPUs, without any."""
 
 import multiprocessing
-import os
-import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ pytest.importorskip("torch")
 
 from host_ipc import HostIpc
 from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_member, until
+from system_calls import stop_child
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
 from sglang_cake.runahead.messages import MAX_SESSION_CHARACTERS, LayerPart
@@ -56,10 +55,10 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
         # A part is heard before its section is given back; from a stopped process none comes back.
         until(lambda: not here.sections(1).used, "all sections are free")
         assert child.pid is not None
-        os.kill(child.pid, signal.SIGSTOP)
+        stop_child(child.pid)
         for layer in range(2):  # as many as there are sections
             here.send_part(1, LayerPart(JOB, layer, 0, 1), memoryview(data))
-        os.kill(child.pid, signal.SIGKILL)
+        child.kill()
         with pytest.raises(PeerGone):
             here.send_part(1, LayerPart(JOB, 2, 0, 1), memoryview(data))
         until(lambda: record.gone == [1], "it is told as gone")

@@ -7,7 +7,6 @@ The client opens our store and does what its standard input says, one line in, o
 import asyncio
 import dataclasses
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -60,9 +59,6 @@ class Master:
         (source,) = parse_sources(self.url(segment) + options)
         return dataclasses.replace(source, **changed).open(frame, depth=depth)
 
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-
     def kill(self):
         self.process.kill()
         self.process.wait()
@@ -86,11 +82,8 @@ class Client:
         self.process.stdin.flush()
         return self.process.stdout.readline().split()
 
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
 from storetools import refusal_of, write_key_file
+from system_calls import stop_child
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
@@ -258,7 +258,7 @@ async def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(patient_m
     async with closing(store):
         assert await ends(store, 0) == "right"
         store.reads.patience_s = 1.0
-        writer.signal(signal.SIGSTOP)
+        stop_child(writer.process.pid)
         out = bytearray(LARGE.block_bytes)
         hanging = asyncio.create_task(store.get_into(key_of(1), memoryview(out)))
         ticks = 0
