@@ -51,6 +51,9 @@ KERNEL_S = 3e-6  # the least time of a kernel
 # A kernel beside a forward starts when a matrix product of the forward ends: they take this long.
 PRODUCT_S = 1.6e-3
 LAUNCH_S = 25e-6  # host time of one launch from Python, with its views
+# The same within a copy of blocks: 25 us were measured on an H100, with 1.7 times as much of Python
+# (`benchmarks/reports/gpu.md`).
+COPY_LAUNCH_S = 15e-6
 EVENT_S = 4e-6
 LAYER_BLOCKS = 64  # blocks of which one kernel copies a layer
 # SGLang's default sizes of prefill graphs (`generate_prefill_cuda_graph_batch_sizes`).
@@ -266,6 +269,7 @@ class VirtualKV:
         self.gpu = gpu
         self.layout = layout
         self.launched_s = 0.0
+        self._waited: tuple[float, ...] = ()  # the fence before the last load
         self._in = VirtualStream()
         self._out = VirtualStream()
         self._dma_s = layout.block_bytes / dma_bytes_per_s
@@ -287,7 +291,9 @@ class VirtualKV:
     def load(self, block: Any, slots: torch.Tensor, after: tuple[float, ...]) -> VirtualCopy:
         gpu = self.gpu
         count = 2 * self._pieces
-        took_s = count * LAUNCH_S + (6 + len(after)) * EVENT_S
+        waits = 0 if after is self._waited else len(after)
+        self._waited = after
+        took_s = count * COPY_LAUNCH_S + (5 + waits) * EVENT_S
         if gpu.layers:
             took_s = gpu.layers * (LAUNCH_S + EVENT_S) / LAYER_BLOCKS
         self._launch(count, took_s)
@@ -325,7 +331,7 @@ class VirtualKV:
         for start in range(0, len(blocks), self._out_places):
             count = len(blocks[start : start + self._out_places])
             launches = (1 + count) * self._pieces
-            self._launch(launches, launches * LAUNCH_S + self._pieces * EVENT_S)
+            self._launch(launches, launches * COPY_LAUNCH_S + self._pieces * EVENT_S)
             self._out.wait(self.launched_s)
             self._out.tail_s += count * self._kernel_s
             gpu.kernels_s += count * self._kernel_s

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 import torch
 
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
+from sglang_cake.integration.memory.pool_planes import Piece
 from sglang_cake.integration.memory.row_kernel import RowKernel
 
 SLOTS = 4096
@@ -75,17 +76,19 @@ def test_row_kernel_rows_of_pages_equal_plain_indexing(page_bytes: int, block_to
     assert torch.equal(out[which, : layout.block_bytes], memory[which, : layout.block_bytes])
 
 
-@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["first copies", "compiled"])
 @pytest.mark.parametrize("block_tokens", [1, 100, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_kernel_copies_on_a_gpu_equal_plain_indexing(
-    kind: str, block_tokens: int, index_dtype: str
+    kind: str, block_tokens: int, compiled: bool
 ) -> None:
     layout = BlockLayout.plain(*KINDS[kind], block_tokens)
     planes = [_random_bytes(SLOTS, plane.row_bytes) for plane in layout.planes]
     kernel = RowKernel(planes, layout)
+    if compiled:
+        kernel.compile([Piece(slice(None), 0, layout.block_bytes)])
     memory = _random_bytes(8, layout.block_bytes + 4096)
-    index = torch.tensor([6, 0, 3, 7, 1], dtype=getattr(torch, index_dtype), device="cuda")
+    index = torch.tensor([6, 0, 3, 7, 1], device="cuda")
 
     def slots() -> torch.Tensor:
         return torch.randperm(SLOTS, device="cuda")[: len(index) * block_tokens]
@@ -113,7 +116,7 @@ def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib_on_a_gpu() -> None:
     pool = torch.zeros((2**31 // width + 10, width), dtype=torch.uint8, device="cuda")
     memory = torch.zeros((5, 2**29 + 2**12), dtype=torch.uint8, device="cuda")
     kernel = RowKernel([pool], layout)
-    index = torch.tensor([4], dtype=torch.int32, device="cuda")
+    index = torch.tensor([4], device="cuda")
     slots = torch.tensor([len(pool) - 1], device="cuda")
     memory[-1] = 7
     kernel.scatter(memory, index, slots)

@@ -15,6 +15,7 @@ from test_kv_pool import CASES, PLAIN, Case
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.bench_copy_calls import StubDriver
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory import row_kernel
@@ -48,7 +49,6 @@ def check(
     block_tokens: int,
     blocks: int = 2,
     gap_bytes: int = 0,
-    index_dtype: torch.dtype = torch.int64,
     seed: int = 0,
     page: int = 1,
     apart: Callable[[Any], tuple[object, ...]] = lambda pool: (),
@@ -62,7 +62,7 @@ def check(
     kernel = RowKernel(of_ours.rows, kv.layout)
     random = torch.Generator().manual_seed(seed)
     memory = random_bytes(blocks + 2, kv.layout.block_bytes + gap_bytes, seed=seed)
-    index = torch.randperm(blocks + 2, generator=random)[:blocks].to(index_dtype)
+    index = torch.randperm(blocks + 2, generator=random)[:blocks]
 
     def parts_of(memory: torch.Tensor) -> list[Buffer]:
         blocks = (memory[row][: kv.layout.block_bytes] for row in index)
@@ -112,7 +112,6 @@ def pools(draw: st.DrawFn) -> Callable[[], Any]:
     block_tokens=st.integers(1, 64),
     blocks=st.integers(1, 5),
     gap_bytes=st.sampled_from([0, 16, 4096]),
-    index_dtype=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 2**20),
 )
 # V has wider words than K, and begins where it could not be read in them.
@@ -121,7 +120,6 @@ def pools(draw: st.DrawFn) -> Callable[[], Any]:
     block_tokens=3,
     blocks=2,
     gap_bytes=0,
-    index_dtype=torch.int64,
     seed=0,
 )
 def test_row_kernel_copies_equal_those_of_the_plain_path(
@@ -200,7 +198,7 @@ def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib() -> None:
     memory = torch.empty((5, 2**29 + 2**12), dtype=torch.uint8)
     kernel = RowKernel([pool], layout)
     rows = random_bytes(2, width)
-    index, slots = torch.tensor([4], dtype=torch.int32), torch.tensor([len(pool) - 1])
+    index, slots = torch.tensor([4]), torch.tensor([len(pool) - 1])
     memory[-1, :width] = rows[0]
     kernel.scatter(memory, index, slots)
     assert torch.equal(pool[-1], rows[0])
@@ -237,9 +235,52 @@ def test_row_kernel_any_number_of_blocks_is_one_launch(
     kernel.scatter(memory, index, slots)
     kernel.gather(slots, memory, index)
     assert len(launches.grids) == 2
-    for programs, planes_of_grid in launches.grids:  # the limits of CUDA
+    for programs, planes_of_grid, _ in launches.grids:  # the limits of CUDA
         assert 0 < programs < 2**31
         assert planes_of_grid == 64 < 2**16
+
+
+class NotedLaunches(StubDriver):
+    """Notes grids, addresses, numbers and constants of launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[tuple[Any, ...]] = []
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            grid, what = args[:3], args[9:]  # behind what profilers are told
+            values = (arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in what)
+            self.launched.append((*grid, *values))
+
+        return launch
+
+
+def test_row_kernel_later_launches_equal_the_first_one_that_triton_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_kernel, "copy_rows", triton.JITFunction(SOURCE))
+    layout = BlockLayout.plain(3, (("k", (24,)), ("v", (8,))), "bfloat16", 4)
+    planes = [torch.zeros(9, plane.row_bytes, dtype=torch.uint8) for plane in layout.planes]
+    pieces = pieces_of(layout, layout.block_bytes // 3)
+    memory = torch.zeros((2, layout.block_bytes), dtype=torch.uint8)
+    index, slots = torch.tensor([1]), torch.arange(4)
+    driver = NotedLaunches()
+    triton.runtime.driver.set_active(driver)
+    try:
+        kernel = RowKernel(planes, layout)
+        for piece in [*pieces, None]:
+            for launch in (
+                lambda piece: kernel.scatter(memory, index, slots, piece),
+                lambda piece: kernel.gather(slots, memory, index, piece),
+            ):
+                launch(piece)
+                launch(piece)
+    finally:
+        triton.runtime.driver._active = None
+    firsts, laters = driver.launched[::2], driver.launched[1::2]
+    assert firsts == laters
+    assert len(set(firsts)) == len(firsts) == 2 * (len(pieces) + 1)
 
 
 @pytest.mark.parametrize("paged", [False, True])

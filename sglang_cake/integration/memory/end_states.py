@@ -359,8 +359,9 @@ class StateRows:
         def move() -> None:
             size = streams.ring_in.shape[1]
             for at in range(0, len(source), size):
-                with streams.place() as place:
-                    self._put(streams.fetch(source[at : at + size], place), first + at, state)
+                place = streams.next_place()
+                self._put(streams.fetch(source[at : at + size], place), first + at, state)
+                streams.end_use(place)
 
         return self._launch(streams.into, after, move, state)
 

@@ -366,7 +366,7 @@ class Place:
         memory: uint8 `[piece_bytes]`.
         index: int64 `[1]`, on the device: which place of the ring it is.
         fetched: recorded in the stream `fetching`, after the last DMA into the memory.
-        read: recorded in the stream `into`, after what read the memory last.
+        read: recorded in the stream `into`, after what read the memory last. Copies have it too.
     """
 
     memory: torch.Tensor
@@ -412,6 +412,7 @@ class CopyStreams:
             for each in zip(self.ring_in, indices, strict=True)
         ]
         self._places = itertools.cycle(places)
+        self._waited: dict[torch.cuda.Stream, Fence] = {}  # what a stream has waited for last
         self.numbers = itertools.count()
 
     @contextlib.contextmanager
@@ -419,8 +420,10 @@ class CopyStreams:
         """Launch copies in `stream`, to run once `after` is reached. If that fails, what was
         launched is over before the error is raised: its slots and buffers get other owners then."""
         with _current(stream):
-            for event in after:
-                stream.wait_event(event)
+            if after is not self._waited.get(stream):  # slots of many blocks have one fence
+                for event in after:
+                    stream.wait_event(event)
+                self._waited[stream] = after
             try:
                 yield
             except BaseException:
@@ -428,20 +431,23 @@ class CopyStreams:
                 _recorded(stream).synchronize()
                 raise
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[Place]:
-        """The next place, for copies that are launched in `into` inside."""
-        place = next(self._places)
-        yield place
-        place.read.record(self.into)
+    def next_place(self) -> Place:
+        """For copies that are launched in `into` until `end_use`."""
+        return next(self._places)
+
+    def end_use(self, place: Place) -> torch.cuda.Event:
+        """Another piece may be fetched into the place after what was launched in `into`. Returns
+        that event, timed."""
+        place.read = _recorded(self.into, timed=True)
+        return place.read
 
     def fetch(self, source: torch.Tensor, place: Place) -> torch.Tensor:
         """Copy host memory (uint8) into a place. Returns what holds it, for copies in `into`."""
-        target = place.memory[: len(source)]
+        target = place.memory[: source.numel()]
+        self.fetching.wait_event(place.read)
         with _current(self.fetching):
-            self.fetching.wait_event(place.read)
             target.copy_(source, non_blocking=True)
-            place.fetched.record(self.fetching)
+        place.fetched.record(self.fetching)
         self.into.wait_event(place.fetched)
         return target
 
@@ -511,13 +517,13 @@ class CudaKV(DeviceKV):
             begin = _recorded(streams.into, timed=True)
             rows = self._rows_of(slots)
             for piece in self._pieces:
-                with streams.place() as place:
-                    if self.encoded:  # a block of one piece
-                        self._decode(block, place.memory[: piece.size_bytes])
-                    else:
-                        streams.fetch(_part(_tensor(block), piece), place)
-                    self._kernel.scatter(streams.ring_in, place.index, rows.of(piece.moves), piece)
-            end = _recorded(streams.into, timed=True)
+                place = streams.next_place()
+                if self.encoded:  # a block of one piece
+                    self._decode(block, place.memory[: piece.size_bytes])
+                else:
+                    streams.fetch(_part(block, piece), place)
+                self._kernel.scatter(streams.ring_in, place.index, rows.of(piece.moves), piece)
+                end = streams.end_use(place)
             return Copy(end, end, (slots,), begin, number=next(streams.numbers))
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
@@ -533,7 +539,7 @@ class CudaKV(DeviceKV):
                     self._kernel.gather(rows.of(piece.moves), ring, self._index[: len(some)], piece)
                     pool = _recorded(streams.out)
                     for block, place in zip(some, ring, strict=False):
-                        target = _part(_tensor(block), piece)
+                        target = _part(block, piece)
                         target.copy_(place[: piece.size_bytes], non_blocking=True)
             return Copy(_recorded(streams.out), pool, (slots,), number=next(streams.numbers))
 
@@ -578,8 +584,11 @@ def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.E
     return event
 
 
-def _part(block: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return block[piece.start : piece.start + piece.size_bytes]
+def _part(block: Buffer, piece: Piece) -> torch.Tensor:
+    """uint8 `[size_bytes]`, over the buffer's memory."""
+    return torch.frombuffer(
+        block.view, dtype=torch.uint8, count=piece.size_bytes, offset=piece.start
+    )
 
 
 def _tensor(buffer: Buffer) -> torch.Tensor:

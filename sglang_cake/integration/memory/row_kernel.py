@@ -9,6 +9,7 @@ server on a GPU imports this module: it imports Triton.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -107,17 +108,20 @@ class RowKernel:
         columns = min(triton.next_power_of_2(max(widths) // self._word.itemsize), _TILE_COLUMNS)
         tokens = min(triton.next_power_of_2(layout.block_tokens), _TILE_WORDS // columns)
         self._tiles = -(-layout.block_tokens // tokens)  # of a plane of a block
-        self._sizes = {
-            "BLOCK_TOKENS": layout.block_tokens,
-            "UNIT_BYTES": unit,
-            "UNIT_WORDS": unit // self._word.itemsize,
-            "TOKENS": tokens,
-            "COLUMNS": columns,
-            "PAGED": any(plane.row_tokens > 1 for plane in layout.planes),
-        }
+        self._sizes = (  # the kernel's constants but the last
+            layout.block_tokens,
+            unit,
+            unit // self._word.itemsize,
+            tokens,
+            columns,
+            any(plane.row_tokens > 1 for plane in layout.planes),
+        )
         self._layout = layout
         self._whole = Piece(slice(None), 0, layout.block_bytes)
         self._pool = tuple(planes)  # keeps the addresses valid
+        # By the part of a block and the direction. Triton would look a compiled kernel up by its
+        # arguments in each launch, which takes the host three times as long as the rest of it.
+        self._compiled: dict[tuple[int, int, bool], tuple[torch.Tensor, Any]] = {}
         self._planes = torch.tensor(
             [
                 (
@@ -154,7 +158,7 @@ class RowKernel:
         Args:
             blocks: uint8 `[blocks, stride_bytes]`. A block begins at the first byte of its row,
                 and its bytes are contiguous. Address and stride are multiples of 16 bytes.
-            index: int32 or int64 `[n]`: which of `blocks` are copied.
+            index: int64 `[n]`: which of `blocks` are copied.
             slots: int64 `[n * block_tokens]`, those of each block in turn, all different. Where a
                 row of a plane has several slots, they are those of whole rows, in order.
             piece: `blocks` have this part of each block alone; None: all of it.
@@ -184,21 +188,24 @@ class RowKernel:
         into_pool: bool,
     ) -> None:
         piece = piece or self._whole
-        planes = self._planes[piece.planes]
         # A wrong size would be an access to any address.
+        copied = index.numel()
         stride = blocks.stride(0)
         assert slots.is_contiguous(), slots.stride()
         assert index.is_contiguous(), index.stride()
-        assert len(slots) == len(index) * self._layout.block_tokens, (slots.shape, index.shape)
+        assert slots.dtype == index.dtype == torch.int64, (slots.dtype, index.dtype)
+        assert slots.numel() == copied * self._layout.block_tokens, (slots.shape, index.shape)
         assert blocks.shape[1] >= piece.size_bytes, (blocks.shape, piece)
-        assert blocks.data_ptr() % self._unit_bytes == stride % self._unit_bytes == 0, stride
-        copy_rows[(len(index) * self._tiles, len(planes))](
-            blocks.view(self._word),
-            index,
-            slots,
-            planes,
-            stride // self._unit_bytes,
-            piece.start // self._unit_bytes,
-            **self._sizes,
-            INTO_POOL=into_pool,
-        )
+        assert blocks.data_ptr() % _MAX_UNIT_BYTES == stride % self._unit_bytes == 0, stride
+        assert stride < 2**31, stride  # as compiled
+        key = piece.start, piece.size_bytes, into_pool
+        planes, compiled = self._compiled.get(key) or (self._planes[piece.planes], None)
+        grid = copied * self._tiles, planes.shape[0], 1
+        units = stride // self._unit_bytes, piece.start // self._unit_bytes
+        sizes = (*self._sizes, into_pool)
+        if compiled is None:
+            words = blocks.view(self._word)
+            compiled = copy_rows[grid](words, index, slots, planes, *units, *sizes)
+            self._compiled[key] = planes, compiled  # None in Triton's interpreter
+        else:
+            compiled[grid](blocks, index, slots, planes, *units, *sizes)
