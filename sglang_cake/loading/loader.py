@@ -282,6 +282,7 @@ class _PromptQueue:
         todo: blocks to read, ascending; the loader takes from the end.
         tiers: for each key, the tier that the block will be read from.
         ahead: blocks that have not arrived, by tier.
+        counted: the blocks of `todo` that `ahead` was counted from, the first one and the end.
         reads: reads under way, by block. Written by the I/O thread.
         run: with end states, the blocks to load up to the target. Written by the I/O thread until
             the lookup has answered, and by the scheduler thread from then on.
@@ -301,6 +302,7 @@ class _PromptQueue:
     todo: list[int] = field(default_factory=list)
     tiers: list[int] = field(default_factory=list)
     ahead: Counter[int] = field(default_factory=Counter)
+    counted: tuple[int, int] = (0, 0)
     reads: dict[int, BlockRead] = field(default_factory=dict)
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
@@ -325,6 +327,7 @@ class _PromptQueue:
         request = self.request
         ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
+        self.counted = (0, 0)
         if run:
             self.end_keys = request.key_chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
         wanted = [*run, *ends]
@@ -339,10 +342,13 @@ class _PromptQueue:
         return bool(self.todo) and self.todo[-1] >= self.load_from
 
     def count_ahead(self) -> None:
-        """Count `ahead` again. Blocks that are being read count until they have arrived."""
+        """Count `ahead` again, if it has changed. Blocks that are being read count until they have
+        arrived."""
         if len(self.ahead) > 1:  # with one tier, the number of blocks makes no difference
             first = bisect_left(self.todo, max(self.first_loadable, self.load_from))
-            self.ahead = Counter(self.tier(b) for b in self.todo[first:]) or self.ahead
+            if self.counted != (counted := (first, len(self.todo))):
+                self.counted = counted
+                self.ahead = Counter(map(self.tier, self.todo[first:])) or self.ahead
 
 
 @dataclass(slots=True, eq=False)
@@ -635,6 +641,7 @@ class Loader:
             if queue.tiers[block] != queue.lender:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
                     (queue.tiers[block],) = tiers_of(queue.store, [queue.keys[block]])
+                    queue.counted = (0, 0)
                 if queue.tiers[block] != queue.lender:  # it has not moved up since
                     return place
         return None

@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from faulty_stores import RecordingStore
@@ -613,6 +614,56 @@ def test_loader_reads_blocks_below_while_lent_blocks_wait_for_their_copies(
     assert harness.pool.free == harness.pool.capacity
     assert harness.loader.stats == LoaderStats(1, 0, 0)
     assert harness.wakes == 2, "the lookup, and the last block"
+
+
+class CountedTiers(list[int]):
+    """Counts how often a tier is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(index)
+
+
+class TwoTiers(WrapperStore):
+    """Every second block is in the second tier."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.given: list[CountedTiers] = []
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        tiers = CountedTiers(number % 2 for number in range(len(keys)))
+        if len(keys) > 1:  # of a lookup
+            self.given.append(tiers)
+        return tiers
+
+
+def test_loader_block_that_arrives_counts_the_tiers_of_waiting_prompts_once(
+    harness: LoaderHarness,
+) -> None:
+    """A hundred long prompts may wait while a link brings a block each millisecond."""
+    prompts = {name: tokens_of(number, 8) for number, name in enumerate("abcd")}
+    keys = {name: harness.fill(tokens) for name, tokens in prompts.items()}
+    store = TwoTiers(harness.recorded)
+    harness.loader = harness.new_loader(store, depth=1)
+    for name, tokens in prompts.items():
+        harness.begin(name, tokens)
+        harness.settle()
+    harness.loader.order(list(prompts))
+    for block in (7, 6, 5, 4, 3):
+        harness.open(keys["a"][block])
+        assert harness.landed() == [("a", block)]
+        harness.release()
+    first, *others = store.given
+    assert all(other.looks <= 2 * 8 for other in others), "at the lookup, and when they wait"
+    assert harness.loader.cost_of("b") == harness.loader.cost_of("d")
+    before = first.looks
+    harness.open(*keys["a"], *keys["b"])
+    assert harness.landed()
+    assert first.looks > before
+    assert others[0].looks > 2 * 8, "it is served now"
 
 
 @pytest.mark.parametrize("how", ["compute", "keep"])
