@@ -878,8 +878,9 @@ class Blocks:
     tree_evicts: bool = False
     records: dict[str, PromptRecord] = field(default_factory=dict)
 
-    def record(self, rid: str) -> PromptRecord | None:
-        return self.records.get(rid)
+    def record(self, req: Any) -> PromptRecord | None:
+        record = self.records.get(req.rid)
+        return record if record is not None and record.req is req else None
 
     def release(self, rid: str) -> None:
         self.records.pop(rid, None)

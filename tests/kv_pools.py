@@ -479,7 +479,7 @@ def record_of(
     cost = LoadCost(0.0, 0.01, depth=4)
     arrived_s = time.monotonic() - waited_s
     return PromptRecord(
-        rid=rid,
+        req=SimpleNamespace(rid=rid),
         load_id=rid,
         tokens=tokens,
         key_chain=KeyChain(SEED, block, next_tokens=next_tokens),

@@ -13,7 +13,7 @@ LATE = "late"
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", LATE, "lookup", "internal")
 OVERLAP_REASONS = ("lost", "late", "layers")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable", "internal")
-UNKEYED_REASONS = ("media", "embeddings", "session")
+UNKEYED_REASONS = ("media", "embeddings", "session", "id")
 RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused", "aborted")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),

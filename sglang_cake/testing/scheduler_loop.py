@@ -69,6 +69,10 @@ class LoopRequest:
     def _compute_max_prefix_len(self, tokens: int) -> int:
         return max(0, tokens - 1)
 
+    def finished(self) -> bool:
+        """Whether it is over."""
+        return False
+
 
 @dataclass(slots=True)
 class PromptRun:

@@ -1,14 +1,19 @@
 """Requests that end early: nothing leaks, and the log has no alarm."""
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import requests
 from live import (
     BLOCK,
+    NEW_TOKENS,
     STAGES,
+    Answer,
     Live,
     PendingRequest,
+    Start,
     abort_at_every_stage,
     assert_same,
     request,
@@ -63,6 +68,37 @@ def test_client_disconnect_at_every_stage_of_a_load_leaks_nothing(
         until(lambda r=rid, e=event, n=count: _seen(both, r, e, n), f"{count} x {event}")
         asking.hang_up()
     unharmed()
+
+
+def test_requests_with_one_id_at_two_tokenizers_keep_their_own_kv(
+    start: Start, models: dict[str, Path], folder: Path, plain: Live, prompt: Make
+) -> None:
+    """Clients choose ids. SGLang refuses one that is in use only within a tokenizer's process."""
+    long, short = prompt(100 * BLOCK), prompt(8 * BLOCK + 1)
+    flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load")
+    flags += ("--enable-metrics", "--tokenizer-worker-num", "2", "--skip-tokenizer-init")
+    with start(models["first"], flags, store=folder / "store-one-id") as live:
+
+        def both_served() -> bool:
+            rid = f"the same {random.random()}"
+            first = PendingRequest(live, long, rid=rid)
+            first.until("arrive")
+            while first.is_running:
+                reply = live.post("/generate", **request(short, NEW_TOKENS, rid=rid))
+                if reply.status_code == 200:  # otherwise at the tokenizer of the first one
+                    assert_same(Answer.of(reply.json()), plain.reference(short))
+            assert_same(first.answer(), plain.reference(long))
+            return live.metric("unkeyed_requests_total", reason="id") > 0
+
+        until(both_served, "both were in the scheduler at once")
+        live.store.until_stored(long)
+        for ids in (short, short, long):
+            live.flush()
+            answer = live.ask(ids)
+            assert_same(answer, plain.reference(ids))
+            live.store.until_stored(ids)
+        (report,) = answer.meta["cake"]  # SGLang loads no plug-ins where it has several tokenizers
+        assert report["loaded_tokens"] == 99 * BLOCK, "all but the block of the last token"
 
 
 def test_abort_all_with_a_queue_leaks_nothing(

@@ -50,8 +50,8 @@ def test_coordinator_blocks_that_land_with_a_lookup_of_too_little_are_given_up()
     req.prefix_len = 2 * BLOCK
     harness.coordinator.attach_islands(req, harness.attach)
     harness.poll(req)
-    assert harness.coordinator.live == [req.rid]
-    assert not harness.coordinator.loading(req.rid)
+    assert list(harness.coordinator.live) == [req.rid]
+    assert not harness.coordinator.loading(req)
     harness.poll(req)
     assert harness.coordinator.placed_tokens == 0
     harness.coordinator.release(req.rid)
@@ -248,7 +248,7 @@ def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
     auto.arrive(req)
     auto.coordinator.poll([req.rid])
     assert auto.slow.waiting == []
-    assert not auto.coordinator.loading(req.rid)
+    assert not auto.coordinator.loading(req)
     auto.loader.known_cost = LoadCost(0.0, 1e-4, error=0.0)
     auto.coordinator.poll([req.rid])
     auto.settle()
@@ -270,12 +270,12 @@ def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
     auto.arrive(req)
     assert auto.slow.waiting == [keys[3], keys[2]]  # at once, before the next poll
     auto.coordinator.poll(["ahead", req.rid])
-    assert auto.coordinator.loading(req.rid)
-    assert (auto.coordinator.record("ahead") is not None) == has_keys
+    assert auto.coordinator.loading(req)
+    assert (auto.coordinator.live.get("ahead") is not None) == has_keys
     auto.leave(ahead)
     auto.coordinator.poll([req.rid])
     auto.settle()
-    assert not auto.coordinator.loading(req.rid)
+    assert not auto.coordinator.loading(req)
     assert auto.slow.waiting == []
     late = FakeReq("late", array("q", range(1000, 3000)))
     late.session = ahead.session
@@ -287,7 +287,7 @@ def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
     auto.coordinator.claimed(late, 2000)  # its last step begins
     auto.coordinator.poll([req.rid])
     auto.settle()
-    assert not auto.coordinator.loading(req.rid)
+    assert not auto.coordinator.loading(req)
     for each in (late, req):
         auto.leave(each)
     auto.open(*keys)
@@ -323,7 +323,7 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
     keys = harness.fill(req.origin_input_ids, set(range(8)))
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
-    load = harness.coordinator.record(req.rid)
+    load = harness.coordinator.record(req)
     assert load is not None
     load.queue.remaining_s = 99.0
     assert not harness.step(req)
@@ -359,7 +359,7 @@ def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
     req = req_of(4.5)
     harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req, matched=32)
-    load = harness.coordinator.record(req.rid)
+    load = harness.coordinator.record(req)
     assert load is not None
     req.prefix_len = 0
     harness.coordinator.attach_islands(
@@ -379,16 +379,16 @@ def test_coordinator_waiting_prompt_that_is_evicted_is_looked_up_again(
     for each in (others[0], req, others[1]):
         harness.arrive(each, matched=64 if each is req else 0)
     harness.poll(others[0], req, others[1])
-    former = harness.coordinator.record("r")
+    former = harness.coordinator.live.get("r")
     harness.open(*harness.fill(req.origin_input_ids, set(range(4))))  # by another server
     harness.evict(req, kept=PAGE)
     for _ in range(3):
         harness.poll(others[0], req, others[1])
-    record = harness.coordinator.record("r")
+    record = harness.coordinator.live.get("r")
     assert former is not None
     assert record is not None
     assert record.arrived_s == former.arrived_s
-    assert harness.coordinator.live == ["0", "r", "1"]
+    assert list(harness.coordinator.live) == ["0", "r", "1"]
     assert harness.step(req)
     [report] = req.customized_info["cake"]
     assert (report["matched_tokens"], report["loaded_tokens"]) == (PAGE, 60)
@@ -464,7 +464,7 @@ def test_coordinator_block_landing_after_its_claim_is_wasted_as_overtaken(
     harness.arrive(req)
     harness.coordinator.poll([])
     harness.open(*keys)  # landed, and the coordinator does not know yet
-    load = harness.coordinator.record(req.rid)
+    load = harness.coordinator.record(req)
     assert load is not None
     load.meet.claim(2 * BLOCK)
     harness.coordinator.poll([])
@@ -488,7 +488,7 @@ def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
         for _ in range(4):
             harness.coordinator.poll([])
             harness.settle()
-        load = harness.coordinator.record(req.rid)
+        load = harness.coordinator.record(req)
         assert load is not None
         assert sorted(load.memory.staged) == list(range(6))
         harness.coordinator.attach_islands(req, harness.attach)
@@ -526,11 +526,36 @@ def test_coordinator_request_with_more_than_keys_cover_is_ignored(
     for name, value in strange.items():
         setattr(req, name, value)
     harness.arrive(req)
-    assert harness.coordinator.record(req.rid) is None
+    assert harness.coordinator.record(req) is None
     assert not harness.coordinator.awaits_lookup(req)
     assert harness.coordinator.plan(req, CHUNK) is None
     harness.coordinator.attach_islands(req, harness.attach)
     harness.coordinator.claimed(req, 40)
+    harness.all_back()
+
+
+def test_coordinator_two_live_requests_with_one_id_never_share_a_record(
+    harness: CoordinatorHarness,
+) -> None:
+    """SGLang refuses that only within one of its tokenizer processes."""
+    first, second, third = req_of(4.5), req_of(2.5), req_of(2.5)
+    harness.arrive(first)
+    record = harness.coordinator.record(first)
+    assert record is not None
+    harness.arrive(second)
+    assert harness.coordinator.record(first) is record
+    assert harness.coordinator.record(second) is None
+    assert harness.counters.snapshot()["unkeyed_requests", "id"] == 1
+    harness.coordinator.attach_islands(second, harness.attach)
+    assert harness.coordinator.plan(second, CHUNK) is None
+    harness.coordinator.claimed(second, 40)
+    assert record.stats.computed_tokens == 0
+    first.finished = lambda: True
+    harness.arrive(third)
+    assert harness.coordinator.record(first) is None
+    assert harness.coordinator.record(second) is None
+    assert harness.coordinator.record(third) is not None
+    harness.leave(third)
     harness.all_back()
 
 
@@ -540,8 +565,9 @@ def test_coordinator_adapter_tenant_and_salt_seed_the_keys(harness: CoordinatorH
         for name, value in who.items():
             setattr(req, name, value)
         harness.arrive(req)
-        load = harness.coordinator.record(req.rid)
+        load = harness.coordinator.record(req)
         assert load is not None
+        harness.coordinator.release(req.rid)
         return load.key_chain.of(load.tokens)[0]
 
     alike = [
@@ -565,12 +591,12 @@ def test_coordinator_new_weights_change_the_keys_and_may_suspend(
     harness.fill(req.origin_input_ids, {0, 1})
     harness.arrive(req)
     harness.coordinator.rebase(Digest(b"w" * 32), suspended=True)
-    assert harness.coordinator.record(req.rid) is None
+    assert harness.coordinator.record(req) is None
     harness.arrive(req)
-    assert harness.coordinator.record(req.rid) is None
+    assert harness.coordinator.record(req) is None
     harness.coordinator.emptied()
     harness.arrive(req)
-    load = harness.coordinator.record(req.rid)
+    load = harness.coordinator.record(req)
     assert load is not None
     harness.coordinator.poll([req.rid])
     assert load.agreed.stored == (False, False)
@@ -586,11 +612,11 @@ def test_coordinator_without_a_namespace_skips_and_counts_requests(
     harness.coordinator.rebase(None, suspended=False)
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
-    assert harness.coordinator.record(req.rid) is None
+    assert harness.coordinator.record(req) is None
     assert harness.counters.snapshot()["unnamed_requests", ""] == 1
     harness.coordinator.rebase(NAMESPACE, suspended=False)
     harness.arrive(req)
-    assert harness.coordinator.record(req.rid) is not None
+    assert harness.coordinator.record(req) is not None
     harness.coordinator.release_all()
     harness.all_back()
 
@@ -615,7 +641,7 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
         harness.open(*keys)
     if reached >= 4:
         harness.coordinator.poll([])  # not served: stays on the host
-        load = harness.coordinator.record(req.rid)
+        load = harness.coordinator.record(req)
         assert load is not None
         assert sorted(load.memory.staged) == [0, 1, 2, 3]
         assert harness.staging.free == harness.staging.capacity - 4
@@ -678,7 +704,7 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     two.arrive(req)
     for _ in range(3):
         two.coordinator.poll([req.rid])
-    load = two.coordinator.record(req.rid)
+    load = two.coordinator.record(req)
     assert load is not None
     assert sorted(load.local.fetched) == [0, 1, 2, 3]
     assert load.memory.slots == {}

@@ -281,7 +281,7 @@ def test_ranks_that_hold_different_ends_agree_on_the_highest_that_both_have() ->
             for harness in ranks.harnesses:
                 harness.settle()
         for harness in ranks.harnesses:
-            record = harness.coordinator.record("r")
+            record = harness.coordinator.live.get("r")
             assert record is not None
             assert record.meet.run.stop == 3
             assert record.meet.island() is not None

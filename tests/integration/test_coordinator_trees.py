@@ -147,7 +147,7 @@ class TreeHarness(CoordinatorHarness):
         self.settle()
         self.coordinator.poll([])
         self.settle()
-        assert self.coordinator.live == []
+        assert list(self.coordinator.live) == []
         assert self.coordinator.placed_tokens == 0
         assert self.staging.free == self.staging.capacity
         assert self.slow.waiting == []

@@ -70,7 +70,7 @@ def test_prefill_server_loads_while_a_request_awaits_its_decode_server(
     server.disagg_prefill_bootstrap_queue.queue.append(req)
     hooks["_add_request_to_queue"](None, server, req)
     harness.open(*keys)
-    record = harness.coordinator.record(req.rid)
+    record = harness.coordinator.record(req)
     assert record is not None
     for _ in range(8):
         harness.settle()
@@ -87,7 +87,7 @@ def test_prefill_server_refused_request_is_not_looked_up(
 ) -> None:
     server.disagg_prefill_bootstrap_queue.queue.append(req_of(2.5, "other"))
     hooks["_add_request_to_queue"](None, server, req_of(2.5, "refused"))
-    assert harness.coordinator.live == []
+    assert list(harness.coordinator.live) == []
 
 
 def test_prefill_server_ranks_reduce_while_a_request_awaits_its_decode_server(
@@ -117,7 +117,7 @@ def test_prefill_server_prompt_that_starts_over_is_looked_up_again(
     harness.arrive(req)
     harness.coordinator.release(req.rid)  # its row was released
     hooks["optimistic_release_and_requeue"](None, server, req)
-    assert harness.coordinator.live == [req.rid]
+    assert list(harness.coordinator.live) == [req.rid]
 
 
 @pytest.mark.parametrize("copying", [False, True])
@@ -239,8 +239,9 @@ def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the
     sent(hooks, harness.coordinator, req, metadata)
     harness.coordinator.release(req.rid)
     reads = len(harness.slow.waiting)
-    received(hooks, harness.coordinator, generating(req), metadata)
-    record = harness.coordinator.record(req.rid)
+    answering = generating(req)
+    received(hooks, harness.coordinator, answering, metadata)
+    record = harness.coordinator.record(answering)
     assert record is not None
     assert record.tokens == req.origin_input_ids
     assert record.agreed.stored == (True,) * int(blocks)  # the prefill server stores them
@@ -270,14 +271,14 @@ def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_i
         other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
     received(hooks, right, other, metadata)
     assert right.suspended
-    assert right.live == []
+    assert list(right.live) == []
     harness.arrive(req)
-    assert right.live == []
+    assert list(right.live) == []
     right.emptied()
     harness.arrive(req)
     sent(hooks, right, req, metadata_of := Metadata())
     received(hooks, right, generating(req), metadata_of)
-    assert right.live == [req.rid]
+    assert list(right.live) == [req.rid]
 
 
 @pytest.mark.parametrize("detached", ["prefill", "decode"])
@@ -293,7 +294,7 @@ def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_k
     coordinator.release(req.rid)
     coordinator.store_detached = detached == "decode"
     received(hooks, coordinator, generating(req), metadata)
-    assert coordinator.live == []
+    assert list(coordinator.live) == []
     assert not coordinator.suspended
 
 
@@ -309,7 +310,7 @@ def test_decode_server_knows_the_namespace_of_a_prompt_without_keys(
     other = generating(req)
     other.session = req.session
     received(hooks, coordinator, other, metadata)
-    assert coordinator.live == []
+    assert list(coordinator.live) == []
     assert not coordinator.suspended
     coordinator.rebase(Digest(b"o" * 32), suspended=False)  # the prefill server has other weights
     received(hooks, coordinator, other, metadata)
@@ -322,7 +323,7 @@ def test_decode_server_request_without_kv_is_left_alone(
 ) -> None:
     received(hooks, harness.coordinator, generating(req_of(2.5), **how), Metadata())
     assert not harness.coordinator.suspended
-    assert harness.coordinator.live == []
+    assert list(harness.coordinator.live) == []
 
 
 def test_prefill_server_sends_no_digest_of_an_earlier_request(

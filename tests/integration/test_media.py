@@ -445,7 +445,7 @@ def test_coordinator_images_are_loaded_by_their_own_keys_only() -> None:
         for number, found in ((1, (True, True)), (2, (True, False))):
             req = replace(requested(image(number)), rid=f"r{number}")
             harness.arrive(req)
-            record = harness.coordinator.record(req.rid)
+            record = harness.coordinator.record(req)
             assert record is not None
             harness.coordinator.poll([req.rid])
             assert record.agreed.stored == found
@@ -472,7 +472,7 @@ def test_coordinator_request_that_keys_do_not_cover_is_counted(
     harness = CoordinatorHarness()
     try:
         harness.arrive(replace(FakeReq("r", TEXT), **changes))
-        assert harness.coordinator.record("r") is None
+        assert harness.coordinator.live.get("r") is None
         counts = harness.counters.snapshot()
         assert counts["unkeyed_requests", reason] == 1
         assert sum(counts["unkeyed_requests", each] for each in ("media", "session")) <= 1

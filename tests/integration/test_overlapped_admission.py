@@ -31,7 +31,7 @@ class FakeOverlappedStep:
         self.calls: list[str] = []
         self.overlapped: Any = None
 
-    def step_of(self, rid: str) -> Any:
+    def step_of(self, req: Any) -> Any:
         return self.overlapped
 
     def begin(self, req: Any, chunk_tokens: int) -> Span:

@@ -294,7 +294,7 @@ def test_overlapped_step_failing_count_gives_right_kv_and_ends_the_restore(harne
     harness.base.counters.add = fail  # type: ignore[method-assign]
     harness.run(batch)
     assert (harness.bad, harness.sampled) == (0, 1)
-    assert harness.base.coordinator.record(req.rid) is None
+    assert harness.base.coordinator.record(req) is None
     harness.base.leave(req)
     harness.base.all_back()
 
@@ -460,7 +460,7 @@ def test_overlapped_step_silent_link_is_given_up_after_its_patience(
     req: Any = harness.arrive(2.5)
     span = harness.begin()
     assert span is not None
-    overlap = harness.last.step_of(req.rid)
+    overlap = harness.last.step_of(req)
     # One step, and by how much predictions miss: not what is loaded, computed, which is 32 tokens.
     assert 8 * TOKEN_S <= overlap.patience_s <= 1.25 * 8.2 * TOKEN_S
     overlap.patience_s = 0.05
@@ -517,7 +517,7 @@ def test_overlapped_step_random_block_fates_give_right_kv(
         req: Any = harness.arrive(2 + tail / BLOCK, matched, fates=fates)
         span = harness.begin()
         assert span == (matched, 2 * BLOCK)
-        overlap = harness.last.step_of(req.rid)
+        overlap = harness.last.step_of(req)
         overlap.patience_s = 0.05 if "never" in fates else PATIENCE_S
         coming = sorted(overlap.reads)
         batch = harness.schedule(span)
@@ -592,7 +592,7 @@ def test_overlapped_step_waiting_time_is_reported_apart_from_its_work(
     harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
     harness.run(batch)
     assert len(waited) == 1
-    load = harness.base.coordinator.record("r")
+    load = harness.base.coordinator.live.get("r")
     assert load is not None
     step_s = harness.base.step_costs.costs(load).others_s  # of the step that will be observed
     assert step_s == pytest.approx(TOKEN_S * BLOCK / 2)

@@ -58,7 +58,7 @@ class PrefillLoop:
         req.in_tree = 0
         self.base.arrive(req)
         blocks = int(len(req.origin_input_ids) // BLOCK * self.stored)
-        load = self.base.coordinator.record(rid)
+        load = self.base.coordinator.live.get(rid)
         assert load is not None
         if self.chance.random() < 0.6:
             self.base.coordinator.release(rid)
@@ -104,7 +104,7 @@ class PrefillLoop:
         if coordinator.awaits_lookup(req):
             return
         req.prefix_len = req.in_tree
-        load = coordinator.record(req.rid)
+        load = coordinator.record(req)
         if load is not None and load.meet.front > req.in_tree:
             self.progress += 1  # the tree forgot: whoever was put back for it could not know
         coordinator.attach_islands(req, self.attach)

@@ -53,7 +53,7 @@ class TwoRanks:
         return raised
 
     def live(self) -> list[list[str]]:
-        return [harness.coordinator.live for harness in self.harnesses]
+        return [list(harness.coordinator.live) for harness in self.harnesses]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -221,7 +221,7 @@ def test_ranks_error_of_a_copy_is_raised_once(ranks: TwoRanks) -> None:
 def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    one = ranks.harnesses[0].coordinator.record("r")
+    one = ranks.harnesses[0].coordinator.live.get("r")
     assert one is not None
     one.local.failed = None  # type: ignore[assignment]
     raised = ranks.poll("r")
@@ -274,7 +274,7 @@ def test_ranks_diverged_records_end_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     ranks.poll("r")
-    one = ranks.harnesses[0].coordinator.record("r")
+    one = ranks.harnesses[0].coordinator.live.get("r")
     assert one is not None
     one.stats.prefill_s = 1.0  # for this rank its prefill is over
     assert ranks.poll("r") == [None, None]

@@ -79,7 +79,7 @@ class ChunkedAdmission:
         made.keys = keys
         self.base.arrive(req)
         self.base.coordinator.poll([req.rid])
-        record = self.base.coordinator.record(rid)
+        record = self.base.coordinator.live.get(rid)
         assert record is not None
         # On a busy machine seconds may pass between two arrivals, and a prompt that has waited for
         # so much longer goes first.
@@ -91,7 +91,7 @@ class ChunkedAdmission:
         for _ in range(4):
             self.base.open(*req.keys)
             self.base.coordinator.poll([req.rid])
-        assert not self.base.coordinator.would_wait(req.rid, 64)
+        assert not self.base.coordinator.would_wait(req, 64)
 
     def chunk(self, req: Any) -> Any:
         """One step of the chunked request; what SGLang takes for its chunked request after it."""
@@ -150,7 +150,7 @@ def test_chunked_request_waiting_for_loads_yields_to_others(
     assert admission.budget == 64  # for others, in this very step
     assert {req.rid for req in admission.queue} == {"stored", "other"}
     assert admission.queue[0].rid == ("stored" if priority == "fcfs" else "other")
-    assert admission.base.coordinator.record("stored") is not None  # and its loads go on
+    assert admission.base.coordinator.live.get("stored") is not None  # and its loads go on
     assert admission.returns == 1
 
 
@@ -168,7 +168,7 @@ def test_chunked_request_that_fails_to_return_is_given_up_at_its_end(
     with pytest.raises(RuntimeError, match="no row"):
         queue_order.requeue(stored, [], tree, admission.coordinator)
     tree.on_release(stored, checkpointed=True)
-    assert admission.coordinator.record("stored") is None
+    assert admission.coordinator.live.get("stored") is None
 
 
 def test_chunked_request_stays_for_a_beam_search_that_needs_several_rows(admissions: Make) -> None:
@@ -214,9 +214,9 @@ class CountingCoordinator:
         self._coordinator = coordinator
         self.asked: list[str] = []
 
-    def would_wait(self, rid: str, chunk_tokens: int) -> bool:
-        self.asked.append(rid)
-        return self._coordinator.would_wait(rid, chunk_tokens)
+    def would_wait(self, req: Any, chunk_tokens: int) -> bool:
+        self.asked.append(req.rid)
+        return self._coordinator.would_wait(req, chunk_tokens)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._coordinator, name)
@@ -296,7 +296,7 @@ def test_chunked_request_with_loads_landing_within_the_step_stays(admissions: Ma
     assert admission.chunk(stored) is None
     # What is still to come is here before a step would end.
     admission.queue[:] = [other]
-    load = admission.base.coordinator.record("stored")
+    load = admission.base.coordinator.live.get("stored")
     assert load is not None
     load.agreed.cost = LoadCost(0.0, 0.015)
     load.agreed.elapsed_s = 0.0
@@ -352,7 +352,7 @@ def test_chunked_request_goes_back_behind_those_that_have_waited_longer(
     admission.land(stored)
     arrived_s = {"oldest": 0.0, "older": 1.0, "running": 2.0, "younger": 3.0, "stored": 4.0}
     for rid, at_s in arrived_s.items():
-        record = admission.base.coordinator.record(rid)
+        record = admission.base.coordinator.live.get(rid)
         assert record is not None
         record.agreed.first_poll_s = at_s
     admission.queue[:] = [oldest, older, younger, stored]
@@ -433,8 +433,8 @@ def test_queue_order_link_serves_the_shorter_rest_first(
     coordinator, policy = admission.base.coordinator, admission.scheduler.policy
     long, short = (admission.req(rid, stored=True) for rid in ("long", "short"))
     other = admission.req("other")
-    coordinator.record("long").queue.remaining_s = 2.0
-    coordinator.record("short").queue.remaining_s = 1.0
+    coordinator.live.get("long").queue.remaining_s = 2.0
+    coordinator.live.get("short").queue.remaining_s = 1.0
     queue = [other, short]
     assert (
         queue_order.find_preemptor(long, [short], coordinator, policy, ROOM) is None
@@ -472,7 +472,7 @@ def test_coordinator_link_serving_another_prompt_is_not_silent(
     coordinator = admission.base.coordinator
     first, second = (admission.req(rid, stored=True) for rid in ("first", "second"))
     coordinator.poll([first.rid, second.rid])
-    loads = [coordinator.record(req.rid) for req in (first, second)]
+    loads = [coordinator.record(req) for req in (first, second)]
     for load in loads:
         assert load is not None
         load.local.served_since_s -= 1000.0
@@ -488,7 +488,7 @@ def test_coordinator_newly_served_prompt_restarts_its_clock(
     coordinator = admission.base.coordinator
     first, second = (admission.req(rid, stored=True) for rid in ("first", "second"))
     coordinator.poll([first.rid, second.rid])
-    late = coordinator.record("second")
+    late = coordinator.live.get("second")
     assert late is not None
     late.local.served_since_s -= 1000.0
     coordinator.poll([second.rid, first.rid])
@@ -527,7 +527,7 @@ def test_coordinator_prompt_without_memory_to_its_end_stays_in_host_memory(
     coordinator = admission.base.coordinator
     coordinator.spare_slots = 0
     stored = admission.req("stored", stored=True)
-    record = coordinator.record(stored.rid)
+    record = coordinator.record(stored)
     assert record is not None
     admission.land(stored)
     assert sorted(record.memory.staged) == [0, 1, 2, 3]
@@ -558,7 +558,7 @@ def test_waiting_request_without_memory_to_its_end_attaches_nothing(
         adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
         adder.add_one_req(stored, False, None)
         assert stored.prefix_len == attached
-    record = coordinator.record(stored.rid)
+    record = coordinator.record(stored)
     assert record is not None
     assert record.stats.loaded_tokens == 4 * BLOCK
 

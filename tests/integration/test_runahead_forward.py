@@ -114,7 +114,7 @@ class Setup:
             step_costs=self.step_costs,
             counters=self.counters,
             namespace=lambda: self.namespace,
-            record_of=lambda rid: None,
+            record_of=lambda req: None,
             loads_only=False,
             least_tokens=0,
             page_tokens=16,
@@ -299,7 +299,7 @@ def test_runahead_scheduler_changed_weights_end_the_chain(
     one = setup(send_all)
     one.namespace = namespace  # while the request waits for its step
     assert one.owner.consider(one.req, alone=True) == "alone"
-    assert one.owner.extent("mine") is None
+    assert one.owner.extent(one.req) is None
     assert one.helper.cancelled.wait(60)
 
 

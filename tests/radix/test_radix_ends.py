@@ -385,8 +385,8 @@ def test_radix_ends_stored_blocks_are_right_whoever_gets_the_slots(
     record = record_of(6, block=BLOCK)
     record.agreed.lookup_done = True
     req = side.arrive(record.tokens)
-    req.rid = record.rid
-    side.tree.coordinator.records[record.rid] = record
+    record = replace(record, req=req)
+    side.tree.coordinator.records[req.rid] = record
     assert side.admit(req)
     if end == "aborted":
         req.swa_branching_seqlen = 16  # as SGLang's match finds it

@@ -1,6 +1,7 @@
 """Slots that hold landed blocks: evictable in SGLang's books, given back last, and all of them."""
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,7 +68,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
         rid = f"r{len(self.records)}"
         cost = LoadCost(0.0, 0.01)
         record = PromptRecord(
-            rid=rid,
+            req=SimpleNamespace(rid=rid),
             load_id=rid,
             tokens=tokens,
             key_chain=chain,

@@ -402,7 +402,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """
         if self.ends is None or self.coordinator is None or self.saving is None:
             return None
-        record = self.coordinator.record(req.rid)
+        record = self.coordinator.record(req)
         if record is None:
             return None
         stops = [self.saving.branch(record)]
@@ -521,13 +521,13 @@ class CakeRadixCache(UnifiedRadixCache):
         BOUNDARY.failed("CakeRadixCache.checkpoint", error, unsafe=True)
 
     def _overlapped_step(self, req: "Req") -> "OverlappedStep | None":
-        return None if self.overlap_runner is None else self.overlap_runner.step_of(req.rid)
+        return None if self.overlap_runner is None else self.overlap_runner.step_of(req)
 
     @guarded("CakeRadixCache.checkpoint")
     def _save(self, req: "Req", up_to: int) -> None:
         if self.coordinator is None or self.saving is None:
             return
-        record = self.coordinator.record(req.rid)
+        record = self.coordinator.record(req)
         if record is not None and req.kv.holds_kv:
             with self.coordinator.timed():
                 held = req.kv.cache_protected_len
@@ -549,17 +549,17 @@ class CakeRadixCache(UnifiedRadixCache):
             coordinator.tree_evicts = True
         if self.saving is not None:
             self.saving.before_slots_are_freed(
-                lambda record: coordinator is not None and coordinator.record(record.rid) is record
+                lambda record: coordinator is not None and coordinator.record(record.req) is record
             )
 
     @guarded("CakeRadixCache.on_release")
     def _released(self, req: "Req") -> None:
-        if self.coordinator is not None and self.saving is not None:
-            record = self.coordinator.record(req.rid)
-            if record is not None:
+        record = None if self.coordinator is None else self.coordinator.record(req)
+        if self.coordinator is not None and record is not None:
+            if self.saving is not None:
                 self.saving.released(record)
-        if self.coordinator is not None and req.rid != self.releasing:
-            self.coordinator.release(req.rid)
+            if req.rid != self.releasing:
+                self.coordinator.release(req.rid)
         self.helpers.release(req.rid)
 
     @guarded("CakeRadixCache.release_aborted_request")

@@ -192,10 +192,10 @@ class OverlapRunner:
 
     # ---- while a step is scheduled ----
 
-    def step_of(self, rid: str) -> OverlappedStep | None:
+    def step_of(self, req: "Req") -> OverlappedStep | None:
         """The step that was begun for this request and has not run, if there is one."""
         step = self._step
-        if step is None or self._coordinator.record(rid) is not step.record:
+        if step is None or self._coordinator.record(req) is not step.record:
             return None
         return step
 
@@ -203,7 +203,7 @@ class OverlapRunner:
         """The stored tokens that count as present for a last step of `req`, which is settled and
         alone on the device. `confirm` or `give_up` must follow. None: the step must wait, since
         loads would take too long or there is no memory."""
-        record = self._coordinator.record(req.rid)
+        record = self._coordinator.record(req)
         if record is None or self.due is not None:
             return None
         costs = self._coordinator.step_costs.costs(record)
@@ -249,14 +249,14 @@ class OverlapRunner:
         """The request is computed without cake. False: not yet, its step is scheduled."""
         if self.due is not None and self.due.rid == rid:
             return False
-        step = self.step_of(rid)
-        if step is not None:
+        step = self._step
+        if step is not None and step.record.rid == rid and self.step_of(step.record.req):
             self._take_back(step)
         return True
 
     def abandon(self, req: "Req") -> None:
         """The step was scheduled, and is not any more: free its slots."""
-        step = self.step_of(req.rid)
+        step = self.step_of(req)
         if self.due is req and step is not None:
             assert step.slots is not None
             self._device_slots.free(step.slots)
@@ -288,7 +288,7 @@ class OverlapRunner:
             result = original(worker, batch, **kwargs)
         finally:
             self.due = None
-        if not reported and self._coordinator.record(req.rid) is not None:
+        if not reported and self._coordinator.record(req) is not None:
             self._step = None  # its slots are the row's
             self._coordinator.release(req.rid)
         return result
@@ -324,7 +324,7 @@ class OverlapRunner:
         return original(worker, batch, **kwargs), streamed, used
 
     def _begun(self, req: "Req") -> OverlappedStep:
-        step = self.step_of(req.rid)
+        step = self.step_of(req)
         assert step is not None
         return step
 

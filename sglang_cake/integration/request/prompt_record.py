@@ -43,6 +43,8 @@ from sglang_cake.loading.planner import (
 from sglang_cake.stores.request_facts import RequestFacts
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
     from sglang_cake.integration.memory.copier import SlotCopy
 
 # How long a new request may wait for its lookup before it is scheduled without it. A lookup takes
@@ -210,7 +212,7 @@ class PromptRecord:
     """A live request's record. The scheduler thread owns it.
 
     Attributes:
-        rid: SGLang's request id; the same again after a retraction.
+        req: the request; the same again after a retraction.
         load_id: names this request in the loader, never another one.
         tokens: token ids of the prompt, 'q'.
         facts: about the request, for the store.
@@ -222,7 +224,7 @@ class PromptRecord:
         helped: what other members of a KV-Runahead group computed, as fields of the report.
     """
 
-    rid: str
+    req: "Req"
     load_id: str
     tokens: "array[int]"
     key_chain: KeyChain
@@ -241,6 +243,11 @@ class PromptRecord:
     helped: dict[str, Any] = field(default_factory=dict)
 
     # ---- its state ----
+
+    @property
+    def rid(self) -> str:
+        """SGLang's id of the request, which another one may have as well."""
+        return str(self.req.rid)
 
     @property
     def needed_slots(self) -> int:

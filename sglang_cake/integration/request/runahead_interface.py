@@ -30,12 +30,12 @@ class NoRunahead:
         """
         return "alone"
 
-    def extent(self, rid: str) -> Span | None:
+    def extent(self, req: "Req") -> Span | None:
         """The tokens that this server and its helpers compute of this request; None: it has no
         helpers."""
         return None
 
-    def helped_tokens(self, rid: str) -> int:
+    def helped_tokens(self, req: "Req") -> int:
         """How many of these tokens the helpers compute."""
         return 0
 

@@ -69,7 +69,7 @@ _HOOK = "TpModelWorker.forward_batch_generation"
 class OwnChain:
     """The own prompt that helpers compute, or were asked to compute."""
 
-    rid: str
+    req: "Req"
     owned: Owned
     namespace: str  # in which helpers were asked
     began_s: float
@@ -86,7 +86,7 @@ class Runahead(NoRunahead):
 
     Args:
         namespace: hex digest; None while the tree also holds KV of another namespace.
-        record_of: `(rid)` gives the live record of a request, if it has one.
+        record_of: `(req)` gives the live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
         least_tokens: shorter spans are not shared.
         limit_tokens: most tokens of one forward, here and on every member.
@@ -105,7 +105,7 @@ class Runahead(NoRunahead):
         step_costs: StepCosts,
         counters: Counters,
         namespace: Callable[[], str | None],
-        record_of: Callable[[str], PromptRecord | None],
+        record_of: Callable[["Req"], PromptRecord | None],
         loads_only: bool,
         least_tokens: int,
         page_tokens: int,
@@ -176,7 +176,7 @@ class Runahead(NoRunahead):
         tail = self._stored_tail(req)
         stop = len(req.full_untruncated_fill_ids) if tail is None else island_start(tail.view)
         chain = self._chain
-        if chain is not None and chain.rid == req.rid:
+        if chain is not None and chain.req is req:
             return self._answered(chain, req, stop, alone=alone)
         if chain is not None or not alone or req.rid in self._asked:
             return "alone"
@@ -188,22 +188,22 @@ class Runahead(NoRunahead):
         self._asked.add(req.rid)
         return "wait" if self._propose(req, plan) else "alone"
 
-    def extent(self, rid: str) -> Span | None:
+    def extent(self, req: "Req") -> Span | None:
         """The tokens that the chain of this request computes; None if it has no chain."""
         chain = self._chain
-        return chain.span if chain is not None and chain.rid == rid else None
+        return chain.span if chain is not None and chain.req is req else None
 
-    def helped_tokens(self, rid: str) -> int:
+    def helped_tokens(self, req: "Req") -> int:
         """How many of these tokens the helpers compute."""
         chain = self._chain
-        return 0 if chain is None or chain.rid != rid else chain.owned.split - chain.span.start
+        return 0 if chain is None or chain.req is not req else chain.owned.split - chain.span.start
 
     def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
         self._asked.discard(rid)
         if self._unpaid.pop(rid, None) is not None:  # otherwise one slow chain would be the last
             self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
-        if self._chain is not None and self._chain.rid == rid:
+        if self._chain is not None and self._chain.req.rid == rid:
             self._drop("the request is over", label="aborted")
 
     # ---- the forward ----
@@ -214,7 +214,7 @@ class Runahead(NoRunahead):
         Raises: errors of SGLang.
         """
         chain = self._chain
-        if chain is None or batch is None or chain.rid not in [req.rid for req in batch.reqs]:
+        if chain is None or batch is None or chain.req not in batch.reqs:
             return original(worker, batch, **kwargs)
         if not computes(batch, chain.span):
             self._drop("the step became another one")
@@ -263,7 +263,7 @@ class Runahead(NoRunahead):
     # ---- inside ----
 
     def _stored_tail(self, req: "Req") -> StoredTail | None:
-        record = self._record_of(req.rid)
+        record = self._record_of(req)
         if record is None or not record.loading:
             return None
         return StoredTail(record.meet.view(), record.progress, record.agreed.cost)
@@ -321,7 +321,7 @@ class Runahead(NoRunahead):
         except RunaheadError as error:
             self._counters.add("runahead_failures", label=error.reason)
             return False
-        self._chain = OwnChain(req.rid, owned, namespace, time.monotonic())
+        self._chain = OwnChain(req, owned, namespace, time.monotonic())
         return True
 
     def _answered(self, chain: OwnChain, req: "Req", stop: int, *, alone: bool) -> Verdict:
@@ -376,7 +376,7 @@ class Runahead(NoRunahead):
             self._handover_s += _NEWEST * (lost_s - self._handover_s)
         logger.info(
             "cake runahead: request %s shared as %s: %.3f s, of which waited %.3f s",
-            chain.rid,
+            chain.req.rid,
             chain.owned.partition.bounds,
             took_s,
             receiver.waited_s,
@@ -390,7 +390,7 @@ class Runahead(NoRunahead):
         self._counters.add("runahead_hops", len(chain.owned.helpers))
         self._counters.add("helped_tokens", helped_tokens)
         self._counters.add("runahead_bytes", receiver.bytes)
-        record = self._record_of(req.rid)
+        record = self._record_of(req)
         if record is None:
             return
         record.helped.clear()

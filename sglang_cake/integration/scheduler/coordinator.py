@@ -196,6 +196,10 @@ class Coordinator:
         if self.off_here:
             matched(tokens, limit)  # as on the other ranks: it marks nodes as recently used
             return
+        if self._is_taken(req):
+            self._counters.add("unkeyed_requests", label="id")
+            matched(tokens, limit)
+            return
         self.release(req.rid)  # a retracted request comes back under the same id
         media = self._media(req)
         key_chain = None if media is None else self._key_chain(req, media)
@@ -225,10 +229,10 @@ class Coordinator:
         # A block's key may cover tokens after it, and so may those of SGLang's tree.
         return max(0, limit - self.next_tokens)
 
-    def prompt_digest(self, rid: str) -> bytes:
+    def prompt_digest(self, req: "Req") -> bytes:
         """32 bytes for all that the KV of a live prompt depends on; of a prompt without a record,
         the namespace; zeros: it is of none."""
-        if (record := self._records.get(rid)) is not None:
+        if (record := self.record(req)) is not None:
             return record.key_chain.prefix_digest(record.tokens)
         return bytes(32) if self._namespace is None or self.suspended else self._namespace
 
@@ -255,7 +259,7 @@ class Coordinator:
                     "and decode servers must have the same weights and settings, and both cake; "
                     "nothing is stored until /flush_cache"
                 )
-        elif not self.store_detached:
+        elif not self.store_detached and not self._is_taken(req):
             self.release(req.rid)
             stored = (True,) * key_chain.block_count(len(tokens))
             record = self._record_of(req, key_chain, tokens, limit=0, stored=stored)
@@ -293,14 +297,16 @@ class Coordinator:
         self._namespace = namespace
         self.suspended = suspended
 
-    def record(self, rid: str) -> PromptRecord | None:
-        """The record of a live request, if it has one."""
-        return self._records.get(rid)
+    def record(self, req: "Req") -> PromptRecord | None:
+        """The record of a live request, if it has one. Clients choose ids, so another live request
+        may have the same one: SGLang refuses that only within each of its tokenizer processes."""
+        record = self._records.get(req.rid)
+        return record if record is not None and record.req is req else None
 
     @property
-    def live(self) -> list[str]:
-        """Ids of all requests that have a record, in order of arrival."""
-        return list(self._records)
+    def live(self) -> dict[str, PromptRecord]:
+        """All records by the ids of their requests, in order of arrival."""
+        return self._records.copy()
 
     # ---- on and off ----
 
@@ -338,6 +344,7 @@ class Coordinator:
             chunked: the one of them that is being prefilled; the others wait.
         """
         self.waiting = False
+        serving = list(dict.fromkeys(serving))  # several requests may have one id
         if not self._consensus.alone:
             self._polled = frozenset(serving)
         if self._without_keys:
@@ -382,7 +389,7 @@ class Coordinator:
     def awaits_lookup(self, req: "Req") -> bool:
         """Whether a waiting request stays in the queue while its lookup is under way; with several
         ranks, also until they have agreed that all of them have its record."""
-        record = self._records.get(req.rid)
+        record = self.record(req)
         waits = record is not None and record.awaits_lookup(self._config.mode)
         waits |= not self._consensus.alone and req.rid not in self._polled
         self.waiting |= waits
@@ -393,7 +400,7 @@ class Coordinator:
 
         Args: memory: of end states, for a model that has them.
         """
-        if (record := self._records.get(req.rid)) is None:
+        if (record := self.record(req)) is None:
             return
         response_stats.planned(req)
         stats = record.stats
@@ -435,7 +442,7 @@ class Coordinator:
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a request, after `attach_islands`; None: compute as usual, since no
         block is to come."""
-        record = self._records.get(req.rid)
+        record = self.record(req)
         if record is None or not record.meet.pending:
             return None
         record.queue.remaining_s = None
@@ -456,7 +463,7 @@ class Coordinator:
         """
         start = req.prefix_len
         self.step_costs.claimed(start, stop)
-        if (record := self._records.get(req.rid)) is None:
+        if (record := self.record(req)) is None:
             if (span := self._without_keys.get(req.rid)) is not None:
                 self._without_keys[req.rid] = Span(stop, span.stop)
             return
@@ -486,7 +493,7 @@ class Coordinator:
             missing: blocks of `span` that did not arrive, and were computed.
             tokens: of `span`, those in `used` blocks.
         """
-        record = self._records[req.rid]
+        record = self._own(req)
         record.stats.overlapped_tokens += tokens
         self._counters.add("overlapped_tokens", tokens)
         for block in used:
@@ -517,19 +524,19 @@ class Coordinator:
         """Whether tenants are served in turn."""
         return self._config.priority == "fair"
 
-    def loading(self, rid: str) -> bool:
+    def loading(self, req: "Req") -> bool:
         """Whether a block of this request is being loaded, or has landed and waits."""
-        record = self._records.get(rid)
+        record = self.record(req)
         return record is not None and record.agreed.lookup_done and record.loading
 
-    def uses_store(self, rid: str) -> bool:
+    def uses_store(self, req: "Req") -> bool:
         """Whether a block of this request came from the store, or is being loaded."""
-        record = self._records.get(rid)
-        return record is not None and (record.agreed.begun or self.loading(rid))
+        record = self.record(req)
+        return record is not None and (record.agreed.begun or self.loading(req))
 
-    def would_wait(self, rid: str, chunk_tokens: int) -> bool:
+    def would_wait(self, req: "Req", chunk_tokens: int) -> bool:
         """Whether the request would compute nothing if a step were scheduled for it now."""
-        if (record := self._records.get(rid)) is None:
+        if (record := self.record(req)) is None:
             return False
         if not record.agreed.lookup_done or not record.loading:
             return record.awaits_lookup(self._config.mode)
@@ -537,14 +544,15 @@ class Coordinator:
             return False  # the island joins the tree in that step
         return self._next_step(record, chunk_tokens, self.step_costs.costs(record)).wait
 
-    def requeued(self, rid: str) -> None:
+    def requeued(self, req: "Req") -> None:
         """The request went back to the queue between two of its chunks."""
-        self._records[rid].queue.times_requeued += 1
-        self._reporter.trace(self._records[rid], "yield")
+        record = self._own(req)
+        record.queue.times_requeued += 1
+        self._reporter.trace(record, "yield")
 
     def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
-        record = self._records.get(req.rid)
+        record = self.record(req)
         now_s = self.prompt_loads.now_s
         if record is None:
             since_s = self._unrecorded_since_s.setdefault(req, now_s)
@@ -692,6 +700,16 @@ class Coordinator:
 
     # ---- inside ----
 
+    def _is_taken(self, req: "Req") -> bool:
+        """Whether another live request has a record under the id of this one, which gets none."""
+        record = self._records.get(req.rid)
+        return record is not None and record.req is not req and not record.req.finished()
+
+    def _own(self, req: "Req") -> PromptRecord:
+        record = self.record(req)
+        assert record is not None, req.rid
+        return record
+
     def _next_step(self, record: PromptRecord, chunk_tokens: int, costs: PromptCosts) -> StepPlan:
         """The decision about the next step; the front touches no island."""
         return next_step(
@@ -753,7 +771,7 @@ class Coordinator:
         cost = self._loader.cost
         arrived_s = time.monotonic()
         return PromptRecord(
-            rid=req.rid,
+            req=req,
             load_id=load_id,
             tokens=tokens,
             key_chain=key_chain,

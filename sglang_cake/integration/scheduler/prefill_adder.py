@@ -320,7 +320,7 @@ class CakePrefillAdder(PrefillAdder):
         with coordinator.timed():
             queue = self._scheduler.waiting_queue
             queue_order.requeue(req, queue, tree, coordinator, preemptor)
-            coordinator.requeued(req.rid)
+            coordinator.requeued(req)
             if preemptor is None:  # otherwise the two stand in order
                 queue_order.sort_queue(queue, coordinator, self._scheduler.policy)
 
@@ -334,7 +334,7 @@ class CakePrefillAdder(PrefillAdder):
         if coordinator.awaits_lookup(req):
             return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
         with coordinator.timed():
-            recorded = coordinator.record(req.rid) is not None
+            recorded = coordinator.record(req) is not None
             if recorded:
                 with lock_node(self, req.last_node):
                     if not self._has_memory_for(req):
@@ -380,9 +380,9 @@ class CakePrefillAdder(PrefillAdder):
             coordinator.waiting = True
             return Skip(AddReqResult.OTHER)  # no later request is admitted before it
         if verdict == "share":
-            extent = tree.helpers.extent(req.rid)
+            extent = tree.helpers.extent(req)
             assert extent is not None
-            return Share(extent.stop, tree.helpers.helped_tokens(req.rid))
+            return Share(extent.stop, tree.helpers.helped_tokens(req))
         return None
 
     def _begin_overlap(self, req: "Req") -> Span | None:
@@ -498,14 +498,14 @@ class CakePrefillAdder(PrefillAdder):
         _, coordinator = self._cake()
         if coordinator is None:
             return False
-        return coordinator.awaits_lookup(req) or coordinator.would_wait(req.rid, self._step_tokens)
+        return coordinator.awaits_lookup(req) or coordinator.would_wait(req, self._step_tokens)
 
     @guarded("CakePrefillAdder._commit_prefill_admission")
     def _claimed(self, req: "Req") -> None:
         tree, coordinator = self._cake()
         if coordinator is not None:
             runner = tree.overlap_runner
-            overlapped = runner is not None and runner.step_of(req.rid) is not None
+            overlapped = runner is not None and runner.step_of(req) is not None
             coordinator.claimed(req, req.extend_end, overlapped=overlapped)
             coordinator.spare_slots = self.rem_total_tokens
             tree.track_end(req)

@@ -52,7 +52,7 @@ def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "Schedule
         return
     # An entry also notes since when a request waits, which counts for fairness.
     several = len(queue) > 1
-    if coordinator.fair or (several and any(coordinator.uses_store(req.rid) for req in queue)):
+    if coordinator.fair or (several and any(coordinator.uses_store(req) for req in queue)):
         entries = [_queue_entry(req, coordinator, policy) for req in queue]
         queue[:] = [queue[i] for i in order(entries)]
 
@@ -77,11 +77,11 @@ def serving(
     if chunked is None:
         return [req.rid for req in queue]
     ahead: list[str] = []
-    preemptible = fits and coordinator.adaptive and coordinator.loading(chunked.rid)
+    preemptible = fits and coordinator.adaptive and coordinator.loading(chunked)
     if preemptible and may_requeue(chunked, coordinator):
         running = _queue_entry(chunked, coordinator, policy)
         waiting = [
-            _queue_entry(req, coordinator, policy) for req in queue if coordinator.loading(req.rid)
+            _queue_entry(req, coordinator, policy) for req in queue if coordinator.loading(req)
         ]
         ahead = [
             each.rid for each in waiting if each.remaining_s is not None and preempts(each, running)
@@ -103,7 +103,7 @@ def find_preemptor(
     only_stored = running.remaining_s is None or not coordinator.adaptive
 
     def goes_first(each: "Req") -> bool:
-        if only_stored and not coordinator.uses_store(each.rid):
+        if only_stored and not coordinator.uses_store(each):
             return False
         waiting = _queue_entry(each, coordinator, policy)
         if coordinator.adaptive:
@@ -111,8 +111,8 @@ def find_preemptor(
         # In SGLang's order, only an earlier request that yielded the device goes first.
         if not waiting.yielded or waiting.level > running.level:
             return False
-        one = coordinator.record(each.rid)
-        other = coordinator.record(req.rid)
+        one = coordinator.record(each)
+        other = coordinator.record(req)
         return one is not None and other is not None and one.arrived_s < other.arrived_s
 
     return next(_able(filter(goes_first, queue), coordinator, budget), None)
@@ -128,7 +128,7 @@ def may_yield(
     must last at least as long as the step that the others would begin now, and none of the others
     may keep the device for longer than that.
     """
-    record = coordinator.record(req.rid)
+    record = coordinator.record(req)
     if record is None:
         return False
     others_tokens = 0
@@ -190,12 +190,12 @@ def may_requeue(req: "Req", coordinator: "Coordinator") -> bool:
     over. The chunks of a beam search are not in the tree, so they would be computed again. A
     request without a record may have other parts that cannot start over.
     """
-    record = coordinator.record(req.rid)
+    record = coordinator.record(req)
     if req.return_logprob or req.skip_radix_cache_insert or record is None:
         return False
     # A prompt that is only computed keeps its place after a few interruptions.
     interrupted = record.queue.times_requeued
-    return coordinator.loading(req.rid) or interrupted < MOST_INTERRUPTIONS
+    return coordinator.loading(req) or interrupted < MOST_INTERRUPTIONS
 
 
 def _able(
@@ -207,13 +207,13 @@ def _able(
     for req in queue:
         if req.beam_group is not None:
             continue
-        if coordinator.loading(req.rid):
+        if coordinator.loading(req):
             tried += 1
             if tried > _TRIED:
                 continue
         if most_slots(req) >= budget.slots:
             continue
-        if not coordinator.would_wait(req.rid, budget.chunk_tokens):
+        if not coordinator.would_wait(req, budget.chunk_tokens):
             yield req
 
 

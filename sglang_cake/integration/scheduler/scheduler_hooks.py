@@ -91,7 +91,7 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
             serving = waiting if chunked is None else [chunked, *waiting]
         coordinator.poll([*serving, *(req.rid for req in handshaking)], chunked)
         if tree.saving is not None:
-            tree.saving.polled(lambda record: coordinator.record(record.rid) is record)
+            tree.saving.polled(lambda record: coordinator.record(record.req) is record)
     tree.helpers.poll(scheduler)
 
 
@@ -160,7 +160,7 @@ def _hand_over(
         spare.zero_()
         coordinator = _coordinator(scheduler)
         if coordinator is not None:
-            numbers = struct.unpack("4q", coordinator.prompt_digest(req.rid))
+            numbers = struct.unpack("4q", coordinator.prompt_digest(req))
             spare.copy_(torch.tensor(numbers, dtype=torch.int64))
 
 
