@@ -140,6 +140,9 @@ class FakeCoordinator:
     def placed_tokens(self) -> int:
         return self.held()
 
+    def record(self, req: object) -> None:
+        return None
+
     def release(self, rid: str) -> None:
         pass
 
