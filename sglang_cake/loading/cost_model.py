@@ -495,13 +495,14 @@ class LoadFits:
         shares = [(self._cost(s, now_s), count / total) for s, count in blocks.items() if count]
         if len(shares) == 1:  # the usual case; asked for each waiting prompt at every block
             return shares[0][0]
-        columns = zip(*(astuple(cost) for cost, _ in shares), strict=True)
-        means = (
-            sum(value * share for value, (_, share) in zip(column, shares, strict=True))
-            for column in columns
+        return LoadCost(
+            latency_s=sum(cost.latency_s * share for cost, share in shares),
+            block_s=sum(cost.block_s * share for cost, share in shares),
+            copy_s=sum(cost.copy_s * share for cost, share in shares),
+            error=sum(cost.error * share for cost, share in shares),
+            coming_s=sum(cost.coming_s * share for cost, share in shares),
+            depth=self._prior.depth,
         )
-        latency_s, block_s, copy_s, error, coming_s, _ = means
-        return LoadCost(latency_s, block_s, copy_s, error, coming_s, self._prior.depth)
 
     def limit_s(self, tier: int, now_s: float) -> float:
         """How long a read from a tier may take, with all reads that share the link with it."""

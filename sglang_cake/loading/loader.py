@@ -14,7 +14,7 @@ import time
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from sglang_cake.core.buffers import Buffer, BufferPool
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001  # a link without reads for less than this was not idle
 LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
+# Costs of loads of waiting prompts are counted so often: at each block, hundreds of them would
+# take longer than the block.
+COUNTED_EVERY_S = 0.05
 
 
 # ---- events ----
@@ -289,6 +292,7 @@ class _PromptQueue:
         end_keys: keys of the target's end blocks. They are taken to be in the tier of the block
             before them.
         asked: with end states, all indices that were ever in `todo`.
+        lookup: under way.
         lent: blocks that the store lends and that are not copied to the device yet.
         lender: the tier that they are in.
     """
@@ -307,6 +311,7 @@ class _PromptQueue:
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
+    lookup: "asyncio.Task[None] | None" = None
     lent: int = 0
     lender: int = 0
 
@@ -413,6 +418,7 @@ class Loader:
         self._order: tuple[str, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
         self._last_fetched_s = 0.0
+        self._counted_s = 0.0  # when the costs of all prompts were counted last
         self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
         self._prior = prior
         self._least_limit_s = least_limit_s
@@ -525,8 +531,8 @@ class Loader:
 
     def _open(self, queue: _PromptQueue) -> None:
         self._queues.append(queue)
-        lookup = asyncio.ensure_future(self._look_up(queue))
-        lookup.add_done_callback(_log_failure)
+        queue.lookup = asyncio.ensure_future(self._look_up(queue))
+        queue.lookup.add_done_callback(_log_failure)
 
     async def _look_up(self, queue: _PromptQueue) -> None:
         request = queue.request
@@ -551,9 +557,10 @@ class Loader:
             ends = []
             todo = []
             queue.run = range(0)
+        queue.lookup = None
         queue.ahead = Counter(queue.tier(block) for block in todo)
         queue.cost = self._fits.of(queue.ahead, time.monotonic())
-        queue.todo = todo if queue in self._queues else []
+        queue.todo = todo
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
             if not request.should_load(usable, queue.cost):
@@ -588,7 +595,7 @@ class Loader:
         """Take the blocks that the store has in memory, and start reads."""
         self._start_reads()
         if self._borrowers:
-            self._count_costs(time.monotonic())
+            self._count_costs(self._borrowers, time.monotonic())
             if not all(queue.reads or queue.asks for queue in self._borrowers):
                 self._wake()
             self._borrowers.clear()
@@ -708,8 +715,12 @@ class Loader:
             self._fits.fetched(tier, max(now_s - started_s, copy_s), now_s, first=False)
         return True
 
-    def _count_costs(self, now_s: float) -> None:
-        for queue in self._queues:
+    def _count_costs(self, served: Iterable[_PromptQueue], now_s: float) -> None:
+        """Of prompts that got a block, and of all others once in COUNTED_EVERY_S."""
+        if now_s >= self._counted_s + COUNTED_EVERY_S:
+            self._counted_s = now_s
+            served = self._queues
+        for queue in served:
             queue.count_ahead()
             queue.cost = self._fits.of(queue.ahead, now_s)
 
@@ -765,7 +776,7 @@ class Loader:
         coming_s = read.block_read.coming_s()
         if read.store is self._store:  # otherwise the costs are those of a later store
             self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
-        self._count_costs(now_s)
+        self._count_costs((queue for queue, _ in read.waiters), now_s)
         staged = StagedBlock(buffer, self._staging.give, lambda block: self._freed(read.key, block))
         self._staged[read.key] = staged
         takers = [waiter for waiter in read.waiters if staged.hold()]
@@ -844,6 +855,8 @@ class Loader:
 
     def _close(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)
+        if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first
+            queue.lookup.cancel()
         queue.todo.clear()
         with self._gate:
             queue.first_loadable = queue.request.indices

@@ -5,6 +5,7 @@ circuit breaker (`Breaker`), counters and log lines.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
@@ -19,10 +20,14 @@ logger = logging.getLogger(__name__)
 
 READS = "reads"  # a kind of calls
 # A read ends after this share of the time that its caller waits (`base.read_until_s`). So it counts
-# as late. A cancelled read counts as nothing: the breaker would never open where callers are less
-# patient than the limit here, and each prompt would wait in vain. A read whose caller has waited
-# for something else before, and has less time left than `TimeoutLimits.floor_s`, is not judged.
+# as late: the breaker would never open where callers are less patient than the limit here, and each
+# prompt would wait in vain. A read whose caller has waited for something else before, and has less
+# time left than `TimeoutLimits.floor_s`, is not judged.
 READ_SHARE = 0.9
+# A call that its caller cancels counts as late after SLACK times its expected duration, and after
+# this: prompts are computed, and their reads cancelled, long before any limit ends a read.
+OVERDUE_S = 0.25
+SLACK = 8.0
 FAILURES = 5  # in a row, until the breaker opens
 FIRST_S = 1.0  # first pause of an open breaker
 LAST_S = 60.0  # its longest pause
@@ -50,7 +55,6 @@ class AdaptiveTimeout:
     enough time.
     """
 
-    SLACK = 8.0
     GAIN = 0.2  # weight of the newest measurement
 
     def __init__(self, limits: TimeoutLimits) -> None:
@@ -62,12 +66,14 @@ class AdaptiveTimeout:
     def timeout_s(self, size_bytes: int) -> float:
         """Limit for a request that transfers `size_bytes`, at least 1."""
         limits = self._limits
-        if self._mean_s is None:
-            usual_s = limits.first_s
-        else:
-            usual_s = self.SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
         most_s = max(limits.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
-        return min(max(usual_s, limits.floor_s) * self.backoff, most_s)
+        return min(max(self.usual_s(size_bytes), limits.floor_s) * self.backoff, most_s)
+
+    def usual_s(self, size_bytes: int) -> float:
+        """A request that transfers `size_bytes` rarely takes longer."""
+        if self._mean_s is None:
+            return self._limits.first_s
+        return SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
 
     def answered(self, size_bytes: int, took_s: float) -> None:
         """Record a request that transferred `size_bytes` in `took_s`."""
@@ -120,6 +126,7 @@ class Breaker:
         self._calls_may_hang = calls_may_hang
         self._ticket = 0
         self._failures = 0
+        self._given_up_s = -math.inf
         self._probing = False  # the next probe waits for the end of this one
         self.is_closed = True
         self.openings = 0
@@ -160,6 +167,14 @@ class Breaker:
             self._backoff.start(now_s)
             self._ticket += 1
             self.openings += 1
+
+    def given_up(self, started_s: float, now_s: float) -> bool:
+        """A call was cancelled after it had taken too long. Returns whether that is a failure: of
+        calls that were under way at the same time, one is."""
+        counts = started_s >= self._given_up_s
+        if counts:
+            self._given_up_s = now_s
+        return counts
 
     def may_be_back(self) -> None:
         """Other calls to the same server succeed again: the next call is a probe."""
@@ -280,6 +295,7 @@ class Circuit:
 
         - BlockCorrupt, StoreUnavailable: a failure.
         - any other StoreError: an answer.
+        - a cancellation: a failure if the call has taken longer than usual.
         - any other exception: neither.
 
         Args:
@@ -307,7 +323,16 @@ class Circuit:
             self._ended(ticket, error)
             raise
         except BaseException:  # cancelled
-            self._breaker.abandoned(ticket)
+            now_s = self._clock()
+            took_s = now_s - started_s
+            if (
+                not self._closed
+                and took_s > max(OVERDUE_S, self._timeout.usual_s(size_bytes))
+                and self._breaker.given_up(started_s, now_s)
+            ):
+                self._failed(ticket, RemoteError(Fault.TIMEOUTS, f"given up after {took_s:.1f} s"))
+            else:
+                self._breaker.abandoned(ticket)
             raise
         self._succeeded(ticket)
         self._timeout.answered(size_bytes, max(self._clock() - started_s, 1e-6))

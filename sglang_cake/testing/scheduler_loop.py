@@ -229,7 +229,7 @@ class SchedulerLoop(ABC):
         self.polls += 1
         with self.coordinator.timed():
             self.coordinator.poll([run.req.rid for run in self._live])
-            self.saving.polled(lambda record: self.coordinator.record(record.rid) is record)
+            self.saving.polled(lambda record: self.coordinator.record(record.req) is record)
         for run in self._chunked:
             self._checkpoint(run, last=False)
         self._chunked = []
@@ -283,7 +283,7 @@ class SchedulerLoop(ABC):
             run.req.row.clear()
 
     def _checkpoint(self, run: PromptRun, *, last: bool) -> None:
-        record = self.coordinator.record(run.req.rid)
+        record = self.coordinator.record(run.req)
         if record is not None:
             tokens = run.req.origin_input_ids[: run.req.prefix_len]
             self.saving.checkpointed(record, tokens, torch.cat(run.req.row), last=last)

@@ -616,6 +616,39 @@ def test_loader_reads_blocks_below_while_lent_blocks_wait_for_their_copies(
     assert harness.wakes == 2, "the lookup, and the last block"
 
 
+class HungLookups(WrapperStore):
+    """Lookups that do not answer. Attributes: asked, cancelled: how many."""
+
+    asked = cancelled = 0
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.asked += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        raise AssertionError
+
+
+def test_loader_lookup_of_a_prompt_that_has_ended_is_cancelled(harness: LoaderHarness) -> None:
+    """While a disk hangs, lookups would pile up, and be answered before those of live prompts."""
+    store = HungLookups(harness.recorded)
+    harness.loader = harness.new_loader(store)
+    for name in "ab":
+        harness.begin(name, tokens_of(0, 8))
+    harness.settle()
+    harness.loader.cancel("a")
+    harness.settle()
+    harness.settle()
+    assert (store.asked, store.cancelled) == (2, 1)
+    harness.loader.cancel("b")
+    harness.settle()
+    harness.settle()
+    assert store.cancelled == 2
+    assert harness.news() == []
+
+
 class CountedTiers(list[int]):
     """Counts how often a tier is looked at."""
 

@@ -10,8 +10,10 @@ from sglang_cake.stores.circuit_breaker import (
     FAILURES,
     FIRST_S,
     LAST_S,
+    OVERDUE_S,
     READ_SHARE,
     READS,
+    SLACK,
     Circuit,
     Fault,
     RemoteCounters,
@@ -58,6 +60,38 @@ def test_circuit_read_whose_caller_is_less_patient_counts_as_late():
         with pytest.raises(StoreUnavailable, match="left alone since timed out"):
             async with circuit.call(1):
                 pass
+
+    in_virtual_time(main())
+
+
+async def answer(circuit, took_s):
+    async with circuit.call(1):
+        await asyncio.sleep(took_s)
+
+
+async def give_up(circuit, after_s):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(after_s), circuit.call(1):
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("usual_s", [0.001, 0.1])
+def test_circuit_reads_given_up_later_than_usual_open_the_breaker(usual_s):
+    """Prompts are computed, and their reads cancelled, long before any limit ends a read."""
+
+    async def main():
+        circuit = reads()
+        for _ in range(50):
+            await answer(circuit, usual_s)
+        late_s = max(OVERDUE_S, SLACK * usual_s) * 1.01
+        for _ in range(FAILURES - 1):
+            await asyncio.gather(*(give_up(circuit, late_s) for _ in range(8)))  # of one prompt
+            await give_up(circuit, 0.9 * late_s)
+        await answer(circuit, usual_s)
+        for _ in range(FAILURES):
+            await give_up(circuit, late_s)
+        with pytest.raises(StoreUnavailable, match="left alone since timed out: given up after"):
+            await answer(circuit, 0.0)
 
     in_virtual_time(main())
 

@@ -6,7 +6,7 @@ import pytest
 from tiering import opened_tiers, until
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S
+from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, OVERDUE_S
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import key_of, read
@@ -37,6 +37,35 @@ async def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
         stats = await tiers.store.stats()
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
+
+
+async def test_tiered_store_tier_whose_reads_are_given_up_is_left_out():
+    """Its lookups answer, and prompts cancel reads before any limit ends them."""
+
+    class Hung(WrapperStore):
+        async def get_into(self, key, out, progress=None):
+            hung.set()
+            await asyncio.Event().wait()
+
+    async with opened_tiers() as tiers:
+        for tier in (0, 1):
+            await tiers.fill(tier, "a")
+        await tiers.store.contains([key_of("a")])
+        await tiers.read("a")  # how long that takes is known now
+        tiers.store.tiers[0].store = Hung(tiers.calls[0])
+        for turn in range(2 * FAILURES_IN_A_ROW):
+            hung = asyncio.Event()
+            reading = asyncio.create_task(read(tiers.store, key_of("a")))
+            await hung.wait()
+            tiers.clock.now_s += OVERDUE_S / 2 if turn % 2 else 2 * OVERDUE_S
+            reading.cancel()
+            await asyncio.wait((reading,))
+            assert reading.cancelled()
+            if not tiers.store.tiers[0].serves:
+                break
+        assert turn == 2 * (FAILURES_IN_A_ROW - 1)
+        await tiers.read("a")
+        assert len(tiers.calls[1].keys_of("get")) == 1
 
 
 async def test_tiered_store_only_holder_of_a_block_is_tried_after_backoff():

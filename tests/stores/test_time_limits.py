@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.stores.circuit_breaker import SLOWEST_BYTES_PER_S, AdaptiveTimeout, TimeoutLimits
+from sglang_cake.stores.circuit_breaker import (
+    SLACK,
+    SLOWEST_BYTES_PER_S,
+    AdaptiveTimeout,
+    TimeoutLimits,
+)
 from sglang_cake.stores.http.http_transport import Hedging
 
 PATIENCE = TimeoutLimits(first_s=30.0, floor_s=2.0, ceiling_s=600.0)
@@ -41,7 +46,7 @@ def test_adaptive_timeout_at_a_steady_rate_leaves_slack(size, per_byte_s, count)
     for _ in range(count):
         pace.answered(size, size * per_byte_s)
     usual_s = size * per_byte_s
-    assert pace.timeout_s(size) >= min(AdaptiveTimeout.SLACK * usual_s * 0.999, most_s(size))
+    assert pace.timeout_s(size) >= min(SLACK * usual_s * 0.999, most_s(size))
 
 
 @given(st.floats(1.0, 100.0))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import InMemory, KeptBlock, LentBlock, Store, StoreStats
-from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, Breaker
+from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, OVERDUE_S, SLACK, Breaker
 from sglang_cake.stores.lazy_store import LazyStore
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
@@ -269,8 +270,12 @@ class Tier:
         """As in `Store`; any other failure is a StoreUnavailable."""
         started_s = self._clock()
         self.link.started(out.nbytes)
+        rate = self.speed.bytes_per_s()
+        usual_s = math.inf if rate is None else SLACK * self.link.bytes_under_way / rate
         try:
-            size_bytes = await self._watched(self.reading, self.store.get_into(key, out, progress))
+            size_bytes = await self._watched(
+                self.reading, self.store.get_into(key, out, progress), usual_s=usual_s
+            )
         except BlockMissing:
             self.counts.missing_blocks += 1
             raise
@@ -366,10 +371,20 @@ class Tier:
         ticket = self.asking.begin(self._clock())
         self._failed(self.asking, ticket, "it answers too late")
 
-    async def _watched(self, breaker: Breaker, call: Awaitable[T]) -> T:
-        ticket = breaker.begin(self._clock())
+    async def _watched(
+        self, breaker: Breaker, call: Awaitable[T], *, usual_s: float = math.inf
+    ) -> T:
+        """Args: usual_s: a call that is cancelled later has failed."""
+        started_s = self._clock()
+        ticket = breaker.begin(started_s)
         try:
             result = await call
+        except asyncio.CancelledError:
+            now_s = self._clock()
+            late = now_s - started_s > max(OVERDUE_S, usual_s)
+            if late and breaker.given_up(started_s, now_s):
+                self._failed(breaker, ticket, f"given up after {now_s - started_s:.1f} s")
+            raise
         except (BlockMissing, StoreFull):  # these are answers
             self._succeeded(breaker, ticket)
             raise
