@@ -18,6 +18,7 @@ from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch
 from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, block_names
+from sglang_cake.stores.reported_accesses import CLOCK_BACK_S
 
 # Rows that are read from the index without a pause. That takes some milliseconds, for which a put
 # may have to wait, and in which other threads compete for the interpreter.
@@ -81,6 +82,7 @@ class Evictor:
         self._saved_fits = self.fits  # as in the index
         self._seen = 0  # blocks with a larger id are not in the policy yet
         self._loaded_fits_s = 0.0
+        self._learned_s = 0.0  # time of the last call of `learn`
         self.leads = False
         self.space = FreeSpace(root, min_free_bytes, clock)
         self._choosing_ns = 0
@@ -190,9 +192,9 @@ class Evictor:
             self._policy = self._new_policy()
             self._seen = random.randrange(index.last() + 1)
             self._policy.resume(self._saved_fits, time.time())
-            batch = index.stored(self._seen, LEARN_AT_ONCE)
+            batch = _read_batch(index, self._seen)
             if len(batch) < LEARN_AT_ONCE:
-                batch = index.stored(0, LEARN_AT_ONCE - len(batch)) + batch
+                batch = _read_batch(index, 0, LEARN_AT_ONCE - len(batch)) + batch
             self._add_batch(batch, order=True)
             yield
         finally:
@@ -236,6 +238,12 @@ class Evictor:
 
         Raises: sqlite3.Error.
         """
+        now_s = time.time()
+        if now_s < self._learned_s - CLOCK_BACK_S:
+            # The clock was set back. Blocks that were used before would stay the newest ones until
+            # it has caught up: read them again, which limits their times.
+            self.restart(index, leads=self.leads)
+        self._learned_s = now_s
         for _ in range(LEARN_MOST // LEARN_AT_ONCE):
             if not self._learn_some(index):
                 return True
@@ -277,9 +285,9 @@ class Evictor:
             self._saved_fits = fits
 
     def restart(self, index: BlockIndex, *, leads: bool) -> None:
-        """Start with an empty policy, for a new index or a new leader."""
-        self._seen = 0
+        """Start with an empty policy, for a new index, a new leader, or new times."""
         self._load_fits(index, leads=leads)
+        self._seen = 0  # last: another thread may just have added blocks to the policy before
 
     def _load_fits(self, index: BlockIndex, *, leads: bool) -> None:
         fits = index.fits()
@@ -300,7 +308,7 @@ class Evictor:
         with self.lock:
             policy = self._policy
             seen = self._seen
-        batch = index.stored(seen, LEARN_AT_ONCE)
+        batch = _read_batch(index, seen)
         with self.lock:
             if policy is self._policy and seen == self._seen:  # no other thread was faster
                 self._add_batch(batch, order=self.leads)
@@ -326,7 +334,7 @@ class Evictor:
         # New blocks, and then all blocks: some were still being written when later ones were read.
         for again in (False, True):
             self._seen = 0 if again else self._seen
-            while batch := index.stored(self._seen, LEARN_AT_ONCE):
+            while batch := _read_batch(index, self._seen):
                 self._add_batch(batch, order=True)
                 for block in pinned:
                     self._policy.remove(block)
@@ -343,3 +351,24 @@ class Evictor:
         nofollow.remove_empty(self._root, *shard)
         index.drop(block)
         return True
+
+
+def _read_batch(index: BlockIndex, after: int, at_most: int = LEARN_AT_ONCE) -> list[IndexedBlock]:
+    """As `BlockIndex.stored`, but with times that are not in the future.
+
+    The clock may have been ahead when blocks were used. The index is changed too, since an eviction
+    compares its times with the policy's. Reported accesses may be CLOCK_BACK_S ahead.
+
+    Raises: sqlite3.Error.
+    """
+    now_s = time.time()
+    batch = index.stored(after, at_most)
+    ahead = [
+        block.id
+        for block in batch
+        if max(block.usage.created_s, block.usage.used_s) > now_s + CLOCK_BACK_S
+    ]
+    if not ahead:
+        return batch
+    index.limit_times(ahead, now_s)
+    return index.stored(after, at_most)

@@ -378,6 +378,15 @@ class BlockIndex:
                     found.append((int(row[0]), touch))
         return found
 
+    def limit_times(self, blocks: Iterable[int], now_s: float) -> None:
+        """Set the times of blocks that are after `now_s` to `now_s`."""
+        with self._transaction() as db:
+            db.executemany(
+                "UPDATE blocks SET created_s = min(created_s, ?1), used_s = min(used_s, ?1) "
+                "WHERE id = ?2",
+                ((now_s, block) for block in blocks),
+            )
+
     def find(self, block: int) -> IndexedBlock | None:
         """One stored block."""
         for found in self._blocks(f"state = {State.STORED} AND blocks.id = ?", block):
