@@ -54,11 +54,13 @@ class State(IntEnum):
     ASIDE = 2  # corrupt, kept for inspection
 
 
-# Rows in the other states are few, and have an index of their own.
+# Rows in the other states are few, and have an index of their own. SQLite uses it for queries with
+# this condition, and not for those with another one that implies it.
+_UNSETTLED = f"state != {State.STORED}"
 STORED_TOTALS = f"""SELECT
     (SELECT coalesce(sum(blocks), 0) FROM namespaces) - count(*),
     (SELECT coalesce(sum(used_bytes), 0) FROM namespaces) - coalesce(sum(stored_bytes), 0)
-FROM blocks WHERE state != {State.STORED}"""
+FROM blocks WHERE {_UNSETTLED}"""
 
 
 class Reservation(NamedTuple):
@@ -327,7 +329,7 @@ class BlockIndex:
         """Namespaces with files that were set aside, and the bytes of these files."""
         rows = self._select(
             "SELECT digest, sum(stored_bytes) FROM blocks JOIN namespaces ON namespaces.id = "
-            f"namespace WHERE state = {State.ASIDE} GROUP BY digest"
+            f"namespace WHERE state = {State.ASIDE} AND {_UNSETTLED} GROUP BY digest"
         )
         return [(Digest(digest), _count(stored_bytes)) for digest, stored_bytes in rows]
 
@@ -335,7 +337,8 @@ class BlockIndex:
         """Remove the rows of a namespace's files that were set aside."""
         with self._transaction() as db:
             db.execute(
-                f"DELETE FROM blocks WHERE {_NAMESPACE} AND state = {State.ASIDE}", (digest,)
+                f"DELETE FROM blocks WHERE {_NAMESPACE} AND state = {State.ASIDE} AND {_UNSETTLED}",
+                (digest,),
             )
 
     def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
@@ -404,18 +407,17 @@ class BlockIndex:
             f"state = {State.STORED} AND blocks.id > ? ORDER BY blocks.id LIMIT {at_most}", after
         )
 
-    def stored_in(self, digest: Digest, after: int, at_most: int) -> list[IndexedBlock]:
-        """Stored blocks of one namespace with an id above `after`, in that order."""
+    def stored_in(self, digest: Digest, after: bytes, at_most: int) -> list[IndexedBlock]:
+        """Stored blocks of one namespace with a key above `after`, in that order."""
         return self._blocks(
-            f"state = {State.STORED} AND {_NAMESPACE} AND blocks.id > ? "
-            f"ORDER BY blocks.id LIMIT {at_most}",
+            f"state = {State.STORED} AND {_NAMESPACE} AND key > ? ORDER BY key LIMIT {at_most}",
             digest,
             after,
         )
 
     def writing(self) -> list[IndexedBlock]:
         """Blocks that a process is writing, or was writing when it ended."""
-        return self._blocks(f"state = {State.WRITING}")
+        return self._blocks(f"state = {State.WRITING} AND {_UNSETTLED}")
 
     def _blocks(self, where: str, *values: object) -> list[IndexedBlock]:
         rows = self._select(
@@ -458,7 +460,7 @@ class BlockIndex:
     def check(self) -> None:
         """Quick check for damage. Raises: sqlite3.DatabaseError."""
         self._select("SELECT count(*) FROM namespaces")
-        self._select("SELECT * FROM blocks ORDER BY id DESC LIMIT 1")
+        self._select("SELECT * FROM blocks WHERE id = (SELECT max(id) FROM blocks)")
 
     def fits(self) -> ReuseFits:
         """Reuse statistics that were saved. Invalid rows are skipped."""
