@@ -1,12 +1,14 @@
 """What a store knows after a restart, and while it still learns the order of what it holds."""
 
 import contextlib
+import sqlite3
 import time
 
 import pytest
 from filestore import until_room_is_made
 from test_capacity import DIGEST, opened, there
 
+from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
 from sglang_cake.stores.file.disk import Amount
@@ -211,6 +213,29 @@ def test_evictor_clock_set_back_while_running_evicts_blocks_used_before(
         evictor.touched(index.touch([Touch(DIGEST, key_of(0), now_s, 1)]))  # it counts again
         assert evictor.free(index, Amount(19 * BYTES)).files == 19
         assert {block.key for block in index.stored(0, 100)} == {key_of(0), key_of("new")}
+
+
+# ---- an index that fails ----
+
+
+@pytest.mark.parametrize("name", ["find", "drop"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evictor_block_whose_row_stays_is_evicted_by_a_later_call(
+    tmp_path, monkeypatch, policy, name
+):
+    def fail(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with leading(tmp_path, 20, policy) as (evictor, index):
+        assert evictor.learn(index, stop)
+        with monkeypatch.context() as patch:
+            patch.setattr(index, name, fail)
+            for _ in range(3):
+                with pytest.raises(sqlite3.OperationalError):
+                    evictor.free(index, Amount(BYTES))
+        assert evictor.known_blocks == 20
+        assert evictor.free(index, Amount(20 * BYTES)).files == 20
+        assert evictor.known_blocks == 0
 
 
 def test_evictor_advance_eviction_frees_its_lock_between_portions(tmp_path, monkeypatch):

@@ -152,30 +152,32 @@ class Evictor:
         self, index: BlockIndex, wanted: Amount, *, only_over_quota: bool = False
     ) -> Amount:
         freed = Amount()
-        pinned: dict[int, Usage] = {}  # blocks that are being read
+        # Popped blocks that stay: they are being read, or an exception ends the eviction.
+        kept: dict[int, Usage] = {}
         now_s = time.time()
         try:
             while freed.bytes < wanted.bytes or freed.files < wanted.files:
                 # Blocks whose tenant the index has changed may leave no tenant above its quota.
                 if only_over_quota and not self._policy.over_quota_bytes():
                     break
-                popped = self._pop(now_s) or self._pop_unknown(index, now_s, pinned)
+                popped = self._pop(now_s) or self._pop_unknown(index, now_s, kept)
                 if popped is None:
                     break
                 block, usage = popped
+                kept[block] = usage
                 stored = index.find(block)
                 if stored is None:
-                    continue
-                if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
+                    del kept[block]
+                elif stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
+                    del kept[block]
                     self._policy.add(block, stored.usage)
                 elif self._evict(index, stored):
+                    del kept[block]
                     freed = Amount(freed.bytes + stored.usage.stored_bytes, freed.files + 1)
                     self.counts["evicted_bytes"] += stored.usage.stored_bytes
                     self.counts["evicted_blocks"] += 1
-                else:
-                    pinned[block] = stored.usage
         finally:
-            for block, usage in pinned.items():
+            for block, usage in kept.items():
                 self._policy.add(block, usage)
         return freed
 
@@ -329,14 +331,14 @@ class Evictor:
         return popped
 
     def _pop_unknown(
-        self, index: BlockIndex, now_s: float, pinned: Collection[int]
+        self, index: BlockIndex, now_s: float, kept: Collection[int]
     ) -> tuple[int, Usage] | None:
         # New blocks, and then all blocks: some were still being written when later ones were read.
         for again in (False, True):
             self._seen = 0 if again else self._seen
             while batch := _read_batch(index, self._seen):
                 self._add_batch(batch, order=True)
-                for block in pinned:
+                for block in kept:
                     self._policy.remove(block)
                 popped = self._pop(now_s)
                 if popped is not None:
