@@ -1,15 +1,20 @@
-"""The queries of the index: none reads all rows, of which there may be millions."""
+"""The index: no query reads all of its rows, and implausible numbers count as damage."""
 
 import re
 import sqlite3
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from functools import partial
 
 import pytest
+from test_capacity import CAPACITY_BYTES, opened, put
 
+from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.eviction.policy import AccessContext, Usage
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.index import BlockIndex, Reservation, ScannedFile, Touch
+from sglang_cake.stores.file.index_file import DamagedIndexError
 from sglang_cake.stores.file.scan import listed_blocks_in, stats_in
 from sglang_cake.testing.store_contract import key_of
 
@@ -49,6 +54,7 @@ CALLS = {
     "totals": lambda index: index.totals(),
     "stored_totals": lambda index: index.stored_totals(),
     "check": lambda index: index.check(),
+    "check_sums": lambda index: index.check_sums(),
     "fits": lambda index: index.fits(),
     "save_fits": lambda index: index.save_fits({}),
     "clean_boot_id": lambda index: index.clean_boot_id(),
@@ -64,6 +70,7 @@ LONG_PLAN = re.compile(r"SCAN blocks|USE TEMP|.* blocks .*\(namespace=\?\)")
 # Plans that read many rows, or sort them.
 LONG = {
     "clear": {"SCAN blocks"},  # before a rebuild, which nobody else uses
+    "check_sums": {"SCAN blocks"},  # once, in the background, and without a lock
     "stored_totals": {"SCAN blocks USING INDEX unsettled"},  # of these there are few
     "stats_in": {"SCAN blocks USING INDEX unsettled"},
     "listed_blocks_in": {"SEARCH blocks USING INDEX sqlite_autoindex_blocks_1 (namespace=?)"},
@@ -128,3 +135,50 @@ def test_index_stored_in_gives_every_block_of_its_namespace_once(tmp_path):
             found += [block.key for block in batch]
             after = found[-1]
     assert found == keys
+
+
+DAMAGES = {
+    "UPDATE blocks SET reach = 0": lambda index: index.stored(0, 100),
+    "UPDATE total SET taken_bytes = 9000000000000000": lambda index: index.check(),
+    "UPDATE total SET blocks = blocks + 1": lambda index: index.check(),
+    "UPDATE namespaces SET used_bytes = 0": lambda index: index.check_sums(),
+    "UPDATE namespaces SET blocks = 0": lambda index: index.check_sums(),
+}
+
+
+@pytest.mark.parametrize("script", DAMAGES)
+def test_index_with_an_implausible_number_counts_as_damaged(tmp_path, script):
+    with closing(BlockIndex(tmp_path / "index.db")) as index:
+        for digest in (DIGEST, OTHER):
+            index.commit(index.reserve(digest, 4096, A, USAGE, None).reservation, 8192)
+        index.check()
+        index.check_sums()
+        with closing(sqlite3.connect(tmp_path / "index.db")) as other:
+            other.executescript(script)
+        with pytest.raises(DamagedIndexError):
+            DAMAGES[script](index)
+
+
+@pytest.mark.parametrize("script", DAMAGES)
+def test_block_folder_with_an_implausible_number_in_its_index_counts_anew(tmp_path, caplog, script):
+    with closing(opened(tmp_path)) as folder:
+        for name in range(10):
+            assert put(folder, name)
+        before = folder.stats()
+    with closing(sqlite3.connect(tmp_path / "index.db")) as index:
+        index.executescript(script)
+    with closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
+        until_s = time.monotonic() + 30
+        while "beginning anew" not in caplog.text or not is_open(folder):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        after = folder.stats()
+        assert (after.blocks, after.block_bytes) == (before.blocks, before.block_bytes)
+        assert before.used_bytes <= after.used_bytes <= CAPACITY_BYTES  # with the damaged index
+        assert put(folder, "new")
+
+
+def is_open(folder):
+    with suppress(StoreUnavailable), folder.supervisor.open():
+        return True
+    return False

@@ -1,6 +1,7 @@
 """Eviction in a file store: how much space blocks may take, and which blocks are removed."""
 
 import contextlib
+import logging
 import random
 import threading
 import time
@@ -20,6 +21,7 @@ from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, block_names
 from sglang_cake.stores.reported_accesses import CLOCK_BACK_S
 
+logger = logging.getLogger(__name__)
 # Rows that are read from the index without a pause. That takes some milliseconds, for which a put
 # may have to wait, and in which other threads compete for the interpreter.
 LEARN_AT_ONCE = 100
@@ -86,6 +88,7 @@ class Evictor:
         self.leads = False
         self.space = FreeSpace(root, min_free_bytes, clock)
         self._choosing_ns = 0
+        self._has_complained = False  # of an exception of the policy
         self.counts = dict.fromkeys(EVICTION_COUNTS, 0)
 
     @property
@@ -170,7 +173,7 @@ class Evictor:
                     del kept[block]
                 elif stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     del kept[block]
-                    self._policy.add(block, stored.usage)
+                    self._add(block, stored.usage)
                 elif self._evict(index, stored):
                     del kept[block]
                     freed = Amount(freed.bytes + stored.usage.stored_bytes, freed.files + 1)
@@ -178,7 +181,7 @@ class Evictor:
                     self.counts["evicted_blocks"] += 1
         finally:
             for block, usage in kept.items():
-                self._policy.add(block, usage)
+                self._add(block, usage)
         return freed
 
     @contextlib.contextmanager
@@ -319,9 +322,18 @@ class Evictor:
     def _add_batch(self, batch: Sequence[IndexedBlock], *, order: bool) -> None:
         for block in batch:
             if order:
-                self._policy.add(block.id, block.usage)
+                self._add(block.id, block.usage)
             self._on_learned(block.usage.ident, block.usage.context)
             self._seen = block.id
+
+    def _add(self, block: int, usage: Usage) -> None:
+        try:
+            self._policy.add(block, usage)
+        except Exception:  # of facts that no block should have: the other blocks must be evictable
+            self._policy.remove(block)
+            if not self._has_complained:
+                logger.exception("store %s: a block cannot be ordered: %s", self._root, usage)
+            self._has_complained = True
 
     def _pop(self, now_s: float) -> tuple[int, Usage] | None:
         began_ns = time.perf_counter_ns()

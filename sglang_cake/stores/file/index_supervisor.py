@@ -86,6 +86,7 @@ class IndexSupervisor:
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
         self._complained = ""
         self._damaged = False
+        self._has_checked_sums = False
         self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
 
@@ -249,6 +250,9 @@ class IndexSupervisor:
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self.reclaim(index)
+            if self._evictor.leads and not self._has_checked_sums:
+                index.check_sums()
+                self._has_checked_sums = True
             knows_all = self._evictor.learn(index, self._closing.wait)
             self._evictor.refresh(index)
             if not knows_all:
@@ -298,6 +302,7 @@ class IndexSupervisor:
         finally:
             os.close(held)
         self._evictor.restart(index, leads=self._try_to_lead())
+        self._has_checked_sums = False
         self._index = index
         self._opened.set()
 
