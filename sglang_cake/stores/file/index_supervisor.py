@@ -29,7 +29,7 @@ from sglang_cake.stores.file.scan import (
     remove_empty_folders,
     remove_stale,
 )
-from sglang_cake.stores.reported_accesses import Access
+from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, Access
 
 logger = logging.getLogger(__name__)
 TICK_S = 1.0
@@ -162,6 +162,11 @@ class IndexSupervisor:
 
     def _record(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
         """Write accesses to the index and the policy; returns which ones are to stored blocks."""
+        now_s = time.time()
+        reads = [  # the clock may have been set back since
+            read if read.at_s <= now_s + CLOCK_BACK_S else read._replace(at_s=now_s)
+            for read in reads
+        ]
         found = index.touch(reads)
         self._evictor.touched(found)
         stored = {(touch.namespace, touch.key, touch.at_s) for _, touch in found}
