@@ -70,6 +70,8 @@ class ReportedAccesses:
                 # A larger step back of the clock is accepted.
                 self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
                 request = _Request(self._conversations.turn_of(idents), {}, self._last_s)
+            elif request.at_s - now_s > CLOCK_BACK_S:
+                request = request._replace(at_s=now_s)
             self._conversations.record(idents, request.turn)
             reported = request.blocks.get(digest, 0)
             if digest in request.blocks or len(request.blocks) < MOST_NAMESPACES:
@@ -98,7 +100,9 @@ class ReportedAccesses:
     def access_for_put(self, digest: Digest, key: BlockKey, now_s: float) -> Access:
         """The reported access to a block that is being put; without a report, one at `now_s`."""
         with self._lock:
-            return self._announced.pop((digest, key), Access(key, UNKNOWN_CONTEXT, now_s))
+            access = self._announced.pop((digest, key), Access(key, UNKNOWN_CONTEXT, now_s))
+            is_ahead = access.at_s - now_s > CLOCK_BACK_S  # the clock was set back since
+            return access._replace(at_s=now_s) if is_ahead else access
 
     def is_announced(self, digest: Digest, key: BlockKey, now_s: float) -> bool:
         """Whether a read at `now_s` belongs to a request that reported the block."""

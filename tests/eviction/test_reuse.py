@@ -64,6 +64,20 @@ def test_fit_exponential_any_samples_give_finite_parameters(gaps, ages):
     assert math.isfinite(fit.log_reuse(3.0, 30.0))
 
 
+@pytest.mark.parametrize("ahead_s", [1.0, 3600.0, 3 * 86_400.0])
+def test_reuse_model_accesses_in_the_future_count_as_accesses_now(ahead_s):
+    model = ReuseModel()
+    for ident in range(16 * MIN_SAMPLES):
+        model.record_access(ident, ("", 1, 0), START_S + ahead_s)
+    assert model.refit(START_S)  # the clock was set back
+    now = ReuseModel()
+    for ident in range(16 * MIN_SAMPLES):
+        now.record_access(ident, ("", 1, 0), START_S)
+    assert now.refit(START_S)
+    assert model.pooled == now.pooled != PRIOR_FIT
+    assert model.fits == now.fits
+
+
 def fed(**settings):
     """Class 1 comes back after 10 s, class 2 never."""
     model = ReuseModel(**settings)

@@ -272,7 +272,7 @@ async def test_index_damage_found_in_use_is_rebuilt(tmp_path):
         while True:
             try:
                 await store.put(B, block_of("b"))
-                if [block.key async for block in store.list_blocks()] == [A, B]:
+                if {block.key async for block in store.list_blocks()} == {A, B}:
                     break
             except StoreUnavailable:
                 pass

@@ -1,17 +1,20 @@
 """What a store knows after a restart, and while it still learns the order of what it holds."""
 
 import contextlib
+import sqlite3
 import time
 
 import pytest
 from filestore import until_room_is_made
 from test_capacity import DIGEST, opened, there
 
+from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import LEARN_AT_ONCE, LEARN_MOST, REST_S, Evictor
-from sglang_cake.stores.file.index import BlockIndex, ScannedFile
+from sglang_cake.stores.file.index import BlockIndex, ScannedFile, Touch
 from sglang_cake.stores.file.index_supervisor import FREE_AT_ONCE
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
@@ -158,6 +161,101 @@ def test_evictor_learning_pauses_between_portions_and_stops_on_request(tmp_path)
         evictor.restart(index, leads=True)
         assert not evictor.learn(index, lambda seconds: False)
         assert evictor.known_blocks == LEARN_MOST
+
+
+# ---- a clock that was ahead ----
+
+AHEAD_S = 3 * 86_400.0
+
+
+def put_now(index, number):
+    """Enter a block that is used now; returns its row."""
+    key, at_s = key_of(number), time.time()
+    usage = Usage(BYTES, at_s, at_s, 0, ident_of(key))
+    return index.commit(index.reserve(DIGEST, 0, key, usage, None).reservation, BYTES), usage
+
+
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "cake-prefix"])
+def test_evictor_blocks_with_times_in_the_future_are_evicted_before_new_ones(
+    tmp_path, monkeypatch, policy, leads
+):
+    with leading(tmp_path, 20, policy) as (evictor, index):
+        monkeypatch.setattr("time.time", lambda: 1e9 - AHEAD_S)  # that of a block is 1e9 or later
+        put_now(index, "new")
+        evictor.restart(index, leads=leads)
+        assert evictor.free(index, Amount(20 * BYTES)).files == 20
+        (left,) = index.stored(0, 100)
+        assert left.key == key_of("new")
+
+
+def test_evictor_blocks_used_within_a_minute_ahead_keep_their_times(tmp_path, monkeypatch):
+    """Reported accesses may be so far ahead, and their times are the order of the blocks."""
+    with leading(tmp_path, 20) as (evictor, index):
+        monkeypatch.setattr("time.time", lambda: 1e9 - 30.0)
+        assert evictor.learn(index, stop)
+        used_s = [block.usage.used_s for block in index.stored(0, 100)]
+        assert used_s == [1e9 + number for number in range(20)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "cake-prefix"])
+def test_evictor_clock_set_back_while_running_evicts_blocks_used_before(
+    tmp_path, monkeypatch, policy
+):
+    now_s = 1e9 + 1000.0
+    monkeypatch.setattr("time.time", lambda: now_s)
+    with leading(tmp_path, 20, policy) as (evictor, index):
+        assert evictor.learn(index, stop)
+        now_s -= AHEAD_S
+        evictor.stored(*put_now(index, "new"))
+        assert evictor.learn(index, stop)
+        assert evictor.known_blocks == 21
+        now_s += 1.0
+        evictor.touched(index.touch([Touch(DIGEST, key_of(0), now_s, 1)]))  # it counts again
+        assert evictor.free(index, Amount(19 * BYTES)).files == 19
+        assert {block.key for block in index.stored(0, 100)} == {key_of(0), key_of("new")}
+
+
+def test_evictor_block_that_the_policy_cannot_order_is_skipped_and_logged_once(
+    tmp_path, monkeypatch, caplog
+):
+    add = RankedPolicy.add
+
+    def fail_for_two(policy, block, usage):
+        add(policy, block, usage)
+        if usage.ident in (ident_of(key_of(3)), ident_of(key_of(7))):
+            raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(RankedPolicy, "add", fail_for_two)
+    with leading(tmp_path, 20) as (evictor, index):
+        assert evictor.learn(index, stop)
+        assert evictor.known_blocks == 18
+        assert evictor.free(index, Amount(20 * BYTES)).files == 18
+        assert indexed(index) == [3, 7]
+    assert caplog.text.count("a block cannot be ordered") == 1
+
+
+# ---- an index that fails ----
+
+
+@pytest.mark.parametrize("name", ["find", "drop"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evictor_block_whose_row_stays_is_evicted_by_a_later_call(
+    tmp_path, monkeypatch, policy, name
+):
+    def fail(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with leading(tmp_path, 20, policy) as (evictor, index):
+        assert evictor.learn(index, stop)
+        with monkeypatch.context() as patch:
+            patch.setattr(index, name, fail)
+            for _ in range(3):
+                with pytest.raises(sqlite3.OperationalError):
+                    evictor.free(index, Amount(BYTES))
+        assert evictor.known_blocks == 20
+        assert evictor.free(index, Amount(20 * BYTES)).files == 20
+        assert evictor.known_blocks == 0
 
 
 def test_evictor_advance_eviction_frees_its_lock_between_portions(tmp_path, monkeypatch):

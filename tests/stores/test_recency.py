@@ -120,6 +120,21 @@ def test_reported_accesses_clock_set_back_an_hour_is_followed():
     assert told.at_s == 1.8e9 - 3600
 
 
+def test_reported_accesses_request_from_before_the_clock_was_set_back_is_of_now():
+    reported, facts = ReportedAccesses(), RequestFacts("goes on", 10)
+    reported.report(DIGEST, keys(0, 3), facts, 1.8e9)
+    (told,) = reported.report(DIGEST, keys(0, 4), facts, 1.8e9 - 3600)
+    assert told.at_s == pytest.approx(1.8e9 - 3600, abs=1e-3)
+
+
+def test_reported_accesses_block_put_after_the_clock_was_set_back_is_used_now():
+    reported = ReportedAccesses()
+    (first, *_) = keys(0, 3)
+    (*_, told) = reported.report(DIGEST, keys(0, 3), RequestFacts("before", 10), 1.8e9)
+    put = reported.access_for_put(DIGEST, first, 1.8e9 - 3600)
+    assert put == told._replace(at_s=1.8e9 - 3600)
+
+
 # ---- reads of announced blocks ----
 
 

@@ -365,3 +365,25 @@ def test_block_folder_block_put_elsewhere_long_after_a_report_gets_its_facts(tmp
         (usage,) = booked(reporter, (0,))
         assert usage.context == AccessContext("chat", 1, 0, 2, 7)
         assert usage.uses == 0
+
+
+def test_block_folder_report_from_before_the_clock_was_set_back_is_recorded_as_of_now(
+    tmp_path, monkeypatch
+):
+    now_s = 2e9
+    monkeypatch.setattr("time.time", lambda: now_s)
+    monkeypatch.setattr(index_supervisor, "REPORT_AGAIN_S", (0.0,) * 1000)
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        folder.on_access(DIGEST, keys(0), FACTS)
+        booked(folder, ())
+        now_s -= 86_400.0
+        with folder.supervisor.open() as index:
+            assert folder.evictor.learn(index, time.sleep)  # finds that the clock was set back
+        put(folder, 0)
+        deadline_s = time.monotonic() + 60
+        while booked(folder, (0,))[0].uses == 0:
+            assert time.monotonic() < deadline_s
+            folder.supervisor.wake()
+            time.sleep(0.01)
+        (usage,) = booked(folder, (0,))
+        assert (usage.created_s, usage.used_s) == (now_s, now_s)

@@ -181,10 +181,11 @@ class ReuseModel:
         for ident, access in list(self._last_access.items()):
             if access.at_s < since_s:
                 del self._last_access[ident]
-        # Blocks without a further access yet are censored samples: only their age is known.
+        # Blocks without a further access yet are censored samples: only their age is known. After
+        # the clock was set back, accesses lie in the future.
         ages: dict[RequestClass, list[float]] = {}
         for access in self._last_access.values():
-            ages.setdefault(access.request_class, []).append(now_s - access.at_s)
+            ages.setdefault(access.request_class, []).append(max(0.0, now_s - access.at_s))
         all_gaps: list[float] = []
         for request_class in ages.keys() | self._gaps.keys():
             recent = self._gaps.get(request_class, deque())

@@ -255,8 +255,8 @@ class BlockFolder:
         self._forget(digest, key)
 
     def list_blocks(self, digest: Digest) -> Iterator[BlockInfo]:
-        """The blocks of one namespace. Raises: StoreUnavailable."""
-        after = 0
+        """The blocks of one namespace, by key. Raises: StoreUnavailable."""
+        after = b""
         while True:
             with self.supervisor.open() as index:
                 batch = index.stored_in(digest, after, LIST_AT_ONCE)
@@ -264,7 +264,7 @@ class BlockFolder:
                 return
             for block in batch:
                 yield BlockInfo(block.key, block.usage.stored_bytes, block.usage.used_s)
-            after = batch[-1].id
+            after = batch[-1].key
 
     def namespaces(self) -> list[StoredNamespace]:
         """Every namespace that has a folder. Raises: StoreUnavailable."""

@@ -1,6 +1,7 @@
 """Eviction in a file store: how much space blocks may take, and which blocks are removed."""
 
 import contextlib
+import logging
 import random
 import threading
 import time
@@ -18,7 +19,9 @@ from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch
 from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, block_names
+from sglang_cake.stores.reported_accesses import CLOCK_BACK_S
 
+logger = logging.getLogger(__name__)
 # Rows that are read from the index without a pause. That takes some milliseconds, for which a put
 # may have to wait, and in which other threads compete for the interpreter.
 LEARN_AT_ONCE = 100
@@ -81,9 +84,11 @@ class Evictor:
         self._saved_fits = self.fits  # as in the index
         self._seen = 0  # blocks with a larger id are not in the policy yet
         self._loaded_fits_s = 0.0
+        self._learned_s = 0.0  # time of the last call of `learn`
         self.leads = False
         self.space = FreeSpace(root, min_free_bytes, clock)
         self._choosing_ns = 0
+        self._has_complained = False  # of an exception of the policy
         self.counts = dict.fromkeys(EVICTION_COUNTS, 0)
 
     @property
@@ -150,31 +155,33 @@ class Evictor:
         self, index: BlockIndex, wanted: Amount, *, only_over_quota: bool = False
     ) -> Amount:
         freed = Amount()
-        pinned: dict[int, Usage] = {}  # blocks that are being read
+        # Popped blocks that stay: they are being read, or an exception ends the eviction.
+        kept: dict[int, Usage] = {}
         now_s = time.time()
         try:
             while freed.bytes < wanted.bytes or freed.files < wanted.files:
                 # Blocks whose tenant the index has changed may leave no tenant above its quota.
                 if only_over_quota and not self._policy.over_quota_bytes():
                     break
-                popped = self._pop(now_s) or self._pop_unknown(index, now_s, pinned)
+                popped = self._pop(now_s) or self._pop_unknown(index, now_s, kept)
                 if popped is None:
                     break
                 block, usage = popped
+                kept[block] = usage
                 stored = index.find(block)
                 if stored is None:
-                    continue
-                if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
-                    self._policy.add(block, stored.usage)
+                    del kept[block]
+                elif stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
+                    del kept[block]
+                    self._add(block, stored.usage)
                 elif self._evict(index, stored):
+                    del kept[block]
                     freed = Amount(freed.bytes + stored.usage.stored_bytes, freed.files + 1)
                     self.counts["evicted_bytes"] += stored.usage.stored_bytes
                     self.counts["evicted_blocks"] += 1
-                else:
-                    pinned[block] = stored.usage
         finally:
-            for block, usage in pinned.items():
-                self._policy.add(block, usage)
+            for block, usage in kept.items():
+                self._add(block, usage)
         return freed
 
     @contextlib.contextmanager
@@ -190,9 +197,9 @@ class Evictor:
             self._policy = self._new_policy()
             self._seen = random.randrange(index.last() + 1)
             self._policy.resume(self._saved_fits, time.time())
-            batch = index.stored(self._seen, LEARN_AT_ONCE)
+            batch = _read_batch(index, self._seen)
             if len(batch) < LEARN_AT_ONCE:
-                batch = index.stored(0, LEARN_AT_ONCE - len(batch)) + batch
+                batch = _read_batch(index, 0, LEARN_AT_ONCE - len(batch)) + batch
             self._add_batch(batch, order=True)
             yield
         finally:
@@ -236,6 +243,12 @@ class Evictor:
 
         Raises: sqlite3.Error.
         """
+        now_s = time.time()
+        if now_s < self._learned_s - CLOCK_BACK_S:
+            # The clock was set back. Blocks that were used before would stay the newest ones until
+            # it has caught up: read them again, which limits their times.
+            self.restart(index, leads=self.leads)
+        self._learned_s = now_s
         for _ in range(LEARN_MOST // LEARN_AT_ONCE):
             if not self._learn_some(index):
                 return True
@@ -277,9 +290,9 @@ class Evictor:
             self._saved_fits = fits
 
     def restart(self, index: BlockIndex, *, leads: bool) -> None:
-        """Start with an empty policy, for a new index or a new leader."""
-        self._seen = 0
+        """Start with an empty policy, for a new index, a new leader, or new times."""
         self._load_fits(index, leads=leads)
+        self._seen = 0  # last: another thread may just have added blocks to the policy before
 
     def _load_fits(self, index: BlockIndex, *, leads: bool) -> None:
         fits = index.fits()
@@ -300,7 +313,7 @@ class Evictor:
         with self.lock:
             policy = self._policy
             seen = self._seen
-        batch = index.stored(seen, LEARN_AT_ONCE)
+        batch = _read_batch(index, seen)
         with self.lock:
             if policy is self._policy and seen == self._seen:  # no other thread was faster
                 self._add_batch(batch, order=self.leads)
@@ -309,9 +322,18 @@ class Evictor:
     def _add_batch(self, batch: Sequence[IndexedBlock], *, order: bool) -> None:
         for block in batch:
             if order:
-                self._policy.add(block.id, block.usage)
+                self._add(block.id, block.usage)
             self._on_learned(block.usage.ident, block.usage.context)
             self._seen = block.id
+
+    def _add(self, block: int, usage: Usage) -> None:
+        try:
+            self._policy.add(block, usage)
+        except Exception:  # of facts that no block should have: the other blocks must be evictable
+            self._policy.remove(block)
+            if not self._has_complained:
+                logger.exception("store %s: a block cannot be ordered: %s", self._root, usage)
+            self._has_complained = True
 
     def _pop(self, now_s: float) -> tuple[int, Usage] | None:
         began_ns = time.perf_counter_ns()
@@ -321,14 +343,14 @@ class Evictor:
         return popped
 
     def _pop_unknown(
-        self, index: BlockIndex, now_s: float, pinned: Collection[int]
+        self, index: BlockIndex, now_s: float, kept: Collection[int]
     ) -> tuple[int, Usage] | None:
         # New blocks, and then all blocks: some were still being written when later ones were read.
         for again in (False, True):
             self._seen = 0 if again else self._seen
-            while batch := index.stored(self._seen, LEARN_AT_ONCE):
+            while batch := _read_batch(index, self._seen):
                 self._add_batch(batch, order=True)
-                for block in pinned:
+                for block in kept:
                     self._policy.remove(block)
                 popped = self._pop(now_s)
                 if popped is not None:
@@ -343,3 +365,24 @@ class Evictor:
         nofollow.remove_empty(self._root, *shard)
         index.drop(block)
         return True
+
+
+def _read_batch(index: BlockIndex, after: int, at_most: int = LEARN_AT_ONCE) -> list[IndexedBlock]:
+    """As `BlockIndex.stored`, but with times that are not in the future.
+
+    The clock may have been ahead when blocks were used. The index is changed too, since an eviction
+    compares its times with the policy's. Reported accesses may be CLOCK_BACK_S ahead.
+
+    Raises: sqlite3.Error.
+    """
+    now_s = time.time()
+    batch = index.stored(after, at_most)
+    ahead = [
+        block.id
+        for block in batch
+        if max(block.usage.created_s, block.usage.used_s) > now_s + CLOCK_BACK_S
+    ]
+    if not ahead:
+        return batch
+    index.limit_times(ahead, now_s)
+    return index.stored(after, at_most)

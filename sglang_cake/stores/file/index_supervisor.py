@@ -29,7 +29,7 @@ from sglang_cake.stores.file.scan import (
     remove_empty_folders,
     remove_stale,
 )
-from sglang_cake.stores.reported_accesses import Access
+from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, Access
 
 logger = logging.getLogger(__name__)
 TICK_S = 1.0
@@ -86,6 +86,7 @@ class IndexSupervisor:
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
         self._complained = ""
         self._damaged = False
+        self._has_checked_sums = False
         self._thread = threading.Thread(target=self._run, name="cake-file-index", daemon=True)
         self._thread.start()
 
@@ -161,6 +162,11 @@ class IndexSupervisor:
 
     def _record(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
         """Write accesses to the index and the policy; returns which ones are to stored blocks."""
+        now_s = time.time()
+        reads = [  # the clock may have been set back since
+            read if read.at_s <= now_s + CLOCK_BACK_S else read._replace(at_s=now_s)
+            for read in reads
+        ]
         found = index.touch(reads)
         self._evictor.touched(found)
         stored = {(touch.namespace, touch.key, touch.at_s) for _, touch in found}
@@ -249,6 +255,9 @@ class IndexSupervisor:
             if time.monotonic() >= self._reclaim_at_s:
                 self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
                 self.reclaim(index)
+            if self._evictor.leads and not self._has_checked_sums:
+                index.check_sums()
+                self._has_checked_sums = True
             knows_all = self._evictor.learn(index, self._closing.wait)
             self._evictor.refresh(index)
             if not knows_all:
@@ -298,6 +307,7 @@ class IndexSupervisor:
         finally:
             os.close(held)
         self._evictor.restart(index, leads=self._try_to_lead())
+        self._has_checked_sums = False
         self._index = index
         self._opened.set()
 

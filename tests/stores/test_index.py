@@ -1,0 +1,184 @@
+"""The index: no query reads all of its rows, and implausible numbers count as damage."""
+
+import re
+import sqlite3
+import time
+from contextlib import closing, suppress
+from functools import partial
+
+import pytest
+from test_capacity import CAPACITY_BYTES, opened, put
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.core.keys import Digest
+from sglang_cake.stores.eviction.policy import AccessContext, Usage
+from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.index import BlockIndex, Reservation, ScannedFile, Touch
+from sglang_cake.stores.file.index_file import DamagedIndexError
+from sglang_cake.stores.file.scan import listed_blocks_in, stats_in
+from sglang_cake.testing.store_contract import key_of
+
+DIGEST, OTHER = Digest(b"\1" * 32), Digest(b"\2" * 32)
+A, B = key_of("a"), key_of("b")
+USAGE = Usage(4096, 1e9, 1e9, 0, 5)
+ASIDE = ScannedFile(None, 4096, 1e9, 1e9)
+TOUCHES = [
+    Touch(DIGEST, A, 2e9, 1),
+    Touch(DIGEST, A, 2e9, 1, AccessContext("chat")),
+    Touch(DIGEST, B, 0.0, 1, AccessContext("chat")),
+]
+CALLS = {
+    "close": lambda index: None,
+    "reserve_namespace": lambda index: index.reserve_namespace(OTHER, 4096, 1 << 30),
+    "unused": lambda index: index.unused(),
+    "has_namespace": lambda index: index.has_namespace(DIGEST),
+    "forget_namespace": lambda index: index.forget_namespace(OTHER, lambda: True),
+    "taken_bytes": lambda index: index.taken_bytes(DIGEST),
+    "contains": lambda index: index.contains(DIGEST, [A, B]),
+    "reserve": lambda index: index.reserve(DIGEST, 4096, key_of("c"), USAGE, 1 << 30),
+    "commit": lambda index: index.commit(Reservation(2, DIGEST, B), 4096),
+    "drop": lambda index: index.drop(Reservation(2, DIGEST, B)),
+    "forget": lambda index: index.forget(DIGEST, A, lambda: True),
+    "set_aside": lambda index: [
+        index.set_aside(DIGEST, A, ASIDE, lambda gone=gone: gone) for gone in (False, True)
+    ],
+    "with_aside": lambda index: index.with_aside(),
+    "drop_aside": lambda index: index.drop_aside(DIGEST),
+    "touch": lambda index: index.touch(TOUCHES),
+    "limit_times": lambda index: index.limit_times([1, 2], 5e8),
+    "find": lambda index: index.find(1),
+    "last": lambda index: index.last(),
+    "stored": lambda index: index.stored(0, 100),
+    "stored_in": lambda index: index.stored_in(DIGEST, b"", 100),
+    "writing": lambda index: index.writing(),
+    "totals": lambda index: index.totals(),
+    "stored_totals": lambda index: index.stored_totals(),
+    "check": lambda index: index.check(),
+    "check_sums": lambda index: index.check_sums(),
+    "fits": lambda index: index.fits(),
+    "save_fits": lambda index: index.save_fits({}),
+    "clean_boot_id": lambda index: index.clean_boot_id(),
+    "mark_clean": lambda index: index.mark_clean("boot"),
+    "clear": lambda index: index.clear(),
+    "add_found": lambda index: index.add_found(DIGEST, 4096, [ASIDE]),
+}
+READ_ONLY = {
+    "stats_in": stats_in,
+    "listed_blocks_in": lambda root: list(listed_blocks_in(root, DIGEST)),
+}
+LONG_PLAN = re.compile(r"SCAN blocks|USE TEMP|.* blocks .*\(namespace=\?\)")
+# Plans that read many rows, or sort them.
+LONG = {
+    "clear": {"SCAN blocks"},  # before a rebuild, which nobody else uses
+    "check_sums": {"SCAN blocks"},  # once, in the background, and without a lock
+    "stored_totals": {"SCAN blocks USING INDEX unsettled"},  # of these there are few
+    "stats_in": {"SCAN blocks USING INDEX unsettled"},
+    "listed_blocks_in": {"SEARCH blocks USING INDEX sqlite_autoindex_blocks_1 (namespace=?)"},
+    "with_aside": {"USE TEMP B-TREE FOR GROUP BY"},
+}
+
+
+def public_methods(cls):
+    return {name for name, it in vars(cls).items() if callable(it) and not name.startswith("_")}
+
+
+def test_index_queries_of_every_public_method_are_checked():
+    assert set(CALLS) == public_methods(BlockIndex)
+
+
+class Traced(sqlite3.Connection):
+    """Records what it runs."""
+
+    def __init__(self, *args, statements, **options):
+        super().__init__(*args, **options)
+        self.set_trace_callback(statements.append)
+
+
+def plans_of(path, statements):
+    with closing(sqlite3.connect(path)) as db:
+        for statement in statements:
+            if not statement.startswith("--"):  # one of a trigger, which has a row's id
+                for *_, step in db.execute(f"EXPLAIN QUERY PLAN {statement}"):
+                    yield step
+
+
+@pytest.mark.parametrize("name", [*CALLS, *READ_ONLY])
+def test_index_query_of_a_method_reads_no_whole_table(tmp_path, monkeypatch, name):
+    path, statements = tmp_path / "index.db", []
+    monkeypatch.setattr(
+        sqlite3, "connect", partial(sqlite3.connect, factory=partial(Traced, statements=statements))
+    )
+    with closing(BlockIndex(path)) as index:
+        index.commit(index.reserve(DIGEST, 4096, A, USAGE, None).reservation, 4096)
+        index.reserve(DIGEST, 4096, B, USAGE, None)
+        index.reserve_namespace(OTHER, 4096, None)
+        statements.clear()
+        if name in CALLS:
+            CALLS[name](index)
+        else:
+            READ_ONLY[name](tmp_path)
+    monkeypatch.undo()
+    assert statements or name == "close"
+    long = {step for step in plans_of(path, statements) if LONG_PLAN.match(step)}
+    assert long == LONG.get(name, set())
+
+
+def test_index_stored_in_gives_every_block_of_its_namespace_once(tmp_path):
+    keys = sorted(key_of(number) for number in range(25))
+    with closing(BlockIndex(tmp_path / "index.db")) as index:
+        for digest, of_it in ((DIGEST, keys), (OTHER, keys[:5])):
+            index.add_found(digest, 0, [ScannedFile(key, 4096, 1e9, 1e9) for key in of_it[::-1]])
+        index.add_found(DIGEST, 0, [ASIDE])
+        after, found = b"", []
+        while batch := index.stored_in(DIGEST, after, 10):
+            assert len(batch) <= 10
+            found += [block.key for block in batch]
+            after = found[-1]
+    assert found == keys
+
+
+DAMAGES = {
+    "UPDATE blocks SET reach = 0": lambda index: index.stored(0, 100),
+    "UPDATE total SET taken_bytes = 9000000000000000": lambda index: index.check(),
+    "UPDATE total SET blocks = blocks + 1": lambda index: index.check(),
+    "UPDATE namespaces SET used_bytes = 0": lambda index: index.check_sums(),
+    "UPDATE namespaces SET blocks = 0": lambda index: index.check_sums(),
+}
+
+
+@pytest.mark.parametrize("script", DAMAGES)
+def test_index_with_an_implausible_number_counts_as_damaged(tmp_path, script):
+    with closing(BlockIndex(tmp_path / "index.db")) as index:
+        for digest in (DIGEST, OTHER):
+            index.commit(index.reserve(digest, 4096, A, USAGE, None).reservation, 8192)
+        index.check()
+        index.check_sums()
+        with closing(sqlite3.connect(tmp_path / "index.db")) as other:
+            other.executescript(script)
+        with pytest.raises(DamagedIndexError):
+            DAMAGES[script](index)
+
+
+@pytest.mark.parametrize("script", DAMAGES)
+def test_block_folder_with_an_implausible_number_in_its_index_counts_anew(tmp_path, caplog, script):
+    with closing(opened(tmp_path)) as folder:
+        for name in range(10):
+            assert put(folder, name)
+        before = folder.stats()
+    with closing(sqlite3.connect(tmp_path / "index.db")) as index:
+        index.executescript(script)
+    with closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
+        until_s = time.monotonic() + 30
+        while "beginning anew" not in caplog.text or not is_open(folder):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        after = folder.stats()
+        assert (after.blocks, after.block_bytes) == (before.blocks, before.block_bytes)
+        assert before.used_bytes <= after.used_bytes <= CAPACITY_BYTES  # with the damaged index
+        assert put(folder, "new")
+
+
+def is_open(folder):
+    with suppress(StoreUnavailable), folder.supervisor.open():
+        return True
+    return False
