@@ -30,6 +30,7 @@ from sglang_cake.integration.identity.identity import (
     group_namespaces,
     server_fields,
 )
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_shard import KvShard
 
 LAYOUT = BlockLayout.plain(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
@@ -452,3 +453,47 @@ def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
         assert load(lambda runner: runner, runner) is runner
     assert loaded.model_recorded
     assert len(loaded.drafts) == drafts
+
+
+@pytest.fixture
+def updater() -> Any:
+    """SGLang's manager of weights, as far as the hooks use it. `calls` are those of the service."""
+    calls: list[str] = []
+    tree: Any = CakeRadixCache.__new__(CakeRadixCache)
+    tree.service = SimpleNamespace(
+        identity=SimpleNamespace(tensors_lost=lambda: calls.append("lost")),
+        weights_changing=lambda: calls.append("changing"),
+        weights_changed=lambda files, *_, idle: calls.append(f"changed {files}"),
+    )
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=tree),
+        is_fully_idle=lambda ignore_waiting: True,
+        _session=None,
+        calls=calls,
+    )
+
+
+@pytest.mark.parametrize("action", ["reset_tensors", "snapshot", "compare", "checksum"])
+def test_weight_hooks_check_that_resets_tensors_changes_the_weights(
+    updater: Any, action: str
+) -> None:
+    """It fills them with random numbers, also those of tensors that no file has."""
+    request = SimpleNamespace(action=action)
+
+    def original(updater: Any, request: Any) -> str:
+        updater.calls.append("original")
+        return action
+
+    check = hooks_of(weight_hooks.install)["check_weights"]
+    assert check(original, updater, request) == action
+    resets = ["lost", "changing", "original", "changed None"]
+    assert updater.calls == (resets if action == "reset_tensors" else ["original"])
+
+
+def test_identity_update_after_tensors_were_lost_is_private(tmp_path: Path) -> None:
+    """The files may lack tensors that have no value from a file, such as buffers."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    one.identity.tensors_lost()
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private

@@ -498,6 +498,7 @@ class Identity:
         self._defaults = _defaults(ctx)
         self._jobs = DigestJobs(reduce_min)
         self._tensors: frozenset[str] | None = None
+        self._lost = False
         self._adapters: dict[str, str] = {}
         self._model = ctx.model_config.model_path
         self._revision = ctx.model_config.revision
@@ -534,6 +535,11 @@ class Identity:
         """Other weights are about to be loaded, so the digest of the old ones is not needed."""
         self._jobs.cancel(WEIGHTS)
 
+    def tensors_lost(self) -> None:
+        """Tensors of the model that no file has are lost, so no update from files makes its content
+        known again."""
+        self._lost = True
+
     def weights_changed(
         self, files: Files | None, load_format: str | None, version: str | None
     ) -> None:
@@ -550,7 +556,7 @@ class Identity:
             files = None
         else:
             self._fields["format"] = known
-        self._start(update_job(files, self._tensors))
+        self._start(update_job(files, None if self._lost else self._tensors))
 
     def adapter_loaded(self, lora_id: str) -> None:
         """SGLang has loaded a LoRA adapter."""
