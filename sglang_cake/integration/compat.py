@@ -267,6 +267,11 @@ def abort_chunked_request(scheduler: "Scheduler", req: "Req") -> None:
         scheduler._pending_chunked_abort_req = req
 
 
+def weights_are_being_pushed(updater: Any) -> bool:
+    """Whether a session of `begin_weight_update` is open. Args: updater: of the scheduler."""
+    return updater._session is not None
+
+
 def tokenizer_manager() -> Any:
     """The tokenizer manager of the process that serves HTTP."""
     from sglang.srt.entrypoints import http_server

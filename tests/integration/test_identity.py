@@ -490,6 +490,33 @@ def test_weight_hooks_check_that_resets_tensors_changes_the_weights(
     assert updater.calls == (resets if action == "reset_tensors" else ["original"])
 
 
+@pytest.mark.parametrize(
+    ("name", "session"), [("begin_weight_update", "open"), ("end_weight_update", None)]
+)
+def test_weight_hooks_refused_session_changes_nothing(
+    updater: Any, name: str, session: str | None
+) -> None:
+    updater._session = session
+    hook = hooks_of(weight_hooks.install)[name]
+    assert hook(lambda *args: "refused", updater, SimpleNamespace()) == "refused"
+    assert updater.calls == []
+
+
+def test_weight_hooks_session_changes_the_weights(updater: Any) -> None:
+    hooks = hooks_of(weight_hooks.install)
+
+    def begin(updater: Any, request: Any) -> None:
+        updater._session = "open"
+
+    def end(updater: Any, request: Any) -> None:
+        updater._session = None
+
+    hooks["begin_weight_update"](begin, updater, SimpleNamespace())
+    assert updater.calls == ["changing"]
+    hooks["end_weight_update"](end, updater, SimpleNamespace())
+    assert updater.calls[1:] == ["changing", "changed None"]
+
+
 def test_identity_update_after_tensors_were_lost_is_private(tmp_path: Path) -> None:
     """The files may lack tensors that have no value from a file, such as buffers."""
     one = Named(_checkpoint(tmp_path / "a", 1.0))

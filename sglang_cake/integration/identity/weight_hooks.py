@@ -9,6 +9,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.boundary import register
+from sglang_cake.integration.compat import weights_are_being_pushed
 from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import (
@@ -34,7 +35,7 @@ def install() -> None:
         f"{_UPDATER}.update_weights_from_disk": _update_from_disk,
         # Weights are pushed between begin and end, or by update_weights_from_ipc alone.
         f"{_UPDATER}.begin_weight_update": _begin_update,
-        f"{_UPDATER}.end_weight_update": _push,
+        f"{_UPDATER}.end_weight_update": _end_update,
         f"{_UPDATER}.update_weights_from_ipc": _push,
         f"{_UPDATER}.check_weights": _check,
         f"{_UPDATER}.resume_memory_occupation": _resume,
@@ -146,9 +147,15 @@ def _changed(
 
 def _begin_update(original: Any, updater: Any, request: Any) -> Any:
     service = _service(updater)
-    if service is not None:
+    if service is not None and not weights_are_being_pushed(updater):  # else SGLang refuses it
         service.weights_changing()
     return original(updater, request)
+
+
+def _end_update(original: Any, updater: Any, request: Any) -> Any:
+    if not weights_are_being_pushed(updater):  # SGLang refuses it, and changes nothing
+        return original(updater, request)
+    return _push(original, updater, request)
 
 
 def _push(original: Any, updater: Any, request: Any) -> Any:
