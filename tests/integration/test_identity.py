@@ -464,6 +464,7 @@ def updater() -> Any:
         identity=SimpleNamespace(tensors_lost=lambda: calls.append("lost")),
         weights_changing=lambda: calls.append("changing"),
         weights_changed=lambda files, *_, idle: calls.append(f"changed {files}"),
+        pool_going=lambda: calls.append("pool going"),
     )
     return SimpleNamespace(
         scheduler=SimpleNamespace(tree_cache=tree),
@@ -524,3 +525,18 @@ def test_identity_update_after_tensors_were_lost_is_private(tmp_path: Path) -> N
     one.identity.tensors_lost()
     one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
     assert one.identity.is_private
+
+
+@pytest.mark.parametrize(
+    ("tags", "goes"),
+    [(None, True), ([], True), (["weights", "kv_cache"], True), (["weights"], False)],
+)
+def test_weight_hooks_released_memory_of_the_pool_goes_after_its_copies(
+    updater: Any, tags: list[str] | None, goes: bool
+) -> None:
+    def original(updater: Any, request: Any) -> None:
+        updater.calls.append("original")
+
+    hook = hooks_of(weight_hooks.install)["release_memory_occupation"]
+    hook(original, updater, SimpleNamespace(tags=tags))
+    assert updater.calls == ["pool going"] * goes + ["original"]

@@ -1,4 +1,5 @@
-"""Hooks where SGLang loads weights and adapters. They record the files as they are at that time."""
+"""Hooks where SGLang loads weights and adapters. They record the files as they are at that time.
+Another one is where SGLang releases memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ def install() -> None:
         f"{_UPDATER}.end_weight_update": _end_update,
         f"{_UPDATER}.update_weights_from_ipc": _push,
         f"{_UPDATER}.check_weights": _check,
+        f"{_UPDATER}.release_memory_occupation": _release,
         f"{_UPDATER}.resume_memory_occupation": _resume,
     }
     for function, hook in around.items():
@@ -176,6 +178,16 @@ def _check(original: Any, updater: Any, request: Any) -> Any:
         return original(updater, request)
     service.identity.tensors_lost()
     return _push(original, updater, request)
+
+
+def _release(original: Any, updater: Any, request: Any) -> Any:
+    """SGLang empties the tree only after the memory of the pool has gone."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    service = _service(updater)
+    if service is not None and (not request.tags or GPU_MEMORY_TYPE_KV_CACHE in request.tags):
+        service.pool_going()
+    return original(updater, request)
 
 
 def _resume(original: Any, updater: Any, request: Any) -> Any:
