@@ -252,6 +252,21 @@ def test_model_folder_weight_config_and_code_files_are_selected(tmp_path: Path) 
     assert config == {"config.json", "quantize_config.json"}
     with_code = {file.name for file in content.config_files(folder, code=True)}
     assert with_code == config | {"modeling.py"}
+    (folder / "layers" / "__pycache__").mkdir(parents=True)
+    (folder / "layers" / "attention.py").touch()
+    (folder / "layers" / "__pycache__" / "attention.pyc").touch()
+    (folder / "layers" / "above").symlink_to(folder, target_is_directory=True)
+    with_code = {file.name for file in content.config_files(folder, code=True)}
+    assert with_code == config | {"modeling.py", "attention.py"}
+
+
+def test_content_digest_folder_of_a_file_counts(tmp_path: Path) -> None:
+    digests = set()
+    for place in ("a", "b"):
+        folder = _write(tmp_path / place, m=b"1")
+        below = _write(folder / "layers" / place, m=b"2")
+        digests.add(content_digest(_states(below) | file_states(folder.glob("*.safetensors"))))
+    assert len(digests) == 2
 
 
 def test_model_folder_without_weights_or_local_copy_is_a_config_error(tmp_path: Path) -> None:

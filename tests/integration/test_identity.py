@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.integration.identity import weight_hooks
+from sglang_cake.integration.identity import content, weight_hooks
 from sglang_cake.integration.identity.content import file_states
 from sglang_cake.integration.identity.identity import (
     Identity,
@@ -71,6 +71,8 @@ def _digest(**changed: Any) -> bytes:
         "end_states": None,
         "drafts": [],
         "ngram_tokens": None,
+        "quantization": None,
+        "device": "cpu",
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
@@ -78,13 +80,16 @@ def _digest(**changed: Any) -> bytes:
     hasher = None if tokens is None else SimpleNamespace(token_map=torch.tensor(tokens))
     runner = SimpleNamespace(
         model=facts["served"](),
-        device="cpu",
+        device=facts["device"],
         ngram_embedding_manager=SimpleNamespace(engram_hasher=hasher),
     )
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path=facts["path"], **facts["args"]),
         model_config=SimpleNamespace(
-            model_path=facts["path"], dtype=facts["dtype"], context_len=facts["context_len"]
+            model_path=facts["path"],
+            dtype=facts["dtype"],
+            context_len=facts["context_len"],
+            quantization=facts["quantization"],
         ),
         params=SimpleNamespace(page_size=facts["page_size"]),
         tp_worker=SimpleNamespace(model_runner=runner),
@@ -161,7 +166,7 @@ def test_identity_head_groups_have_a_namespace_each() -> None:
 
 
 def _with_draft(dtype: str = "float32", served: type = SamplingParams, **args: Any) -> bytes:
-    model = SimpleNamespace(dtype=f"torch.{dtype}")
+    model = SimpleNamespace(dtype=f"torch.{dtype}", quantization=None)
     runner = SimpleNamespace(model_config=model, model=served())
     draft = LoadedDraft(runner, ModelSource("d"), None)
     return _digest(drafts=[draft], args={"speculative_algorithm": "EAGLE", **args})
@@ -243,6 +248,63 @@ def test_identity_external_model_code_changes_the_namespace(tmp_path: Path) -> N
         served = _model(tmp_path / folder, "cake_external_1", text.format(scale))
         digests.append(_digest(served=served))
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_identity_external_model_code_in_a_subpackage_changes_the_namespace(
+    tmp_path: Path, linked: bool
+) -> None:
+    """A link to a folder above does not make it endless."""
+    digests = []
+    for folder, scale in (("1", 1), ("2", 1), ("3", 2)):
+        top = tmp_path / folder
+        served = _model(top, "cake_external_3", "class Served:\n    pass\n")
+        below = tmp_path / f"{folder}-code" if linked else top / "layers"
+        below.mkdir()
+        (below / "attention.py").write_text(f"SCALE = {scale}\n")
+        (below / "above").symlink_to(top, target_is_directory=True)
+        if linked:
+            (top / "layers").symlink_to(below, target_is_directory=True)
+        digests.append(_digest(served=served))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_identity_external_model_code_counts_with_its_whole_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for folder, scale in (("1", 1), ("2", 2)):
+        top = tmp_path / folder
+        served = _model(top / "models", "cake_external_4.models", "class Served:\n    pass\n")
+        (top / "layers.py").write_text(f"SCALE = {scale}\n")
+        package = SimpleNamespace(__path__=[str(top)])
+        monkeypatch.setitem(sys.modules, "cake_external_4", cast(Any, package))
+        digests.append(_digest(served=served))
+    assert digests[0] != digests[1]
+
+
+def test_identity_external_model_code_of_too_many_files_is_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(content, "MAX_CODE_FILES", 2)
+    served = _model(tmp_path, "cake_external_5", "class Served:\n    pass\n")
+    (tmp_path / "other.py").touch()
+    assert _digest(served=served) != _digest(served=served)
+    assert "the code of Served is unknown" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("quantization", "digests"), [(None, 1), ("gptq_marlin", 1), ("fp8", 3), ("modelopt_fp4", 3)]
+)
+def test_identity_gpu_that_quantises_no_activations_counts_for_such_models(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, digests: int
+) -> None:
+    """Ampere, Ada, Hopper and Blackwell: SGLang picks kernels of Marlin by the device."""
+    found = set()
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at=capability: at)
+        found.add(_digest(device="cuda", quantization=quantization))
+    assert len(found) == digests
 
 
 def test_identity_context_length_counts_for_a_model_that_reads_it(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ READ_BYTES = 1 << 20
 MAX_THREADS = 8
 LOG_EVERY_S = 5.0
 LOG_BYTES = 1 << 30  # work of this size is logged when it is finished
+MAX_CODE_FILES = 2000  # of one model, with the folders
 _LOCKS = 64
 
 
@@ -118,8 +119,28 @@ def config_files(folder: Path, *, code: bool) -> list[Path]:
     found = [file for file in folder.glob("*.json") if file.name not in _TEXT_JSON]
     return [
         *(file for file in found if not file.name.endswith(".index.json")),
-        *(folder.glob("*.py") if code else ()),
+        *(code_files(folder) if code else ()),
     ]
+
+
+def code_files(folder: Path) -> list[Path]:
+    """All Python files below a folder, also where links lead to.
+
+    Raises: ConfigError if there are more files and folders than `MAX_CODE_FILES`; OSError.
+    """
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()  # the first of several links to a folder counts
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:  # else a link to a folder above has no end
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        found += [Path(place, name) for name in names if name.endswith(".py")]
+        if len(found) + len(seen) > MAX_CODE_FILES:
+            raise ConfigError(f"{folder} has more than {MAX_CODE_FILES} Python files and folders")
+    return found
 
 
 def all_files(path: Path) -> list[Path]:
@@ -228,7 +249,8 @@ def unhashed_bytes(files: Files, records: DigestRecords = RECORDS) -> int:
 def content_digest(
     files: Files, cancelled: threading.Event | None = None, records: DigestRecords = RECORDS
 ) -> str:
-    """SHA-256, in hex, over the names of the files and the SHA-256 of each.
+    """SHA-256, in hex, over the SHA-256 of each file and its name, which begins in the folder that
+    all files are in.
 
     Several processes that need the same files share the work. Long work logs its progress and its
     rate.
@@ -241,8 +263,9 @@ def content_digest(
     digests = _file_digests(files, records, progress)
     progress.finished()
     whole = hashlib.sha256(b"sglang_cake content v1")
-    for file in sorted(files, key=lambda path: path.name):
-        name = os.fsencode(file.name)
+    top = os.path.commonpath([file.parent for file in files]) if files else ""
+    names = {file: os.fsencode(file.relative_to(top)) for file in files}
+    for file, name in sorted(names.items(), key=lambda each: each[1]):
         whole.update(len(name).to_bytes(8, "little") + name + bytes.fromhex(digests[file]))
     return whole.hexdigest()
 

@@ -39,6 +39,8 @@ MAX_ADAPTERS = 4096  # adapters whose digests are kept
 # Files of up to this size in all are hashed at once, which takes about a quarter of a second. So
 # the digests of small models and of adapters are known when the first request comes.
 SHORT_BYTES = 256 << 20
+# Kinds of quantisation that leave activations as they are on every device.
+WEIGHT_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
 WEIGHTS = "weights"  # name of the job that computes the digest of the model
 
 
@@ -105,6 +107,8 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
+    if dequantised := _dequantised(ctx, [model, *(each.runner.model_config for each in drafts)]):
+        fields["dequantised"] = dequantised
     hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
     if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
         fields["ngram_tokens"] = hashlib.sha256(hasher.token_map.cpu().numpy()).hexdigest()
@@ -149,20 +153,54 @@ def _device_name(ctx: "TreeCacheBuildContext") -> str:
     return torch.cuda.get_device_name() if runner.device == "cuda" else str(runner.device)
 
 
+def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any]) -> str:
+    """The number formats that this GPU cannot multiply, so that SGLang picks kernels of Marlin for
+    such weights: these dequantise them, and leave activations as they are that others quantise."""
+    names = [str(each.quantization) for each in models if each.quantization]
+    on_gpu = ctx.tp_worker.model_runner.device == "cuda" and torch.version.hip is None
+    if not on_gpu or all(name.startswith(WEIGHT_ONLY) for name in names):
+        return ""
+    capability = torch.cuda.get_device_capability()
+    return " ".join(
+        name for name, least in (("fp8", (8, 9)), ("fp4", (10, 0))) if capability < least
+    )
+
+
 def _implementation(made: Any) -> str:
     """The name of a class or a function, with a digest of its code if it is not part of SGLang."""
     name = getattr(made, "__name__", type(made).__name__)
     if made.__module__.split(".")[0] == "sglang":
         return str(name)
     try:
-        file = inspect.getsourcefile(made)
-    except TypeError:
-        file = None
-    code = sorted(Path(file).parent.glob("*.py")) if file is not None else []
-    if not code:
+        folder = _code_folder(made)
+        code = sorted(content.code_files(folder))
+        texts = [os.fsencode(each.relative_to(folder)) + b"\0" + each.read_bytes() for each in code]
+        if not texts:
+            raise ConfigError(f"there is no code in {folder}")
+    except (ConfigError, OSError, TypeError) as error:
+        logger.warning(
+            "cake: the code of %s is unknown, so no other process uses its KV: %s", name, error
+        )
         return f"{name} {uuid.uuid4().hex}"
-    digest = hashlib.sha256(b"".join(hashlib.sha256(each.read_bytes()).digest() for each in code))
+    digest = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts))
     return f"{name} {digest.hexdigest()}"
+
+
+def _code_folder(made: Any) -> Path:
+    """The folder of the package that a class or a function belongs to, which it may import all of.
+
+    Raises: OSError, TypeError if it is not known.
+    """
+    file = inspect.getsourcefile(made)
+    if file is None:
+        raise OSError(f"there is no source of {made}")
+    package = made.__module__.split(".")[0]
+    # `transformers_modules` has the code of all models that were ever loaded.
+    if package != "transformers_modules":
+        for root in getattr(sys.modules.get(package), "__path__", ()):
+            if Path(file).is_relative_to(root):
+                return Path(root)
+    return Path(file).parent
 
 
 def _source(model_class: type) -> str:
