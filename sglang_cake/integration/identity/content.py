@@ -1,12 +1,13 @@
 """The content of the files of a model or an adapter: SHA-256 over every byte, computed once.
 
 A digest is recorded in the user's cache folder under the file's device, inode, size, mtime and
-ctime. Digests are not kept in the model's folder: a writer of that folder could record a false
-digest, and would be served the KV of another adapter.
+ctime, if a clock has set the ctime. Digests are not kept in the model's folder: a writer of that
+folder could record a false digest, and would be served the KV of another adapter.
 """
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.local_files import atomic_write, cache_folder
+from sglang_cake.stores.file.disk import file_system_type
 
 logger = logging.getLogger("sglang_cake")
 
@@ -38,6 +40,22 @@ _TEXT_JSON = {
     "video_preprocessor_config.json",
     "vocab.json",
 }
+# `f_type` in statfs(2) of file systems whose kernel, or whose server, sets the ctime of a file by
+# its clock at each change. Others are left out: in squashfs, EROFS and ISO 9660, the builder of an
+# image has chosen all times, and with FUSE, 9p and virtiofs a program does. An overlay hides which
+# one is below it.
+_CLOCKED = {
+    0xEF53,  # ext2, ext3, ext4
+    0x58465342,  # XFS
+    0x9123683E,  # Btrfs
+    0xF2F52010,  # F2FS
+    0x2FC12FC1,  # ZFS
+    0x01021994,  # tmpfs
+    0x6969,  # NFS
+    0x00C36400,  # CephFS
+    0x0BD00BD0,  # Lustre
+    0x47504653,  # GPFS
+}
 READ_BYTES = 1 << 20
 MAX_THREADS = 8
 LOG_EVERY_S = 5.0
@@ -52,7 +70,7 @@ class ContentChanged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file's metadata. Equal states mean equal content."""
+    """A file's metadata. Equal states mean equal content, if `_is_clocked`."""
 
     device: int
     inode: int
@@ -241,9 +259,39 @@ def _name(state: FileState) -> str:
 RECORDS = DigestRecords()
 
 
+def _is_clocked(file: Path, state: FileState) -> bool:
+    """Whether a clock has set the file's ctime. Two images whose builder has chosen it may agree in
+    device, inode, size and times, one mounted after the other.
+
+    The image of a disk (ext4 with SOURCE_DATE_EPOCH) may have chosen times too, and a server of NFS
+    may export an image. Such times are whole seconds; those of a clock are not.
+    """
+    try:
+        kind = file_system_type(file)
+    except OSError:
+        return False
+    clocked = kind in _CLOCKED and state.ctime_ns % 10**9 != 0
+    if not clocked:
+        _log_unclocked(kind)
+    return clocked
+
+
+@functools.cache  # one line for each file system
+def _log_unclocked(kind: int) -> None:
+    logger.info(
+        "cake: files are hashed at each start, since their times may be those of an image (file "
+        "system type 0x%x)",
+        kind,
+    )
+
+
 def unhashed_bytes(files: Files, records: DigestRecords = RECORDS) -> int:
     """How many bytes have to be read for the digest of the files."""
-    return sum(state.size_bytes for state in files.values() if records.read(state) is None)
+    return sum(
+        state.size_bytes
+        for file, state in files.items()
+        if not _is_clocked(file, state) or records.read(state) is None
+    )
 
 
 def content_digest(
@@ -336,6 +384,8 @@ class _Progress:
 def _file_digest(file: Path, state: FileState, records: DigestRecords, progress: _Progress) -> str:
     if FileState.of(file.stat()) != state:
         raise ContentChanged(f"{file} changed")
+    if not _is_clocked(file, state):
+        return _hash_file(file, state, progress)
     known = records.read(state)
     if known is not None:
         return known
