@@ -1,6 +1,7 @@
 """A setting changes the namespace exactly if it changes the meaning of KV."""
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,8 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.integration.identity import content, weight_hooks
-from sglang_cake.integration.identity.content import file_states
+from sglang_cake.integration.identity import content, identity, weight_hooks
+from sglang_cake.integration.identity.content import Files, file_states
 from sglang_cake.integration.identity.identity import (
     Identity,
     LoadedDraft,
@@ -409,6 +410,36 @@ def test_identity_digest_ready_after_weights_began_to_change_names_nothing(
     one.identity.weights_changing()
     one.identity.poll()
     assert one.published == []
+
+
+def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large weights are hashed in the background. The update cancels that, and nothing else."""
+    first = _checkpoint(tmp_path / "a", 1.0)
+    one = Named(first, reduce_min=lambda tensor: None)
+    files = file_states(_checkpoint(tmp_path / "new", 2.0).glob("*.safetensors"))
+    hashing = threading.Event()
+
+    def digest(files: Files, cancelled: threading.Event) -> str:
+        if first / "model.safetensors" in files:
+            hashing.set()
+            assert cancelled.wait(60)
+        return content.content_digest(files, cancelled)
+
+    monkeypatch.setattr(identity, "SHORT_BYTES", 10)  # more than the configuration has
+    monkeypatch.setattr(identity, "content_digest", digest)
+    one.identity.start()
+    assert hashing.wait(60)
+    one.identity.weights_changing()
+    one.identity.weights_changed(files, "auto", None)
+    one.identity.wait()
+    assert len(one.published) == 1
+    assert not one.identity.is_private
+    started = Named(_checkpoint(tmp_path / "b", 2.0))
+    started.identity.start()
+    started.identity.wait()
+    assert one.digest == started.digest
 
 
 @pytest.mark.parametrize("load_format", ["dummy", None])

@@ -41,7 +41,9 @@ MAX_ADAPTERS = 4096  # adapters whose digests are kept
 SHORT_BYTES = 256 << 20
 # Kinds of quantisation that leave activations as they are on every device.
 WEIGHT_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
-WEIGHTS = "weights"  # name of the job that computes the digest of the model
+# Names of the jobs for the model: the digest of its weights, and what no update changes.
+WEIGHTS = "weights"
+CONFIGURATION = "configuration"
 
 
 def private_name() -> str:
@@ -415,10 +417,11 @@ class DigestJobs:
             self._queue.get().run()
 
 
-def model_job(
+def model_jobs(
     source: ModelSource, values: Any, defaults: Mapping[str, object], loaded: LoadedFiles
-) -> DigestJob:
-    """The job for the model that the server was started with.
+) -> tuple[DigestJob, DigestJob]:
+    """The jobs for the model that the server was started with: all but its weights, and its
+    weights. An update of the weights cancels only the second one.
 
     Args:
         values: server arguments, resolved.
@@ -456,19 +459,26 @@ def model_job(
         if unreadable is not None:
             raise ConfigError(unreadable)
         job.tensors = content.tensor_names(weights)
-        fields = {"weights": private_name()}
-        if private is None:
-            fields = {"weights": content_digest(weights, job.cancelled)}
-        fields["config"] = content_digest(configs, job.cancelled)
+        fields = {"config": content_digest(configs, job.cancelled)}
         if beside:
             fields["beside"] = " ".join(content_digest(each, job.cancelled) for each in beside)
         if drafts:
             fields["draft"] = " ".join(content_digest(each, job.cancelled) for each in drafts)
         return fields
 
-    others = [configs, *beside, *drafts]
-    hashed = others if private is not None else [weights, *others]
-    return DigestJob(WEIGHTS, compute, sum(map(content.unhashed_bytes, hashed)))
+    def compute_weights(job: DigestJob) -> NamespaceFields:
+        if unreadable is not None:
+            raise ConfigError(unreadable)
+        if private is not None:
+            return {"weights": private_name()}
+        return {"weights": content_digest(weights, job.cancelled)}
+
+    others = sum(map(content.unhashed_bytes, [configs, *beside, *drafts]))
+    weights_bytes = 0 if private is not None else content.unhashed_bytes(weights)
+    return (
+        DigestJob(CONFIGURATION, compute, others),
+        DigestJob(WEIGHTS, compute_weights, weights_bytes),
+    )
 
 
 def update_job(files: Files | None, complete: frozenset[str] | None) -> DigestJob:
@@ -535,7 +545,9 @@ class Identity:
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
         self._jobs = DigestJobs(reduce_min)
-        self._tensors: frozenset[str] | None = None
+        self._configuration: DigestJob | None = None  # since `start`
+        self._weights: str | None = None  # None: not known
+        self._rest: NamespaceFields | None = None  # None: not known yet; empty: never known
         self._lost = False
         self._adapters: dict[str, str] = {}
         self._model = ctx.model_config.model_path
@@ -549,7 +561,7 @@ class Identity:
     @property
     def is_private(self) -> bool:
         """Whether the namespace belongs to this process alone."""
-        return self._fields["weights"].startswith(PRIVATE)
+        return self._weights is None or self._weights.startswith(PRIVATE)
 
     def wait(self) -> None:
         """Wait for all jobs, and take their results."""
@@ -559,7 +571,10 @@ class Identity:
     def start(self) -> None:
         """Start the jobs for the model and the adapters that SGLang has loaded so far."""
         source = ModelSource(self._model, self._revision, self._values.download_dir)
-        self._start(model_job(source, self._values, self._defaults, self._loaded))
+        jobs = model_jobs(source, self._values, self._defaults, self._loaded)
+        self._configuration = jobs[0]
+        for job in jobs:
+            self._start(job)
         self._loaded.on_adapter = self.adapter_loaded
         for lora_id in self._loaded.adapters:
             self.adapter_loaded(lora_id)
@@ -572,6 +587,7 @@ class Identity:
     def weights_changing(self) -> None:
         """Other weights are about to be loaded, so the digest of the old ones is not needed."""
         self._jobs.cancel(WEIGHTS)
+        self._weights = None
 
     def tensors_lost(self) -> None:
         """Tensors of the model that no file has are lost, so no update from files makes its content
@@ -594,7 +610,9 @@ class Identity:
             files = None
         else:
             self._fields["format"] = known
-        self._start(update_job(files, None if self._lost else self._tensors))
+        begun = self._configuration
+        complete = None if begun is None or self._lost else begun.tensors
+        self._start(update_job(files, complete))
 
     def adapter_loaded(self, lora_id: str) -> None:
         """SGLang has loaded a LoRA adapter."""
@@ -614,11 +632,15 @@ class Identity:
                 if len(self._adapters) > MAX_ADAPTERS:
                     del self._adapters[next(iter(self._adapters))]
                 continue
-            self._tensors = job.tensors or self._tensors
-            self._fields |= job.fields or {"weights": private_name()}
-            if "config" not in self._fields:  # the configuration will never be known
-                self._fields["weights"] = private_name()
-            self._on_known(Namespace(tuple(self._fields.items())))
+            if job.name == WEIGHTS:
+                self._weights = (job.fields or {}).get("weights", private_name())
+            else:
+                self._rest = job.fields or {}
+            if self._weights is not None and self._rest is not None:
+                if not self._rest:
+                    self._weights = private_name()
+                fields = {**self._fields, "weights": self._weights, **self._rest}
+                self._on_known(Namespace(tuple(fields.items())))
 
     def close(self) -> None:
         """Cancel all jobs."""
