@@ -188,6 +188,33 @@ def test_identity_changed_draft_model_changes_the_namespace() -> None:
     assert _digest(args={"speculative_algorithm": "NGRAM"}) == _digest()
 
 
+def test_identity_other_plugins_of_sglang_count_with_version_and_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may patch a model or a kernel. Those that SGLANG_PLUGINS leaves out do not count."""
+    names = [_digest()]
+    for folder, number, code in (
+        ("1", 1, "pass"),
+        ("2", 1, "pass"),
+        ("3", 2, "pass"),
+        ("4", 1, "1"),
+    ):
+        info = tmp_path / folder / f"cake_other_plugin-{number}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: cake-other-plugin\nVersion: {number}\n")
+        entry = "[sglang.srt.plugins]\nother = cake_other_plugin:register\n"
+        (info / "entry_points.txt").write_text(entry)
+        (info.parent / "cake_other_plugin.py").write_text(f"def register():\n    {code}\n")
+        monkeypatch.delitem(sys.modules, "cake_other_plugin", raising=False)
+        with monkeypatch.context() as installed:
+            installed.syspath_prepend(str(info.parent))
+            names.append(_digest())
+            installed.setenv("SGLANG_PLUGINS", "cake")
+            assert _digest() == names[0]
+    assert names[1] == names[2]
+    assert len(set(names)) == 4
+
+
 def test_identity_algorithm_of_a_plugin_counts_with_its_code(
     register_algorithm: Callable[..., None], tmp_path: Path
 ) -> None:

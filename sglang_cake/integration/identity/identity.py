@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
+from sglang_cake.integration.compat import other_plugins
 from sglang_cake.integration.identity import content, kv_settings
 from sglang_cake.integration.identity.content import ContentChanged, Files, content_digest
 from sglang_cake.integration.memory.kv_shard import KvShard
@@ -114,6 +116,11 @@ def server_fields(
     hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
     if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
         fields["ngram_tokens"] = hashlib.sha256(hasher.token_map.cpu().numpy()).hexdigest()
+    if plugins := other_plugins():  # they may have replaced any function of SGLang
+        fields["plugins"] = ", ".join(
+            f"{name} {version(dist) if dist else ''} {_implementation(loaded)}"
+            for name, (loaded, dist) in sorted(plugins.items())
+        )
     if (plugin := plugin_algorithm(values.speculative_algorithm)) is not None:
         # The KV of accepted tokens is what its worker leaves.
         fields["plugin_algorithm"] = f"{plugin.name} {_implementation(plugin.factory)}"
