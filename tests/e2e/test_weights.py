@@ -266,6 +266,35 @@ def test_namespace_json_holds_no_folder_names_or_context_length(moved: Live) -> 
         assert "context" not in str(each)
 
 
+def test_released_kv_memory_keeps_the_blocks_that_were_being_stored(
+    trained: Live, moved: Live, plain: Live, models: dict[str, Path]
+) -> None:
+    ids = _ids(12)
+    _update(trained, models["first"])
+    trained.ask(ids)
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        reply = trained.post(path, tags=["kv_cache"])
+        assert reply.status_code == 200, reply.text
+    for live in (trained, moved):
+        answer = _stored(live, ids)
+        assert_same(answer, plain.reference(ids))
+
+
+def test_weights_checker_that_resets_tensors_shares_no_blocks_with_the_model(
+    trained: Live, moved: Live, plain: Live, models: dict[str, Path]
+) -> None:
+    """The last test with this server: its weights stay random."""
+    ids = _ids(13)
+    _update(trained, models["first"])
+    reply = trained.post("/weights_checker", action="reset_tensors")
+    assert reply.status_code == 200, reply.text
+    wrong = _stored(trained, ids)  # its own process finds them
+    answer = moved.ask(ids)
+    assert answer.loaded == 0
+    assert_same(answer, plain.reference(ids))
+    assert not _same(answer, wrong)
+
+
 # ---- a store that fails during an update ----
 
 
