@@ -327,6 +327,16 @@ class CakeService:
             logger.info("cake: KV of the old weights is left; nothing is stored until /flush_cache")
         self.identity.weights_changed(files, load_format, version)
 
+    def pool_going(self) -> None:
+        """The memory of the KV pool is about to be released, and no forward is under way. Live
+        requests are forgotten. On return no copy reads or writes the pool, and none starts before
+        the next poll. A save that is late is given up, and its blocks are not stored; a copy that
+        was launched is waited for, however long it takes.
+        """
+        self._tree.forget_all()  # their slots are withdrawn from loads that are not launched
+        self.saving.wait_launched()
+        self.kv.wait_for_copies()
+
     def attach_store(self, setting: str) -> None:
         """From now on new requests use another store. Requests that are being loaded use the old
         store until its pending writes are done, and are computed from then on. The server need not

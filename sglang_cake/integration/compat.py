@@ -267,6 +267,25 @@ def abort_chunked_request(scheduler: "Scheduler", req: "Req") -> None:
         scheduler._pending_chunked_abort_req = req
 
 
+def other_plugins() -> dict[str, tuple[Any, str | None]]:
+    """The plug-ins of SGLang that this process has loaded beside cake: by name, what SGLang has
+    called, and the name of the distribution."""
+    from sglang.srt.plugins import (
+        GENERAL_PLUGINS_GROUP,
+        _get_excluded_dists,
+        load_plugins_by_group,
+    )
+
+    found = load_plugins_by_group(GENERAL_PLUGINS_GROUP, excluded_dists=_get_excluded_dists())
+    own = __name__.partition(".")[0]
+    return {name: each for name, each in found.items() if each[0].__module__.split(".")[0] != own}
+
+
+def weights_are_being_pushed(updater: Any) -> bool:
+    """Whether a session of `begin_weight_update` is open. Args: updater: of the scheduler."""
+    return updater._session is not None
+
+
 def tokenizer_manager() -> Any:
     """The tokenizer manager of the process that serves HTTP."""
     from sglang.srt.entrypoints import http_server

@@ -44,10 +44,12 @@ def store(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ordinary(start: Start, models: dict[str, Path], store: Path) -> Iterator[Live]:
-    """A server that does both, with the same store. Its answers are the references."""
+def ordinary(
+    start: Start, models: dict[str, Path], store: Path, standins: dict[str, str]
+) -> Iterator[Live]:
+    """A server that does both, with the same store and plug-ins. Its answers are the references."""
     flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load")
-    with start(models["first"], flags, store=store) as live:
+    with start(models["first"], flags, store=store, env=standins) as live:
         yield live
 
 

@@ -217,7 +217,9 @@ def test_adapter_files_removed_after_loading_requests_are_answered(
 
 
 @pytest.fixture(scope="module")
-def moved(start: Start, models: dict[str, Path], folder: Path, trained: Live) -> Iterator[Live]:
+def moved(
+    start: Start, models: dict[str, Path], folder: Path, trained: Live, standins: dict[str, str]
+) -> Iterator[Live]:
     """The first model on another machine: other folder, name, times and context length."""
     model = folder / "elsewhere" / "another-name"
     model.parent.mkdir()
@@ -225,7 +227,7 @@ def moved(start: Start, models: dict[str, Path], folder: Path, trained: Live) ->
     for file in model.iterdir():
         os.utime(file, (1, 1))
     flags = (*FLAGS, "--context-length", "4096", "--load-format", "safetensors")
-    with start(model, flags, store=folder / "store-weights") as live:
+    with start(model, flags, store=folder / "store-weights", env=standins) as live:
         yield live
 
 
@@ -241,11 +243,16 @@ def test_weights_equal_in_another_folder_load_the_same_blocks(
 
 
 def test_dummy_weights_share_no_blocks_with_the_model_in_their_folder(
-    start: Start, moved: Live, plain: Live, models: dict[str, Path], folder: Path
+    start: Start,
+    moved: Live,
+    plain: Live,
+    models: dict[str, Path],
+    folder: Path,
+    standins: dict[str, str],
 ) -> None:
     ids = _ids(9)
     flags = (*FLAGS, "--load-format", "dummy")
-    with start(models["first"], flags, store=folder / "store-weights") as dummy:
+    with start(models["first"], flags, store=folder / "store-weights", env=standins) as dummy:
         _stored(dummy, ids)  # its own process finds them
     answer = moved.ask(ids)
     assert answer.loaded == 0
@@ -264,6 +271,36 @@ def test_namespace_json_holds_no_folder_names_or_context_length(moved: Live) -> 
         assert each["tp_size"] == "1"
         assert "transformers" not in str(each)
         assert "context" not in str(each)
+
+
+def test_released_kv_memory_keeps_the_blocks_that_were_being_stored(
+    trained: Live, moved: Live, plain: Live, models: dict[str, Path]
+) -> None:
+    ids = _ids(12)
+    _update(trained, models["first"], load_format="safetensors")
+    trained.ask(ids)
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        reply = trained.post(path, tags=["kv_cache"])
+        assert reply.status_code == 200, reply.text
+    _stored(trained, ids)
+    answer = moved.ask(ids)
+    assert answer.loaded > 0
+    assert_same(answer, plain.reference(ids))
+
+
+def test_weights_checker_that_resets_tensors_shares_no_blocks_with_the_model(
+    trained: Live, moved: Live, plain: Live, models: dict[str, Path]
+) -> None:
+    """The last test with this server: its weights stay random."""
+    ids = _ids(13)
+    _update(trained, models["first"], load_format="safetensors")
+    reply = trained.post("/weights_checker", action="reset_tensors")
+    assert reply.status_code == 200, reply.text
+    wrong = _stored(trained, ids)  # its own process finds them
+    answer = moved.ask(ids)
+    assert answer.loaded == 0
+    assert_same(answer, plain.reference(ids))
+    assert not _same(answer, wrong)
 
 
 # ---- a store that fails during an update ----

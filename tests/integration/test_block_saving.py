@@ -1,6 +1,9 @@
 """A checkpoint stores new full blocks, once, with the right bytes and keys."""
 
+import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.token_span import Span
+from sglang_cake.integration.build import CakeService
 from sglang_cake.integration.memory.block_saving import BlockSaving
-from sglang_cake.integration.memory.copier import Copier, Save
+from sglang_cake.integration.memory.copier import Copier, CopyThread, Save
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
@@ -319,3 +323,61 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
     assert not kv.ordered
     io.run(writer.drained(), PATIENCE_S)
     io.close()
+
+
+class HeldKV(DeviceKV):
+    """Begins to copy a block into host memory when the test says."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool, block_tokens=BLOCK)
+        self.go = threading.Event()
+
+    def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
+        assert self.go.wait(PATIENCE_S)
+        return super().save(slots, blocks, after)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_block_saving_pool_that_goes_leaves_whole_blocks_or_none(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """SGLang releases the memory of the pool. A save that does not begin in time is dropped."""
+    pool = mha(256, dtype=torch.bfloat16)
+    scramble(pool, 1)
+    kv = HeldKV(pool)
+    copier = CopyThread(kv, patience_s=0.0 if late else PATIENCE_S)
+    io, buffers, memory, counters = (
+        IoThread(),
+        BufferPool(buffers_for(kv, 8)),
+        MemoryStore(),
+        Counters(),
+    )
+    writer = Writer(memory, buffers, io, counters)
+    saving = BlockSaving(kv, copier, writer)
+    blocker = copier.save(torch.arange(1, BLOCK + 1), buffers_for(kv, 1), ())
+    record = known(1)
+    row = torch.arange(1, BLOCK + 1)
+    saving.checkpointed(record, record.tokens, row, last=False)
+    before = b"".join(bytes(as_bytes(b)[row].numpy()) for b in buffers_of(pool))
+    wait = copier.wait_saves_launched
+
+    def waiting(saves: Sequence[Save]) -> list[Copy]:
+        """A late copier goes on when the wait is over."""
+        if not late:
+            kv.go.set()
+        return wait(saves)
+
+    monkeypatch.setattr(copier, "wait_saves_launched", waiting)
+    forgotten: list[str] = []
+    tree = SimpleNamespace(forget_all=lambda: forgotten.append("all"))
+    service: Any = SimpleNamespace(_tree=tree, saving=saving, kv=kv)
+    CakeService.pool_going(service)
+    scramble(pool, 2)
+    kv.go.set()
+    blocker.ended.result(PATIENCE_S)
+    io.run(writer.drained(), PATIENCE_S)
+    copier.close()
+    io.close()
+    assert forgotten == ["all"]
+    assert list(memory.blocks.values()) == ([] if late else [before])
+    assert buffers.free == buffers.capacity

@@ -351,7 +351,7 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
     (load,) = (each for each in registry if each.endswith("begin_weight_update"))
     registry[poll][0][1](None, scheduler)
     assert calls == ["identify", "poll"]
-    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=None))
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=None), _session=None)
     registry[load][0][1](lambda *args: None, updater, None)
     for _ in range(2):
         registry[poll][0][1](None, scheduler)

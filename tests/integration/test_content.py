@@ -1,5 +1,6 @@
 """The digest of a model's files depends on all bytes and names, and on nothing else."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -17,12 +18,14 @@ from sglang_cake.integration.identity.content import (
     ContentChanged,
     DigestRecords,
     Files,
+    FileState,
     content_digest,
     file_states,
     unhashed_bytes,
 )
 
 LARGE_BYTES = (1 << 30) + (8 << 20)
+EXT4, SQUASHFS, OVERLAY, NFS = 0xEF53, 0x73717368, 0x794C7630, 0x6969
 RECORDS = DigestRecords(settled_s=-1.0)  # for files of any age
 
 
@@ -30,6 +33,7 @@ RECORDS = DigestRecords(settled_s=-1.0)  # for files of any age
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of records; each test has its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(content, "file_system_type", lambda path: EXT4)  # whatever it is here
     return tmp_path / "cache" / "sglang_cake" / "content"
 
 
@@ -112,6 +116,39 @@ def test_content_digest_hashed_file_is_not_read_again(tmp_path: Path) -> None:
     assert content_digest(files, records=RECORDS) == first
     _flip(folder / "a.safetensors", 0)
     assert unhashed_bytes(_states(folder), RECORDS) == 5000
+
+
+@pytest.mark.parametrize(
+    ("kind", "ctime_ns", "recorded"),
+    [
+        (EXT4, 1_700_000_000_123_456_789, True),
+        (NFS, 1_700_000_000_123_456_789, True),
+        (EXT4, 1_700_000_000_000_000_000, False),
+        (NFS, 1_700_000_000_000_000_000, False),
+        (SQUASHFS, 1_700_000_000_000_000_000, False),
+        (SQUASHFS, 1_700_000_000_123_456_789, False),
+        (OVERLAY, 1_700_000_000_123_456_789, False),
+    ],
+)
+def test_content_digest_files_of_two_images_with_equal_times_are_both_hashed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: int,
+    ctime_ns: int,
+    recorded: bool,
+) -> None:
+    """One is mounted after the other. The log says once that nothing is recorded."""
+    content._log_unclocked.cache_clear()
+    monkeypatch.setattr(content, "file_system_type", lambda path: kind)
+    state = FileState(1, 2, 1, 3, ctime_ns)
+    monkeypatch.setattr(FileState, "of", lambda status: state)
+    one, other = _write(tmp_path / "1", a=b"1"), _write(tmp_path / "2", a=b"2")
+    with caplog.at_level(logging.INFO, "sglang_cake"):
+        first = _digest(one)
+        assert unhashed_bytes(_states(other), RECORDS) == (0 if recorded else 1)
+        assert (_digest(other) == first) == recorded
+    assert caplog.text.count("hashed at each start") == (not recorded)
 
 
 def test_content_digest_recently_changed_file_is_hashed_again(tmp_path: Path) -> None:
@@ -252,6 +289,21 @@ def test_model_folder_weight_config_and_code_files_are_selected(tmp_path: Path) 
     assert config == {"config.json", "quantize_config.json"}
     with_code = {file.name for file in content.config_files(folder, code=True)}
     assert with_code == config | {"modeling.py"}
+    (folder / "layers" / "__pycache__").mkdir(parents=True)
+    (folder / "layers" / "attention.py").touch()
+    (folder / "layers" / "__pycache__" / "attention.pyc").touch()
+    (folder / "layers" / "above").symlink_to(folder, target_is_directory=True)
+    with_code = {file.name for file in content.config_files(folder, code=True)}
+    assert with_code == config | {"modeling.py", "attention.py"}
+
+
+def test_content_digest_folder_of_a_file_counts(tmp_path: Path) -> None:
+    digests = set()
+    for place in ("a", "b"):
+        folder = _write(tmp_path / place, m=b"1")
+        below = _write(folder / "layers" / place, m=b"2")
+        digests.add(content_digest(_states(below) | file_states(folder.glob("*.safetensors"))))
+    assert len(digests) == 2
 
 
 def test_model_folder_without_weights_or_local_copy_is_a_config_error(tmp_path: Path) -> None:

@@ -177,6 +177,32 @@ def test_cuda_kv_forwards_wait_for_the_last_of_several_copies(
 
 
 @pytest.mark.parametrize("waits", [True, False])
+def test_cuda_kv_memory_of_the_pool_goes_behind_all_copies(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """With the control: without the wait, copies are under way when the host goes on."""
+    wrong = 0
+    for seed in SEEDS:
+        harness = GpuHarness(monkeypatch, seed)
+        loaded, stored = harness.slots[:2]
+        harness.fill(stored, 2)
+        harness.run()
+        load = harness.kv.load(harness.block(1), loaded, ())
+        (buffer,) = buffers_for(harness.kv, 1)
+        save = harness.kv.save(stored, [buffer], ())
+        if waits:
+            harness.kv.wait_for_copies()
+        for rows in buffers_of(harness.pool):
+            as_bytes(rows).fill_(0xBB)
+        harness.run()
+        assert load.done()
+        assert save.done()
+        written = any(bool((as_bytes(rows) != 0xBB).any()) for rows in buffers_of(harness.pool))
+        wrong += written or bytes(buffer.view) != b"\2" * len(buffer.view)
+    assert bool(wrong) != waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
 def test_cuda_kv_moves_of_slots_are_behind_all_copies(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:

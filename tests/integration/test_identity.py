@@ -1,12 +1,13 @@
 """A setting changes the namespace exactly if it changes the meaning of KV."""
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.integration.identity import weight_hooks
-from sglang_cake.integration.identity.content import file_states
+from sglang_cake.integration.identity import content, identity, weight_hooks
+from sglang_cake.integration.identity.content import Files, file_states
 from sglang_cake.integration.identity.identity import (
     Identity,
     LoadedDraft,
@@ -30,6 +31,7 @@ from sglang_cake.integration.identity.identity import (
     group_namespaces,
     server_fields,
 )
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_shard import KvShard
 
 LAYOUT = BlockLayout.plain(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
@@ -70,6 +72,8 @@ def _digest(**changed: Any) -> bytes:
         "end_states": None,
         "drafts": [],
         "ngram_tokens": None,
+        "quantization": None,
+        "device": "cpu",
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
@@ -77,13 +81,16 @@ def _digest(**changed: Any) -> bytes:
     hasher = None if tokens is None else SimpleNamespace(token_map=torch.tensor(tokens))
     runner = SimpleNamespace(
         model=facts["served"](),
-        device="cpu",
+        device=facts["device"],
         ngram_embedding_manager=SimpleNamespace(engram_hasher=hasher),
     )
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path=facts["path"], **facts["args"]),
         model_config=SimpleNamespace(
-            model_path=facts["path"], dtype=facts["dtype"], context_len=facts["context_len"]
+            model_path=facts["path"],
+            dtype=facts["dtype"],
+            context_len=facts["context_len"],
+            quantization=facts["quantization"],
         ),
         params=SimpleNamespace(page_size=facts["page_size"]),
         tp_worker=SimpleNamespace(model_runner=runner),
@@ -160,7 +167,7 @@ def test_identity_head_groups_have_a_namespace_each() -> None:
 
 
 def _with_draft(dtype: str = "float32", served: type = SamplingParams, **args: Any) -> bytes:
-    model = SimpleNamespace(dtype=f"torch.{dtype}")
+    model = SimpleNamespace(dtype=f"torch.{dtype}", quantization=None)
     runner = SimpleNamespace(model_config=model, model=served())
     draft = LoadedDraft(runner, ModelSource("d"), None)
     return _digest(drafts=[draft], args={"speculative_algorithm": "EAGLE", **args})
@@ -179,6 +186,33 @@ def test_identity_changed_draft_model_changes_the_namespace() -> None:
     assert len(set(names)) == len(names)
     assert _with_draft() == _with_draft(speculative_num_steps=7) == _with_draft()
     assert _digest(args={"speculative_algorithm": "NGRAM"}) == _digest()
+
+
+def test_identity_other_plugins_of_sglang_count_with_version_and_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may patch a model or a kernel. Those that SGLANG_PLUGINS leaves out do not count."""
+    names = [_digest()]
+    for folder, number, code in (
+        ("1", 1, "pass"),
+        ("2", 1, "pass"),
+        ("3", 2, "pass"),
+        ("4", 1, "1"),
+    ):
+        info = tmp_path / folder / f"cake_other_plugin-{number}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: cake-other-plugin\nVersion: {number}\n")
+        entry = "[sglang.srt.plugins]\nother = cake_other_plugin:register\n"
+        (info / "entry_points.txt").write_text(entry)
+        (info.parent / "cake_other_plugin.py").write_text(f"def register():\n    {code}\n")
+        monkeypatch.delitem(sys.modules, "cake_other_plugin", raising=False)
+        with monkeypatch.context() as installed:
+            installed.syspath_prepend(str(info.parent))
+            names.append(_digest())
+            installed.setenv("SGLANG_PLUGINS", "cake")
+            assert _digest() == names[0]
+    assert names[1] == names[2]
+    assert len(set(names)) == 4
 
 
 def test_identity_algorithm_of_a_plugin_counts_with_its_code(
@@ -242,6 +276,63 @@ def test_identity_external_model_code_changes_the_namespace(tmp_path: Path) -> N
         served = _model(tmp_path / folder, "cake_external_1", text.format(scale))
         digests.append(_digest(served=served))
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_identity_external_model_code_in_a_subpackage_changes_the_namespace(
+    tmp_path: Path, linked: bool
+) -> None:
+    """A link to a folder above does not make it endless."""
+    digests = []
+    for folder, scale in (("1", 1), ("2", 1), ("3", 2)):
+        top = tmp_path / folder
+        served = _model(top, "cake_external_3", "class Served:\n    pass\n")
+        below = tmp_path / f"{folder}-code" if linked else top / "layers"
+        below.mkdir()
+        (below / "attention.py").write_text(f"SCALE = {scale}\n")
+        (below / "above").symlink_to(top, target_is_directory=True)
+        if linked:
+            (top / "layers").symlink_to(below, target_is_directory=True)
+        digests.append(_digest(served=served))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_identity_external_model_code_counts_with_its_whole_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for folder, scale in (("1", 1), ("2", 2)):
+        top = tmp_path / folder
+        served = _model(top / "models", "cake_external_4.models", "class Served:\n    pass\n")
+        (top / "layers.py").write_text(f"SCALE = {scale}\n")
+        package = SimpleNamespace(__path__=[str(top)])
+        monkeypatch.setitem(sys.modules, "cake_external_4", cast(Any, package))
+        digests.append(_digest(served=served))
+    assert digests[0] != digests[1]
+
+
+def test_identity_external_model_code_of_too_many_files_is_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(content, "MAX_CODE_FILES", 2)
+    served = _model(tmp_path, "cake_external_5", "class Served:\n    pass\n")
+    (tmp_path / "other.py").touch()
+    assert _digest(served=served) != _digest(served=served)
+    assert "the code of Served is unknown" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("quantization", "digests"), [(None, 1), ("gptq_marlin", 1), ("fp8", 3), ("modelopt_fp4", 3)]
+)
+def test_identity_gpu_that_quantises_no_activations_counts_for_such_models(
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, digests: int
+) -> None:
+    """Ampere, Ada, Hopper and Blackwell: SGLang picks kernels of Marlin by the device."""
+    found = set()
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at=capability: at)
+        found.add(_digest(device="cuda", quantization=quantization))
+    assert len(found) == digests
 
 
 def test_identity_context_length_counts_for_a_model_that_reads_it(tmp_path: Path) -> None:
@@ -348,6 +439,36 @@ def test_identity_digest_ready_after_weights_began_to_change_names_nothing(
     assert one.published == []
 
 
+def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large weights are hashed in the background. The update cancels that, and nothing else."""
+    first = _checkpoint(tmp_path / "a", 1.0)
+    one = Named(first, reduce_min=lambda tensor: None)
+    files = file_states(_checkpoint(tmp_path / "new", 2.0).glob("*.safetensors"))
+    hashing = threading.Event()
+
+    def digest(files: Files, cancelled: threading.Event) -> str:
+        if first / "model.safetensors" in files:
+            hashing.set()
+            assert cancelled.wait(60)
+        return content.content_digest(files, cancelled)
+
+    monkeypatch.setattr(identity, "SHORT_BYTES", 10)  # more than the configuration has
+    monkeypatch.setattr(identity, "content_digest", digest)
+    one.identity.start()
+    assert hashing.wait(60)
+    one.identity.weights_changing()
+    one.identity.weights_changed(files, "auto", None)
+    one.identity.wait()
+    assert len(one.published) == 1
+    assert not one.identity.is_private
+    started = Named(_checkpoint(tmp_path / "b", 2.0))
+    started.identity.start()
+    started.identity.wait()
+    assert one.digest == started.digest
+
+
 @pytest.mark.parametrize("load_format", ["dummy", None])
 def test_identity_update_in_unknown_format_is_private(
     tmp_path: Path, load_format: str | None
@@ -452,3 +573,90 @@ def test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded(
         assert load(lambda runner: runner, runner) is runner
     assert loaded.model_recorded
     assert len(loaded.drafts) == drafts
+
+
+@pytest.fixture
+def updater() -> Any:
+    """SGLang's manager of weights, as far as the hooks use it. `calls` are those of the service."""
+    calls: list[str] = []
+    tree: Any = CakeRadixCache.__new__(CakeRadixCache)
+    tree.service = SimpleNamespace(
+        identity=SimpleNamespace(tensors_lost=lambda: calls.append("lost")),
+        weights_changing=lambda: calls.append("changing"),
+        weights_changed=lambda files, *_, idle: calls.append(f"changed {files}"),
+        pool_going=lambda: calls.append("pool going"),
+    )
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(tree_cache=tree),
+        is_fully_idle=lambda ignore_waiting: True,
+        _session=None,
+        calls=calls,
+    )
+
+
+@pytest.mark.parametrize("action", ["reset_tensors", "snapshot", "compare", "checksum"])
+def test_weight_hooks_check_that_resets_tensors_changes_the_weights(
+    updater: Any, action: str
+) -> None:
+    """It fills them with random numbers, also those of tensors that no file has."""
+    request = SimpleNamespace(action=action)
+
+    def original(updater: Any, request: Any) -> str:
+        updater.calls.append("original")
+        return action
+
+    check = hooks_of(weight_hooks.install)["check_weights"]
+    assert check(original, updater, request) == action
+    resets = ["lost", "changing", "original", "changed None"]
+    assert updater.calls == (resets if action == "reset_tensors" else ["original"])
+
+
+@pytest.mark.parametrize(
+    ("name", "session"), [("begin_weight_update", "open"), ("end_weight_update", None)]
+)
+def test_weight_hooks_refused_session_changes_nothing(
+    updater: Any, name: str, session: str | None
+) -> None:
+    updater._session = session
+    hook = hooks_of(weight_hooks.install)[name]
+    assert hook(lambda *args: "refused", updater, SimpleNamespace()) == "refused"
+    assert updater.calls == []
+
+
+def test_weight_hooks_session_changes_the_weights(updater: Any) -> None:
+    hooks = hooks_of(weight_hooks.install)
+
+    def begin(updater: Any, request: Any) -> None:
+        updater._session = "open"
+
+    def end(updater: Any, request: Any) -> None:
+        updater._session = None
+
+    hooks["begin_weight_update"](begin, updater, SimpleNamespace())
+    assert updater.calls == ["changing"]
+    hooks["end_weight_update"](end, updater, SimpleNamespace())
+    assert updater.calls[1:] == ["changing", "changed None"]
+
+
+def test_identity_update_after_tensors_were_lost_is_private(tmp_path: Path) -> None:
+    """The files may lack tensors that have no value from a file, such as buffers."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    one.identity.tensors_lost()
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
+
+
+@pytest.mark.parametrize(
+    ("tags", "goes"),
+    [(None, True), ([], True), (["weights", "kv_cache"], True), (["weights"], False)],
+)
+def test_weight_hooks_released_memory_of_the_pool_goes_after_its_copies(
+    updater: Any, tags: list[str] | None, goes: bool
+) -> None:
+    def original(updater: Any, request: Any) -> None:
+        updater.calls.append("original")
+
+    hook = hooks_of(weight_hooks.install)["release_memory_occupation"]
+    hook(original, updater, SimpleNamespace(tags=tags))
+    assert updater.calls == ["pool going"] * goes + ["original"]

@@ -18,7 +18,8 @@ from sglang_cake.integration.support_matrix import RULES
 
 DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
 CLASSES = {
-    *("counted", "draft", "content", "replaced", "private", "rounding", "refused", "unrelated")
+    *("counted", "draft", "content", "replaced", "private", "rounding", "marlin", "refused"),
+    "unrelated",
 }
 REVIEWED = (Path(__file__).parent / "sglang_environment.txt").read_text().split()
 
@@ -70,6 +71,9 @@ def test_kv_facts_unknown_argument_counts_without_showing_its_value() -> None:
         ("enable_int8_mamba_checkpoint", True),
         ("enable_mamba_cache_stochastic_rounding", True),
         ("enable_precise_embedding_interpolation", True),
+        ("moe_runner_backend", "marlin"),
+        ("moe_runner_backend", "lora_marlin"),
+        ("fp4_gemm_runner_backend", "marlin"),
     ],
 )
 def test_kv_facts_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
@@ -91,6 +95,8 @@ def test_kv_facts_argument_that_changes_kv_counts(argument: str, value: Any) -> 
         ("tokenizer_path", "/t"),
         ("api_key", "secret"),
         ("attention_backend", "fa3"),
+        ("moe_runner_backend", "triton"),
+        ("fp4_gemm_runner_backend", "flashinfer_cutlass"),
         ("mm_process_config", {"image": {"max_pixels": 1}}),
     ],
 )
@@ -99,10 +105,15 @@ def test_kv_facts_argument_unrelated_to_kv_does_not_count(argument: str, value: 
 
 
 def test_kv_facts_settings_of_a_draft_model_count_for_its_kv_alone() -> None:
-    values = _values(speculative_draft_model_quantization="fp8", speculative_num_steps=5)
+    values = _values(
+        speculative_draft_model_quantization="fp8",
+        speculative_enable_w4a4_mxfp4_megamoe=True,
+        speculative_num_steps=5,
+    )
     assert kv_settings.counted_arguments(values, DEFAULTS) == {}
     assert kv_settings.counted_arguments(values, DEFAULTS, frozenset({"draft"})) == {
-        "speculative_draft_model_quantization": "fp8"
+        "speculative_draft_model_quantization": "fp8",
+        "speculative_enable_w4a4_mxfp4_megamoe": "True",
     }
 
 
@@ -128,6 +139,7 @@ def test_kv_facts_deterministic_inference_counts_the_kernels() -> None:
         {"weight_cache_mode": "client"},
         {"checkpoint_engine_wait_weights_before_ready": True},
         {"forward_hooks": [{"name": "h"}]},
+        {"offload_mode": "meta"},
         {"model_loader_extra_config": '{"presharded_path": "/dump"}'},
         {"model_loader_extra_config": {"qlora_adapter_name_or_path": "/a"}},
         {"model_loader_extra_config": "no json"},
@@ -172,6 +184,9 @@ def test_kv_facts_unknown_environment_variable_counts(
     given = {
         "SGLANG_FP8_IGNORED_LAYERS": "lm_head",
         "SGLANG_LOG_MS": "1",
+        "SGLANG_MORI_DISPATCH_DTYPE": "fp8",
+        "SGLANG_MORI_COMBINE_DTYPE": "fp8",
+        "SGLANG_MORI_EP_V2": "0",
         "SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": "1",
         "SGLANG_CAKE_STORE": "file:///kv",
         "SGLANG_OF_TOMORROW": "s3cret",
@@ -180,7 +195,12 @@ def test_kv_facts_unknown_environment_variable_counts(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     found = kv_settings.counted_environment(given)
-    assert found.keys() == {"SGLANG_FP8_IGNORED_LAYERS", "SGLANG_OF_TOMORROW"}
+    assert found.keys() == {
+        "SGLANG_FP8_IGNORED_LAYERS",
+        "SGLANG_MORI_COMBINE_DTYPE",
+        "SGLANG_MORI_DISPATCH_DTYPE",
+        "SGLANG_OF_TOMORROW",
+    }
     assert "s3cret" not in str(found)
 
 

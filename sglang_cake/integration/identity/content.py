@@ -1,12 +1,13 @@
 """The content of the files of a model or an adapter: SHA-256 over every byte, computed once.
 
 A digest is recorded in the user's cache folder under the file's device, inode, size, mtime and
-ctime. Digests are not kept in the model's folder: a writer of that folder could record a false
-digest, and would be served the KV of another adapter.
+ctime, if a clock has set the ctime. Digests are not kept in the model's folder: a writer of that
+folder could record a false digest, and would be served the KV of another adapter.
 """
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.local_files import atomic_write, cache_folder
+from sglang_cake.stores.file.disk import file_system_type
 
 logger = logging.getLogger("sglang_cake")
 
@@ -38,10 +40,27 @@ _TEXT_JSON = {
     "video_preprocessor_config.json",
     "vocab.json",
 }
+# `f_type` in statfs(2) of file systems whose kernel, or whose server, sets the ctime of a file by
+# its clock at each change. Others are left out: in squashfs, EROFS and ISO 9660, the builder of an
+# image has chosen all times, and with FUSE, 9p and virtiofs a program does. An overlay hides which
+# one is below it.
+_CLOCKED = {
+    0xEF53,  # ext2, ext3, ext4
+    0x58465342,  # XFS
+    0x9123683E,  # Btrfs
+    0xF2F52010,  # F2FS
+    0x2FC12FC1,  # ZFS
+    0x01021994,  # tmpfs
+    0x6969,  # NFS
+    0x00C36400,  # CephFS
+    0x0BD00BD0,  # Lustre
+    0x47504653,  # GPFS
+}
 READ_BYTES = 1 << 20
 MAX_THREADS = 8
 LOG_EVERY_S = 5.0
 LOG_BYTES = 1 << 30  # work of this size is logged when it is finished
+MAX_CODE_FILES = 2000  # of one model, with the folders
 _LOCKS = 64
 
 
@@ -51,7 +70,7 @@ class ContentChanged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file's metadata. Equal states mean equal content."""
+    """A file's metadata. Equal states mean equal content, if `_is_clocked`."""
 
     device: int
     inode: int
@@ -118,8 +137,28 @@ def config_files(folder: Path, *, code: bool) -> list[Path]:
     found = [file for file in folder.glob("*.json") if file.name not in _TEXT_JSON]
     return [
         *(file for file in found if not file.name.endswith(".index.json")),
-        *(folder.glob("*.py") if code else ()),
+        *(code_files(folder) if code else ()),
     ]
+
+
+def code_files(folder: Path) -> list[Path]:
+    """All Python files below a folder, also where links lead to.
+
+    Raises: ConfigError if there are more files and folders than `MAX_CODE_FILES`; OSError.
+    """
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()  # the first of several links to a folder counts
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:  # else a link to a folder above has no end
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        found += [Path(place, name) for name in names if name.endswith(".py")]
+        if len(found) + len(seen) > MAX_CODE_FILES:
+            raise ConfigError(f"{folder} has more than {MAX_CODE_FILES} Python files and folders")
+    return found
 
 
 def all_files(path: Path) -> list[Path]:
@@ -220,15 +259,46 @@ def _name(state: FileState) -> str:
 RECORDS = DigestRecords()
 
 
+def _is_clocked(file: Path, state: FileState) -> bool:
+    """Whether a clock has set the file's ctime. Two images whose builder has chosen it may agree in
+    device, inode, size and times, one mounted after the other.
+
+    The image of a disk (ext4 with SOURCE_DATE_EPOCH) may have chosen times too, and a server of NFS
+    may export an image. Such times are whole seconds; those of a clock are not.
+    """
+    try:
+        kind = file_system_type(file)
+    except OSError:
+        return False
+    clocked = kind in _CLOCKED and state.ctime_ns % 10**9 != 0
+    if not clocked:
+        _log_unclocked(kind)
+    return clocked
+
+
+@functools.cache  # one line for each file system
+def _log_unclocked(kind: int) -> None:
+    logger.info(
+        "cake: files are hashed at each start, since their times may be those of an image (file "
+        "system type 0x%x)",
+        kind,
+    )
+
+
 def unhashed_bytes(files: Files, records: DigestRecords = RECORDS) -> int:
     """How many bytes have to be read for the digest of the files."""
-    return sum(state.size_bytes for state in files.values() if records.read(state) is None)
+    return sum(
+        state.size_bytes
+        for file, state in files.items()
+        if not _is_clocked(file, state) or records.read(state) is None
+    )
 
 
 def content_digest(
     files: Files, cancelled: threading.Event | None = None, records: DigestRecords = RECORDS
 ) -> str:
-    """SHA-256, in hex, over the names of the files and the SHA-256 of each.
+    """SHA-256, in hex, over the SHA-256 of each file and its name, which begins in the folder that
+    all files are in.
 
     Several processes that need the same files share the work. Long work logs its progress and its
     rate.
@@ -241,8 +311,9 @@ def content_digest(
     digests = _file_digests(files, records, progress)
     progress.finished()
     whole = hashlib.sha256(b"sglang_cake content v1")
-    for file in sorted(files, key=lambda path: path.name):
-        name = os.fsencode(file.name)
+    top = os.path.commonpath([file.parent for file in files]) if files else ""
+    names = {file: os.fsencode(file.relative_to(top)) for file in files}
+    for file, name in sorted(names.items(), key=lambda each: each[1]):
         whole.update(len(name).to_bytes(8, "little") + name + bytes.fromhex(digests[file]))
     return whole.hexdigest()
 
@@ -313,6 +384,8 @@ class _Progress:
 def _file_digest(file: Path, state: FileState, records: DigestRecords, progress: _Progress) -> str:
     if FileState.of(file.stat()) != state:
         raise ContentChanged(f"{file} changed")
+    if not _is_clocked(file, state):
+        return _hash_file(file, state, progress)
     known = records.read(state)
     if known is not None:
         return known

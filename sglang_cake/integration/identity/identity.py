@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
+from sglang_cake.integration.compat import other_plugins
 from sglang_cake.integration.identity import content, kv_settings
 from sglang_cake.integration.identity.content import ContentChanged, Files, content_digest
 from sglang_cake.integration.memory.kv_shard import KvShard
@@ -39,7 +41,11 @@ MAX_ADAPTERS = 4096  # adapters whose digests are kept
 # Files of up to this size in all are hashed at once, which takes about a quarter of a second. So
 # the digests of small models and of adapters are known when the first request comes.
 SHORT_BYTES = 256 << 20
-WEIGHTS = "weights"  # name of the job that computes the digest of the model
+# Kinds of quantisation that leave activations as they are on every device.
+WEIGHT_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
+# Names of the jobs for the model: the digest of its weights, and what no update changes.
+WEIGHTS = "weights"
+CONFIGURATION = "configuration"
 
 
 def private_name() -> str:
@@ -105,9 +111,16 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
+    if dequantised := _dequantised(ctx, [model, *(each.runner.model_config for each in drafts)]):
+        fields["dequantised"] = dequantised
     hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
     if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
         fields["ngram_tokens"] = hashlib.sha256(hasher.token_map.cpu().numpy()).hexdigest()
+    if plugins := other_plugins():  # they may have replaced any function of SGLang
+        fields["plugins"] = ", ".join(
+            f"{name} {version(dist) if dist else ''} {_implementation(loaded)}"
+            for name, (loaded, dist) in sorted(plugins.items())
+        )
     if (plugin := plugin_algorithm(values.speculative_algorithm)) is not None:
         # The KV of accepted tokens is what its worker leaves.
         fields["plugin_algorithm"] = f"{plugin.name} {_implementation(plugin.factory)}"
@@ -149,20 +162,54 @@ def _device_name(ctx: "TreeCacheBuildContext") -> str:
     return torch.cuda.get_device_name() if runner.device == "cuda" else str(runner.device)
 
 
+def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any]) -> str:
+    """The number formats that this GPU cannot multiply, so that SGLang picks kernels of Marlin for
+    such weights: these dequantise them, and leave activations as they are that others quantise."""
+    names = [str(each.quantization) for each in models if each.quantization]
+    on_gpu = ctx.tp_worker.model_runner.device == "cuda" and torch.version.hip is None
+    if not on_gpu or all(name.startswith(WEIGHT_ONLY) for name in names):
+        return ""
+    capability = torch.cuda.get_device_capability()
+    return " ".join(
+        name for name, least in (("fp8", (8, 9)), ("fp4", (10, 0))) if capability < least
+    )
+
+
 def _implementation(made: Any) -> str:
     """The name of a class or a function, with a digest of its code if it is not part of SGLang."""
     name = getattr(made, "__name__", type(made).__name__)
     if made.__module__.split(".")[0] == "sglang":
         return str(name)
     try:
-        file = inspect.getsourcefile(made)
-    except TypeError:
-        file = None
-    code = sorted(Path(file).parent.glob("*.py")) if file is not None else []
-    if not code:
+        folder = _code_folder(made)
+        code = sorted(content.code_files(folder))
+        texts = [os.fsencode(each.relative_to(folder)) + b"\0" + each.read_bytes() for each in code]
+        if not texts:
+            raise ConfigError(f"there is no code in {folder}")
+    except (ConfigError, OSError, TypeError) as error:
+        logger.warning(
+            "cake: the code of %s is unknown, so no other process uses its KV: %s", name, error
+        )
         return f"{name} {uuid.uuid4().hex}"
-    digest = hashlib.sha256(b"".join(hashlib.sha256(each.read_bytes()).digest() for each in code))
+    digest = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts))
     return f"{name} {digest.hexdigest()}"
+
+
+def _code_folder(made: Any) -> Path:
+    """The folder of the package that a class or a function belongs to, which it may import all of.
+
+    Raises: OSError, TypeError if it is not known.
+    """
+    file = inspect.getsourcefile(made)
+    if file is None:
+        raise OSError(f"there is no source of {made}")
+    package = made.__module__.split(".")[0]
+    # `transformers_modules` has the code of all models that were ever loaded.
+    if package != "transformers_modules":
+        for root in getattr(sys.modules.get(package), "__path__", ()):
+            if Path(file).is_relative_to(root):
+                return Path(root)
+    return Path(file).parent
 
 
 def _source(model_class: type) -> str:
@@ -377,10 +424,11 @@ class DigestJobs:
             self._queue.get().run()
 
 
-def model_job(
+def model_jobs(
     source: ModelSource, values: Any, defaults: Mapping[str, object], loaded: LoadedFiles
-) -> DigestJob:
-    """The job for the model that the server was started with.
+) -> tuple[DigestJob, DigestJob]:
+    """The jobs for the model that the server was started with: all but its weights, and its
+    weights. An update of the weights cancels only the second one.
 
     Args:
         values: server arguments, resolved.
@@ -418,19 +466,26 @@ def model_job(
         if unreadable is not None:
             raise ConfigError(unreadable)
         job.tensors = content.tensor_names(weights)
-        fields = {"weights": private_name()}
-        if private is None:
-            fields = {"weights": content_digest(weights, job.cancelled)}
-        fields["config"] = content_digest(configs, job.cancelled)
+        fields = {"config": content_digest(configs, job.cancelled)}
         if beside:
             fields["beside"] = " ".join(content_digest(each, job.cancelled) for each in beside)
         if drafts:
             fields["draft"] = " ".join(content_digest(each, job.cancelled) for each in drafts)
         return fields
 
-    others = [configs, *beside, *drafts]
-    hashed = others if private is not None else [weights, *others]
-    return DigestJob(WEIGHTS, compute, sum(map(content.unhashed_bytes, hashed)))
+    def compute_weights(job: DigestJob) -> NamespaceFields:
+        if unreadable is not None:
+            raise ConfigError(unreadable)
+        if private is not None:
+            return {"weights": private_name()}
+        return {"weights": content_digest(weights, job.cancelled)}
+
+    others = sum(map(content.unhashed_bytes, [configs, *beside, *drafts]))
+    weights_bytes = 0 if private is not None else content.unhashed_bytes(weights)
+    return (
+        DigestJob(CONFIGURATION, compute, others),
+        DigestJob(WEIGHTS, compute_weights, weights_bytes),
+    )
 
 
 def update_job(files: Files | None, complete: frozenset[str] | None) -> DigestJob:
@@ -497,7 +552,10 @@ class Identity:
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
         self._jobs = DigestJobs(reduce_min)
-        self._tensors: frozenset[str] | None = None
+        self._configuration: DigestJob | None = None  # since `start`
+        self._weights: str | None = None  # None: not known
+        self._rest: NamespaceFields | None = None  # None: not known yet; empty: never known
+        self._lost = False
         self._adapters: dict[str, str] = {}
         self._model = ctx.model_config.model_path
         self._revision = ctx.model_config.revision
@@ -510,7 +568,7 @@ class Identity:
     @property
     def is_private(self) -> bool:
         """Whether the namespace belongs to this process alone."""
-        return self._fields["weights"].startswith(PRIVATE)
+        return self._weights is None or self._weights.startswith(PRIVATE)
 
     def wait(self) -> None:
         """Wait for all jobs, and take their results."""
@@ -520,7 +578,10 @@ class Identity:
     def start(self) -> None:
         """Start the jobs for the model and the adapters that SGLang has loaded so far."""
         source = ModelSource(self._model, self._revision, self._values.download_dir)
-        self._start(model_job(source, self._values, self._defaults, self._loaded))
+        jobs = model_jobs(source, self._values, self._defaults, self._loaded)
+        self._configuration = jobs[0]
+        for job in jobs:
+            self._start(job)
         self._loaded.on_adapter = self.adapter_loaded
         for lora_id in self._loaded.adapters:
             self.adapter_loaded(lora_id)
@@ -533,6 +594,12 @@ class Identity:
     def weights_changing(self) -> None:
         """Other weights are about to be loaded, so the digest of the old ones is not needed."""
         self._jobs.cancel(WEIGHTS)
+        self._weights = None
+
+    def tensors_lost(self) -> None:
+        """Tensors of the model that no file has are lost, so no update from files makes its content
+        known again."""
+        self._lost = True
 
     def weights_changed(
         self, files: Files | None, load_format: str | None, version: str | None
@@ -550,7 +617,9 @@ class Identity:
             files = None
         else:
             self._fields["format"] = known
-        self._start(update_job(files, self._tensors))
+        begun = self._configuration
+        complete = None if begun is None or self._lost else begun.tensors
+        self._start(update_job(files, complete))
 
     def adapter_loaded(self, lora_id: str) -> None:
         """SGLang has loaded a LoRA adapter."""
@@ -570,11 +639,15 @@ class Identity:
                 if len(self._adapters) > MAX_ADAPTERS:
                     del self._adapters[next(iter(self._adapters))]
                 continue
-            self._tensors = job.tensors or self._tensors
-            self._fields |= job.fields or {"weights": private_name()}
-            if "config" not in self._fields:  # the configuration will never be known
-                self._fields["weights"] = private_name()
-            self._on_known(Namespace(tuple(self._fields.items())))
+            if job.name == WEIGHTS:
+                self._weights = (job.fields or {}).get("weights", private_name())
+            else:
+                self._rest = job.fields or {}
+            if self._weights is not None and self._rest is not None:
+                if not self._rest:
+                    self._weights = private_name()
+                fields = {**self._fields, "weights": self._weights, **self._rest}
+                self._on_known(Namespace(tuple(fields.items())))
 
     def close(self) -> None:
         """Cancel all jobs."""

@@ -43,7 +43,8 @@ _ENVIRONMENT = re.compile(r"(SGLANG|SGL)_|FLASHINFER_NVFP4_|DEEP_NORMAL_MODE_USE
 _UNRELATED_ENVIRONMENT = re.compile(
     r"""SGL(ANG)?_(
       CAKE_ | LOG_ | TEST_ | TRACE_ | OTLP_ | PROFILE | TORCH_PROFILER | MEM_PROFILE | RECORD_
-    | CUDA_COREDUMP | PYSPY | CRASH_ | IS_IN_CI | DISAGG | HICACHE_ | MOONCAKE_ | MORI_ | ENCODER_
+    | CUDA_COREDUMP | PYSPY | CRASH_ | IS_IN_CI | DISAGG | HICACHE_ | MOONCAKE_ | ENCODER_
+    | MORI_(?!(DISPATCH|COMBINE)_DTYPE$)
     | (ENABLE_)?FAILED_SESSION_
     | GRPC_ | JIT_ | DG_CACHE | CACHE_DIR$ | CUTE_AOT_CACHE | WEIGHT_CACHE_ | KV_CANARY_(?!PERTURB)
     | GRAMMAR_ | EXA_ | TOOL_ | SCHEDULER_ | PREFILL_DELAYER_ | MM_ | VLM_ | VIT_ | IMAGE_ | RESIZE_
@@ -88,12 +89,14 @@ def counted_arguments(
         classes: of arguments in kv_settings.toml.
     """
     if values.enable_deterministic_inference:
-        classes |= {"rounding"}
+        classes |= {"rounding", "marlin"}
     found = {name: _text(getattr(values, name)) for name in sorted(defaults)}
+    kinds = {name: argument_class(name) for name in found}
     return {
-        name: text if argument_class(name) else _digest(text)
+        name: text if kinds[name] else _digest(text)
         for name, text in found.items()
-        if argument_class(name) in classes and text != _text(defaults[name])
+        if kinds[name] in classes or (kinds[name] == "marlin" and "marlin" in text)
+        if text != _text(defaults[name])
     }
 
 

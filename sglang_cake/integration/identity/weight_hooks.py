@@ -1,4 +1,5 @@
-"""Hooks where SGLang loads weights and adapters. They record the files as they are at that time."""
+"""Hooks where SGLang loads weights and adapters. They record the files as they are at that time.
+Another one is where SGLang releases memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.boundary import register
+from sglang_cake.integration.compat import weights_are_being_pushed
 from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import (
@@ -34,8 +36,10 @@ def install() -> None:
         f"{_UPDATER}.update_weights_from_disk": _update_from_disk,
         # Weights are pushed between begin and end, or by update_weights_from_ipc alone.
         f"{_UPDATER}.begin_weight_update": _begin_update,
-        f"{_UPDATER}.end_weight_update": _push,
+        f"{_UPDATER}.end_weight_update": _end_update,
         f"{_UPDATER}.update_weights_from_ipc": _push,
+        f"{_UPDATER}.check_weights": _check,
+        f"{_UPDATER}.release_memory_occupation": _release,
         f"{_UPDATER}.resume_memory_occupation": _resume,
     }
     for function, hook in around.items():
@@ -145,9 +149,15 @@ def _changed(
 
 def _begin_update(original: Any, updater: Any, request: Any) -> Any:
     service = _service(updater)
-    if service is not None:
+    if service is not None and not weights_are_being_pushed(updater):  # else SGLang refuses it
         service.weights_changing()
     return original(updater, request)
+
+
+def _end_update(original: Any, updater: Any, request: Any) -> Any:
+    if not weights_are_being_pushed(updater):  # SGLang refuses it, and changes nothing
+        return original(updater, request)
+    return _push(original, updater, request)
 
 
 def _push(original: Any, updater: Any, request: Any) -> Any:
@@ -159,6 +169,25 @@ def _push(original: Any, updater: Any, request: Any) -> Any:
         return original(updater, request)
     finally:
         _changed(service, updater, request, None, None)
+
+
+def _check(original: Any, updater: Any, request: Any) -> Any:
+    """One action writes random numbers into the weights, and into tensors that no file has."""
+    service = _service(updater)
+    if service is None or request.action != "reset_tensors":
+        return original(updater, request)
+    service.identity.tensors_lost()
+    return _push(original, updater, request)
+
+
+def _release(original: Any, updater: Any, request: Any) -> Any:
+    """SGLang empties the tree only after the memory of the pool has gone."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    service = _service(updater)
+    if service is not None and (not request.tags or GPU_MEMORY_TYPE_KV_CACHE in request.tags):
+        service.pool_going()
+    return original(updater, request)
 
 
 def _resume(original: Any, updater: Any, request: Any) -> Any:

@@ -195,6 +195,10 @@ class BlockSaving:
             saves = [saving.save for saving in due if saving.order_forwards_after == order]
             order(self._copier.wait_saves_launched(saves))
 
+    def wait_launched(self) -> None:
+        """Wait until the copies of all saves are launched; a save that is late is given up."""
+        self._copier.wait_saves_launched([each.save for each in self._saves])
+
     def _give_up(self, unsaved: _Unsaved) -> None:
         self._writer.give_up(len(unsaved.blocks))
         unsaved.blocks.clear()

@@ -61,6 +61,10 @@ class Service(Protocol):
         """The server's weights have changed."""
         ...
 
+    def pool_going(self) -> None:
+        """The memory of the KV pool is about to be released."""
+        ...
+
     def attach_store(self, setting: str) -> None:
         """Use another store for new requests. Raises: ConfigError."""
         ...

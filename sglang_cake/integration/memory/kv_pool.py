@@ -263,6 +263,9 @@ class DeviceKV:
         """Forwards that are launched from now on start after these copies, all in one direction,
         have left the KV pool."""
 
+    def wait_for_copies(self) -> None:
+        """Wait until all copies launched so far have left the KV pool."""
+
     def before_moves(self, stream: Any) -> None:
         """What is launched on `stream` from now on starts after all copies launched so far."""
 
@@ -551,6 +554,10 @@ class CudaKV(DeviceKV):
             streams = self._launching if self.moves else self._launching[-1:]
             for stream in streams:
                 stream.wait_event(last.pool)
+
+    def wait_for_copies(self) -> None:
+        _recorded(self.streams.into).synchronize()
+        _recorded(self.streams.out).synchronize()
 
     def before_moves(self, stream: Any) -> None:
         stream.wait_stream(self.streams.into)
