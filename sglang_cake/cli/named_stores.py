@@ -41,6 +41,11 @@ class NamedStore:
             source = source.inner
         return source if isinstance(source, FileSource) else None
 
+    @property
+    def seals(self) -> bool:
+        """Whether it seals blocks. Its folder may have namespaces of others then."""
+        return hasattr(self.source, "stored_frame")
+
     def stored(self, frame: BlockFrame) -> BlockFrame:
         """How the store frames blocks of `frame`: sealed, if it seals them. Raises: ConfigError."""
         seal = getattr(self.source, "stored_frame", None)

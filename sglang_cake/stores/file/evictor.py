@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
@@ -199,13 +200,20 @@ class Evictor:
             self._policy = policy
             self._seen = seen
 
-    def remove_aside(self, index: BlockIndex, older_than_s: float = 0.0) -> Amount:
+    def remove_aside(
+        self, index: BlockIndex, older_than_s: float = 0.0, only: Digest | None = None
+    ) -> Amount:
         """Remove the corrupt files of namespaces that got none for `older_than_s`.
+
+        Args:
+            only: of this namespace; None: of all.
 
         Returns the space that was freed. Raises: sqlite3.Error; OSError.
         """
         removed = Amount()
         for digest, stored_bytes in index.with_aside():
+            if only not in (None, digest):
+                continue
             place = (digest.hex(), CORRUPT)
             found = list(nofollow.files_in(self._root, *place))
             last_s = max((status.st_ctime for _, status in found), default=0.0)
