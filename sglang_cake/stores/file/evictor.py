@@ -31,6 +31,11 @@ AHEAD_MOST_BYTES = 1 << 30
 LOAD_FITS_EVERY_S = 60.0
 
 
+def ahead_bytes(limit_bytes: int) -> int:
+    """Bytes of a store's limit that its leader keeps free."""
+    return min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
+
+
 class Evictor:
     """Evicts by a policy. Thread-safe.
 
@@ -111,8 +116,8 @@ class Evictor:
         wanted_bytes = 0
         limit_bytes = self.limit_bytes()
         if limit_bytes is not None:
-            ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
-            wanted_bytes = max(wanted_bytes, index.totals()[1] + ahead_bytes - limit_bytes)
+            taken_bytes = index.totals()[1] + ahead_bytes(limit_bytes)
+            wanted_bytes = max(wanted_bytes, taken_bytes - limit_bytes)
         missing = self.space.missing()
         return Amount(max(wanted_bytes, missing.bytes), missing.files)
 
