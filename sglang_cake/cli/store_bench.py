@@ -423,7 +423,7 @@ def _kv_bytes(args: argparse.Namespace) -> int | None:
         folder = path if path.is_dir() else path.parent
         try:
             return kv_token_bytes(folder, "auto")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # the file may hold anything, and be nested to any depth
             raise ConfigError(f"--model-config: {path} describes no model: {error!r}") from None
     if args.kv_bytes_per_token is not None and args.kv_bytes_per_token <= 0:
         raise ConfigError("--kv-bytes-per-token: write a number of bytes")

@@ -203,10 +203,15 @@ def test_doctor_model_that_is_not_here_is_to_mend_and_not_downloaded(
     [
         (["--cake-block-tokens", "0"], "--cake-block-tokens: '0' is not possible"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--config", "/nope.yaml"], "sglang-cake: --config: Config file not found: /nope.yaml"),
+        (["--config", "{tmp_path}/bad.yaml"], "sglang-cake: --config: while parsing"),
+        (["--config"], "sglang-cake: --config: No config file specified"),
     ],
 )
 def test_doctor_wrong_flag_exits_with_2(tmp_path: Path, flags: list[str], line: str) -> None:
-    done = run(tmp_path, "--model-path", str(tmp_path), *flags)
+    (tmp_path / "bad.yaml").write_text("a: [b\n")
+    given = [flag.format(tmp_path=tmp_path) for flag in flags]
+    done = run(tmp_path, "--cake-store", "memory://1GB", "--model-path", str(tmp_path), *given)
     assert done.returncode == 2
     assert line in done.stdout
     assert "Traceback" not in done.stdout

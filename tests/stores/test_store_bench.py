@@ -62,6 +62,16 @@ def test_store_bench_with_a_model_reports_tokens_per_second(tmp_path, capsys):
     assert "loading alone breaks even at 128 kB/s" in out
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", '{"hidden_size": 1}'], ids=range(4))
+def test_store_bench_file_that_describes_no_model_is_one_error_line(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "kv").mkdir()
+    assert store("bench", url_of(tmp_path / "kv"), "--model-config", tmp_path) == 2
+    captured = capsys.readouterr()
+    assert "describes no model" in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
 def test_store_bench_reads_from_the_page_cache_print_a_warning(tmp_path, capsys, monkeypatch):
     reads_of_this_process(monkeypatch, lambda: 7)
     assert store("bench", url_of(tmp_path), *SMALL) == 0
