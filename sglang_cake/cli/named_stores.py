@@ -189,16 +189,8 @@ async def for_each(
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse from a coroutine function. Ctrl-C ends it without a traceback."""
-
-    def run(args: argparse.Namespace) -> int:
-        try:
-            return asyncio.run(tool(args))
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
-
-    return run
+    """A `run` for argparse from a coroutine function."""
+    return lambda args: asyncio.run(tool(args))
 
 
 @contextmanager
