@@ -97,13 +97,23 @@ def frame_of_stored(stored: StoredNamespace) -> BlockFrame:
 async def namespaces_of(named: NamedStore, prefix: str = "") -> list[StoredNamespace]:
     """The namespaces whose digest starts with `prefix` (hex).
 
-    Raises: StoreUnavailable; ConfigError if there is none with that prefix.
+    Raises: StoreUnavailable; ConfigError if there is none with that prefix, or for `memory://`.
     """
+    refuse_memory(named)
     stored = await named.source.namespaces()
     chosen = [each for each in stored if each.digest.hex().startswith(prefix.lower())]
     if prefix and not chosen:
         raise ConfigError(f"{named.url}: no namespace starts with {prefix!r}")
     return chosen
+
+
+def refuse_memory(named: NamedStore) -> None:
+    """Refuse `memory://`: it would be memory of this process, empty and soon gone.
+
+    Raises: ConfigError.
+    """
+    if named.url.startswith("memory://"):
+        raise ConfigError(f"{named.url} is memory of the server: other processes cannot see it")
 
 
 async def readable(

@@ -17,6 +17,7 @@ from sglang_cake.cli.named_stores import (
     opened,
     progress,
     readable,
+    refuse_memory,
     run_tool,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
@@ -60,6 +61,7 @@ def add_cp(subparsers: Any) -> None:
 
 async def _cp(args: argparse.Namespace) -> int:
     source, destination = one_store(args.url), one_store(args.to, must_exist=False)
+    refuse_memory(destination)
     destination.source.check()  # makes a missing folder
     result = Copied()
     good, result.unreadable_namespaces = await readable(source, args.namespace)
