@@ -64,7 +64,13 @@ def named_stores(text: str, *, must_exist: bool = True) -> list[NamedStore]:
         NamedStore(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
     ]
     for named in found:
-        if must_exist and named.files is not None and not named.files.path.is_dir():
+        if not must_exist or named.files is None:
+            continue
+        try:
+            is_folder = named.files.path.is_dir()
+        except OSError as error:  # as of a folder above that may not be entered
+            raise ConfigError(f"store URL {named.url!r}: {error.strerror}") from None
+        if not is_folder:
             raise ConfigError(f"store URL {named.url!r}: there is no such folder")
     return found
 

@@ -420,8 +420,8 @@ def _kv_bytes(args: argparse.Namespace) -> int | None:
         raise ConfigError("--prefill-tokens-per-s: write a number of tokens")
     if args.model_config is not None:
         path: Path = args.model_config
-        folder = path if path.is_dir() else path.parent
         try:
+            folder = path if path.is_dir() else path.parent
             return kv_token_bytes(folder, "auto")
         except Exception as error:  # the file may hold anything, and be nested to any depth
             raise ConfigError(f"--model-config: {path} describes no model: {error!r}") from None

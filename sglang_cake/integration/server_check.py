@@ -4,6 +4,7 @@ SGLang's plug-ins are not loaded here, so cake's hooks do not act. Nothing is do
 """
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,7 +126,7 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     path = Path(model) / "config.json"
-    if path.is_file():
+    if os.path.isfile(path):  # `Path.is_file` raises where a folder may not be entered
         return path
     try:
         found = try_to_load_from_cache(model, "config.json", revision=revision)

@@ -6,6 +6,7 @@ name and the file of that model give the same answer.
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,9 +283,9 @@ def find_shape(text: str) -> Shape:
     if text.lower() in MODELS:
         return shape_of(MODELS[text.lower()])
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):  # methods of Path raise where a folder may not be entered
         path /= "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         names = ", ".join(sorted(MODELS))
         raise ConfigError(
             f"--model {text!r} is neither a folder, nor a config.json, nor one of {names}"

@@ -25,7 +25,7 @@ from sglang_cake.cli.doctor import (
 )
 from sglang_cake.config import CakeConfig
 from sglang_cake.integration import compat
-from sglang_cake.integration.server_check import ResolvedServer
+from sglang_cake.integration.server_check import ResolvedServer, config_file
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -124,6 +124,10 @@ def test_doctor_reports_all_that_is_to_mend_at_once(tmp_path: Path) -> None:
     assert lines["store"][0][0] == "mend"
     assert "neither empty nor a store" in lines["store"][0][1]
     assert "reads" in lines["store"][1][1], "the second tier is fine"
+
+
+def test_config_file_path_that_the_system_refuses_is_none() -> None:
+    assert config_file("a" * 5000) is None
 
 
 def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:

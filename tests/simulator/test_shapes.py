@@ -169,6 +169,11 @@ def test_shape_bad_config_file_is_a_config_error(tmp_path: Path, text: str) -> N
         find_shape(str(tmp_path))
 
 
+def test_shape_path_that_the_system_refuses_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="is neither a folder"):
+        find_shape("a" * 5000)
+
+
 def test_shape_window_pools_equal_those_of_sglang() -> None:
     from sglang.srt.configs import model_config
 

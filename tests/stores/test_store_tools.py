@@ -442,6 +442,8 @@ def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, caps
         (["gc", "{root}", "--to", "lots"], "--to: 'lots' is not a size"),
         (["cp", "{root},http://127.0.0.1:1", "{root}"], "names 2 stores, write one"),
         (["cp", "{root}", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
+        (["ls", "file:///" + "a" * 5000], "File name too long"),
+        (["bench", "{root}", "--model-config", "a" * 5000], "describes no model"),
         (["cp", "{root}", "memory://1GB"], "memory://1GB is memory of the server"),
         (["stat", "memory://1GB"], "memory://1GB is memory of the server"),
         (["clear", "{root},memory://1GB", "--yes"], "memory://1GB is memory of the server"),
