@@ -6,6 +6,7 @@ module of the given command is imported: others would take most of the start of 
 """
 
 import argparse
+import errno
 import os
 import select
 import signal
@@ -44,9 +45,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; a `CakeError` is one line on stderr and exit status 2.
 
-    If the reader of stdout has ended (`sglang-cake plan ... | head`), the command ends silently,
-    with the status of a process that SIGPIPE ended. SIGPIPE itself stays ignored: sockets of
-    servers and stores break too, and that must not end the process.
+    Ctrl-C and a full disk are one line too. If the reader of stdout has ended
+    (`sglang-cake plan ... | head`), the command ends silently, with the status of a process that
+    SIGPIPE ended. SIGPIPE itself stays ignored: sockets of servers and stores break too, and that
+    must not end the process.
     """
     try:
         try:
@@ -61,14 +63,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"sglang-cake: {error}", file=sys.stderr)
             status = 2
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None: it was closed before the start
+                sys.stdout.flush()
     except BrokenPipeError:
         if not _stdout_is_broken():
             raise
-        # Python flushes stdout again when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return PIPE_STATUS
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"sglang-cake: cannot write: {error}", file=sys.stderr)
+        _drop_stdout()
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return status
+
+
+def _drop_stdout() -> None:
+    """Write stdout nowhere: Python flushes it again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stdout_is_broken() -> bool:

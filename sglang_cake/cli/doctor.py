@@ -2,7 +2,7 @@
 
 It takes the flags of `sglang serve`, as if `--enable-cake` were among them, and says what is fine
 and what to mend. It starts no server and downloads nothing; of the model, its config.json is
-enough. It writes some blocks into each store, reads them, and deletes them.
+enough. It writes some blocks into each store that has room for them, reads them, and deletes them.
 
     sglang-cake doctor --model-path ./my-model --cake-store "file:///nvme/kv?capacity=500GB"
 
@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 from sglang_cake.cli import plan
 from sglang_cake.cli.named_stores import NamedStore, progress, run_tool
 from sglang_cake.cli.patch import PatchState, find_installation, patches_root, plan_of
-from sglang_cake.cli.store_bench import measure_size
+from sglang_cake.cli.store_bench import FullStore, measure_size
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import ConfigError, PatchError, StoreError
@@ -304,6 +304,11 @@ async def store_findings(
         text = f"{store.url}: {BENCH_S:g} s were not enough to write and read "
         text += f"{size_text(max(BENCH_BYTES, 2 * queue_depth * block_bytes))}: use a faster one"
         return [Finding("mend", "store", text)], None
+    except FullStore as error:
+        text = f"{redacted(str(error))}; reading and writing were not measured"
+        if store.files is not None:
+            text += ": `sglang-cake store bench` measures an empty folder on the same disk"
+        return [Finding("note", "store", text), *_spaces(store, kv)], None
     except ConfigError as error:
         return [Finding("mend", "store", redacted(str(error)))], None
     except StoreError as error:
@@ -313,10 +318,12 @@ async def store_findings(
     text += f"{size_text(speed.write_bytes_per_s)}/s, in blocks of {exact_size_text(block_bytes)}"
     if speed.from_cache:
         text += "; these reads came from the page cache, and a disk is slower"
-    lines = [Finding("note" if speed.from_cache else "ok", "store", text)]
-    if store.files is not None:
-        lines.append(_space(store.files, kv))
-    return lines, speed.read_bytes_per_s
+    line = Finding("note" if speed.from_cache else "ok", "store", text)
+    return [line, *_spaces(store, kv)], speed.read_bytes_per_s
+
+
+def _spaces(store: NamedStore, kv: KvSizes | None) -> list[Finding]:
+    return [] if store.files is None else [_space(store.files, kv)]
 
 
 def _space(files: FileSource, kv: KvSizes | None) -> Finding:

@@ -41,6 +41,11 @@ class NamedStore:
             source = source.inner
         return source if isinstance(source, FileSource) else None
 
+    @property
+    def seals(self) -> bool:
+        """Whether it seals blocks. Its folder may have namespaces of others then."""
+        return hasattr(self.source, "stored_frame")
+
     def stored(self, frame: BlockFrame) -> BlockFrame:
         """How the store frames blocks of `frame`: sealed, if it seals them. Raises: ConfigError."""
         seal = getattr(self.source, "stored_frame", None)
@@ -59,7 +64,13 @@ def named_stores(text: str, *, must_exist: bool = True) -> list[NamedStore]:
         NamedStore(url.shown, source) for url, source in zip(split_urls(text), sources, strict=True)
     ]
     for named in found:
-        if must_exist and named.files is not None and not named.files.path.is_dir():
+        if not must_exist or named.files is None:
+            continue
+        try:
+            is_folder = named.files.path.is_dir()
+        except OSError as error:  # as of a folder above that may not be entered
+            raise ConfigError(f"store URL {named.url!r}: {error.strerror}") from None
+        if not is_folder:
             raise ConfigError(f"store URL {named.url!r}: there is no such folder")
     return found
 
@@ -92,13 +103,23 @@ def frame_of_stored(stored: StoredNamespace) -> BlockFrame:
 async def namespaces_of(named: NamedStore, prefix: str = "") -> list[StoredNamespace]:
     """The namespaces whose digest starts with `prefix` (hex).
 
-    Raises: StoreUnavailable; ConfigError if there is none with that prefix.
+    Raises: StoreUnavailable; ConfigError if there is none with that prefix, or for `memory://`.
     """
+    refuse_memory(named)
     stored = await named.source.namespaces()
     chosen = [each for each in stored if each.digest.hex().startswith(prefix.lower())]
     if prefix and not chosen:
         raise ConfigError(f"{named.url}: no namespace starts with {prefix!r}")
     return chosen
+
+
+def refuse_memory(named: NamedStore) -> None:
+    """Refuse `memory://`: it would be memory of this process, empty and soon gone.
+
+    Raises: ConfigError.
+    """
+    if named.url.startswith("memory://"):
+        raise ConfigError(f"{named.url} is memory of the server: other processes cannot see it")
 
 
 async def readable(
@@ -184,16 +205,8 @@ async def for_each(
 
 
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
-    """A `run` for argparse from a coroutine function. Ctrl-C ends it without a traceback."""
-
-    def run(args: argparse.Namespace) -> int:
-        try:
-            return asyncio.run(tool(args))
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
-
-    return run
+    """A `run` for argparse from a coroutine function."""
+    return lambda args: asyncio.run(tool(args))
 
 
 @contextmanager

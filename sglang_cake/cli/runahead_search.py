@@ -186,7 +186,7 @@ def _page_tokens(url: str) -> int:
         with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as reply:
             found = json.loads(reply.read())
             return int(found["page_size"])
-    except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # any server may answer, with anything
         raise ConfigError(f"--url {url}: no SGLang server answers there ({error})") from None
 
 

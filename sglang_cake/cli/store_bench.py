@@ -8,10 +8,11 @@ import json
 import math
 import os
 import secrets
+import shutil
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,17 @@ from sglang_cake.cli.named_stores import (
     run_tool,
 )
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text, table
-from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.core.errors import ConfigError, StoreError, StoreFull
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.core.errors import BlockMissing, ConfigError, StoreError, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
 from sglang_cake.demo.models import kv_token_bytes
-from sglang_cake.stores.base import Store, remove_description
+from sglang_cake.stores.base import Store, StoreStats, remove_description
+from sglang_cake.stores.file.disk import FOLDER_BYTES
+from sglang_cake.stores.file.evictor import ahead_bytes
+from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.stores.url import parse_size
 
@@ -41,7 +46,13 @@ DEFAULT_DEPTHS = "1,4,16"
 DEFAULT_BYTES = "256MiB"
 MAX_SIZE_BYTES = 2**30
 MIN_BLOCKS = 2
+BESIDE_BLOCK_BYTES = HEADER_BYTES + 4 * FOLDER_BYTES  # at most, with what rounding up takes
+BESIDE_ALL_BYTES = 1 << 20  # the description of the namespace, and the growth of the index
 FROM_DISK = 0.9  # if a smaller share of the bytes came from the disk, the page cache served them
+
+
+class FullStore(ConfigError):
+    """A measurement would evict blocks of the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +76,18 @@ def add_bench(subparsers: Any) -> None:
         "bench",
         help="measure a store, and say what that means for a model",
         description="Write and read blocks in a namespace of its own, which is deleted at the end. "
-        "A store in use is disturbed like by another server.",
+        "A store in use is disturbed like by another server. No block is evicted for that: a store "
+        "with too little room is refused, unless you say --evict. Name it with the capacity= that "
+        "servers give it.",
     )
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="of blocks (%(default)s)")
     parser.add_argument("--depths", default=DEFAULT_DEPTHS, help="calls at once (%(default)s)")
     parser.add_argument(
         "--bytes", default=DEFAULT_BYTES, help="to write for each size and depth (%(default)s)"
+    )
+    parser.add_argument(
+        "--evict", action="store_true", help="evict blocks of a full store, as a server would"
     )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of the model")
@@ -92,10 +108,12 @@ async def _bench(args: argparse.Namespace) -> int:
         sizes = sorted({*sizes, _in_bounds(kv_bytes * args.block_tokens, "a block of this model")})
     depths = _list(args.depths, "--depths", depth)
     budget_bytes = checked("--bytes", args.bytes, parse_size)
-    found = []
+    found: list[Measured] = []
     with progress("measuring", total=2 * len(sizes) * len(depths), unit="run") as bar:
-        for size in sizes:
-            found += await measure_size(named, size, depths, budget_bytes, bar)
+        for size in reversed(sizes):  # the largest may be refused
+            found[:0] = await measure_size(
+                named, size, depths, budget_bytes, bar, may_evict=args.evict
+            )
     model_speed = None
     if kv_bytes is not None:
         of_model = [m for m in found if m.block_bytes == kv_bytes * args.block_tokens]
@@ -139,33 +157,85 @@ def _table(found: list[Measured]) -> str:
 
 
 async def measure_size(
-    named: NamedStore, size_bytes: int, depths: list[int], budget_bytes: int, bar: Any
+    named: NamedStore,
+    size_bytes: int,
+    depths: list[int],
+    budget_bytes: int,
+    bar: Any,
+    *,
+    may_evict: bool = False,
 ) -> list[Measured]:
     """Write and read blocks of one size in a namespace of its own, and delete them.
 
     Args:
         depths: calls at once; each is measured by itself.
-        budget_bytes: written for each of them, but at least MIN_BLOCKS blocks a call.
+        budget_bytes: written for each of them, but at least MIN_BLOCKS blocks a call, and no more
+            than there is room for.
         bar: its `update(1)` is called after each write and each read.
+        may_evict: write also if the store evicts blocks for that.
 
-    Raises: StoreError; ConfigError.
+    Raises: StoreError; FullStore; ConfigError.
     """
     layout = BlockLayout.plain(1, (("bench", (size_bytes,)),), "uint8", 1)
     fields = {LABEL: "sglang-cake store bench", "run": secrets.token_hex(8)}
     namespace = Namespace((*fields.items(), ("layout", layout.describe())))
     frame = BlockFrame(namespace, layout)
-    found = []
-    for at_once in depths:
-        keys = _keys(at_once, max(MIN_BLOCKS * at_once, budget_bytes // size_bytes))
+    found: list[Measured] = []
+    for at_once in reversed(depths):  # the largest may be refused
+        most_blocks = math.inf
+        if not may_evict and named.files is not None:
+            # Before the folder is opened: a store above its capacity would evict at once.
+            most_blocks = _room_blocks(named, frame, at_once, await _folder_stats(named.files))
         async with opened(named.source, frame, at_once) as store:
+            if not may_evict and named.files is None:
+                most_blocks = _room_blocks(named, frame, at_once, await store.stats())
+            wanted = max(MIN_BLOCKS * at_once, budget_bytes // size_bytes)
+            keys = _keys(at_once, int(min(wanted, most_blocks)))
             try:
-                found.append(await _measure(named, store, frame, at_once, keys, bar))
+                found.insert(0, await _measure(named, store, frame, at_once, keys, bar))
             except BaseException:
                 with contextlib.suppress(StoreError):  # the first error says more
                     await _delete(store, keys)
                 raise
             await _delete(store, keys)
     return found
+
+
+def _room_blocks(named: NamedStore, frame: BlockFrame, at_once: int, stats: StoreStats) -> float:
+    """How many blocks may be written before the store evicts others; infinite if it tells no limit.
+
+    Raises: FullStore, if less than MIN_BLOCKS for each of `at_once` calls; ConfigError if so in an
+    empty store.
+    """
+    room_bytes = math.inf
+    if named.files is not None:
+        room_bytes = shutil.disk_usage(named.files.path).free - named.files.min_free_bytes
+    if stats.capacity_bytes is not None and stats.used_bytes is not None:
+        capacity_bytes = stats.capacity_bytes - ahead_bytes(stats.capacity_bytes)
+        room_bytes = min(room_bytes, capacity_bytes - stats.used_bytes)
+    block_bytes = frame.payload_bytes + BESIDE_BLOCK_BYTES
+    needed_bytes = MIN_BLOCKS * at_once * block_bytes + BESIDE_ALL_BYTES
+    if room_bytes >= needed_bytes:
+        return (room_bytes - BESIDE_ALL_BYTES) // block_bytes
+    text = f"{named.url}: no room to measure: {size_text(max(0, room_bytes))} are free, and "
+    text += f"{size_text(needed_bytes)} are needed"
+    if stats.blocks == 0:
+        raise ConfigError(text)
+    raise FullStore(f"{text}: more would evict blocks of the store")
+
+
+async def _folder_stats(files: FileSource) -> StoreStats:
+    """How full a folder is, also without an index. Changes nothing. Raises: StoreUnavailable."""
+    stats = files.stats()
+    if stats.used_bytes is not None:
+        return stats
+    sizes = [
+        block.stored_bytes + 2 * FOLDER_BYTES  # as if each were alone in its folders
+        for stored in await files.namespaces()
+        for block in files.blocks_in(stored.digest)
+    ]
+    used_bytes = sum(sizes) + overhead_bytes(files.path)
+    return replace(stats, blocks=len(sizes), used_bytes=used_bytes)
 
 
 async def _measure(
@@ -186,7 +256,11 @@ async def _measure(
 
     async def get(turn: int, worker: int) -> None:
         began_s = time.perf_counter()
-        await store.get_into(keys[turn], buffers[worker])
+        try:
+            await store.get_into(keys[turn], buffers[worker])
+        except BlockMissing:
+            text = "a block that was measured was evicted before it was read: write fewer bytes"
+            raise ConfigError(f"{named.url}: {text}") from None
         read.append(time.perf_counter() - began_s)
 
     try:
@@ -235,7 +309,10 @@ def _drop_cache(named: NamedStore, frame: BlockFrame, keys: list[BlockKey]) -> N
         return
     folder = NamespaceFolder(named.files.path, named.stored(frame).digest)
     for key in keys:
-        fd = os.open(folder.block(key), os.O_RDONLY)
+        try:
+            fd = os.open(folder.block(key), os.O_RDONLY)
+        except FileNotFoundError:  # evicted by a server; reading it says so
+            continue
         try:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -343,10 +420,10 @@ def _kv_bytes(args: argparse.Namespace) -> int | None:
         raise ConfigError("--prefill-tokens-per-s: write a number of tokens")
     if args.model_config is not None:
         path: Path = args.model_config
-        folder = path if path.is_dir() else path.parent
         try:
+            folder = path if path.is_dir() else path.parent
             return kv_token_bytes(folder, "auto")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # the file may hold anything, and be nested to any depth
             raise ConfigError(f"--model-config: {path} describes no model: {error!r}") from None
     if args.kv_bytes_per_token is not None and args.kv_bytes_per_token <= 0:
         raise ConfigError("--kv-bytes-per-token: write a number of bytes")

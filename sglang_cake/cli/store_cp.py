@@ -17,6 +17,7 @@ from sglang_cake.cli.named_stores import (
     opened,
     progress,
     readable,
+    refuse_memory,
     run_tool,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
@@ -47,7 +48,8 @@ def add_cp(subparsers: Any) -> None:
         "cp",
         help="copy what another store lacks",
         description="Copy every block of FROM that TO lacks. Stopped, it goes on where it was when "
-        "it is started again. Exit status 1 if something could not be copied.",
+        "it is started again. Exit status 1 if something could not be copied, also if a namespace "
+        "could not be read.",
     )
     parser.add_argument("url", metavar="FROM", help="the store to copy from")
     parser.add_argument("to", metavar="TO", help="the store to copy to")
@@ -59,6 +61,7 @@ def add_cp(subparsers: Any) -> None:
 
 async def _cp(args: argparse.Namespace) -> int:
     source, destination = one_store(args.url), one_store(args.to, must_exist=False)
+    refuse_memory(destination)
     destination.source.check()  # makes a missing folder
     result = Copied()
     good, result.unreadable_namespaces = await readable(source, args.namespace)
@@ -77,7 +80,7 @@ async def _cp(args: argparse.Namespace) -> int:
         counts = (result.there_already, result.missing, result.corrupt)
         row = [count_text(result.copied), size_text(result.copied_bytes), *map(count_text, counts)]
         print(table(heads, [row], right=range(5)))
-    return 1 if result.full or result.corrupt else 0
+    return 1 if result.full or result.corrupt or result.unreadable_namespaces else 0
 
 
 async def _copy(

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from sglang_cake.cli.named_stores import (
 from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import BlockInfo, remove_description
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.url import parse_size
@@ -54,7 +56,8 @@ def add_verify(subparsers: Any) -> None:
         "verify",
         help="read and check every block",
         description="Read and check every block. Corrupt ones are set aside, as when a server "
-        "finds them. Exit status 1 if there was one, or one that could not be read.",
+        "finds them. Exit status 1 if there was one, or if a block or a namespace could not be "
+        "read.",
     )
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
     parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
@@ -68,7 +71,8 @@ def add_gc(subparsers: Any) -> None:
         "gc",
         help="remove what is of no use, and shrink a store",
         description="Remove what killed writers left behind and what was set aside as corrupt "
-        "(file stores), and with --to the least recently used blocks.",
+        "(file stores), and with --to the least recently used blocks. Exit status 1 if more than "
+        "that is used at the end, or if a namespace could not be read.",
     )
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
     parser.add_argument("--to", metavar="SIZE", help="evict until no more is used, e.g. 100GB")
@@ -78,7 +82,11 @@ def add_gc(subparsers: Any) -> None:
 
 def add_clear(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "clear", help="delete all blocks", description="Delete all blocks of a store."
+        "clear",
+        help="delete all blocks",
+        description="Delete all blocks of a store, in a file store also corrupt ones that were set "
+        "aside, and namespaces that cannot be read. Exit status 1 if a namespace could not be "
+        "deleted since it cannot be read.",
     )
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
     parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
@@ -119,7 +127,8 @@ async def _verify(args: argparse.Namespace) -> int:
         for result in results:
             for name in result.corrupt_blocks:
                 print(f"corrupt: {name}")
-    return 1 if any(result.corrupt or result.unanswered for result in results) else 0
+    bad = (r.corrupt or r.unanswered or r.unreadable_namespaces for r in results)
+    return 1 if any(bad) else 0
 
 
 async def _verify_namespace(
@@ -174,7 +183,7 @@ async def _gc(args: argparse.Namespace) -> int:
             for r in results
         ]
         print(table(heads, rows, right=range(1, 5)))
-    return 0
+    return 1 if any(r["excess_bytes"] or r["unreadable_namespaces"] for r in results) else 0
 
 
 def _tidy(source: FileSource) -> dict[str, int]:
@@ -187,17 +196,24 @@ def _tidy(source: FileSource) -> dict[str, int]:
 
 async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
     """Evict until no more than `keep_bytes` are used, by the measure of `stat`."""
-    result = {"evicted_blocks": 0, "evicted_bytes": 0}
+    result: dict[str, Any] = {"evicted_blocks": 0, "evicted_bytes": 0, "excess_bytes": 0}
+    result["unreadable_namespaces"] = {}
     if keep_bytes is None:
         return result
     good, bad = await readable(named)
     complain(named, bad)
+    result["unreadable_namespaces"] = bad
     frames = [frame for _, frame in good]
     blocks = await _by_use(named, frames)
-    while blocks:
+    while True:
         left_bytes = sum(block.stored_bytes for _, block in blocks)
         used_bytes = (await stats_of(named, frames)).used_bytes or left_bytes
         if used_bytes <= keep_bytes:
+            break
+        if not blocks:
+            result["excess_bytes"] = used_bytes - keep_bytes
+            text = f"{size_text(used_bytes)} are used, and no block is left to evict"
+            print(f"{named.url}: {text}", file=sys.stderr)
             break
         # Deleting blocks also removes folders, but not the index. So one pass may evict slightly
         # too little; the loop then runs again.
@@ -237,21 +253,40 @@ async def _each(blocks: list[BlockInfo]) -> AsyncIterator[BlockInfo]:
 
 async def _clear(args: argparse.Namespace) -> int:
     found = [(named, *await readable(named, args.namespace)) for named in named_stores(args.url)]
-    count = sum(len(good) for _, good, _ in found)
+    count = sum(len(good) + len(bad) for _, good, bad in found)
     if not args.yes:
         _ask(f"Delete all blocks of {count} namespaces in {args.url}?")
     results = []
     for named, good, bad in found:
-        complain(named, bad)
         deleted = 0
         for _, frame in good:
             deleted += await _delete(named, frame, None, total=None)
+        if named.files is not None:
+            digests = [named.stored(frame).digest for _, frame in good]
+            deleted += await asyncio.to_thread(_remove_rest, named, digests, bad)
+        complain(named, bad)
         results.append({"url": named.url, "deleted_blocks": deleted, "unreadable_namespaces": bad})
         if not args.json:
             print(f"{named.url}: {count_text(deleted)} blocks deleted")
     if args.json:
         print(json.dumps({"stores": results}))
-    return 0
+    return 1 if any(result["unreadable_namespaces"] for result in results) else 0
+
+
+def _remove_rest(named: NamedStore, good: list[Digest], bad: dict[str, str]) -> int:
+    """Remove what the interface of stores does not reach in a file store; returns the number of
+    blocks. Namespaces that are removed are deleted from `bad`."""
+    removed = 0
+    assert named.files is not None
+    with contextlib.closing(named.files.folder()) as folder:
+        for digest in good:
+            removed += folder.clear_namespace(digest)
+        # Where blocks are sealed, it may be one of another key.
+        for name in [] if named.seals else list(bad):
+            removed += folder.clear_namespace(Digest(bytes.fromhex(name)), even_if_foreign=True)
+            if not os.path.lexists(named.files.path / name):
+                del bad[name]
+    return removed
 
 
 async def _delete(

@@ -102,10 +102,10 @@ def _setting_text(name: str, value: object) -> str:
 
 
 async def _ls(args: argparse.Namespace) -> int:
-    stores = []
+    stores, status = [], 0
     for named in named_stores(args.url):
         if args.namespace:
-            await _list_blocks(named, args.namespace, as_json=args.json)
+            status |= await _list_blocks(named, args.namespace, as_json=args.json)
             continue
         found = [await _describe(named, stored) for stored in await namespaces_of(named)]
         stores.append({"url": named.url, "namespaces": found})
@@ -113,7 +113,7 @@ async def _ls(args: argparse.Namespace) -> int:
             print(_namespace_table(named, found))
     if args.json and not args.namespace:
         print(json.dumps({"stores": stores}))
-    return 0
+    return status
 
 
 async def _describe(named: NamedStore, stored: StoredNamespace) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _namespace_table(named: NamedStore, found: list[dict[str, Any]]) -> str:
     return f"{named.url}\n" + table(heads, rows, right=(4, 5))
 
 
-async def _list_blocks(named: NamedStore, prefix: str, *, as_json: bool) -> None:
+async def _list_blocks(named: NamedStore, prefix: str, *, as_json: bool) -> int:
     good, bad = await readable(named, prefix)
     complain(named, bad)
     if len(good) > 1:
@@ -179,6 +179,7 @@ async def _list_blocks(named: NamedStore, prefix: str, *, as_json: bool) -> None
             else:
                 used = time_text(block.used_s)
                 print(f"{block.key.hex()}  {block.stored_bytes:>12,}  {used}")
+    return 1 if bad else 0
 
 
 async def _stat(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ SGLang's plug-ins are not loaded here, so cake's hooks do not act. Nothing is do
 """
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +84,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[ServerArgs, CakeConfig]:
     """The settings in the flags of `sglang serve`. Exits with 2, after SGLang's usage, for a flag
     that does not exist.
 
-    Raises: ConfigError for a value of cake's flags that is not possible.
+    Raises: ConfigError for a value of cake's flags that is not possible, or a `--config` file that
+        SGLang cannot read.
     """
     parser = argparse.ArgumentParser(prog="sglang-cake doctor")
     ServerArgs.add_cli_args(parser)
@@ -91,7 +93,10 @@ def read_command_line(argv: Sequence[str]) -> tuple[ServerArgs, CakeConfig]:
     if argv and not argv[0].startswith("-"):  # as in `sglang serve MODEL`
         argv = ["--model-path", *argv]
     if "--config" in argv:
-        argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+        try:
+            argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+        except Exception as error:  # ValueError, OSError, and those of PyYAML
+            raise ConfigError(f"--config: {' '.join(str(error).split())}") from None
     args = parser.parse_args(argv)
     fields = [field.name for field in record_fields(ServerArgs) if hasattr(args, field.name)]
     record = ServerArgs(**{name: getattr(args, name) for name in fields})
@@ -121,7 +126,7 @@ def config_file(model: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     path = Path(model) / "config.json"
-    if path.is_file():
+    if os.path.isfile(path):  # `Path.is_file` raises where a folder may not be entered
         return path
     try:
         found = try_to_load_from_cache(model, "config.json", revision=revision)

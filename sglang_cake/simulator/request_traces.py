@@ -59,7 +59,7 @@ def read_trace(path: Path) -> Trace:
                     continue
                 try:
                     size, request = _request(json.loads(line), last_s)
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
                     raise ConfigError(f"{path}, line {number}: {_reason(error)}") from None
                 if block_tokens not in (0, size):
                     raise ConfigError(f"{path}, line {number}: blocks of another size")

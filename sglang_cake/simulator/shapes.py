@@ -6,6 +6,7 @@ name and the file of that model give the same answer.
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ _CONTEXT_FIELDS = (
     "model_max_length",
     "max_position_embeddings",
 )
+_NOT_A_CONFIG = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Of those that generate no text, the ones that a server supports: they are in
@@ -281,16 +283,16 @@ def find_shape(text: str) -> Shape:
     if text.lower() in MODELS:
         return shape_of(MODELS[text.lower()])
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):  # methods of Path raise where a folder may not be entered
         path /= "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         names = ", ".join(sorted(MODELS))
         raise ConfigError(
             f"--model {text!r} is neither a folder, nor a config.json, nor one of {names}"
         )
     try:
         return shape_of(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError) as error:
+    except (*_NOT_A_CONFIG, OSError, RecursionError) as error:
         raise ConfigError(
             f"--model {text!r}: not a transformer's config.json ({error!r})"
         ) from None
@@ -299,7 +301,7 @@ def find_shape(text: str) -> Shape:
 def shape_of(whole: Config) -> Shape:
     """The shape of a parsed `config.json`.
 
-    Raises: KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError if it is none.
+    Raises: KeyError, TypeError, ValueError, AttributeError, ArithmeticError if it is none.
     """
     part = next((name for name in _PART_CONFIGS if isinstance(whole.get(name), dict)), None)
     config = {**whole, **whole[part]} if part else whole

@@ -215,7 +215,8 @@ class EncryptedSource:
         return sealed_frame(frame, read_key_file(self.key_file).name)
 
     async def namespaces(self) -> list[StoredNamespace]:
-        """Namespaces that this key encrypted, as they are named outside. Raises: ConfigError."""
+        """Namespaces that this key encrypted, as they are named outside, and damaged ones, which
+        may be of this key. Raises: ConfigError."""
         name = read_key_file(self.key_file).name
         found = (_plain(stored, name) for stored in await self.inner.namespaces())
         return [stored for stored in found if stored is not None]
@@ -226,12 +227,15 @@ class EncryptedSource:
 
 
 def _plain(stored: StoredNamespace, key_name: str) -> StoredNamespace | None:
-    """The namespace that `EncryptedSource.open` opens as `stored`; None if there is none."""
+    """The namespace that `EncryptedSource.open` opens as `stored`, without fields if `stored` is
+    damaged; None if it is plain, or of another key."""
     plain = {name: value for name, value in stored.fields.items() if name != SEALED_FIELD}
     try:  # the description is untrusted: it may hold more than text
         namespace = Namespace(tuple(plain.items()))
-        if sealed_namespace(namespace, key_name).digest() != stored.digest:
+        if sealed_namespace(namespace, key_name).digest() == stored.digest:
+            return StoredNamespace(namespace.digest(), plain)
+        if Namespace(tuple(stored.fields.items())).digest() == stored.digest:
             return None
-        return StoredNamespace(namespace.digest(), plain)
     except (AttributeError, UnicodeError):
-        return None
+        pass
+    return StoredNamespace(stored.digest, {})

@@ -70,6 +70,8 @@ def test_read_trace_earlier_timestamp_is_raised_to_the_previous_one(tmp_path):
     ("line", "words"),
     [
         ("{", "line 2"),
+        ("[" * 100_000, "line 2"),
+        (dict(MOONCAKE[0], timestamp=10**400), "line 2"),
         ("[]\n", "not a JSON object"),
         ({"timestamp": 1, "hash_ids": [1]}, "'input_length' is missing"),
         (dict(MOONCAKE[0], hash_ids=[1, 1, 2]), "same hash_id twice"),

@@ -25,7 +25,7 @@ from sglang_cake.cli.doctor import (
 )
 from sglang_cake.config import CakeConfig
 from sglang_cake.integration import compat
-from sglang_cake.integration.server_check import ResolvedServer
+from sglang_cake.integration.server_check import ResolvedServer, config_file
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -126,6 +126,10 @@ def test_doctor_reports_all_that_is_to_mend_at_once(tmp_path: Path) -> None:
     assert "reads" in lines["store"][1][1], "the second tier is fine"
 
 
+def test_config_file_path_that_the_system_refuses_is_none() -> None:
+    assert config_file("a" * 5000) is None
+
+
 def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:
     encoder = {**LLAMA, "architectures": ["BertModel"]}
     status, lines = ask(tmp_path, model(tmp_path / "encoder", encoder), "--device", "cpu")
@@ -203,10 +207,15 @@ def test_doctor_model_that_is_not_here_is_to_mend_and_not_downloaded(
     [
         (["--cake-block-tokens", "0"], "--cake-block-tokens: '0' is not possible"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--config", "/nope.yaml"], "sglang-cake: --config: Config file not found: /nope.yaml"),
+        (["--config", "{tmp_path}/bad.yaml"], "sglang-cake: --config: while parsing"),
+        (["--config"], "sglang-cake: --config: No config file specified"),
     ],
 )
 def test_doctor_wrong_flag_exits_with_2(tmp_path: Path, flags: list[str], line: str) -> None:
-    done = run(tmp_path, "--model-path", str(tmp_path), *flags)
+    (tmp_path / "bad.yaml").write_text("a: [b\n")
+    given = [flag.format(tmp_path=tmp_path) for flag in flags]
+    done = run(tmp_path, "--cake-store", "memory://1GB", "--model-path", str(tmp_path), *given)
     assert done.returncode == 2
     assert line in done.stdout
     assert "Traceback" not in done.stdout

@@ -1,5 +1,7 @@
 """`sglang-cake runahead search`, and the table that a server takes from it while it runs."""
 
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,25 @@ def test_missing_help_is_one_line() -> None:
     with pytest.raises(RunaheadError, match="no member helps") as error:
         search(server)
     assert "\n" not in str(error.value)
+
+
+def test_runahead_search_of_a_server_of_another_kind_is_one_error_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            client, _ = server.accept()
+            with client:
+                client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                client.recv(4096)
+
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert main(["runahead", "search", "--url", url]) == 2
+        greeting.join()
+    assert "no SGLang server answers there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

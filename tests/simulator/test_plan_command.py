@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.cli import PIPE_STATUS, main
+from sglang_cake.cli import PIPE_STATUS, main, plan
 from sglang_cake.simulator.hardware import UNSURE
 from sglang_cake.simulator.shapes import MODELS
 
@@ -218,6 +218,38 @@ def test_command_closed_stdout_ends_quietly_with_the_pipe_status(
     os.close(writer)
     assert ended.stderr == b""
     assert ended.returncode == PIPE_STATUS
+
+
+PLAN = ("plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme")
+
+
+def test_command_output_to_a_full_disk_is_one_error_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sglang_cake", *PLAN],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.stderr == "sglang-cake: cannot write: [Errno 28] No space left on device\n"
+    assert done.returncode == 2
+
+
+def test_command_without_an_output_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python sets it after `>&-`
+    assert main(PLAN) == 0
+
+
+def test_command_interrupted_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "predict", interrupted)
+    assert main(PLAN) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_command_other_broken_pipe_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,23 @@ def test_shape_quantized_checkpoint_has_smaller_weights(
     assert shape_of(config).weight_bytes == weight_bytes
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": "x"}', "\x00", '{"a": 1'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"hidden_size": "x"}', "\x00", '{"a": 1', "[" * 100_000),
+        json.dumps({**LLAMA, "hidden_size": math.inf}),
+    ],
+    ids=range(8),
+)
 def test_shape_bad_config_file_is_a_config_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config"):
         find_shape(str(tmp_path))
+
+
+def test_shape_path_that_the_system_refuses_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="is neither a folder"):
+        find_shape("a" * 5000)
 
 
 def test_shape_window_pools_equal_those_of_sglang() -> None:

@@ -79,6 +79,16 @@ def test_doctor_disk_without_room_is_to_mend(tmp_path):
     assert "no room to measure" in refusal(f"file://{tmp_path}?min_free=999PB")
 
 
+def test_doctor_of_a_nearly_full_store_evicts_nothing(tmp_path):
+    fill(tmp_path, ALICE, *[str(number) for number in range(200)])
+    (line, space), bytes_per_s = said(f"{url_of(tmp_path)}&capacity=32MB")
+    assert line.state == "note"
+    assert "more would evict blocks of the store; reading and writing were not" in line.text
+    assert bytes_per_s is None
+    assert space.state == "ok"
+    assert len(held(tmp_path, ALICE)) == 200
+
+
 def test_doctor_capacity_that_the_disk_lacks_is_a_note(tmp_path):
     (_, space), _ = said(f"{url_of(tmp_path)}&capacity=999PB")
     assert space.state == "note"

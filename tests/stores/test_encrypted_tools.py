@@ -66,6 +66,22 @@ def test_store_bench_sealed_store_is_measured_and_left_unchanged(sealed_url, tmp
     assert sorted(path.name for path in (tmp_path / "kv").iterdir() if path.is_dir()) == before
 
 
+def test_store_tools_with_the_key_name_damaged_namespaces_and_leave_them(
+    sealed_url, tmp_path, capsys
+):
+    root = tmp_path / "kv"
+    damaged = root / SEALED.digest.hex()
+    (damaged / "namespace.json").write_text("")
+    before = sorted(root.rglob("*"))
+    for tool in (["verify", sealed_url], ["clear", sealed_url, "--yes"]):
+        capsys.readouterr()
+        (answer,) = told(capsys, *tool, status=1)["stores"]
+        assert list(answer["unreadable_namespaces"]) == [damaged.name]
+    assert sorted(root.rglob("*")) == before, "it may be one of another key"
+    assert store("clear", url_of(root), "--yes") == 0
+    assert not damaged.exists()
+
+
 def test_store_cp_of_sealed_blocks_to_a_sealed_store_is_refused(sealed_url, tmp_path, capsys):
     shutil.rmtree(tmp_path / "kv" / ALICE.digest.hex())
     other = f"{url_of(tmp_path / 'twice')}&key_file={tmp_path / 'key'}"

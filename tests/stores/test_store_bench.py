@@ -62,6 +62,16 @@ def test_store_bench_with_a_model_reports_tokens_per_second(tmp_path, capsys):
     assert "loading alone breaks even at 128 kB/s" in out
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", '{"hidden_size": 1}'], ids=range(4))
+def test_store_bench_file_that_describes_no_model_is_one_error_line(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "kv").mkdir()
+    assert store("bench", url_of(tmp_path / "kv"), "--model-config", tmp_path) == 2
+    captured = capsys.readouterr()
+    assert "describes no model" in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
 def test_store_bench_reads_from_the_page_cache_print_a_warning(tmp_path, capsys, monkeypatch):
     reads_of_this_process(monkeypatch, lambda: 7)
     assert store("bench", url_of(tmp_path), *SMALL) == 0
@@ -79,6 +89,43 @@ def test_store_bench_without_free_space_fails_and_leaves_no_file(tmp_path, capsy
     assert "no room to measure" in capsys.readouterr().err
     files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert [name for name in files if not name.startswith("index.")] == []
+
+
+def test_store_bench_of_a_nearly_full_store_evicts_only_with_evict(tmp_path, capsys):
+    url, names = (
+        f"{url_of(tmp_path)}&capacity=17MB&policy=lru",
+        [str(number) for number in range(200)],
+    )
+    fill(tmp_path, ALICE, *names)
+    large = ["bench", url, "--sizes", "64KiB,1MiB", "--depths", "5", "--bytes", "1MiB"]
+    assert store(*large) == 2
+    captured = capsys.readouterr()
+    assert "more would evict blocks of the store" in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert len(held(tmp_path, ALICE)) == 200
+    (run,) = told(capsys, "bench", url, "--sizes", "64KiB", "--depths", "1")["runs"]
+    assert 2 <= run["blocks"] < 17_000_000 / 65536, "256 MiB have no room"
+    assert len(held(tmp_path, ALICE)) == 200
+    assert store(*large, "--evict") == 0
+    assert len(held(tmp_path, ALICE)) < 200
+
+
+def test_store_bench_blocks_that_are_evicted_meanwhile_end_it_with_one_line(tmp_path, capsys):
+    url = f"{url_of(tmp_path)}&capacity=17MB&policy=lru"
+    large = ["--sizes", "1MiB", "--depths", "8", "--bytes", "1MiB"]
+    assert store("bench", url, *large) == 2
+    assert "are needed\n" in capsys.readouterr().err
+    assert store("bench", url, *large, "--evict") == 2
+    assert "was evicted before it was read" in capsys.readouterr().err
+
+
+def test_store_bench_of_a_store_above_its_capacity_evicts_nothing(tmp_path, capsys):
+    fill(tmp_path, ALICE, *[str(number) for number in range(1500)])
+    for path in tmp_path.glob("index*"):
+        path.unlink()  # what is used is not known then
+    assert store("bench", f"{url_of(tmp_path)}&capacity=17MB", *SMALL) == 2
+    assert "0 B are free" in capsys.readouterr().err
+    assert len(held(tmp_path, ALICE)) == 1500
 
 
 def test_store_bench_bandwidth_option_limits_the_read_speed(tmp_path, capsys):

@@ -155,23 +155,32 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("description", FOREIGN)
-def test_store_tools_unreadable_namespace_is_named_and_skipped(root, capsys, description):
+def test_store_tools_unreadable_namespace_is_named_and_exit_status_1(
+    root, tmp_path, capsys, description
+):
     foreign = root / ("f" * 64)
     foreign.mkdir()
-    if FOREIGN[description] is None:
-        (foreign / "notes").write_text("an empty folder would be removed")
-    else:
+    (foreign / "notes").write_text("an empty folder would be removed")
+    if FOREIGN[description] is not None:
         (foreign / "namespace.json").write_text(FOREIGN[description])
     before = sorted(foreign.rglob("*"))
     assert store("ls", url_of(root)) == 0
     assert "(unreadable: " in capsys.readouterr().out
-    for tool in (["verify"], ["stat"], ["gc", "--to", "1TB"], ["clear", "--yes"]):
-        assert store(*tool, url_of(root)) == 0
+    for tool, status in (
+        (["stat", url_of(root)], 0),
+        (["ls", url_of(root), "ffff"], 1),
+        (["verify", url_of(root)], 1),
+        (["gc", url_of(root), "--to", "1TB"], 1),
+        (["cp", url_of(root), url_of(tmp_path / "copy")], 1),
+        (["clear", url_of(root), "--yes"], 1),
+    ):
+        assert store(*tool) == status
         captured = capsys.readouterr()
         assert captured.err.count("namespace ffffffffffff: ") == 1
         assert len(captured.err.splitlines()) == 1
     assert sorted(foreign.rglob("*")) == before
     assert held(root, BOB) == set()
+    assert len(held(tmp_path / "copy", ALICE)) == 3, "the others are copied"
 
 
 def test_store_ls_control_characters_in_names_are_replaced(tmp_path, capsys):
@@ -319,6 +328,43 @@ def test_store_clear_without_yes_asks_or_refuses(root, capsys):
         assert len(held(root, ALICE)) == left
 
 
+def test_store_gc_to_less_than_the_index_takes_is_exit_status_1(root, capsys):
+    (answer,) = told(capsys, "gc", url_of(root), "--to", "4KiB", status=1)["stores"]
+    assert answer["evicted_blocks"] == 4
+    assert answer["excess_bytes"] > 0
+    assert store("gc", url_of(root), "--to", "4KiB") == 1
+    assert "are used, and no block is left to evict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("description", ["", None, "a link"])
+def test_store_clear_deletes_a_namespace_with_a_damaged_description(
+    root, tmp_path, capsys, description
+):
+    mine = tmp_path / "thesis.tex"
+    mine.write_text("do not delete")
+    damaged = NamespaceFolder(root, ALICE.digest).description
+    damaged.unlink()
+    if description == "a link":
+        damaged.symlink_to(mine)
+    elif description is not None:
+        damaged.write_text(description)
+    (root / ("e" * 64)).symlink_to(tmp_path)
+    answer = told(capsys, "clear", url_of(root), "--yes")["stores"][0]
+    assert (answer["deleted_blocks"], answer["unreadable_namespaces"]) == (4, {})
+    assert [path for path in root.iterdir() if path.is_dir()] == [root / ("e" * 64)]
+    assert mine.read_text() == "do not delete"
+    fill(root, ALICE, "a")  # and goes on being a store
+
+
+def test_store_clear_of_one_namespace_deletes_its_corrupt_files_only(root, capsys):
+    for frame, name in ((ALICE, "b"), (BOB, "d")):
+        flip(file_of(root, frame, name))
+    assert store("verify", url_of(root)) == 1
+    assert store("clear", url_of(root), "--namespace", ALICE.digest.hex(), "--yes") == 0
+    assert not (root / ALICE.digest.hex()).exists()
+    assert list((root / BOB.digest.hex() / "corrupt").iterdir())
+
+
 # ---- cp ----
 
 
@@ -396,6 +442,11 @@ def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, caps
         (["gc", "{root}", "--to", "lots"], "--to: 'lots' is not a size"),
         (["cp", "{root},http://127.0.0.1:1", "{root}"], "names 2 stores, write one"),
         (["cp", "{root}", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
+        (["ls", "file:///" + "a" * 5000], "File name too long"),
+        (["bench", "{root}", "--model-config", "a" * 5000], "describes no model"),
+        (["cp", "{root}", "memory://1GB"], "memory://1GB is memory of the server"),
+        (["stat", "memory://1GB"], "memory://1GB is memory of the server"),
+        (["clear", "{root},memory://1GB", "--yes"], "memory://1GB is memory of the server"),
         (["bench", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
         (["bench", "{root}", "--sizes", "1"], "--sizes: 1: blocks are measured from 4 KiB"),
         (["bench", "{root}", "--sizes", "2GiB"], "blocks are measured from 4 KiB to 1 GiB"),
@@ -491,7 +542,8 @@ def test_store_tools_during_writes_of_another_process_succeed(root, tmp_path, ca
             assert answer["ok"] >= 4
             assert told(capsys, "stat", url_of(root))["stores"][0]["blocks"] >= 4
             assert told(capsys, "cp", url_of(root), url_of(tmp_path / "to"))["corrupt"] == 0
-            told(capsys, "gc", url_of(root), "--to", 30 * FRAMED)
+            # The index alone takes more, so every block is evicted.
+            told(capsys, "gc", url_of(root), "--to", 30 * FRAMED, status=1)
             assert told(capsys, "ls", url_of(root))["stores"][0]["namespaces"]
         told(capsys, "clear", url_of(root), "--namespace", ALICE.digest.hex(), "--yes")
         assert writer.poll() is None, "it noticed nothing"

@@ -300,6 +300,26 @@ class BlockFolder:
         with os_errors(self._root), self.supervisor.open() as index:
             self.supervisor.remove_namespace(index, digest, unless_younger_s=0.0)
 
+    def clear_namespace(self, digest: Digest, *, even_if_foreign: bool = False) -> int:
+        """Remove the blocks of a namespace, its corrupt files that were set aside, and the
+        namespace. Files of other programs stay, and so does the namespace that has some.
+
+        Args:
+            even_if_foreign: as for `NamespaceDescriptions.remove`.
+
+        Returns the number of blocks. Raises: StoreUnavailable.
+        """
+        removed = 0
+        for block in self.list_blocks(digest):
+            self.delete(digest, block.key)
+            removed += 1
+        with os_errors(self._root), self.supervisor.open() as index:
+            self.evictor.remove_aside(index, only=digest)
+            self.supervisor.remove_namespace(
+                index, digest, unless_younger_s=0.0, even_if_foreign=even_if_foreign
+            )
+        return removed
+
     def remove_stale(self) -> int:
         """Remove files of killed writers, empty folders, and namespaces without blocks.
 

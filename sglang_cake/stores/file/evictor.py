@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
@@ -31,6 +32,11 @@ LEARN_MOST = 10_000  # rows in one call of `learn`
 AHEAD_SHARE = 0.02
 AHEAD_MOST_BYTES = 1 << 30
 LOAD_FITS_EVERY_S = 60.0
+
+
+def ahead_bytes(limit_bytes: int) -> int:
+    """Bytes of a store's limit that its leader keeps free."""
+    return min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
 
 
 class Evictor:
@@ -115,8 +121,8 @@ class Evictor:
         wanted_bytes = 0
         limit_bytes = self.limit_bytes()
         if limit_bytes is not None:
-            ahead_bytes = min(int(limit_bytes * AHEAD_SHARE), AHEAD_MOST_BYTES)
-            wanted_bytes = max(wanted_bytes, index.totals()[1] + ahead_bytes - limit_bytes)
+            taken_bytes = index.totals()[1] + ahead_bytes(limit_bytes)
+            wanted_bytes = max(wanted_bytes, taken_bytes - limit_bytes)
         missing = self.space.missing()
         return Amount(max(wanted_bytes, missing.bytes), missing.files)
 
@@ -206,13 +212,20 @@ class Evictor:
             self._policy = policy
             self._seen = seen
 
-    def remove_aside(self, index: BlockIndex, older_than_s: float = 0.0) -> Amount:
+    def remove_aside(
+        self, index: BlockIndex, older_than_s: float = 0.0, only: Digest | None = None
+    ) -> Amount:
         """Remove the corrupt files of namespaces that got none for `older_than_s`.
+
+        Args:
+            only: of this namespace; None: of all.
 
         Returns the space that was freed. Raises: sqlite3.Error; OSError.
         """
         removed = Amount()
         for digest, stored_bytes in index.with_aside():
+            if only not in (None, digest):
+                continue
             place = (digest.hex(), CORRUPT)
             found = list(nofollow.files_in(self._root, *place))
             last_s = max((status.st_ctime for _, status in found), default=0.0)

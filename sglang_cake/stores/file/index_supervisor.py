@@ -388,12 +388,26 @@ class IndexSupervisor:
             self.remove_namespace(index, digest, unless_younger_s=unless_younger_s)
 
     def remove_namespace(
-        self, index: BlockIndex, digest: Digest, *, unless_younger_s: float
+        self,
+        index: BlockIndex,
+        digest: Digest,
+        *,
+        unless_younger_s: float,
+        even_if_foreign: bool = False,
     ) -> None:
-        """As `remove_unused`, for one namespace. Raises: sqlite3.Error; OSError."""
+        """As `remove_unused`, for one namespace.
+
+        Args:
+            even_if_foreign: as for `NamespaceDescriptions.remove`.
+
+        Raises: sqlite3.Error; OSError.
+        """
         remove_empty_folders(self._root, digest)  # may be many, so outside the transaction
         remove = functools.partial(
-            self._descriptions.remove, digest, unless_younger_s=unless_younger_s
+            self._descriptions.remove,
+            digest,
+            unless_younger_s=unless_younger_s,
+            even_if_foreign=even_if_foreign,
         )
         index.forget_namespace(digest, remove)
 

@@ -116,14 +116,16 @@ class NamespaceDescriptions:
         elif _digest(there) != _digest(fields):  # written meanwhile by another process
             raise StoreUnavailable(f"{self._root}: {name} is described as something else")
 
-    def remove(self, digest: Digest, *, unless_younger_s: float) -> bool:
+    def remove(
+        self, digest: Digest, *, unless_younger_s: float, even_if_foreign: bool = False
+    ) -> bool:
         """Remove the folder of a namespace if it has only a description; whether it is gone.
 
-        The next block of the namespace writes both again. A description of another namespace
-        stays.
+        The next block of the namespace writes both again.
 
         Args:
             unless_younger_s: a younger description stays, and so does a younger folder without one.
+            even_if_foreign: remove a damaged description, or one of another namespace, too.
         """
         name = digest.hex()
         try:
@@ -136,7 +138,7 @@ class NamespaceDescriptions:
                     return False
                 if there is not None:
                     fields = read_description(self._root, digest) or {}
-                    if _digest(fields) != digest:
+                    if _digest(fields) != digest and not even_if_foreign:
                         return False
                     os.unlink(DESCRIPTION, dir_fd=folder)
             with nofollow.opened(self._root) as root:
