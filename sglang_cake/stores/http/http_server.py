@@ -178,7 +178,9 @@ class StoreServer:
             facts = RequestFacts.from_json(request.headers.get(protocol.FACTS_HEADER, ""))
         except (ValueError, RecursionError):
             raise RefusedRequest(400, f"the header {protocol.FACTS_HEADER} is malformed") from None
-        self._folder.on_access(digest, await self._read_keys(request), facts)
+        keys = await self._read_keys(request)
+        # In a thread: thousands of keys take longer than other requests should wait.
+        await self._askers.run(lambda stop: self._folder.on_access(digest, keys, facts))
         return web.Response(status=204)
 
     async def _list(self, request: web.BaseRequest, digest: Digest) -> web.StreamResponse:
