@@ -22,7 +22,7 @@ from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import RankedPolicy
-from sglang_cake.stores.eviction.conversation import ConversationTracker
+from sglang_cake.stores.eviction.conversation import ConversationTracker, Prompt
 from sglang_cake.stores.eviction.heaps import Rank
 from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
 
@@ -267,8 +267,8 @@ class Replay:
         turn = self._conversations.turn_of(request.blocks)
         if self._told_turns and request.turn is not None:
             turn = request.turn
-        self._conversations.record(request.blocks, turn)
         reach = len(request.blocks)
+        self._conversations.record(request.blocks, Prompt(turn, reach))
         missing = [block for block in request.blocks if block not in self._resident]
         first = self._usage(0, request.at_s, AccessContext(request.workload, turn, 0, reach))
         ratio = self._min_benefit_ratio

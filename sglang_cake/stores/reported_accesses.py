@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.eviction.conversation import ConversationTracker
+from sglang_cake.stores.eviction.conversation import ConversationTracker, Prompt
 from sglang_cake.stores.eviction.policy import (
     UNKNOWN_CONTEXT,
     UNKNOWN_TENANT,
@@ -32,7 +32,7 @@ class Access(NamedTuple):
 
 
 class _Request(NamedTuple):
-    turn: int
+    prompt: Prompt
     blocks: dict[Digest, int]  # number of keys that were reported, by namespace
     at_s: float  # access time of the first block
 
@@ -63,17 +63,19 @@ class ReportedAccesses:
         """Accesses to the blocks of a request that were not reported before, last block first."""
         with self._lock:
             self.has_reports = True
-            idents = [ident_of(key) for key in keys]
             request = self._requests.get(facts.id)
+            reported = 0 if request is None else request.blocks.get(digest, 0)
+            idents = [ident_of(key) for key in keys[reported:]]
             if request is None:
                 after_s = self._last_s + len(keys) * ORDER_S
                 # A larger step back of the clock is accepted.
                 self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
-                request = _Request(self._conversations.turn_of(idents), {}, self._last_s)
+                prompt = Prompt(self._conversations.turn_of(idents), 0)
+                request = _Request(prompt, {}, self._last_s)
             elif request.at_s - now_s > CLOCK_BACK_S:
                 request = request._replace(at_s=now_s)
-            self._conversations.record(idents, request.turn)
-            reported = request.blocks.get(digest, 0)
+            request.prompt.blocks = max(request.prompt.blocks, len(keys))
+            self._conversations.record(idents, request.prompt)
             if digest in request.blocks or len(request.blocks) < MOST_NAMESPACES:
                 request.blocks[digest] = max(reported, len(keys))
             self._requests[facts.id] = request
@@ -82,17 +84,19 @@ class ReportedAccesses:
                 self._requests.popitem(last=False)
             # No client can claim the tenant that quotas exempt.
             tenant = 0 if facts.tenant == UNKNOWN_TENANT else facts.tenant
+            turn = request.prompt.turn
             accesses = [
                 Access(
                     keys[at],
-                    AccessContext(facts.workload, request.turn, at, len(keys), tenant),
+                    AccessContext(facts.workload, turn, at, len(keys), tenant),
                     request.at_s - at * ORDER_S,
                 )
                 for at in range(len(keys) - 1, reported - 1, -1)
             ]
             for access in accesses:
-                self._announced[digest, access.key] = access
-                self._announced.move_to_end((digest, access.key))
+                place = (digest, access.key)
+                self._announced[place] = access
+                self._announced.move_to_end(place)
             while len(self._announced) > MOST_ANNOUNCED:
                 self._announced.popitem(last=False)
             return accesses
@@ -106,11 +110,11 @@ class ReportedAccesses:
 
     def is_announced(self, digest: Digest, key: BlockKey, now_s: float) -> bool:
         """Whether a read at `now_s` belongs to a request that reported the block."""
-        with self._lock:
-            access = self._announced.get((digest, key))
-            return access is not None and abs(now_s - access.at_s) < READ_SOON_S
+        # Without the lock: an event loop would wait for a long report in a thread.
+        access = self._announced.get((digest, key))
+        return access is not None and abs(now_s - access.at_s) < READ_SOON_S
 
     def restore(self, ident: int, context: AccessContext) -> None:
         """Add the last access to a block before a restart."""
         with self._lock:
-            self._conversations.record_block(ident, context.turn, context.reach)
+            self._conversations.record([ident], Prompt(context.turn, context.reach))

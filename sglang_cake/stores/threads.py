@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -125,6 +125,32 @@ async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) ->
         return queued.result()
     except CancelledError:
         raise StoreUnavailable("the store was closed while the call was waiting") from None
+
+
+class LimitedThreads:
+    """Threads for the coroutines of one event loop, which wait for them in the order they came.
+
+    A coroutine that is cancelled while it waits leaves nothing behind. In the queue of an executor
+    its work would stay until a thread is free, which may be never if a disk hangs.
+
+    Attributes: pool: the threads, for work that has to run after a cancellation too.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        """Args:
+        most: number of threads.
+        """
+        self.pool = ThreadPoolExecutor(most, name)
+        self._free = asyncio.Semaphore(most)
+
+    async def run(self, work: Callable[[threading.Event], T]) -> T:
+        """As `run_stoppable`."""
+        async with self._free:
+            return await run_stoppable(self.pool, work)
+
+    def close(self) -> None:
+        """Blocks until the threads are done. Waiting work is not begun."""
+        self.pool.shutdown(cancel_futures=True)
 
 
 def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":

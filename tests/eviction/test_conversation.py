@@ -1,13 +1,13 @@
 """Turns of a conversation, told from what requests begin with."""
 
-from sglang_cake.stores.eviction.conversation import ConversationTracker
+from sglang_cake.stores.eviction.conversation import ConversationTracker, Prompt
 
 
 def turns(*prompts, max_blocks=1000):
     tracker, found = ConversationTracker(max_blocks), []
     for prompt in prompts:
         found.append(tracker.turn_of(prompt))
-        tracker.record(prompt, found[-1])
+        tracker.record(prompt, Prompt(found[-1], len(prompt)))
     return found
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +18,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_files import PIECE_BYTES
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.threads import run_stoppable
+from sglang_cake.stores.threads import LimitedThreads, run_stoppable
 from sglang_cake.testing import store_contract
 from sglang_cake.testing.store_contract import key_of
 
@@ -171,3 +173,32 @@ async def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert caplog.records == []
+
+
+async def test_limited_threads_work_cancelled_while_it_waits_is_forgotten():
+    started, go = threading.Event(), threading.Event()
+
+    def hold(stop):
+        started.set()
+        go.wait(60)
+
+    def never(stop):
+        raise AssertionError("it ran")
+
+    threads = LimitedThreads(1, "test")
+    running = asyncio.create_task(threads.run(hold))
+    await asyncio.to_thread(started.wait)
+    waiting = asyncio.create_task(threads.run(never))
+    await ticks()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    forgotten = weakref.ref(never)
+    del waiting, never
+    await ticks()  # the event loop lets go of the error
+    gc.collect()
+    assert forgotten() is None
+    go.set()
+    await running
+    assert await threads.run(lambda stop: 7) == 7
+    threads.close()

@@ -1,5 +1,6 @@
 """Accesses that requests report: they reach the index, eviction and other processes, and last."""
 
+import asyncio
 import contextlib
 import json
 import sqlite3
@@ -11,6 +12,7 @@ import pytest
 from filestore import A, B, evict, opened, until_room_is_made
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from system_calls import Held
 from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
@@ -175,6 +177,56 @@ def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
         before = longest.get(request, 0)
         assert [one.context.position for one in accesses] == list(range(length - 1, before - 1, -1))
         longest[request] = max(before, length)
+
+
+def test_reported_accesses_of_a_growing_request_cost_only_its_further_keys():
+    class Prompt(list):
+        """Keys that may be asked for one by one, and from `first` on."""
+
+        def __getitem__(self, at):
+            assert (at.start if isinstance(at, slice) else at) >= first
+            return super().__getitem__(at)
+
+        def __iter__(self):
+            raise AssertionError("all keys were looked at")
+
+    reported, first = ReportedAccesses(), 0
+    reported.report(DIGEST, Prompt(keys(0, 1, 2)), FACTS, 5.0)
+    first = 3
+    further = reported.report(DIGEST, Prompt(keys(0, 1, 2, 3)), FACTS, 5.0)
+    assert [(one.key, one.context.position) for one in further] == [(key_of(3), 3)]
+
+
+def test_reported_accesses_of_a_growing_request_count_all_blocks_for_the_next_turn():
+    reported = ReportedAccesses()
+
+    def turn(number, *names):
+        return reported.report(DIGEST, keys(*names), RequestFacts(number, 10), 5.0)[0].context.turn
+
+    for length in range(2, 7):
+        assert turn("r1", *range(length)) == 1
+    assert turn("leaves early", 0, 1, "other") == 1
+    assert turn("goes on", *range(6), "more") == 2
+
+
+def test_reported_accesses_is_announced_during_a_report_answers_at_once():
+    reported = ReportedAccesses()
+    reported.report(DIGEST, keys(0), FACTS, 5.0)
+    with ThreadPoolExecutor(1) as pool, reported._lock:
+        assert pool.submit(reported.is_announced, DIGEST, key_of(0), 5.0).result(60)
+
+
+async def test_file_store_report_does_not_hold_the_event_loop(tmp_path, monkeypatch):
+    held = Held(ReportedAccesses.report)
+    monkeypatch.setattr(ReportedAccesses, "report", lambda *given: held(*given))
+    store = opened(tmp_path)
+    reporting = asyncio.create_task(report_access(store, [A], FACTS))
+    await asyncio.to_thread(held.entered.wait, 60)
+    assert await store.contains([A]) == [False]
+    assert not reporting.done()
+    held.go.set()
+    await reporting
+    await store.close()
 
 
 def test_reported_accesses_of_many_requests_keep_a_bounded_memory():

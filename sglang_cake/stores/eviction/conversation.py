@@ -2,18 +2,22 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 MAX_BLOCKS: Final = 262_144
 
 
-class _LastAccess(NamedTuple):
+@dataclass(slots=True)
+class Prompt:
+    """A prompt; it may become longer after its blocks were recorded."""
+
     turn: int
-    prompt_blocks: int
+    blocks: int
 
 
 class ConversationTracker:
-    """Holds, for recently accessed blocks, the turn and the length of the last prompt with them.
+    """Holds, for recently accessed blocks, the last prompt with them.
 
     A request continues a conversation if its prompt begins with all full blocks of an earlier
     prompt and is longer. A prompt that diverges inside an earlier prompt shares only a prefix with
@@ -25,31 +29,28 @@ class ConversationTracker:
         max_blocks: how many blocks are held; the least recently accessed are dropped.
         """
         self._max_blocks = max_blocks
-        self._last_access: OrderedDict[int, _LastAccess] = OrderedDict()  # by ident
+        self._last_prompt: OrderedDict[int, Prompt] = OrderedDict()  # by ident
 
     def turn_of(self, idents: Sequence[int]) -> int:
         """Turn of a request whose prompt has these blocks, counted from 1."""
         known_blocks = 0
         last = None
         for ident in idents:
-            known = self._last_access.get(ident)
+            known = self._last_prompt.get(ident)
             if known is None:
                 break
             last = known
             known_blocks += 1
         # The last block of the earlier prompt may not have been full: it has another ident now.
-        if last is None or known_blocks < last.prompt_blocks - 1:
+        if last is None or known_blocks < last.blocks - 1:
             return 1
         return last.turn + 1
 
-    def record(self, idents: Sequence[int], turn: int) -> None:
-        """Record a request of that turn, whose prompt has these blocks."""
+    def record(self, idents: Sequence[int], prompt: Prompt) -> None:
+        """Record blocks of a prompt."""
+        last_prompt = self._last_prompt
         for ident in idents:
-            self.record_block(ident, turn, len(idents))
-
-    def record_block(self, ident: int, turn: int, prompt_blocks: int) -> None:
-        """Record the last access to one block."""
-        self._last_access[ident] = _LastAccess(turn, prompt_blocks)
-        self._last_access.move_to_end(ident)
-        if len(self._last_access) > self._max_blocks:
-            self._last_access.popitem(last=False)
+            last_prompt[ident] = prompt
+            last_prompt.move_to_end(ident)
+        while len(last_prompt) > self._max_blocks:
+            last_prompt.popitem(last=False)

@@ -78,7 +78,9 @@ class FileStore:
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `AccessListener`. The index is updated in the background."""
-        self._folder.on_access(self._frame.digest, keys, facts)
+        digest, keys = self._frame.digest, list(keys)
+        # In a thread: thousands of keys take longer than other calls should wait.
+        await run_stoppable(self._lookups, lambda stop: self._folder.on_access(digest, keys, facts))
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

@@ -104,6 +104,9 @@ class ConnectionServer(web.Server):
         self._place_of: dict[asyncio.BaseProtocol, Place] = {}
         super().__init__(
             self._answer,
+            # A connection that is closed leaves its place. Its request would hold a thread, or the
+            # place of a thread, beyond the limit of connections.
+            handler_cancellation=True,
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=keepalive_s,

@@ -5,7 +5,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from urllib.parse import parse_qs
 
@@ -29,7 +28,7 @@ from sglang_cake.stores.http.request_body import STUCK_S, RefusedRequest, read_b
 from sglang_cake.stores.http.server_blocks import BlockService
 from sglang_cake.stores.http.server_metrics import ServerMetrics
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import run_stoppable
+from sglang_cake.stores.threads import LimitedThreads
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class StoreServer:
         self.metrics = metrics
         self._workers = workers
         self._stuck_s = stuck_s
-        self._askers = ThreadPoolExecutor(ASK_THREADS, "cake-http-ask")
+        self._askers = LimitedThreads(ASK_THREADS, "cake-http-ask")
         self._blocks = BlockService(
             folder,
             metrics,
@@ -88,7 +87,7 @@ class StoreServer:
     def close(self) -> None:
         """To be called once no request is in progress. Blocks until the threads are done."""
         self._blocks.close()
-        self._askers.shutdown(cancel_futures=True)
+        self._askers.close()
 
     async def drained(self) -> None:
         """From now on, every connection is closed after its request. Returns when no request is in
@@ -169,8 +168,7 @@ class StoreServer:
         framed_bytes = int(sizes[0][:20]) or None  # 0: each as it comes
         async with self._lookups:
             keys = await self._read_keys(request)
-            found = await run_stoppable(
-                self._askers,
+            found = await self._askers.run(
                 lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
             )
         return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
@@ -180,7 +178,9 @@ class StoreServer:
             facts = RequestFacts.from_json(request.headers.get(protocol.FACTS_HEADER, ""))
         except (ValueError, RecursionError):
             raise RefusedRequest(400, f"the header {protocol.FACTS_HEADER} is malformed") from None
-        self._folder.on_access(digest, await self._read_keys(request), facts)
+        keys = await self._read_keys(request)
+        # In a thread: thousands of keys take longer than other requests should wait.
+        await self._askers.run(lambda stop: self._folder.on_access(digest, keys, facts))
         return web.Response(status=204)
 
     async def _list(self, request: web.BaseRequest, digest: Digest) -> web.StreamResponse:
@@ -189,7 +189,7 @@ class StoreServer:
         def some(stop: threading.Event) -> list[BlockInfo]:
             return list(itertools.islice(blocks, LIST_AT_ONCE))
 
-        batch = await run_stoppable(self._askers, some)
+        batch = await self._askers.run(some)
         response = web.StreamResponse()
         response.content_type = protocol.LIST_TYPE
         await response.prepare(request)
@@ -197,7 +197,7 @@ class StoreServer:
             while batch:
                 async with asyncio.timeout(self._stuck_s):
                     await response.write(b"".join(map(protocol.write_block_line, batch)))
-                batch = await run_stoppable(self._askers, some)
+                batch = await self._askers.run(some)
         except (StoreUnavailable, OSError) as error:
             # The status has been sent. Without the last chunk, clients see that the list broke off.
             logger.warning("a list broke off: %s", error)
@@ -207,14 +207,12 @@ class StoreServer:
 
     async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         if request.method == "GET":
-            stored = await run_stoppable(
-                self._askers, lambda stop: self._folder.stored_description(digest)
-            )
+            stored = await self._askers.run(lambda stop: self._folder.stored_description(digest))
             if not stored:
                 raise RefusedRequest(404, "no such namespace")
             return web.json_response(stored)
         if request.method == "DELETE":
-            await run_stoppable(self._askers, lambda stop: self._folder.remove_namespace(digest))
+            await self._askers.run(lambda stop: self._folder.remove_namespace(digest))
             return web.Response(status=204)
         fields = protocol.read_fields(
             await read_body(request, MAX_DESCRIPTION_BYTES, self._stuck_s)
@@ -223,16 +221,14 @@ class StoreServer:
             raise RefusedRequest(400, "does not describe this namespace")
 
         try:
-            await run_stoppable(
-                self._askers, lambda stop: self._folder.write_description(digest, fields)
-            )
+            await self._askers.run(lambda stop: self._folder.write_description(digest, fields))
         except ConfigError:
             raise RefusedRequest(409, "the namespace has another namespace.json here") from None
         return web.Response(status=204)
 
     async def _about(self, kind: Kind) -> web.Response:
         if kind is Kind.NAMESPACES:
-            spaces = await run_stoppable(self._askers, lambda stop: self._folder.namespaces())
+            spaces = await self._askers.run(lambda stop: self._folder.namespaces())
             return web.json_response(protocol.write_namespaces(spaces))
         stats = await self._stats()
         if kind is Kind.STATS:
@@ -246,7 +242,7 @@ class StoreServer:
         return web.Response(body=self.metrics.text(gauges), content_type="text/plain")
 
     async def _stats(self) -> StoreStats:
-        stats = await run_stoppable(self._askers, lambda stop: self._folder.stats())
+        stats = await self._askers.run(lambda stop: self._folder.stats())
         self.count_blocks()
         return replace(stats, evictions=self.metrics.evictions())
 

@@ -7,6 +7,7 @@ A plain server has GET, HEAD, PUT and DELETE, as nginx with its WebDAV module.
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import ssl
 import time
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
@@ -43,18 +45,24 @@ from sglang_cake.stores.url import StoreUrl, absolute_path
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 REPORT_S = 5.0  # time limit of a report of a corrupt block
 HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
 HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
 PIECE_BYTES = 1 << 18  # of a block, copied and sent at a time
 NOT_OURS = frozenset((404, 405, 501))  # status of `contains` on a plain server
+# A proxy may have answered so while the server restarted, which mostly takes some seconds. A plain
+# server gets one request more in 5 minutes.
+ASK_AGAIN_FIRST_S = 10.0
+ASK_AGAIN_LAST_S = 300.0
 
 
 class HttpStore:
     """Implements `Store`. Sends nothing before its first call; belongs to that call's event loop.
 
     The answer to `contains` shows whether the server is a plain one. After an outage `contains` is
-    asked again, because another server may have taken the address.
+    asked again, because another server may have taken the address. A plain server is asked again
+    after pauses.
     """
 
     def __init__(
@@ -81,7 +89,10 @@ class HttpStore:
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
+        self._clock = clock
         self._is_plain: bool | None = None  # None: not known yet
+        self._was_plain = False  # by the last answer, also before an outage
+        self._ask_again = Backoff(ASK_AGAIN_FIRST_S, ASK_AGAIN_LAST_S)  # while it is plain
         self._is_claimed = False  # whether the server has the namespace's description
 
     @property
@@ -106,7 +117,7 @@ class HttpStore:
         found: list[bool] = []
         for start in range(0, max(1, len(keys)), protocol.MAX_CONTAINS_KEYS):
             some = keys[start : start + protocol.MAX_CONTAINS_KEYS]
-            if not self._is_plain:
+            if not self._is_plain or not self._ask_again.left_s(self._clock()):
                 answers = await self._ask(some)
                 if answers is not None:
                     found += answers
@@ -146,11 +157,27 @@ class HttpStore:
                     await refuse(response)
                 return protocol.read_answers(await read_whole(response, len(keys)), len(keys))
 
+        if self._is_plain:
+            self._ask_again.start(self._clock())  # other lookups do not ask meanwhile
         async with self._asking:
             size_bytes = max(1, len(keys)) * protocol.KEY_BYTES
             answers = await self._transport.call(self._transport.lookups, size_bytes, attempt)
-        self._is_plain = answers is None
+        self._learned(is_plain=answers is None)
         return answers
+
+    def _learned(self, *, is_plain: bool) -> None:
+        self._is_plain = is_plain
+        if not is_plain:
+            self._ask_again.reset()
+        elif not self._ask_again.has_failed:
+            self._ask_again.start(self._clock())
+        if is_plain is not self._was_plain:
+            self._was_plain = is_plain
+            base = self._transport.base
+            if is_plain:
+                logger.warning("%s: no `sglang-cake store serve`, taken for a plain server", base)
+            else:
+                logger.warning("%s: answers as `sglang-cake store serve` again", base)
 
     async def _has(self, key: BlockKey) -> bool:
         async with self._asking:

@@ -168,6 +168,11 @@ class HttpTransport:
         floor_s = max(limits.first_s, limits.floor_s)
         self.descriptions = circuit("descriptions", replace(limits, floor_s=floor_s))
 
+    @property
+    def base(self) -> str:
+        """URL of the server, without a slash at the end."""
+        return self._endpoint.base
+
     async def close(self) -> None:
         for circuit in self._circuits:
             circuit.close()

@@ -12,9 +12,8 @@ import io
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -33,7 +32,7 @@ from sglang_cake.stores.http.request_body import (
     while_it_moves,
 )
 from sglang_cake.stores.http.server_metrics import ServerMetrics
-from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.threads import LimitedThreads, check_stop
 
 T = TypeVar("T")
 
@@ -81,7 +80,11 @@ class BlockCheck:
 
 
 class BlockService:
-    """Requests for the blocks of a folder, which stays the caller's."""
+    """Requests for the blocks of a folder, which stays the caller's.
+
+    A request is cancelled when its client closes the connection. What waits for a thread then ends.
+    Of what runs in a thread, reads end; a delete, a check and the commit of a put are completed.
+    """
 
     def __init__(
         self,
@@ -99,13 +102,13 @@ class BlockService:
         self._quota_bytes = namespace_quota_bytes
         self._stuck_s = stuck_s
         self._puts = 0  # in progress
-        self._readers = ThreadPoolExecutor(READ_THREADS, "cake-http-read")
-        self._writers = ThreadPoolExecutor(MAX_PUTS, "cake-http-write")
+        self._readers = LimitedThreads(READ_THREADS, "cake-http-read")
+        self._writers = LimitedThreads(MAX_PUTS, "cake-http-write")
 
     def close(self) -> None:
         """Blocks until the threads are done."""
-        for pool in (self._readers, self._writers):
-            pool.shutdown(cancel_futures=True)
+        for threads in (self._readers, self._writers):
+            threads.close()
 
     async def get(
         self, request: web.BaseRequest, digest: Digest, key: BlockKey
@@ -116,7 +119,7 @@ class BlockService:
         # `closing`: errors about the client do not reach the folder's context.
         with contextlib.closing(contextlib.ExitStack()) as held:
             reading = self._reading(digest, key, counts=counts)
-            fd = await run_stoppable(self._readers, lambda stop: held.enter_context(reading))
+            fd = await self._readers.run(lambda stop: held.enter_context(reading))
             size = os.fstat(fd).st_size
             start, stop = 0, size
             response = web.StreamResponse(headers={"Accept-Ranges": "bytes"})
@@ -131,7 +134,7 @@ class BlockService:
             if request.method == "GET":
                 if not reads_at_once(fd, start, stop):
                     read = functools.partial(read_into_cache, fd, start, stop)
-                    await run_stoppable(self._readers, read)
+                    await self._readers.run(read)
                 await self._send(request, response, fd, start, stop - start)
             return response
 
@@ -157,7 +160,7 @@ class BlockService:
         try:
             async with asyncio.timeout(self._stuck_s * (1 + count / FLOOR_BYTES)):
                 await response.prepare(request)
-                with io.FileIO(fd, closefd=False) as file:
+                with SharedFile(fd) as file:
                     sent = await loop.sendfile(transport, file, start, count)
                 if sent < count:
                     raise OSError(errno.EIO, "the file was truncated")
@@ -194,28 +197,30 @@ class BlockService:
             check.feed(memoryview(piece))
             file.append([memoryview(piece)], stop)
 
-        def commit(stop: threading.Event) -> None:
+        def commit(_: threading.Event) -> None:
+            # The whole block is here. A client whose time limit ended would send all of it again,
+            # so the commit is completed without the client.
             check.finish()
-            file.commit(stop)
+            file.commit(threading.Event())
 
         await accept_body(request)
         async with while_it_moves(self._stuck_s) as moved:
             async for piece in read_pieces(request, moved):
                 self._metrics.received_bytes.inc(len(piece))
-                await run_stoppable(self._writers, functools.partial(keep, piece))
-        await run_stoppable(self._writers, commit)
+                await self._writers.run(functools.partial(keep, piece))
+        await self._writers.run(commit)
 
     async def check(self, digest: Digest, key: BlockKey) -> web.Response:
         """A client received the block corrupt: check the file, and set it aside if it is corrupt.
 
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable.
         """
-        await run_stoppable(self._readers, functools.partial(self._check, digest, key))
+        await self._readers.run(functools.partial(self._check, digest, key))
         return web.Response(status=204)
 
     async def delete(self, digest: Digest, key: BlockKey) -> web.Response:
         """Raises: StoreUnavailable."""
-        await run_stoppable(self._writers, lambda stop: self._folder.delete(digest, key))
+        await self._writers.run(lambda stop: self._folder.delete(digest, key))
         return web.Response(status=204)
 
     # The following methods run in threads.
@@ -230,13 +235,14 @@ class BlockService:
             BlockCheck(digest, key, size).feed(memoryview(os.pread(fd, HEADER_BYTES, 0)))
             yield fd
 
-    def _check(self, digest: Digest, key: BlockKey, stop: threading.Event) -> None:
+    def _check(self, digest: Digest, key: BlockKey, _: threading.Event) -> None:
+        # Completed without the client, whose time limit is short: the next reader would get the
+        # same corrupt block.
         with self._folder.reading(digest, key, counts=False) as fd:
             size = os.fstat(fd).st_size
             check = BlockCheck(digest, key, size)
             done = 0
             while done < size:
-                check_stop(stop)
                 piece = os.pread(fd, COPY_BYTES, done)
                 if not piece:
                     break
@@ -268,16 +274,37 @@ class BlockService:
 
 
 @contextlib.asynccontextmanager
-async def entered(pool: ThreadPoolExecutor, context: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Enter and leave a blocking context in `pool`.
+async def entered(threads: LimitedThreads, context: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter and leave a blocking context in `threads`.
 
     Exceptions inside do not reach the context: they are about the client, not the folder.
     """
     stack = contextlib.ExitStack()
     try:
-        yield await run_stoppable(pool, lambda stop: stack.enter_context(context))
+        yield await threads.run(lambda stop: stack.enter_context(context))
     finally:  # also after a cancellation
-        await asyncio.shield(asyncio.get_running_loop().run_in_executor(pool, stack.close))
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(threads.pool, stack.close))
+
+
+class SharedFile(io.FileIO):
+    """A descriptor that stays the caller's. `close` waits until no thread reads from it.
+
+    Over TLS, `loop.sendfile` reads in a thread and does not wait for it after a cancellation. The
+    descriptor's number may be another file's or a connection's by then.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, closefd=False)
+        self._in_use = threading.Lock()
+
+    def readinto(self, into: Any, /) -> int | None:
+        """Raises: OSError; ValueError once it is closed."""
+        with self._in_use:
+            return super().readinto(into)
+
+    def close(self) -> None:
+        with self._in_use:
+            super().close()
 
 
 def reads_at_once(fd: int, start: int, stop: int) -> bool:

@@ -5,15 +5,18 @@ import json
 import os
 import re
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from filestore import closing
 from http_servers import (
     TOKEN,
+    WAIT_S,
     A,
     B,
     OurServer,
+    ServerInProcess,
     ask,
     framed,
     make_certificate,
@@ -23,17 +26,20 @@ from http_servers import (
     put_description,
     write_token,
 )
+from system_calls import Held
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.http.auth import own_token_path
 from sglang_cake.stores.http.protocol import (
     FACTS_HEADER,
+    STATS,
     block_path,
     description_path,
     list_path,
     touched_path,
 )
 from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, block_of, read
 
@@ -291,3 +297,17 @@ def test_store_serve_request_facts_with_invalid_text_get_400(tmp_path):
         assert put_block(server, "b") == 201
     finally:
         assert server.stop() == 0
+
+
+def test_store_serve_report_does_not_hold_other_requests(tmp_path, monkeypatch):
+    held = Held(ReportedAccesses.report)
+    monkeypatch.setattr(ReportedAccesses, "report", lambda *given: held(*given))
+    headers = {FACTS_HEADER: RequestFacts("id", 1).to_json()}
+    with ServerInProcess(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        path = touched_path(FRAME.digest)
+        reporting = pool.submit(ask, server, "POST", path, A, headers)
+        assert held.entered.wait(WAIT_S)
+        assert ask(server, "GET", STATS)[0] == 200
+        assert not reporting.done()
+        held.go.set()
+        assert reporting.result(WAIT_S)[0] == 204

@@ -13,9 +13,15 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.stores.http.http_store import HEAD_ROUNDS, HEADS_AT_ONCE
+from sglang_cake.stores.http.http_store import (
+    ASK_AGAIN_FIRST_S,
+    ASK_AGAIN_LAST_S,
+    HEAD_ROUNDS,
+    HEADS_AT_ONCE,
+)
 from sglang_cake.stores.http.http_transport import MAX_RETRY_AFTER_S, TRIES
-from sglang_cake.stores.http.protocol import MAX_ANSWER_BYTES, block_path
+from sglang_cake.stores.http.protocol import MAX_ANSWER_BYTES, block_path, touched_path
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 GOOD = framed("a")
@@ -482,6 +488,52 @@ async def test_http_store_after_an_outage_detects_the_server_kind_again():
         clock.now_s += 60.0
         assert await store.contains([A]) == [False]
         assert [asked.method for asked in server.asked] == ["POST", "HEAD"]
+
+
+def posts(server):
+    return [asked.path for asked in server.asked if asked.method == "POST"]
+
+
+async def test_http_store_passing_404_of_a_proxy_is_forgotten_after_a_pause(caplog):
+    async def answer(asked):
+        if away:
+            asked.answer(404)
+        elif "/contains" in asked.path:
+            asked.answer(200, b"\1")
+        else:
+            asked.answer(204)
+
+    away = [1]
+    async with client_and_server(answer) as (store, server):
+        assert await store.contains([A]) == [False]
+        away.clear()
+        await store.on_access([A], RequestFacts("r1", 10))
+        assert len(posts(server)) == 1
+        clock.now_s += ASK_AGAIN_FIRST_S
+        server.asked.clear()
+        for _ in range(2):
+            assert await store.contains([A]) == [True]
+        await store.on_access([A], RequestFacts("r1", 10))
+        assert [asked.method for asked in server.asked] == ["POST"] * 3
+        assert server.asked[-1].path == touched_path(FRAME.digest)
+    assert [record.args for record in caplog.records] == [(server.base,)] * 2
+    assert ["taken for" in record.message for record in caplog.records] == [True, False]
+
+
+async def test_http_store_plain_server_is_asked_seldom_and_logged_once(caplog):
+    async def answer(asked):
+        asked.answer(405 if asked.method == "POST" else 404)
+
+    async with client_and_server(answer) as (store, server):
+        for asked in range(1, 10):
+            await asyncio.gather(*(store.contains([A]) for _ in range(1 if asked == 1 else 4)))
+            assert len(posts(server)) == asked
+            await store.contains([A])
+            clock.now_s += ASK_AGAIN_LAST_S
+        clock.now_s -= 1.0
+        await store.contains([A])
+        assert len(posts(server)) == asked
+    assert len(caplog.records) == 1
 
 
 async def test_http_store_head_lookups_are_bounded_and_one_error_fails_them():

@@ -379,10 +379,12 @@ def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
 
 async def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
     stores = [opened(server.base, depth=4) for _ in range(6)]
+    written = asyncio.Barrier(len(stores))
 
     async def work(store):
         for n in range(10):
             await store.put(key_of(("many", n)), block_of(("many", n)))
+        await written.wait()  # a put also returns while another client's put of the block goes on
         return [await read(store, key_of(("many", n))) for n in range(10)]
 
     got = await asyncio.gather(*(work(store) for store in stores))
