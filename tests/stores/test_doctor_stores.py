@@ -120,6 +120,7 @@ def test_doctor_token_file_that_is_absent_is_to_mend(tmp_path):
 def test_doctor_wrong_credentials_and_no_bucket_are_to_mend(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    monkeypatch.setattr("sglang_cake.stores.s3.s3_store.CHECK_S", 60.0)
     with moto(INITIAL_NO_AUTH_ACTION_COUNT="0") as strict:
         text = refusal(strict.url("any-bucket"))
     assert "check the credentials" in text
