@@ -215,7 +215,10 @@ class KvReceiver:
                     look()
                     left_s = patience_s - self.waited_s - (time.monotonic() - began_s)
                     if left_s <= 0:
-                        late = max(self._held_s, key=self._held_s.__getitem__)
+                        held_s = self._held_s
+                        late = max(held_s, key=held_s.__getitem__)
+                        if not held_s[late]:  # the time is over before the first wait
+                            late = self._holder(layer)
                         raise Late(
                             f"layer {layer} did not come in {patience_s:.2f} s of waiting, most of "
                             f"all for member {late}",

@@ -93,6 +93,19 @@ def standins(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def patience(folder: Path) -> tuple[str, str]:
+    """What the PYTHONPATH of a server that waits for what is late begins with. It does not bring
+    the other stand-ins along."""
+    info = folder / "patience" / "cake_test_patience-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cake-test-patience\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\ncake_test_patience = cake_test_patience:register\n"
+    )
+    return str(info.parent), str(Path(__file__).parent / "standins")
+
+
+@pytest.fixture(scope="session")
 def adapters(folder: Path) -> dict[str, Path]:
     """LoRA adapters `a` in two versions, and `b`."""
     return {
@@ -143,8 +156,9 @@ def report_to_guard() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture(scope="session")
-def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
-    """Starts servers. The log of each is checked when it has ended."""
+def start(folder: Path, report_to_guard: Callable[[int], None], patience: tuple[str, str]) -> Start:
+    """Starts servers. The log of each is checked when it has ended. Those with cake wait for what
+    is late, as `cake_test_patience` says, unless a test is about that."""
     count = 0
 
     @contextlib.contextmanager
@@ -157,6 +171,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
         bandwidth: str = "5MB/s",
         env: dict[str, str] | None = None,
         strict: bool = True,
+        patient: bool = True,
         stop: signal.Signals = signal.SIGINT,
     ) -> Iterator[Live]:
         nonlocal count
@@ -172,6 +187,12 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
                 *("--cake-min-load-tokens", str(BLOCK)),
                 *("--cake-trace-file", str(trace)),
             ]
+        env = {**ONE_THREAD, **(STRICT if strict else {}), **(env or {})}
+        if store is not None:
+            # Also in an impatient one: plug-ins count in the namespace, and servers share stores.
+            path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (*patience, path)))
+            env |= {} if patient else {"CAKE_TEST_IMPATIENT": "1"}
         started: list[int] = []
 
         def run(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
@@ -183,7 +204,7 @@ def start(folder: Path, report_to_guard: Callable[[int], None]) -> Start:
         server = SglangServer(
             model,
             (*FLAGS, *QUIET, *cake, *flags),
-            env={**ONE_THREAD, **(STRICT if strict else {}), **(env or {})},
+            env=env,
             log=folder / f"server-{count}.log",
             run=run,
             stop_signal=stop,

@@ -415,11 +415,22 @@ def test_decode_server_whose_prefill_server_dies_while_it_loads_takes_kv_of_anot
     document = prompt(20 * BLOCK + 7)
     reference = ordinary.ask(document)
     ordinary.store.until_stored(document[: 20 * BLOCK])
-    pair.flush()
     before = racing_pair.stored()
-    waiting, asked = pair.begin(document, rid="waits for the dead", new_tokens=2 * BLOCK)
-    asked.until("land")
-    assert asked.is_running  # mode load: the link carries a block in more time than a look takes
+    tries = itertools.count()
+
+    def caught() -> tuple[PendingRequest, PendingRequest] | None:
+        """A request that loads. Mode load: the link carries a block in more time than a look takes,
+        unless the machine is busy."""
+        pair.flush()
+        rid = f"waits for the dead {next(tries)}"
+        waiting, asked = pair.begin(document, rid=rid, new_tokens=2 * BLOCK)
+        asked.until("land")
+        if asked.is_running:
+            return waiting, asked
+        waiting.join()
+        return None
+
+    waiting, asked = until(caught, "a request that loads")
     dying.killed = True
     os.killpg(dying.server.process.pid, signal.SIGKILL)
     asked.join()

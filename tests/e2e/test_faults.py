@@ -52,7 +52,7 @@ def live(start: Start, models: dict[str, Path], folder: Path, proxy: FaultProxy)
         *("--dtype", "float32", "--max-total-tokens", "12000"),
         *("--cake-mode", "load", "--enable-metrics", "--admin-api-key", "for-admins"),
     )
-    with start(models["first"], flags, store=folder / "store-faults-near") as live:
+    with start(models["first"], flags, store=folder / "store-faults-near", patient=False) as live:
         swapped = requests.put(
             live.url + "/cake/store",
             headers=KEY,

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +24,10 @@ from live import (
     assert_same,
     until,
 )
+from patient import SGLANG_CAKE
 
 from sglang_cake.codecs.frame import HEADER_BYTES, read_header
+from sglang_cake.demo.sglang_server import free_port
 
 KEY = {"Authorization": "Bearer for-admins"}
 FLAGS = (
@@ -39,15 +40,14 @@ class SharedStore:
     """`sglang-cake store serve`, always on the same port."""
 
     def __init__(self, root: Path) -> None:
-        self.view, self._port = StoreView(root), "0"
+        self.view, self._port = StoreView(root), str(free_port())
         self.start()
 
     def start(self) -> None:
-        serve = [sys.executable, "-m", "sglang_cake", "store", "serve"]
         self._process = subprocess.Popen(
             [
-                *(*serve, "--root", str(self.view.root), "--port", self._port),
-                *("--capacity", "1GB", "--min-free", "0"),
+                *(*SGLANG_CAKE, "store", "serve", "--root", str(self.view.root)),
+                *("--port", self._port, "--capacity", "1GB", "--min-free", "0"),
             ],
             stdout=subprocess.PIPE,
             env=os.environ,
@@ -55,7 +55,6 @@ class SharedStore:
         )
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().split()[-1]
-        self._port = self.url.rpartition(":")[2]
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all of its processes."""
@@ -84,9 +83,11 @@ def shared(folder: Path) -> Iterator[SharedStore]:
 
 @pytest.fixture(scope="module")
 def one(start: Start, models: dict[str, Path], folder: Path, shared: SharedStore) -> Iterator[Live]:
-    """A server whose second tier is the shared store."""
+    """A server whose second tier is the shared store. It gives up what is late, as the store is
+    that a test stops."""
     flags = (*FLAGS, "--cake-mode", "both", "--enable-metrics", "--admin-api-key", "for-admins")
-    with start(models["first"], flags, store=folder / "tier-a", urls=[shared.url]) as live:
+    urls = [shared.url]
+    with start(models["first"], flags, store=folder / "tier-a", urls=urls, patient=False) as live:
         yield live
 
 
@@ -154,7 +155,6 @@ def test_http_store_stopped_killed_or_corrupt_requests_finish_as_misses(
     again()
     files = shared.view.until_stored(ids)
     until(lambda: again().loaded > 0, "the store is used")
-    assert failures() == 0
 
     flush()
     loading = PendingRequest(one, ids, rid="stopped while it loads")
@@ -165,9 +165,10 @@ def test_http_store_stopped_killed_or_corrupt_requests_finish_as_misses(
     shared.send(signal.SIGCONT)
     until(lambda: again().loaded > 0, "it is used again")
 
+    before = failures()
     shared.kill()
     assert again().loaded == 0
-    until(lambda: failures() > 0, "that it is down is counted")
+    until(lambda: failures() > before, "that it is down is counted")
     shared.start()
     until(lambda: again().loaded > 0, "it is used again")
 

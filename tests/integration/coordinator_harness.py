@@ -137,6 +137,7 @@ class CoordinatorHarness(HeldReads):
             self.counters,
             queue_depth=load.depth,
             prior=load,
+            least_limit_s=60.0,
         )
         self.step_costs = CountedStepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
         self.device_slots = DeviceSlots(

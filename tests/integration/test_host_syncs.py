@@ -58,7 +58,7 @@ class Server:
         self.page = page
         self.allocator = allocator_of(self.pool, page)
         self.kv = CudaKV(self.pool, block_tokens=BLOCK, forward_stream=torch.cuda.Stream())
-        self.copier = CopyThread(self.kv)
+        self.copier = CopyThread(self.kv, patience_s=PATIENCE_S)
         self.counters = Counters()
         self.slots = DeviceSlots(
             self.kv, self.copier, self.allocator, lambda tokens: None, self.counters

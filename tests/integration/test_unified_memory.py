@@ -179,7 +179,7 @@ def test_unified_memory_slots_do_not_move_under_a_copy(
 
     side = OneMemory(kind, monkeypatch, halting)
     side.before_wait = goes_on.set
-    copier = CopyThread(side.kv, movers=[side.full] if waits else [])
+    copier = CopyThread(side.kv, patience_s=60.0, movers=[side.full] if waits else [])
     try:
         slots = side.fragmented()
         side.fill(slots)
@@ -268,7 +268,7 @@ def test_unified_memory_windows_between_two_pools_do_not_move_under_a_copy(
         as_bytes(buffer)[rows] = torch.arange(len(rows), dtype=torch.uint8)[:, None] + number
     buffers, wanted = buffers_for(kv, 3), buffers_for(kv, 3)
     kv.save(rows, wanted, ())
-    copier = CopyThread(kv, movers=[windows] if waits else [])
+    copier = CopyThread(kv, patience_s=60.0, movers=[windows] if waits else [])
 
     def launch() -> Any:
         knows_rows.set()

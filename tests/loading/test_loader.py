@@ -22,7 +22,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, Stor
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost
+from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import (
     BlockRead,
     Fetched,
@@ -133,7 +133,7 @@ class LoaderHarness(HeldReads):
         store: Store,
         depth: int = 2,
         *,
-        least_limit_s: float = LEAST_LIMIT_S,
+        least_limit_s: float = PATIENCE_S,
         copy_s: float = 0.0,
     ) -> Loader:
         return Loader(
@@ -536,13 +536,13 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     tokens = tokens_of(0, 9)
     keys = harness.fill(tokens)
     store = LendingStore(harness.recorded, keys)
-    harness.loader = harness.new_loader(store, depth=7, copy_s=0.25)
+    harness.loader = harness.new_loader(store, depth=7, copy_s=60.0)
     harness.begin("a", tokens, first=2)
     assert harness.landed() == [("a", block) for block in range(8, 1, -1)]
     assert isinstance(harness.events[0], LookedUp)
     assert harness.read_keys() == []
     assert harness.pool.free == 1
-    assert harness.loader.cost.block_s == 0.25, "they wait for their copies alone"
+    assert harness.loader.cost.block_s == 60.0, "they wait for their copies alone"
     assert harness.wakes == 2, "the lookup, and the last block"
     assert store.given_back == []
     harness.begin("b", tokens, first=8)
@@ -562,9 +562,9 @@ def test_loader_lent_blocks_say_nothing_of_the_cost_before_a_copy_is_measured(
     harness.begin("a", tokens)
     assert harness.landed() == [("a", 11), ("a", 10)]
     assert harness.loader.cost.block_s == 1.0, "as it was believed before"
-    harness.release(copy_s=0.25)
+    harness.release(copy_s=60.0)
     assert len(harness.landed()) == 2
-    assert harness.loader.cost.block_s == 0.25
+    assert harness.loader.cost.block_s == 60.0
 
 
 @pytest.mark.parametrize("copy_s", [0.0, 0.1, 0.002])

@@ -465,9 +465,9 @@ def test_zeromq_stopped_member_is_gone_until_it_resumes() -> None:
     here.start(record)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
-        os.kill(child.pid, signal.SIGSTOP)
-        until(lambda: record.gone == [1], "it says nothing")
-        assert here.reachable() == frozenset()
+        os.kill(child.pid, signal.SIGSTOP)  # on a busy machine it may have been gone before, too
+        until(lambda: record.gone and not here.reachable(), "it says nothing")
+        assert set(record.gone) == {1}
         os.kill(child.pid, signal.SIGCONT)
         until(lambda: here.reachable() == {1}, "it is back")
     finally:
@@ -625,7 +625,8 @@ def test_zeromq_repeated_failed_dials_leak_no_descriptors() -> None:
         until(lambda: dials >= 5, "it dials")
         before, least = descriptors(), dials + 40
         until(lambda: dials >= least, "and dials")
-        assert descriptors() < before + 20  # each dial takes three, or more
+        # Each dial takes three, or more. ZeroMQ closes those of the last ones in the background.
+        until(lambda: descriptors() < before + 20, "they are closed")
     finally:
         here.close()
 

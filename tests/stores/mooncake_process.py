@@ -20,7 +20,7 @@ from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
 START_S = 120  # two slow cores that have other work
-CLIENT_TTL_S = 3  # how long the master believes in a client that is dead
+CLIENT_TTL_S = 30  # how long the master believes in a client that is dead, or just busy
 LAYOUT = BlockLayout.plain(layers=1, parts=(("kv", (1024,)),), dtype="float32", block_tokens=64)
 FRAME = BlockFrame(NAMESPACE, LAYOUT)  # 256 KiB
 

@@ -57,14 +57,8 @@ def master():
 
 @pytest.fixture
 def own_master():
-    master = Master(free_ports(2))
-    yield master
-    master.kill()
-
-
-@pytest.fixture
-def patient_master():
-    """Believes in a client that hangs for longer than a test of it takes."""
+    """Believes in a client that hangs for longer than a test of it takes, and notices well within
+    HEAL_S that one is dead."""
     master = Master(free_ports(2), client_ttl_s=15)
     yield master
     master.kill()
@@ -234,7 +228,7 @@ def test_mooncake_store_blocks_of_a_killed_writer_become_missing(own_master, cli
 async def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(own_master, clients):
     writer = clients(own_master)
     assert writer.ask("put 40") == ["True"] * 40
-    async with closing(own_master.open(LARGE_FRAME, segment="0")) as store:
+    async with closing(own_master.open(LARGE_FRAME, segment="0", patience_s=60.0)) as store:
         right = 0
 
         async def read_until_it_fails(name):
@@ -250,11 +244,11 @@ async def test_mooncake_store_peer_killed_during_reads_gives_misses_or_errors(ow
         assert set(await asyncio.gather(*readers)) <= {"BlockMissing", "StoreUnavailable"}
 
 
-async def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(patient_master, clients):
-    writer = clients(patient_master)
+async def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(own_master, clients):
+    writer = clients(own_master)
     assert writer.ask("put 4") == ["True"] * 4
     patience_s = 60.0  # to join and to read once
-    store = patient_master.open(LARGE_FRAME, segment="0", depth=2, patience_s=patience_s)
+    store = own_master.open(LARGE_FRAME, segment="0", depth=2, patience_s=patience_s)
     async with closing(store):
         assert await ends(store, 0) == "right"
         store.reads.patience_s = 1.0

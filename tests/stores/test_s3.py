@@ -57,6 +57,7 @@ def credentials(monkeypatch, tmp_path):
     forget_credentials(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    monkeypatch.setattr("sglang_cake.stores.s3.s3_store.CHECK_S", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,8 @@ async def test_s3_store_cancelled_put_of_a_large_block_is_whole_or_absent(server
                 if put.done():
                     break
                 await asyncio.sleep(0.0005)
-            put.cancel()
+            if turns < 10_000:  # the last one may take as long as it likes
+                put.cancel()
             await asyncio.wait([put])
             there = (await store.contains([key]))[0]
             outcomes.add(put.cancelled())
@@ -306,6 +308,7 @@ def test_s3_store_closed_leaves_no_open_connection(server, bucket, caplog):
                 await store.close()
                 await store.close()
 
+        gc.collect()  # what other tests left
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             asyncio.run(main())

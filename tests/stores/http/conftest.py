@@ -13,6 +13,12 @@ def _no_server_outlives_its_test():
             process.wait()
 
 
+@pytest.fixture(autouse=True)
+def _connections_may_take_long(monkeypatch):
+    """Nothing here is about a server that cannot be reached, and a busy one accepts late."""
+    monkeypatch.setattr("sglang_cake.stores.http.http_transport.CONNECT_S", 60.0)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Our server with the token that it made, and the contract's namespace described."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from filestore import closing
+from patient import SGLANG_CAKE
 
 import sglang_cake
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -99,10 +100,12 @@ def serve_command(root, *options):
 SERVE_WITH_LIMITS = """
 import json, sys
 from pathlib import Path
+from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import make_own_token
 from sglang_cake.stores.http.server_processes import ServeSettings, serve
 
+index_supervisor.OPEN_WAIT_S = 60.0  # as in `patient`
 root, limits = Path(sys.argv[1]), json.loads(sys.argv[2])
 source = FileSource(root, min_free_bytes=0)
 settings = ServeSettings(source, "127.0.0.1", 0, make_own_token(), **limits)
@@ -117,11 +120,13 @@ def serve_environment():
 class OurServer:
     """`sglang-cake store serve` in a process of its own.
 
+    It has a port that no connection gets meanwhile, so another one can take it over.
     With `limits`, further fields of `ServeSettings`, it has no other options.
     """
 
-    def __init__(self, root, *options, port=0, limits=None):
-        command = serve_command(root, "--port", port, *options)
+    def __init__(self, root, *options, port=None, limits=None):
+        options = ("--port", port or free_port(), *options)
+        command = [*SGLANG_CAKE, *serve_command(root, *options)[3:]]
         if limits is not None:
             command = [sys.executable, "-c", SERVE_WITH_LIMITS, str(root), json.dumps(limits)]
         self.process = subprocess.Popen(

@@ -109,12 +109,11 @@ def test_requests_may_come_in_any_pieces(root, how):
 
 
 def test_fast_path_idle_connection_is_closed(root):
-    with ServerInProcess(root, keepalive_s=1.0) as server:
-        connection = server.connect()
+    with ServerInProcess(root, keepalive_s=8.0) as server:
+        connection, silent = server.connect(), server.connect()
         connection.sendall(request_bytes(PATH))
         assert answer(connection) == (200, BLOCK)
         assert connection.recv(1) == b""
-        silent = server.connect()
         assert silent.recv(1) == b""
         poll(lambda: server.metrics()["connections"] == 0, "both have ended")
 

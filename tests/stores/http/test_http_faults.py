@@ -13,6 +13,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
+from sglang_cake.stores.circuit_breaker import AdaptiveTimeout
 from sglang_cake.stores.http.http_store import (
     ASK_AGAIN_FIRST_S,
     ASK_AGAIN_LAST_S,
@@ -25,7 +26,7 @@ from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 GOOD = framed("a")
-LOOKUP_S = 0.5  # how long a lookup may take, in the test of a slow description
+LOOKUP_S = 5.0  # how long a lookup may take, in the test of a slow description
 
 
 class Clock:
@@ -413,9 +414,16 @@ async def test_http_store_forgotten_namespace_is_described_once_more():
             await store.put(A, block_of("a"))
 
 
-async def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
+async def test_http_store_slow_description_is_waited_for_longer_than_a_lookup(monkeypatch):
     """The server writes it to its disk; also where the last one was quick."""
-    puts, claims = [], []
+    puts, claims, limits = [], [], []
+    usual_limit = AdaptiveTimeout.timeout_s
+
+    def timeout_s(limit, size_bytes):
+        limits.append(usual_limit(limit, size_bytes))
+        return limits[-1]
+
+    monkeypatch.setattr(AdaptiveTimeout, "timeout_s", timeout_s)
 
     async def forgets_once(asked):
         puts.append(asked.path)
@@ -425,14 +433,13 @@ async def test_http_store_slow_description_is_waited_for_longer_than_a_lookup():
 
     async def answer(asked):
         if asked.method == "PUT" and asked.path.endswith(".json"):
-            claims.append(asked.path)
-            await asyncio.sleep(2 * LOOKUP_S if len(claims) == 2 else 0)
+            claims.append(limits[-1])  # how long this is waited for
         await usual(asked)
 
     async with client_and_server(answer, floor_s=LOOKUP_S) as (store, _):
         assert await store.put(A, block_of("a")) is False
         assert len(claims) == 2
-        assert store.counters.failures == 0
+        assert min(limits) == LOOKUP_S < min(claims)
 
 
 async def test_http_store_namespace_with_another_meaning_is_unavailable():

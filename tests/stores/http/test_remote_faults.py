@@ -20,7 +20,14 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import KeyChain, KeySeed
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Fetched, Loader, LoadRequest, LookedUp, Lost
-from sglang_cake.stores.circuit_breaker import FAILURES, FIRST_S, LAST_S, Fault, TimeoutLimits
+from sglang_cake.stores.circuit_breaker import (
+    FAILURES,
+    FIRST_S,
+    LAST_S,
+    AdaptiveTimeout,
+    Fault,
+    TimeoutLimits,
+)
 from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
 from sglang_cake.stores.s3.bucket import S3Place
@@ -103,6 +110,7 @@ class StoreBehindProxy:
     kind: str
     proxy: FaultProxy
     bucket: str
+    is_spoiled: bool = False
 
     def opened(self, clock, patience=PATIENT):
         """A client."""
@@ -120,10 +128,12 @@ class StoreBehindProxy:
         return OF_KIND.get((self.kind, fault), READS[fault])
 
     def begin(self, fault, methods=READ_METHODS, spare=0):
+        self.is_spoiled = True
         self.proxy.spoil(FAULTS[fault], methods=methods, spare=spare)
 
     def end(self):
         self.proxy.spoil(None)
+        self.is_spoiled = False
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +168,13 @@ async def remote(served, monkeypatch):
     monkeypatch.setattr(backoff, lambda self, context: 0.0)
     proxy = FaultProxy(port, trickle_s=0.01)
     remote = StoreBehindProxy(kind, proxy, make_bucket())
+    usual = AdaptiveTimeout.timeout_s
 
+    def timeout_s(limit, size_bytes):
+        """Only a fault is to be too late for IMPATIENT: a busy machine may be as well."""
+        return usual(limit, size_bytes) if remote.is_spoiled else WAIT_S
+
+    monkeypatch.setattr(AdaptiveTimeout, "timeout_s", timeout_s)
     async with closing(remote.opened(Clock())) as store:
         for number, key in enumerate(KEYS):
             await store.put(key, block_of(number))
@@ -189,7 +205,7 @@ async def test_remote_store_reads_under_a_fault_are_errors_and_logged(remote, fa
             assert isinstance(await outcome(read(store, KEYS[number])), StoreError)
         events = store.events()
         remote.end()
-        # S3 deletes what came corrupt. A busy machine may be too slow for IMPATIENT at first.
+        # S3 deletes what came corrupt.
         until_right = await outcome(store.put(KEYS[2], block_of(2)))
         while until_right != block_of(2):
             clock.now_s += LAST_S
@@ -225,7 +241,6 @@ async def test_remote_store_lookup_behind_an_open_breaker_is_its_probe(remote, f
         assert store.events()["breaker_openings"] == 1
         assert isinstance(await outcome(store.contains(KEYS)), StoreUnavailable)
         remote.end()
-        # A busy machine may be too slow for IMPATIENT at first.
         while await outcome(store.contains(KEYS)) != [True] * BLOCKS:
             clock.now_s += LAST_S
             assert clock.now_s < 20 * LAST_S
@@ -260,7 +275,6 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
         return events
 
     try:
-        # A busy machine may be too slow for IMPATIENT at first.
         tries = itertools.count()
         while (events := loaded(f"rid{next(tries)}")) is None:
             clock.now_s += LAST_S

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import socket
 import time
 
 import pytest
@@ -54,7 +56,7 @@ def server(tmp_path):
 
 
 def test_store_serve_stuck_put_is_ended_with_408(server, tmp_path):
-    connection, _ = start_put(server, "b", BIG_FRAME, BIG_FRAME.framed_bytes // 2)
+    connection, _ = start_put(server, "b", BIG_FRAME, 1 << 16)  # the system takes it all
     assert read_status(connection) == 408
     poll(lambda: server.metrics()["puts_in_progress"] == 0, "the place is free")
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -86,18 +88,33 @@ def test_http_server_slow_reader_is_cut_off(tmp_path):
         poll(lambda: server.metrics()["connections"] == 0, "it has ended")
 
 
+def end_of_server(connection):
+    """The server's end of a connection: the server is in this process."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, or not connected
+            found = socket.socket(fileno=os.dup(int(fd)))
+            if found.getpeername() == connection.getsockname():
+                return found
+            found.close()
+    raise AssertionError("it has none")
+
+
 def test_fast_path_unread_last_bytes_hold_no_file_and_no_connection(tmp_path):
     """The whole response has left the server. Its last 32 KiB wait in the system until the reader
     has space, which never comes."""
     fill_root(tmp_path, BIG_FRAME)
-    with ServerInProcess(tmp_path, stuck_s=3.0) as server:
+    with ServerInProcess(tmp_path) as server:
         connection = server.connect(receive_bytes=1 << 12)
         connection.sendall(request_bytes(PATH))
         left = BIG_FRAME.framed_bytes - (1 << 15)
         while left > 0:
-            left -= len(connection.recv(min(left, 1 << 12)))
+            piece = connection.recv(min(left, 1 << 12))
+            assert piece
+            left -= len(piece)
         sent = BIG_FRAME.framed_bytes
         poll(lambda: server.metrics()["sent_bytes_total"] == sent, "all has left")
         poll(lambda: not is_open(A.hex()), "the block is let go")
+        with end_of_server(connection) as end:  # the time until then is the machine's
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000)
         poll(lambda: server.metrics()["connections"] == 0, "the connection is given up")
         connection.close()
