@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _drop_stdout() -> None:
     """Write stdout nowhere: Python flushes it again when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:  # it is if the caller has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stdout_is_broken() -> bool:

@@ -278,7 +278,12 @@ def other_plugins() -> dict[str, tuple[Any, str | None]]:
 
     found = load_plugins_by_group(GENERAL_PLUGINS_GROUP, excluded_dists=_get_excluded_dists())
     own = __name__.partition(".")[0]
-    return {name: each for name, each in found.items() if each[0].__module__.split(".")[0] != own}
+    return {name: each for name, each in found.items() if module_of(each[0]).split(".")[0] != own}
+
+
+def module_of(made: Any) -> str:
+    """The module of a class or a function. An entry point may also be a module."""
+    return str(getattr(made, "__module__", None) or getattr(made, "__name__", ""))
 
 
 def weights_are_being_pushed(updater: Any) -> bool:

@@ -35,6 +35,9 @@ LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
 # Costs of loads of waiting prompts are counted so often: at each block, hundreds of them would
 # take longer than the block.
 COUNTED_EVERY_S = 0.05
+# The lookup of a prompt that has ended goes on for so long: a store, or one of its tiers, is found
+# to be late by lookups that are late, and prompts are short.
+LOOKUP_REST_S = 5.0
 
 
 # ---- events ----
@@ -856,7 +859,7 @@ class Loader:
     def _close(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)
         if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first
-            queue.lookup.cancel()
+            asyncio.get_running_loop().call_later(LOOKUP_REST_S, queue.lookup.cancel)
         queue.todo.clear()
         with self._gate:
             queue.first_loadable = queue.request.indices

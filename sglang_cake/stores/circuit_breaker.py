@@ -66,13 +66,14 @@ class AdaptiveTimeout:
     def timeout_s(self, size_bytes: int) -> float:
         """Limit for a request that transfers `size_bytes`, at least 1."""
         limits = self._limits
+        usual_s = limits.first_s if self._mean_s is None else self.overdue_s(size_bytes)
         most_s = max(limits.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
-        return min(max(self.usual_s(size_bytes), limits.floor_s) * self.backoff, most_s)
+        return min(max(usual_s, limits.floor_s) * self.backoff, most_s)
 
-    def usual_s(self, size_bytes: int) -> float:
+    def overdue_s(self, size_bytes: int) -> float:
         """A request that transfers `size_bytes` rarely takes longer."""
         if self._mean_s is None:
-            return self._limits.first_s
+            return self._limits.floor_s
         return SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
 
     def answered(self, size_bytes: int, took_s: float) -> None:
@@ -327,7 +328,7 @@ class Circuit:
             took_s = now_s - started_s
             if (
                 not self._closed
-                and took_s > max(OVERDUE_S, self._timeout.usual_s(size_bytes))
+                and took_s > max(OVERDUE_S, self._timeout.overdue_s(size_bytes))
                 and self._breaker.given_up(started_s, now_s)
             ):
                 self._failed(ticket, RemoteError(Fault.TIMEOUTS, f"given up after {took_s:.1f} s"))

@@ -205,6 +205,7 @@ def test_identity_other_plugins_of_sglang_count_with_version_and_code(
         entry = "[sglang.srt.plugins]\nother = cake_other_plugin:register\n"
         (info / "entry_points.txt").write_text(entry)
         (info.parent / "cake_other_plugin.py").write_text(f"def register():\n    {code}\n")
+        (info.parent / "neighbour.py").write_text(f"# of {folder}, as others in site-packages\n")
         monkeypatch.delitem(sys.modules, "cake_other_plugin", raising=False)
         with monkeypatch.context() as installed:
             installed.syspath_prepend(str(info.parent))
@@ -213,6 +214,20 @@ def test_identity_other_plugins_of_sglang_count_with_version_and_code(
             assert _digest() == names[0]
     assert names[1] == names[2]
     assert len(set(names)) == 4
+
+
+def test_identity_plugin_whose_entry_point_is_a_module_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang imports it, which may patch, and cannot call it."""
+    info = tmp_path / "cake_patches-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: cake-patches\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\npatches = cake_patches\n")
+    (tmp_path / "cake_patches.py").write_text("")
+    before = _digest()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert _digest() == _digest() != before
 
 
 def test_identity_algorithm_of_a_plugin_counts_with_its_code(
@@ -322,7 +337,15 @@ def test_identity_external_model_code_of_too_many_files_is_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "digests"), [(None, 1), ("gptq_marlin", 1), ("fp8", 3), ("modelopt_fp4", 3)]
+    ("quantization", "digests"),
+    [
+        (None, 1),
+        ("gptq_marlin", 1),
+        ("w8a8_int8", 1),
+        ("fp8", 2),
+        ("modelopt_fp4", 3),
+        ("compressed-tensors", 3),
+    ],
 )
 def test_identity_gpu_that_quantises_no_activations_counts_for_such_models(
     monkeypatch: pytest.MonkeyPatch, quantization: str | None, digests: int

@@ -96,6 +96,18 @@ def test_circuit_reads_given_up_later_than_usual_open_the_breaker(usual_s):
     in_virtual_time(main())
 
 
+def test_circuit_reads_of_a_server_that_never_answered_open_the_breaker():
+    async def main():
+        circuit = reads(first_s=20.0, floor_s=2.0)
+        for _ in range(FAILURES):
+            await give_up(circuit, 1.9)
+            await give_up(circuit, 2.1)
+        with pytest.raises(StoreUnavailable, match="left alone since timed out: given up after"):
+            await answer(circuit, 0.0)
+
+    in_virtual_time(main())
+
+
 def test_circuit_read_that_gets_little_of_its_callers_time_counts_as_nothing():
     """The rest of it was spent on another server."""
 

@@ -7,7 +7,7 @@ from tiering import opened_tiers, until
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, OVERDUE_S
-from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
+from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, UNKNOWN_S
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import key_of, read
 
@@ -39,7 +39,8 @@ async def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
         assert stats.tiers[down].counts["left_out"] == 1
 
 
-async def test_tiered_store_tier_whose_reads_are_given_up_is_left_out():
+@pytest.mark.parametrize("late_s", [OVERDUE_S, UNKNOWN_S], ids=["measured", "unknown"])
+async def test_tiered_store_tier_whose_reads_are_given_up_is_left_out(late_s):
     """Its lookups answer, and prompts cancel reads before any limit ends them."""
 
     class Hung(WrapperStore):
@@ -51,13 +52,14 @@ async def test_tiered_store_tier_whose_reads_are_given_up_is_left_out():
         for tier in (0, 1):
             await tiers.fill(tier, "a")
         await tiers.store.contains([key_of("a")])
-        await tiers.read("a")  # how long that takes is known now
+        if late_s == OVERDUE_S:
+            await tiers.read("a")  # how long that takes is known now
         tiers.store.tiers[0].store = Hung(tiers.calls[0])
         for turn in range(2 * FAILURES_IN_A_ROW):
             hung = asyncio.Event()
             reading = asyncio.create_task(read(tiers.store, key_of("a")))
             await hung.wait()
-            tiers.clock.now_s += OVERDUE_S / 2 if turn % 2 else 2 * OVERDUE_S
+            tiers.clock.now_s += late_s / 2 if turn % 2 else 2 * late_s
             reading.cancel()
             await asyncio.wait((reading,))
             assert reading.cancelled()

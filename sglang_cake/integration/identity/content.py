@@ -44,6 +44,7 @@ _TEXT_JSON = {
 # its clock at each change. Others are left out: in squashfs, EROFS and ISO 9660, the builder of an
 # image has chosen all times, and with FUSE, 9p and virtiofs a program does. An overlay hides which
 # one is below it.
+_LUSTRE = 0x0BD00BD0
 _CLOCKED = {
     0xEF53,  # ext2, ext3, ext4
     0x58465342,  # XFS
@@ -53,7 +54,7 @@ _CLOCKED = {
     0x01021994,  # tmpfs
     0x6969,  # NFS
     0x00C36400,  # CephFS
-    0x0BD00BD0,  # Lustre
+    _LUSTRE,
     0x47504653,  # GPFS
 }
 READ_BYTES = 1 << 20
@@ -142,15 +143,20 @@ def config_files(folder: Path, *, code: bool) -> list[Path]:
 
 
 def code_files(folder: Path) -> list[Path]:
-    """All Python files below a folder, also where links lead to.
+    """All Python files below a folder, also where links lead to. Hidden folders, and virtual
+    environments, have none of the folder's own.
 
     Raises: ConfigError if there are more files and folders than `MAX_CODE_FILES`; OSError.
     """
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()  # the first of several links to a folder counts
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        # Sorted, so that the first of several links to a folder counts.
         status = os.stat(place)
+        if "pyvenv.cfg" in names:
+            folders.clear()
+            continue
         if (status.st_dev, status.st_ino) in seen:  # else a link to a folder above has no end
             folders.clear()
             continue
@@ -264,13 +270,13 @@ def _is_clocked(file: Path, state: FileState) -> bool:
     device, inode, size and times, one mounted after the other.
 
     The image of a disk (ext4 with SOURCE_DATE_EPOCH) may have chosen times too, and a server of NFS
-    may export an image. Such times are whole seconds; those of a clock are not.
+    may export an image. Such times are whole seconds; those of a clock are not, but on Lustre.
     """
     try:
         kind = file_system_type(file)
     except OSError:
         return False
-    clocked = kind in _CLOCKED and state.ctime_ns % 10**9 != 0
+    clocked = kind in _CLOCKED and (kind == _LUSTRE or state.ctime_ns % 10**9 != 0)
     if not clocked:
         _log_unclocked(kind)
     return clocked
@@ -312,7 +318,7 @@ def content_digest(
     progress.finished()
     whole = hashlib.sha256(b"sglang_cake content v1")
     top = os.path.commonpath([file.parent for file in files]) if files else ""
-    names = {file: os.fsencode(file.relative_to(top)) for file in files}
+    names = {file: os.fsencode(os.path.relpath(file, top)) for file in files}
     for file, name in sorted(names.items(), key=lambda each: each[1]):
         whole.update(len(name).to_bytes(8, "little") + name + bytes.fromhex(digests[file]))
     return whole.hexdigest()

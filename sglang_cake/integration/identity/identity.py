@@ -24,7 +24,7 @@ import torch
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
-from sglang_cake.integration.compat import other_plugins
+from sglang_cake.integration.compat import module_of, other_plugins
 from sglang_cake.integration.identity import content, kv_settings
 from sglang_cake.integration.identity.content import ContentChanged, Files, content_digest
 from sglang_cake.integration.memory.kv_shard import KvShard
@@ -170,19 +170,21 @@ def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any]) -> str:
     if not on_gpu or all(name.startswith(WEIGHT_ONLY) for name in names):
         return ""
     capability = torch.cuda.get_device_capability()
-    return " ".join(
-        name for name, least in (("fp8", (8, 9)), ("fp4", (10, 0))) if capability < least
-    )
+    lacking = []  # of most formats the name does not tell which numbers the weights are
+    if capability < (8, 9) and not all("int8" in name for name in names):
+        lacking.append("fp8")
+    if capability < (10, 0) and not all("int8" in name or "fp8" in name for name in names):
+        lacking.append("fp4")
+    return " ".join(lacking)
 
 
 def _implementation(made: Any) -> str:
     """The name of a class or a function, with a digest of its code if it is not part of SGLang."""
     name = getattr(made, "__name__", type(made).__name__)
-    if made.__module__.split(".")[0] == "sglang":
+    if module_of(made).split(".")[0] == "sglang":
         return str(name)
     try:
-        folder = _code_folder(made)
-        code = sorted(content.code_files(folder))
+        folder, code = _code_of(made)
         texts = [os.fsencode(each.relative_to(folder)) + b"\0" + each.read_bytes() for each in code]
         if not texts:
             raise ConfigError(f"there is no code in {folder}")
@@ -195,21 +197,26 @@ def _implementation(made: Any) -> str:
     return f"{name} {digest.hexdigest()}"
 
 
-def _code_folder(made: Any) -> Path:
-    """The folder of the package that a class or a function belongs to, which it may import all of.
+def _code_of(made: Any) -> tuple[Path, list[Path]]:
+    """The folder of the package that a class or a function belongs to, and its files, all of which
+    it may import. A module in no package has the files beside it, too, unless those are of other
+    distributions.
 
-    Raises: OSError, TypeError if it is not known.
+    Raises: ConfigError, OSError, TypeError if they are not known.
     """
     file = inspect.getsourcefile(made)
     if file is None:
         raise OSError(f"there is no source of {made}")
-    package = made.__module__.split(".")[0]
+    folder = Path(file).parent
+    package, _, within = module_of(made).partition(".")
     # `transformers_modules` has the code of all models that were ever loaded.
     if package != "transformers_modules":
-        for root in getattr(sys.modules.get(package), "__path__", ()):
-            if Path(file).is_relative_to(root):
-                return Path(root)
-    return Path(file).parent
+        roots = getattr(sys.modules.get(package), "__path__", ())
+        found = [Path(root) for root in roots if Path(file).is_relative_to(root)]
+        if not found and not within and next(folder.glob("*.dist-info"), None) is not None:
+            return folder, [Path(file)]
+        folder = next(iter(found), folder)
+    return folder, sorted(content.code_files(folder))
 
 
 def _source(model_class: type) -> str:

@@ -160,8 +160,16 @@ class BlockService:
         try:
             async with asyncio.timeout(self._stuck_s * (1 + count / FLOOR_BYTES)):
                 await response.prepare(request)
-                with SharedFile(fd) as file:
+                file = SharedFile(fd)
+                try:
                     sent = await loop.sendfile(transport, file, start, count)
+                except BaseException:  # a thread may be reading, from a disk that hangs
+                    closing = asyncio.ensure_future(asyncio.to_thread(file.close))
+                    while not closing.done():  # also if the task is cancelled again
+                        with contextlib.suppress(asyncio.CancelledError):
+                            await asyncio.wait((closing,))
+                    raise
+                file.close()
                 if sent < count:
                     raise OSError(errno.EIO, "the file was truncated")
                 await response.write_eof()

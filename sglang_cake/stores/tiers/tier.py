@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 3
 COPIES_AT_ONCE = 2
+UNKNOWN_S = 2.0  # after which a read is late whose link was never measured
 PROBE_S = 30.0  # time for a block that is read in the background
 MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
 
@@ -271,7 +272,7 @@ class Tier:
         started_s = self._clock()
         self.link.started(out.nbytes)
         rate = self.speed.bytes_per_s()
-        usual_s = math.inf if rate is None else SLACK * self.link.bytes_under_way / rate
+        usual_s = UNKNOWN_S if rate is None else SLACK * self.link.bytes_under_way / rate
         try:
             size_bytes = await self._watched(
                 self.reading, self.store.get_into(key, out, progress), usual_s=usual_s
