@@ -1,5 +1,6 @@
 """The row kernel copies what the plain path copies, bit for bit; here in Triton's interpreter."""
 
+import gc
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -259,7 +260,6 @@ class NotedLaunches(StubDriver):
 def test_row_kernel_later_launches_equal_the_first_one_that_triton_makes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(row_kernel, "copy_rows", triton.JITFunction(SOURCE))
     layout = BlockLayout.plain(3, (("k", (24,)), ("v", (8,))), "bfloat16", 4)
     planes = [torch.zeros(9, plane.row_bytes, dtype=torch.uint8) for plane in layout.planes]
     pieces = pieces_of(layout, layout.block_bytes // 3)
@@ -268,14 +268,16 @@ def test_row_kernel_later_launches_equal_the_first_one_that_triton_makes(
     driver = NotedLaunches()
     triton.runtime.driver.set_active(driver)
     try:
-        kernel = RowKernel(planes, layout)
-        for piece in [*pieces, None]:
-            for launch in (
-                lambda piece: kernel.scatter(memory, index, slots, piece),
-                lambda piece: kernel.gather(slots, memory, index, piece),
-            ):
-                launch(piece)
-                launch(piece)
+        with monkeypatch.context() as patch:
+            patch.setattr(row_kernel, "copy_rows", triton.JITFunction(SOURCE))
+            kernel = RowKernel(planes, layout)
+            for piece in [*pieces, None]:
+                for _ in range(2):
+                    kernel.scatter(memory, index, slots, piece)
+                for _ in range(2):
+                    kernel.gather(slots, memory, index, piece)
+        del kernel
+        gc.collect()  # compiled kernels are unloaded by the driver that has loaded them
     finally:
         triton.runtime.driver._active = None
     firsts, laters = driver.launched[::2], driver.launched[1::2]
