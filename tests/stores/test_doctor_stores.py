@@ -1,6 +1,7 @@
 """`sglang-cake doctor`: what it says of stores, each fault by its real cause."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -89,8 +90,9 @@ def test_doctor_disk_without_room_is_to_mend(tmp_path):
 
 
 def test_doctor_of_a_nearly_full_store_evicts_nothing(tmp_path):
+    large = replace(MODEL, block_bytes=8 << 20)  # of which it writes four
     fill(tmp_path, ALICE, *[str(number) for number in range(200)])
-    (line, space), bytes_per_s = said(f"{url_of(tmp_path)}&capacity=32MB")
+    (line, space), bytes_per_s = said(f"{url_of(tmp_path)}&capacity=32MB", large)
     assert line.state == "note"
     assert "more would evict blocks of the store; reading and writing were not" in line.text
     assert bytes_per_s is None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import time
 
 import pytest
@@ -90,12 +91,13 @@ def test_http_server_slow_reader_is_cut_off(tmp_path):
 
 def end_of_server(connection):
     """The server's end of a connection: the server is in this process."""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, or not connected
-            found = socket.socket(fileno=os.dup(int(fd)))
-            if found.getpeername() == connection.getsockname():
-                return found
-            found.close()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:  # not connected
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                found = held.enter_context(socket.socket(fileno=os.dup(fd)))
+                if found.getpeername() == connection.getsockname():
+                    held.pop_all()
+                    return found
     raise AssertionError("it has none")
 
 
