@@ -35,9 +35,9 @@ LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
 # Costs of loads of waiting prompts are counted so often: at each block, hundreds of them would
 # take longer than the block.
 COUNTED_EVERY_S = 0.05
-# The lookup of a prompt that has ended goes on for so long: a store, or one of its tiers, is found
-# to be late by lookups that are late, and prompts are short.
-LOOKUP_REST_S = 5.0
+# A lookup goes on for so long after its prompt has ended. A store, or one of its tiers, is found to
+# be late by lookups that are late, and prompts are short.
+ENDED_LOOKUP_S = 5.0
 
 
 # ---- events ----
@@ -295,7 +295,7 @@ class _PromptQueue:
         end_keys: keys of the target's end blocks. They are taken to be in the tier of the block
             before them.
         asked: with end states, all indices that were ever in `todo`.
-        lookup: under way.
+        lookup: its task, until the store has answered.
         lent: blocks that the store lends and that are not copied to the device yet.
         lender: the tier that they are in.
     """
@@ -563,7 +563,7 @@ class Loader:
         queue.lookup = None
         queue.ahead = Counter(queue.tier(block) for block in todo)
         queue.cost = self._fits.of(queue.ahead, time.monotonic())
-        queue.todo = todo
+        queue.todo = todo if queue in self._queues else []
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
             if not request.should_load(usable, queue.cost):
@@ -859,7 +859,7 @@ class Loader:
     def _close(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)
         if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first
-            asyncio.get_running_loop().call_later(LOOKUP_REST_S, queue.lookup.cancel)
+            asyncio.get_running_loop().call_later(ENDED_LOOKUP_S, queue.lookup.cancel)
         queue.todo.clear()
         with self._gate:
             queue.first_loadable = queue.request.indices

@@ -66,11 +66,11 @@ class AdaptiveTimeout:
     def timeout_s(self, size_bytes: int) -> float:
         """Limit for a request that transfers `size_bytes`, at least 1."""
         limits = self._limits
-        usual_s = limits.first_s if self._mean_s is None else self.overdue_s(size_bytes)
+        limit_s = limits.first_s if self._mean_s is None else self.usual_s(size_bytes)
         most_s = max(limits.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
-        return min(max(usual_s, limits.floor_s) * self.backoff, most_s)
+        return min(max(limit_s, limits.floor_s) * self.backoff, most_s)
 
-    def overdue_s(self, size_bytes: int) -> float:
+    def usual_s(self, size_bytes: int) -> float:
         """A request that transfers `size_bytes` rarely takes longer."""
         if self._mean_s is None:
             return self._limits.floor_s
@@ -169,13 +169,13 @@ class Breaker:
             self._ticket += 1
             self.openings += 1
 
-    def given_up(self, started_s: float, now_s: float) -> bool:
-        """A call was cancelled after it had taken too long. Returns whether that is a failure: of
-        calls that were under way at the same time, one is."""
-        counts = started_s >= self._given_up_s
-        if counts:
+    def given_up(self, started_s: float, now_s: float, usual_s: float) -> bool:
+        """A call was cancelled that rarely takes longer than `usual_s`. Returns whether that is a
+        failure: it took longer. Of calls that were under way at the same time, one counts."""
+        late = now_s - started_s > max(OVERDUE_S, usual_s) and started_s >= self._given_up_s
+        if late:
             self._given_up_s = now_s
-        return counts
+        return late
 
     def may_be_back(self) -> None:
         """Other calls to the same server succeed again: the next call is a probe."""
@@ -325,13 +325,10 @@ class Circuit:
             raise
         except BaseException:  # cancelled
             now_s = self._clock()
-            took_s = now_s - started_s
-            if (
-                not self._closed
-                and took_s > max(OVERDUE_S, self._timeout.overdue_s(size_bytes))
-                and self._breaker.given_up(started_s, now_s)
-            ):
-                self._failed(ticket, RemoteError(Fault.TIMEOUTS, f"given up after {took_s:.1f} s"))
+            usual_s = self._timeout.usual_s(size_bytes)
+            if not self._closed and self._breaker.given_up(started_s, now_s, usual_s):
+                text = f"given up after {now_s - started_s:.1f} s"
+                self._failed(ticket, RemoteError(Fault.TIMEOUTS, text))
             else:
                 self._breaker.abandoned(ticket)
             raise

@@ -25,7 +25,7 @@ from sglang_cake.stores.base import (
     tiers_of,
 )
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.threads import check_stop, run_stoppable, wait_uncancelled
 
 MAX_THREADS = 4  # that copy between blocks and slices
 _COUNTED_ALL = ("read_bytes", "stored_bytes")
@@ -212,10 +212,6 @@ async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     except BaseException:
         for task in tasks:
             task.cancel()
-        left = asyncio.gather(*tasks, return_exceptions=True)
-        while not left.done():  # the caller will reuse the memory, also if it is cancelled again
-            try:
-                await asyncio.shield(left)
-            except asyncio.CancelledError:
-                continue
+        # The caller will reuse the memory.
+        await wait_uncancelled(asyncio.gather(*tasks, return_exceptions=True))
         raise

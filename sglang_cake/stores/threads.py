@@ -117,9 +117,7 @@ async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) ->
     except asyncio.CancelledError:
         stop.set()
         queued.cancel()
-        while not queued.done():  # also if the task is cancelled again
-            with contextlib.suppress(asyncio.CancelledError):
-                await _end_of(queued)
+        await wait_uncancelled(_end_of(queued))
         raise
     try:
         return queued.result()
@@ -151,6 +149,13 @@ class LimitedThreads:
     def close(self) -> None:
         """Blocks until the threads are done. Waiting work is not begun."""
         self.pool.shutdown(cancel_futures=True)
+
+
+async def wait_uncancelled(future: "asyncio.Future[Any]") -> None:
+    """Wait until it is done, also if the task is cancelled meanwhile. Retrieves no result."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((future,))
 
 
 def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":

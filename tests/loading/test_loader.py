@@ -638,7 +638,7 @@ def test_loader_lookup_of_a_prompt_that_has_ended_is_cancelled_after_a_while(
 ) -> None:
     """While a disk hangs, lookups would pile up, and be answered before those of live prompts. Not
     at once: that a tier is late is found out by lookups that are late."""
-    monkeypatch.setattr(loading, "LOOKUP_REST_S", rest_s)
+    monkeypatch.setattr(loading, "ENDED_LOOKUP_S", rest_s)
     store = HungLookups(harness.recorded)
     harness.loader = harness.new_loader(store)
     for name in "ab":

@@ -32,7 +32,7 @@ from sglang_cake.stores.http.request_body import (
     while_it_moves,
 )
 from sglang_cake.stores.http.server_metrics import ServerMetrics
-from sglang_cake.stores.threads import LimitedThreads, check_stop
+from sglang_cake.stores.threads import LimitedThreads, check_stop, wait_uncancelled
 
 T = TypeVar("T")
 
@@ -164,10 +164,7 @@ class BlockService:
                 try:
                     sent = await loop.sendfile(transport, file, start, count)
                 except BaseException:  # a thread may be reading, from a disk that hangs
-                    closing = asyncio.ensure_future(asyncio.to_thread(file.close))
-                    while not closing.done():  # also if the task is cancelled again
-                        with contextlib.suppress(asyncio.CancelledError):
-                            await asyncio.wait((closing,))
+                    await wait_uncancelled(asyncio.ensure_future(asyncio.to_thread(file.close)))
                     raise
                 file.close()
                 if sent < count:

@@ -22,7 +22,7 @@ from sglang_cake.stores.mooncake.mooncake_client import (
     MooncakePlace,
     RegisteredBuffers,
 )
-from sglang_cake.stores.threads import Stopped
+from sglang_cake.stores.threads import Stopped, wait_uncancelled
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
 T = TypeVar("T")
@@ -136,9 +136,7 @@ class CallThreads:
         self, queued: "Future[Any]", running: "asyncio.Future[Any]", hold: Hold, since_s: float
     ) -> None:
         if not hold.leave():
-            while not running.done():  # also if the task is cancelled again
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait((running,))
+            await wait_uncancelled(running)
         if queued.cancel():  # it had not started
             return
         self._abandoned[queued] = since_s

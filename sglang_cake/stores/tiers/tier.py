@@ -19,7 +19,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import InMemory, KeptBlock, LentBlock, Store, StoreStats
-from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, OVERDUE_S, SLACK, Breaker
+from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
 from sglang_cake.stores.lazy_store import LazyStore
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
@@ -382,8 +382,7 @@ class Tier:
             result = await call
         except asyncio.CancelledError:
             now_s = self._clock()
-            late = now_s - started_s > max(OVERDUE_S, usual_s)
-            if late and breaker.given_up(started_s, now_s):
+            if breaker.given_up(started_s, now_s, usual_s):
                 self._failed(breaker, ticket, f"given up after {now_s - started_s:.1f} s")
             raise
         except (BlockMissing, StoreFull):  # these are answers
