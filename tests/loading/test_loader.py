@@ -652,6 +652,46 @@ def test_loader_lookup_of_a_prompt_that_has_ended_is_cancelled_after_a_while(
     harness.loader.cancel("b")
 
 
+class LateLookups(WrapperStore):
+    """Lookups that answer when the test lets them."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.answer = asyncio.Event()
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        await self.answer.wait()
+        return await super().contains(keys)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_loader_lookup_that_answers_after_its_prompt_has_ended_asks_and_reads_nothing(
+    harness: LoaderHarness, ended: bool
+) -> None:
+    tokens = tokens_of(0, 8)
+    keys = harness.fill(tokens)
+    store = LateLookups(harness.recorded)
+    harness.loader = harness.new_loader(store)
+    asked: list[LoadCost] = []
+
+    def should_load(stored: Sequence[bool], cost: LoadCost) -> bool:
+        asked.append(cost)
+        return True
+
+    harness.keys["a"] = keys
+    harness.loader.begin(LoadRequest("a", KeyChain(SEED, BLOCK), tokens, 8, 0, should_load))
+    harness.settle()
+    if ended:
+        harness.loader.cancel("a")
+        harness.settle()
+    harness.io.loop.call_soon_threadsafe(store.answer.set)
+    harness.settle()
+    assert (len(asked), len(harness.waiting())) == ((0, 0) if ended else (1, 2))
+    harness.loader.cancel("a")
+    harness.open(*keys)
+    harness.settle()
+
+
 class CountedTiers(list[int]):
     """Counts how often a tier is looked at."""
 
