@@ -258,17 +258,22 @@ def generate(
     max_new_tokens: int = 8,
     timeout_s: float = REQUEST_TIMEOUT_S,
     custom_params: Mapping[str, object] | None = None,
-    logprobs: bool = False,
+    logprobs_of: Sequence[int] = (),
 ) -> Reply:
     """Greedy streaming `/generate`. Raises: RuntimeError if the server answers with an error.
 
-    Args: logprobs: `Reply.meta` has `output_token_logprobs`.
+    Args: logprobs_of: tokens whose log probabilities `Reply.meta` has, for each position of the
+        answer (`output_token_ids_logprobs`).
     """
     body = json.dumps(
         {
             "input_ids": list(input_ids),
             "stream": True,
-            **({"return_logprob": True} if logprobs else {}),
+            **(
+                {"return_logprob": True, "token_ids_logprob": list(logprobs_of)}
+                if logprobs_of
+                else {}
+            ),
             "sampling_params": {
                 "temperature": 0,
                 "max_new_tokens": max_new_tokens,
