@@ -128,8 +128,8 @@ def relative_error(layout: BlockLayout, exact: memoryview, decoded: memoryview) 
     """How far a decoded block is from the encoded one: the measure of `--cake-max-error`.
 
     The root of the mean, over the planes of K and V of every layer, of |decoded - exact|² /
-    |exact|², with the Euclidean norm over the plane. A plane without a difference counts as 0. Both
-    blocks must be finite.
+    |exact|², with the Euclidean norm over the plane. A plane without a difference counts as 0.
+    Infinite if a block has a number that is not finite: then it cannot be told.
 
     The KL divergence of a model's answer goes with the square of this error: on a real model it is
     0.5 to 0.9 times the square (docs/codecs.md). The error of the worst plane predicts it less
@@ -139,9 +139,9 @@ def relative_error(layout: BlockLayout, exact: memoryview, decoded: memoryview) 
     total, planes = 0.0, 0
     for part in one.parts:
         numbers = one.floats(part).astype(np.float64)
-        gap = np.square(numbers - other.floats(part)).sum(axis=(1, 2))
-        size = np.square(numbers).sum(axis=(1, 2))
         with np.errstate(divide="ignore", invalid="ignore"):
+            gap = np.square(numbers - other.floats(part)).sum(axis=(1, 2))
+            size = np.square(numbers).sum(axis=(1, 2))
             total += float(np.where(gap == 0, 0.0, gap / size).sum())
         planes += part.layers
-    return float(np.sqrt(total / planes))
+    return float(np.sqrt(total / planes)) if np.isfinite(total) else np.inf

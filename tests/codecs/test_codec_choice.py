@@ -145,9 +145,9 @@ def encoder(
     )
 
 
-def forms_of(block: bytes) -> Forms:
+def forms_of(block: bytes, *, leading: bool = False) -> Forms:
     payload_bytes = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
-    return Forms(memoryview(block), False, lambda: memoryview(bytearray(payload_bytes)))
+    return Forms(memoryview(block), leading, lambda: memoryview(bytearray(payload_bytes)))
 
 
 def decoded(payload: memoryview) -> bytes:
@@ -282,6 +282,22 @@ def test_auto_codec_random_blocks_stay_within_the_bound() -> None:
         _, restored = encoded(best, block)
         assert relative_error(LAYOUT, memoryview(block), memoryview(restored)) <= 0.01
     assert MEASURE_EVERY_BLOCKS > 12
+
+
+@pytest.mark.parametrize("number", [0.0, np.inf, np.nan])
+def test_auto_codec_first_token_that_is_not_finite_loses_nothing_else(number: float) -> None:
+    best = encoder(0.1, 5 * MB)
+    assert encoded(best, kv_like(LAYOUT))[0] == "int4"
+    draw = np.random.default_rng(3)
+    numbers, sizes = draw.normal(size=(2, LAYOUT.block_bytes // 2))
+    numbers *= np.exp(3 * sizes)  # int4 loses more than the bound of such a block
+    numbers[0] = number  # K of the first token, which lossy codecs keep apart
+    block = as_bytes(numbers, "bfloat16")
+    payload = best.encode(forms_of(block, leading=True), 0)
+    rest = [bytearray(each) for each in (block, decoded(payload))]
+    for each in rest:
+        each[:2] = bytes(2)
+    assert relative_error(LAYOUT, *map(memoryview, rest)) <= 0.1
 
 
 def test_auto_codec_each_tier_gets_the_codec_for_its_link(caplog: pytest.LogCaptureFixture) -> None:

@@ -160,6 +160,15 @@ def test_relative_error_one_wrong_plane_is_the_rms_over_all_planes() -> None:
     assert found == pytest.approx(0.25)  # the root of a quarter of 0.5 ** 2
 
 
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_relative_error_number_that_is_not_finite_is_infinite(number: float) -> None:
+    layout = BlockLayout.plain(2, (("k", (1, 4)), ("v", (1, 4))), "float32", 2)
+    numbers = np.ones(32, np.float32)
+    numbers[3] = number
+    block = memoryview(numbers.tobytes())
+    assert relative_error(layout, block, block) == np.inf
+
+
 @settings(deadline=None, max_examples=80)
 @given(
     layout=layouts,

@@ -133,6 +133,28 @@ def test_runahead_two_servers_give_the_answer_of_one(
     assert on_helper.cached == split
 
 
+def test_runahead_member_with_released_memory_does_not_help(
+    pair: Pair, plain: Live, ids: list[int]
+) -> None:
+    """SGLang unmaps the memory on a GPU. A forward there would end the server."""
+
+    def memory(action: str) -> None:
+        url = f"{pair.helper.url}/{action}_memory_occupation"
+        requests.post(url, json={"tags": ["kv_cache"]}, timeout=60).raise_for_status()
+
+    assert helped(share(pair, ids, [640])) == 640
+    pair.helper.flush()
+    memory("release")
+    try:
+        for _ in range(3):
+            answer = pair.owner.ask_flushed(ids, **shared([640]))
+            assert helped(answer) == 0
+            assert_same(answer, plain.reference(ids))
+    finally:
+        memory("resume")
+    assert helped(share(pair, ids, [640])) == 640
+
+
 def test_runahead_control_other_first_half_changes_the_answer(
     pair: Pair, plain: Live, ids: list[int]
 ) -> None:

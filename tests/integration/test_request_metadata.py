@@ -13,11 +13,11 @@ from sglang_cake.stores.eviction.benefit import Benefit
 COSTS = PromptCosts(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 
 
-def facts(custom=None, salt=None, extra=None, costs=COSTS):
+def facts(custom=None, salt=None, extra=None, costs=COSTS, load_id="r1"):
     req = SimpleNamespace(
         sampling_params=SimpleNamespace(custom_params=custom), cache_salt=salt, extra_key=extra
     )
-    return facts_of(req, "r1", array("q", range(100)), costs, 16)
+    return facts_of(req, load_id, array("q", range(100)), costs, 16)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,8 @@ def test_request_metadata_benefit_is_the_measured_cost():
     assert facts().tokens == 100
     never = PromptCosts(PrefillCost(0.01, 0.0, 0.0), LoadCost(0.0, 0.0, depth=1))
     assert facts(costs=never).benefit is None
+
+
+def test_request_metadata_ids_with_surrogates_are_told_apart():
+    """A client may choose the id of its request, and JSON can hold half a surrogate pair."""
+    assert len({facts(load_id=rid).id for rid in ("r\ud800", "r\ud801", "r?")}) == 3

@@ -1,8 +1,11 @@
 """The owner's forward, with a helper that says what the test wants and no model."""
 
 import contextlib
+import logging
 import threading
 import time
+import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,16 @@ from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.runahead.member import MemberSettings
-from sglang_cake.runahead.messages import Accept, Cancel, Failed, HelpOffer, LayerPart, Message
+from sglang_cake.runahead.messages import (
+    Accept,
+    Cancel,
+    Failed,
+    HelpOffer,
+    LayerPart,
+    Message,
+    Refuse,
+    new_job,
+)
 from sglang_cake.runahead.partition_table import WatchedTable
 from sglang_cake.runahead.transport import LinkTimes, PeerGone
 from sglang_cake.runahead.zeromq import ZmqTransport
@@ -52,12 +64,15 @@ class Helper:
 
     def __init__(self, transport: ZmqTransport, then: Callable[[ZmqTransport, str], None]) -> None:
         self.cancelled = threading.Event()
+        self.refused = threading.Event()  # an offer of its own
         self._transport, self._then = transport, then
         transport.start(self)
 
     def on_message(self, rank: int, message: Message) -> None:
         if isinstance(message, Cancel):
             self.cancelled.set()
+        elif isinstance(message, Refuse):
+            self.refused.set()
         elif isinstance(message, HelpOffer):
             self._transport.send(OWNER, Accept(message.job, 0))
             self._then(self._transport, message.job)
@@ -151,6 +166,8 @@ class Setup:
         self.inbox: list[list[object]] = []  # what each look into the socket finds
         self.scheduler: Any = SimpleNamespace(
             chunked_req=None,
+            waiting_queue=[],
+            weight_updater=SimpleNamespace(offload_tags=set()),
             _pending_chunked_abort_req=None,
             _deferred_input_requests=[],
             request_receiver=SimpleNamespace(
@@ -244,12 +261,41 @@ def test_runahead_scheduler_helper_failure_is_computed_in_the_same_step(
 
     one = setup(fail_when_shared, left_out_s=(60.0, 120.0))
     shared.set()  # the owner has seen that the helper accepted
+    plain_compute = one.compute
+    activations: list[weakref.ref[torch.Tensor]] = []
+
+    def compute(worker: object, part: Any) -> tuple[int, int]:
+        assert not any(each() is not None for each in activations), "held while computing again"
+        hidden = torch.empty(64)
+        activations.append(weakref.ref(hidden))
+        return plain_compute(worker, part)
+
+    one.compute = compute  # type: ignore[method-assign]
     monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
     assert one.run() == (SPLIT, STOP)
     assert one.computed == [(0, SPLIT), (SPLIT, STOP)]  # in steps of what one forward computes
     assert one.failures() == {"broken": 1}
     assert one.owner.member.helpers() == ()  # left out
     assert one.req.discard_output_reason is None
+
+
+def test_runahead_scheduler_refused_offer_is_not_logged_as_served(
+    setup: Callable[..., Setup], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = setup(send_all)
+    assert one.run() == (SPLIT, STOP)
+    one.scheduler.waiting_queue = ["a request"]  # of its own
+    prompt = array("q", range(SPLIT))
+    prompt = array("i", range(SPLIT))
+    offer = HelpOffer(new_job(), (OWNER, HELPER), (0, SPLIT, STOP), "00", None, None, prompt)
+    one.transports[HELPER].send(OWNER, offer)
+    end_s = time.monotonic() + 60
+    with caplog.at_level(logging.INFO):
+        while not one.helper.refused.is_set():
+            assert time.monotonic() < end_s, "no answer"
+            one.owner.poll(one.scheduler)
+            time.sleep(0.01)
+    assert "served member" not in caplog.text
 
 
 @pytest.mark.parametrize("abort", [AbortReq(rid="mine"), AbortReq(abort_all=True)])

@@ -46,6 +46,7 @@ def _scheduler(**changes: Any) -> Any:
         "collect_inflight_reqs": lambda: {_Running(over=True)},
         "model_config": SimpleNamespace(vocab_size=1000),
         "req_to_token_pool": SimpleNamespace(req_to_token=torch.zeros(4, 512)),
+        "weight_updater": SimpleNamespace(offload_tags=set()),
     }
     return SimpleNamespace(**fields | changes)
 
@@ -63,6 +64,11 @@ def _offer(tokens: int, token: int = 7) -> HelpOffer:
         (_scheduler(waiting_queue=["a request"]), _offer(64), "busy"),
         (_scheduler(chunked_req="a request"), _offer(64), "busy"),
         (_scheduler(collect_inflight_reqs=lambda: {_Running(over=False)}), _offer(64), "busy"),
+        (
+            _scheduler(weight_updater=SimpleNamespace(offload_tags={"kv_cache"})),
+            _offer(64),
+            "memory is released",
+        ),
         (_scheduler(), _offer(64, token=1000), "does not have"),
         (_scheduler(), _offer(512), "longer prompt"),
         (_scheduler(), _offer(320), "longer span"),
@@ -74,7 +80,7 @@ def test_span_runner_unservable_offer_is_refused(
     member: Any = _Member()
     gate: Any = None
     runner = SpanRunner(member, gate, Counters(), page_tokens=16, limit_tokens=256)
-    runner.serve(scheduler, OWNER, offer)
+    assert not runner.serve(scheduler, OWNER, offer)
     (reason,) = member.reasons
     assert says in reason
 

@@ -120,4 +120,4 @@ def _text(given: str) -> str:
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()[:16]
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]

@@ -52,15 +52,15 @@ class SpanRunner:
         self._page_tokens = page_tokens
         self._limit_tokens = limit_tokens
 
-    def serve(self, scheduler: "Scheduler", owner: int, offer: HelpOffer) -> None:
-        """Accept or refuse an offer; compute and send. All resources are freed in any case."""
-        if _is_busy(scheduler):
-            self._member.refuse(owner, offer, "busy with its own requests")
-            return
-        reason = self._too_large(scheduler, offer)
+    def serve(self, scheduler: "Scheduler", owner: int, offer: HelpOffer) -> bool:
+        """Accept or refuse an offer; compute and send. All resources are freed in any case.
+
+        Returns whether all of the span was computed.
+        """
+        reason = _unready(scheduler) or self._too_large(scheduler, offer)
         if reason is not None:
             self._member.refuse(owner, offer, reason)
-            return
+            return False
         req = _request(offer)
         tree = scheduler.tree_cache
         req.init_next_round_input(tree)
@@ -69,7 +69,7 @@ class SpanRunner:
         if reason is not None:
             tree.unlock(req.lock)
             self._member.refuse(owner, offer, reason)
-            return
+            return False
         helping = None
         failure: str | None = None
         try:
@@ -87,6 +87,7 @@ class SpanRunner:
             self._give_back(tree, req, keep=failure is None)
         if failure is not None:
             logger.info("cake runahead: a span of member %d ended early: %s", owner, failure)
+        return failure is None
 
     def _too_large(self, scheduler: "Scheduler", offer: HelpOffer) -> str | None:
         if max(offer.tokens) >= scheduler.model_config.vocab_size:
@@ -172,13 +173,16 @@ def forward_stream(scheduler: "Scheduler") -> Iterator[None]:
             scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 
-def _is_busy(scheduler: "Scheduler") -> bool:
-    """Whether own requests wait or generate: they would get no token during the whole span."""
-    return (
-        bool(scheduler.waiting_queue)
+def _unready(scheduler: "Scheduler") -> str | None:
+    if scheduler.weight_updater.offload_tags:  # a forward would touch memory that is unmapped
+        return "its memory is released"
+    if (
+        scheduler.waiting_queue
         or scheduler.chunked_req is not None
         or any(not req.finished() for req in scheduler.collect_inflight_reqs())
-    )
+    ):  # own requests would get no token during the whole span
+        return "busy with its own requests"
+    return None
 
 
 def _request(offer: HelpOffer) -> "Req":

@@ -10,6 +10,7 @@ layer.
 import logging
 import socket
 import time
+import traceback
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -157,13 +158,13 @@ class Runahead(NoRunahead):
                 self.member.refuse(owner, offer, "its KV means something else")
                 continue
             began_s = time.monotonic()
-            self._runner.serve(scheduler, owner, offer)
-            logger.info(
-                "cake runahead: served member %d with %d tokens in %.3f s",
-                owner,
-                len(offer.tokens),
-                time.monotonic() - began_s,
-            )
+            if self._runner.serve(scheduler, owner, offer):
+                logger.info(
+                    "cake runahead: served member %d with %d tokens in %.3f s",
+                    owner,
+                    len(offer.tokens),
+                    time.monotonic() - began_s,
+                )
 
     # ---- an own request that is about to begin ----
 
@@ -245,6 +246,7 @@ class Runahead(NoRunahead):
             self._counters.add("runahead_failures", label=error.reason)
             owned.passing.break_off(str(error))  # the own fault, if no other one came before
             self._end(chain, "cancelled", str(error))  # after this, no part is written here
+            traceback.clear_frames(error.__traceback__)  # they hold the memory of the forward
             return self._forward_alone(original, worker, batch, span, kwargs)
         except Exception as error:
             if original.error is error:
@@ -252,6 +254,7 @@ class Runahead(NoRunahead):
             owned.passing.break_off(repr(error))
             self._end(chain, "cancelled", repr(error))
             BOUNDARY.failed(_HOOK, error, rid=req.rid)
+            traceback.clear_frames(error.__traceback__)
             return self._forward_alone(original, worker, batch, span, kwargs)
         self._shared(req, chain, time.monotonic() - began_s)
         return result
