@@ -59,7 +59,6 @@ from sglang_cake.integration.overlap import forward_hook
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker
@@ -79,6 +78,8 @@ from sglang_cake.writeback.block_writer import Writer
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 
 
 logger = logging.getLogger("sglang_cake")
@@ -157,7 +158,7 @@ class CakeService:
         waker: of the scheduler thread.
     """
 
-    helpers: NoRunahead = NoRunahead()
+    helpers: "Runahead | None" = None
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
@@ -399,7 +400,8 @@ class CakeService:
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
         self.identity.close()
-        self.helpers.close()
+        if self.helpers is not None:
+            self.helpers.close()
         self.loader.close()
         self.copier.close()
         self._write_costs()

@@ -22,7 +22,6 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import has_tracked_state
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
-from sglang_cake.integration.request.runahead_interface import NoRunahead
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from sglang_cake.integration.memory.block_saving import BlockSaving
     from sglang_cake.integration.memory.copier import Copier
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
 logger = logging.getLogger("sglang_cake")
@@ -57,7 +57,7 @@ class CakeRadixCache(UnifiedRadixCache):
     coordinator: "Coordinator | None" = None
     saving: "BlockSaving | None" = None
     service: "CakeService | None" = None
-    helpers: NoRunahead = NoRunahead()
+    helpers: "Runahead | None" = None
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
     copier: "Copier | None" = None
@@ -147,7 +147,8 @@ class CakeRadixCache(UnifiedRadixCache):
             return
         if self.coordinator is not None:
             self.coordinator.release(rid)
-        self.helpers.release(rid)
+        if self.helpers is not None:
+            self.helpers.release(rid)
 
     def forget_all(self) -> None:
         """The same for every request."""
@@ -159,9 +160,10 @@ class CakeRadixCache(UnifiedRadixCache):
         part in the reductions until all ranks know (`let_go`)."""
         saving, helpers = self.saving, self.helpers
         self.saving = None
-        self.helpers = NoRunahead()
+        self.helpers = None
         try:
-            helpers.close()  # or other members would ask this one in vain
+            if helpers is not None:
+                helpers.close()  # or other members would ask this one in vain
         except Exception:
             logger.exception("cake: the group could not be left")
         if saving is not None:
@@ -532,7 +534,8 @@ class CakeRadixCache(UnifiedRadixCache):
                 self.saving.released(record)
             if req.rid != self.releasing:
                 self.coordinator.release(req.rid)
-        self.helpers.release(req.rid)
+        if self.helpers is not None:
+            self.helpers.release(req.rid)
 
     @guarded("CakeRadixCache.release_aborted_request")
     def _aborted(self, request: Any) -> None:

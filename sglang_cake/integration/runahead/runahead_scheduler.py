@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
@@ -22,7 +22,6 @@ from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.integration.request.runahead_interface import NoRunahead, Verdict
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.runahead.runahead_request import (
     Aborted,
@@ -64,6 +63,10 @@ _WHATEVER = float("inf")
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 
+# A step is computed alone, waits for helpers, or is shared: up to which token, and how many tokens
+# the helpers compute.
+Verdict = Literal["alone", "wait"] | tuple[int, int]
+
 
 @dataclass(slots=True, eq=False)
 class OwnChain:
@@ -81,7 +84,7 @@ class OwnChain:
         return Span(bounds[0], bounds[-1])
 
 
-class Runahead(NoRunahead):
+class Runahead:
     """One scheduler process as a member of a group. The scheduler thread owns it.
 
     Args:
@@ -92,8 +95,6 @@ class Runahead(NoRunahead):
         limit_tokens: most tokens of one forward, here and on every member.
         member_settings: for tests.
     """
-
-    is_member = True
 
     def __init__(
         self,
@@ -172,6 +173,7 @@ class Runahead(NoRunahead):
 
         Args:
             alone: no other request is in this step.
+        Returns the answer; "wait": helpers were asked, and have not answered yet.
         """
         tail = self._stored_tail(req)
         stop = len(req.full_untruncated_fill_ids) if tail is None else island_start(tail.view)
@@ -187,16 +189,6 @@ class Runahead(NoRunahead):
             return "alone"
         self._asked.add(req.rid)
         return "wait" if self._propose(req, plan) else "alone"
-
-    def extent(self, req: "Req") -> Span | None:
-        """The tokens that the chain of this request computes; None if it has no chain."""
-        chain = self._chain
-        return chain.span if chain is not None and chain.req is req else None
-
-    def helped_tokens(self, req: "Req") -> int:
-        """How many of these tokens the helpers compute."""
-        chain = self._chain
-        return 0 if chain is None or chain.req is not req else chain.owned.split - chain.span.start
 
     def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
@@ -337,7 +329,7 @@ class Runahead(NoRunahead):
             logger.info("cake runahead: request %s alone: %s", req.rid, why)
             self._drop(why)
             return "alone"
-        return "share" if owned.agreed else "wait"
+        return (chain.span.stop, owned.split - chain.span.start) if owned.agreed else "wait"
 
     def _drop(self, reason: str, label: str = "refused") -> None:
         assert self._chain is not None

@@ -372,17 +372,15 @@ class CakePrefillAdder(PrefillAdder):
     def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
         """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
         tree, coordinator = self._cake()
-        if coordinator is None:
+        if coordinator is None or tree.helpers is None:
             return None
         alone = not (has_chunked_req or self.can_run_list or self._decodes)
-        verdict = tree.helpers.consider(req, alone=alone)
-        if verdict == "wait":
-            coordinator.waiting = True
-            return Skip(AddReqResult.OTHER)  # no later request is admitted before it
-        if verdict == "share":
-            extent = tree.helpers.extent(req)
-            assert extent is not None
-            return Share(extent.stop, tree.helpers.helped_tokens(req))
+        match tree.helpers.consider(req, alone=alone):
+            case "wait":
+                coordinator.waiting = True
+                return Skip(AddReqResult.OTHER)  # no later request is admitted before it
+            case (stop, helped_tokens):
+                return Share(stop, helped_tokens)
         return None
 
     def _begin_overlap(self, req: "Req") -> Span | None:
