@@ -19,18 +19,12 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
+from sglang_cake.integration.compat import abort_chunked_request, take_deferred_requests
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
+from sglang_cake.integration.overlap.partial_forward import cut_batch, drop_answer, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.request.request_metadata import reads_prompt, unkeyed_because
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner
-from sglang_cake.integration.runahead.runahead_request import (
-    Aborted,
-    asked_for,
-    check_abort,
-    computes,
-    give_up,
-    is_plain,
-)
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.planner import island_start
 from sglang_cake.runahead.chain_plan import (
@@ -44,6 +38,8 @@ from sglang_cake.runahead.chain_plan import (
     plan_chain,
 )
 from sglang_cake.runahead.member import MEMBER_SETTINGS, Member, MemberSettings, Outcome, Owned
+from sglang_cake.runahead.messages import can_carry
+from sglang_cake.runahead.partition import PARAMETER
 from sglang_cake.runahead.partition_table import WatchedTable
 from sglang_cake.runahead.transport import Transport
 
@@ -66,6 +62,12 @@ _HOOK = "TpModelWorker.forward_batch_generation"
 # A step is computed alone, waits for helpers, or is shared: up to which token, and how many tokens
 # the helpers compute.
 Verdict = Literal["alone", "wait"] | tuple[int, int]
+
+
+class Aborted(RunaheadError):
+    """The request was aborted."""
+
+    reason = "aborted"
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +184,7 @@ class Runahead:
             return self._answered(chain, req, stop, alone=alone)
         if chain is not None or not alone or req.rid in self._asked:
             return "alone"
-        if not is_plain(req) or self._namespace() is None:
+        if not _is_plain(req) or self._namespace() is None:
             return "alone"
         plan = self._plan(req, Span(req.prefix_len, stop), tail)
         if plan is None:
@@ -208,7 +210,7 @@ class Runahead:
         chain = self._chain
         if chain is None or batch is None or chain.req not in batch.reqs:
             return original(worker, batch, **kwargs)
-        if not computes(batch, chain.span):
+        if not _computes(batch, chain.span):
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
         if not chain.owned.agreed or chain.namespace != self._namespace():
@@ -219,7 +221,7 @@ class Runahead:
         try:
             assert owned.passing.receiver is not None
             assert scheduler is not None
-            owned.passing.watch = lambda: check_abort(scheduler, req)
+            owned.passing.watch = lambda: _check_abort(scheduler, req)
             slots = batch.out_cache_loc[: owned.split - span.start].long()
             owned.passing.receiver.bind(slots, span.start)
             self._step_costs.do_not_measure()
@@ -229,7 +231,7 @@ class Runahead:
             self._counters.add("runahead_failures", label=error.reason)
             self._end(chain, "cancelled", str(error))
             assert scheduler is not None
-            give_up(scheduler, req)
+            _give_up(scheduler, req)
             # The least that a step may compute; its result is dropped.
             return original(worker, cut_batch(batch, span.stop - 1, span.stop), **kwargs)
         except RunaheadError as error:
@@ -273,7 +275,7 @@ class Runahead:
         limits = ChainLimits(
             self._page_tokens, self._limit_tokens, self._table.read(time.monotonic())
         )
-        asked = asked_for(req)
+        asked = _asked_for(req)
         if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
             return None
         if asked == "closed":
@@ -387,7 +389,7 @@ class Runahead:
             return
         record.helped.clear()
         record.helped["helped_tokens"] = helped_tokens
-        if asked_for(req) is not None:  # a search or a benchmark
+        if _asked_for(req) is not None:  # a search or a benchmark
             record.helped.update(
                 bounds=list(chain.owned.partition.bounds),
                 received_bytes=receiver.bytes,
@@ -417,3 +419,59 @@ class Runahead:
                 pass
         except BlockingIOError:
             return
+
+
+def _is_plain(req: "Req") -> bool:
+    """Whether the request needs nothing but KV of the tokens that helpers would compute, and an
+    offer can describe it."""
+    return (
+        not reads_prompt(req)
+        and unkeyed_because(req) is None
+        and not req.return_hidden_states
+        and not req.return_routed_experts
+        and not req.return_indexer_topk
+        and req.lora_id is None
+        and req.multimodal_inputs is None
+        and not req.output_ids
+        and can_carry(req.extra_key)
+        and can_carry(req.cache_salt)
+    )
+
+
+def _computes(batch: Any, span: Span) -> bool:
+    """Whether the batch is a step of one request that computes this span."""
+    return bool(
+        batch.forward_mode.is_extend()
+        and not batch.forward_mode.is_mixed()
+        and len(batch.reqs) == 1
+        and (batch.prefix_lens[0], batch.prefix_lens[0] + batch.extend_lens[0]) == span
+    )
+
+
+def _asked_for(req: "Req") -> object:
+    """The PARAMETER of the request; None if it has none."""
+    given = req.sampling_params.custom_params
+    return given.get(PARAMETER) if isinstance(given, dict) else None
+
+
+def _check_abort(scheduler: "Scheduler", req: "Req") -> None:
+    """Look for an abort of `req` among new messages, in the middle of its step.
+
+    All new messages are kept in order among the scheduler's deferred ones. The scheduler handles
+    them after the step. Scheduler thread. Raises: Aborted.
+    """
+    from sglang.srt.managers.io_struct import AbortReq
+
+    for each in take_deferred_requests(scheduler):
+        if isinstance(each, AbortReq) and (each.abort_all or req.rid.startswith(each.rid)):
+            raise Aborted("its request is aborted")
+
+
+def _give_up(scheduler: "Scheduler", req: "Req") -> None:
+    """End the current step of `req` without the KV that it was to compute.
+
+    As SGLang ends a step whose KV could not be loaded (`run_batch`): sampled tokens are dropped,
+    the request's KV does not join the tree, and its slots are freed.
+    """
+    drop_answer(req)
+    abort_chunked_request(scheduler, req)
