@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,7 +137,7 @@ def _join_forwards(
 
         service.helpers = runahead_setup.start(ctx, service, config, rows, gate)
         tree.helpers = service.helpers
-    if overlaps and not on_device:
+    if overlaps:
         tree.overlap_runner = OverlapRunner(
             service.coordinator,
             service.loader,
@@ -283,7 +283,7 @@ class CakeService:
             # the next two, and so on.
             next_tokens=max(len(pools), tree.next_tokens),
         )
-        self._io.post(self._watch_later, self._store_metrics(labels))
+        self._io.post(self._start, self._watch, self._store_metrics(labels))
         atexit.register(self.close)
         logger.info("cake is on: %s", redacted(str(config)))
         self.identity.start()
@@ -370,22 +370,19 @@ class CakeService:
         if not self.coordinator.store_detached:
             self._use(self._open(namespace))
             if not self.identity.is_private:  # a private namespace may never need its store
-                self._io.post(self._open_now)
+                self._io.post(self._start, self._open_now)
 
-    def _open_now(self) -> None:
-        """Have the store opened before the first request needs it. I/O thread."""
+    async def _open_now(self) -> None:
+        """Have the store opened before the first request needs it."""
+        try:
+            if (store := self._store) is not None:
+                await store.contains([])
+        except StoreError as error:
+            logger.warning("cake computes all, and tries the store again: %s", error)
 
-        async def attempt() -> None:
-            try:
-                if (store := self._store) is not None:
-                    await store.contains([])
-            except StoreError as error:
-                logger.warning("cake computes all, and tries the store again: %s", error)
-
-        self._start(attempt())
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._io.loop.create_task(work)
+    def _start(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Run `work(*args)` in the background. I/O thread."""
+        task = self._io.loop.create_task(work(*args))
         self._tasks.add(task)  # asyncio keeps no reference to a task
         task.add_done_callback(self._tasks.discard)
 
@@ -395,7 +392,7 @@ class CakeService:
         self.loader.use(store)
         self.writer.use(store)
         if old is not None:
-            self._io.post(self._close_later, old)
+            self._io.post(self._start, self._close_later, old)
 
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
@@ -444,9 +441,6 @@ class CakeService:
         tiers = len(sources_of_setting(self.setting, self._config.eviction_policy))
         return None if labels is None else StoreMetrics(labels, tiers)
 
-    def _watch_later(self, metrics: StoreMetrics | None) -> None:
-        self._watching = self._io.loop.create_task(self._watch(metrics))
-
     async def _watch(self, metrics: StoreMetrics | None) -> None:
         """Publish the store's statistics, and write costs, at intervals."""
         costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
@@ -479,12 +473,10 @@ class CakeService:
         if self._cost_file is not None and self.step_costs.measured:
             self._cost_file.write(*self.step_costs.learned)
 
-    def _close_later(self, store: Store) -> None:
-        async def close() -> None:
-            await self.writer.drained()
-            await store.close()
-
-        self._start(close())
+    async def _close_later(self, store: Store) -> None:
+        """Close a store that is no longer used, after the writes to it."""
+        await self.writer.drained()
+        await store.close()
 
 
 async def _stats(store: Store) -> StoreStats | None:
