@@ -9,11 +9,12 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-from sglang_cake.config import NAMES, as_flag, help_of
+from sglang_cake.config import CakeConfig, as_flag
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
 from sglang_cake.integration.support_matrix import (
@@ -30,10 +31,10 @@ BREADTH = '¹ Not a part of `make test`: `make test ARGS="-m breadth"` runs it.'
 def settings() -> str:
     """A table of all settings."""
     rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
-    for name in NAMES:
-        told = help_of(name)
-        default = "" if told.default is None else f"`{told.default}`"
-        rows.append(f"| `{as_flag(name)}` | `{told.value}` | {default} | {told.text} |")
+    for setting in fields(CakeConfig):
+        default = "" if setting.default is None else f"`{setting.default}`"
+        value, text = setting.metadata["value"], setting.metadata["text"]
+        rows.append(f"| `{as_flag(setting.name)}` | `{value}` | {default} | {text} |")
     return "\n".join(rows)
 
 

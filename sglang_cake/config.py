@@ -307,31 +307,6 @@ def as_variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-@dataclass(frozen=True, slots=True)
-class Help:
-    """The help of a setting.
-
-    Attributes:
-        value: name of its value, as a metavar of argparse.
-        text: whole sentences.
-        default: as it is written; None where `text` says it.
-    """
-
-    value: str
-    text: str
-    default: str | None
-
-
-def help_of(name: str) -> Help:
-    """Of the setting with this plain name."""
-    default: Any = _FIELDS[name].default
-    return Help(
-        value=_FIELDS[name].metadata["value"],
-        text=_FIELDS[name].metadata["text"],
-        default=None if default is None else str(default),
-    )
-
-
 def load_file(path: str) -> dict[str, Any]:
     """The settings in a TOML, JSON or YAML file; a top-level table `cake` may hold them all.
 

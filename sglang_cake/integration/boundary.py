@@ -15,9 +15,13 @@ import logging
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+    from sglang_cake.integration.metrics import FailureMetrics
 
 logger = logging.getLogger("sglang_cake")
 
@@ -49,34 +53,6 @@ class Health:
         return full and self._requests - self._failures[0] < AMONG_REQUESTS
 
 
-class FailureHandler(Protocol):
-    """Takes requests away from cake after failures. The tree of a scheduler process does it."""
-
-    def forget(self, rid: str) -> None:
-        """Free all that cake holds for this request. SGLang computes it without cake."""
-        ...
-
-    def forget_all(self) -> None:
-        """`forget` every request."""
-        ...
-
-    def switch_off(self) -> None:
-        """`forget` every request. From now on no request is looked up and nothing is stored."""
-        ...
-
-
-class FailureCounter(Protocol):
-    """Publishes failures as metrics."""
-
-    def failed(self, hook: str) -> None:
-        """A hook has failed."""
-        ...
-
-    def switched_off(self) -> None:
-        """Cake is off for the life of the process."""
-        ...
-
-
 class Boundary:
     """Handles the exceptions of cake in this process. A process runs at most one scheduler.
 
@@ -93,11 +69,11 @@ class Boundary:
         self.health = Health()
         self.off = False
         self.unsafe_hook_called = False
-        self._handler: FailureHandler | None = None
-        self._counter: FailureCounter | None = None
+        self._handler: CakeRadixCache | None = None
+        self._counter: FailureMetrics | None = None
         self._logged: set[tuple[str, type]] = set()
 
-    def set_handler(self, handler: FailureHandler, counter: FailureCounter | None) -> None:
+    def set_handler(self, handler: "CakeRadixCache", counter: "FailureMetrics | None") -> None:
         """From now on `handler` handles failures, and `counter` publishes them."""
         self.health = Health()
         self._handler = handler
@@ -150,7 +126,7 @@ class Boundary:
         if off:
             self._switch_off(handler)
 
-    def _switch_off(self, handler: FailureHandler) -> None:
+    def _switch_off(self, handler: "CakeRadixCache") -> None:
         self.off = True
         logger.error(
             "cake is switched off: it failed %d times; SGLang goes on without it until the server "

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +59,6 @@ from sglang_cake.integration.overlap import forward_hook
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
-from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker
@@ -79,6 +78,8 @@ from sglang_cake.writeback.block_writer import Writer
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 
 
 logger = logging.getLogger("sglang_cake")
@@ -136,7 +137,7 @@ def _join_forwards(
 
         service.helpers = runahead_setup.start(ctx, service, config, rows, gate)
         tree.helpers = service.helpers
-    if overlaps and not on_device:
+    if overlaps:
         tree.overlap_runner = OverlapRunner(
             service.coordinator,
             service.loader,
@@ -157,7 +158,7 @@ class CakeService:
         waker: of the scheduler thread.
     """
 
-    helpers: NoRunahead = NoRunahead()
+    helpers: "Runahead | None" = None
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
@@ -282,7 +283,7 @@ class CakeService:
             # the next two, and so on.
             next_tokens=max(len(pools), tree.next_tokens),
         )
-        self._io.post(self._watch_later, self._store_metrics(labels))
+        self._io.post(self._start, self._watch, self._store_metrics(labels))
         atexit.register(self.close)
         logger.info("cake is on: %s", redacted(str(config)))
         self.identity.start()
@@ -369,22 +370,19 @@ class CakeService:
         if not self.coordinator.store_detached:
             self._use(self._open(namespace))
             if not self.identity.is_private:  # a private namespace may never need its store
-                self._io.post(self._open_now)
+                self._io.post(self._start, self._open_now)
 
-    def _open_now(self) -> None:
-        """Have the store opened before the first request needs it. I/O thread."""
+    async def _open_now(self) -> None:
+        """Have the store opened before the first request needs it."""
+        try:
+            if (store := self._store) is not None:
+                await store.contains([])
+        except StoreError as error:
+            logger.warning("cake computes all, and tries the store again: %s", error)
 
-        async def attempt() -> None:
-            try:
-                if (store := self._store) is not None:
-                    await store.contains([])
-            except StoreError as error:
-                logger.warning("cake computes all, and tries the store again: %s", error)
-
-        self._start(attempt())
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._io.loop.create_task(work)
+    def _start(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Run `work(*args)` in the background. I/O thread."""
+        task = self._io.loop.create_task(work(*args))
         self._tasks.add(task)  # asyncio keeps no reference to a task
         task.add_done_callback(self._tasks.discard)
 
@@ -394,12 +392,13 @@ class CakeService:
         self.loader.use(store)
         self.writer.use(store)
         if old is not None:
-            self._io.post(self._close_later, old)
+            self._io.post(self._start, self._close_later, old)
 
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
         self.identity.close()
-        self.helpers.close()
+        if self.helpers is not None:
+            self.helpers.close()
         self.loader.close()
         self.copier.close()
         self._write_costs()
@@ -442,9 +441,6 @@ class CakeService:
         tiers = len(sources_of_setting(self.setting, self._config.eviction_policy))
         return None if labels is None else StoreMetrics(labels, tiers)
 
-    def _watch_later(self, metrics: StoreMetrics | None) -> None:
-        self._watching = self._io.loop.create_task(self._watch(metrics))
-
     async def _watch(self, metrics: StoreMetrics | None) -> None:
         """Publish the store's statistics, and write costs, at intervals."""
         costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
@@ -477,12 +473,10 @@ class CakeService:
         if self._cost_file is not None and self.step_costs.measured:
             self._cost_file.write(*self.step_costs.learned)
 
-    def _close_later(self, store: Store) -> None:
-        async def close() -> None:
-            await self.writer.drained()
-            await store.close()
-
-        self._start(close())
+    async def _close_later(self, store: Store) -> None:
+        """Close a store that is no longer used, after the writes to it."""
+        await self.writer.drained()
+        await store.close()
 
 
 async def _stats(store: Store) -> StoreStats | None:

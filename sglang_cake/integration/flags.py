@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,6 @@ from sglang_cake.config import (
     CakeConfig,
     Spell,
     as_flag,
-    help_of,
     resolve,
     to_environment,
 )
@@ -62,10 +62,13 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-cake", action=_Enable, help="The same as --radix-cache-backend cake."
     )
-    for name in NAMES:
-        setting = help_of(name)
+    for setting in fields(CakeConfig):
         default = "" if setting.default is None else f" Default: {setting.default}."
-        group.add_argument(as_flag(name), metavar=setting.value, help=setting.text + default)
+        group.add_argument(
+            as_flag(setting.name),
+            metavar=setting.metadata["value"],
+            help=setting.metadata["text"] + default,
+        )
     group.add_argument(
         as_flag(_SETTINGS_FILE),
         metavar="FILE",

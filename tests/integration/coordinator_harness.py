@@ -224,7 +224,7 @@ class CoordinatorHarness(HeldReads):
         req.prefix_len = kept
         self.coordinator.tree_evicts = True
 
-    # As `EndMemory` and `EndStates`: an end state is what was copied into it.
+    # As `CakeRadixCache` and `EndStates`: an end state is what was copied into it.
 
     def allocate_end(self, req: FakeReq, span: Span) -> dict[int, bytes] | None:
         return None if self.no_end_memory else {}

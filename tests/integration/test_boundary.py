@@ -34,7 +34,6 @@ from sglang_cake.integration.boundary import (
 )
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.overlap.layer_gate import LayerGate
-from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler import scheduler_hooks  # noqa: F401 - its parts are guarded
 from sglang_cake.integration.scheduler.prefill_adder import AS_SGLANG, CakePrefillAdder
 
@@ -337,7 +336,7 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
     )
     identity = SimpleNamespace(poll=lambda: calls.append("identify"))
     holder = SimpleNamespace(
-        coordinator=coordinator, service=SimpleNamespace(identity=identity), helpers=NoRunahead()
+        coordinator=coordinator, service=SimpleNamespace(identity=identity), helpers=None
     )
     scheduler = SimpleNamespace(
         tree_cache=holder,
@@ -370,7 +369,7 @@ def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
     tree = SimpleNamespace(
         coordinator=SimpleNamespace(waiting=waiting, live=[]),
         service=SimpleNamespace(waker=SimpleNamespace(sleep=calls.append)),
-        helpers=NoRunahead(),
+        helpers=None,
     )
     receiver = SimpleNamespace(recv_from_tokenizer=source)
     (idle,) = (each for each in registry if each.endswith("Scheduler.on_idle"))

@@ -21,7 +21,6 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
-from sglang_cake.integration.request.runahead_interface import NoRunahead
 from sglang_cake.integration.scheduler import scheduler_hooks
 
 
@@ -44,7 +43,7 @@ class PrefillServer:
             matched_tokens=lambda req, tokens, limit: 0,
             service=None,
             saving=None,
-            helpers=NoRunahead(),
+            helpers=None,
             let_go=lambda: None,
         )
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,10 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.planner import StepPlan
 
 Make = Callable[..., "ChunkedAdmission"]
+PROMPT = 4 * BLOCK + 8  # tokens of each request
 ROOM = queue_order.StepBudget(chunk_tokens=64, slots=100_000)
 
 
@@ -71,7 +74,7 @@ class ChunkedAdmission:
         until `land`."""
         number = len(self.base.coordinator.live)
         first = number * 1000
-        req = FakeReq(rid, array("q", range(first, first + 4 * BLOCK + 8)))
+        req = FakeReq(rid, array("q", range(first, first + PROMPT)))
         keys = self.base.fill(req.origin_input_ids, set(range(4) if stored else ()))
         made: Any = req
         made.return_logprob = made.skip_radix_cache_insert = False
@@ -306,7 +309,7 @@ def test_chunked_request_with_loads_landing_within_the_step_stays(admissions: Ma
 
 
 def test_chunked_request_in_fcfs_yields_to_an_earlier_landed_request(
-    admissions: Make,
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admission = admissions("fcfs")
     earlier, stored = admission.req("earlier"), admission.req("stored", stored=True)
@@ -322,7 +325,12 @@ def test_chunked_request_in_fcfs_yields_to_an_earlier_landed_request(
     assert admission.chunk(later) is later  # still waits
     admission.land(stored)
     assert admission.chunk(earlier) is earlier  # was there before it
+    attached: list[Any] = []
+    monkeypatch.setattr(
+        admission.coordinator, "attach_islands", lambda req, *args: attached.append(req)
+    )
     assert admission.chunk(later) is None
+    assert not attached  # nothing is done for a step that it does not get
     assert [req.rid for req in admission.queue] == ["stored again", "later"]
     assert admission.returns == 1
 
@@ -392,6 +400,88 @@ def test_chunked_request_where_sglang_does_not_chunk_is_computed_to_its_end(
     assert adder.add_chunked_req(running) is None
     assert limits == [len(running.full_untruncated_fill_ids)]
     assert adder.rem_chunk_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("planned", "saved_end", "limit"),
+    [(None, None, None), (48, None, 48), (None, 32, 32), (48, 32, 32), (16, 32, 16)],
+)
+def test_chunked_request_step_ends_at_the_first_of_its_stops(
+    admissions: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    planned: int | None,
+    saved_end: int | None,
+    limit: int | None,
+) -> None:
+    admission = admissions()
+    step = None if planned is None else StepPlan(planned, wait=False)
+    monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
+    monkeypatch.setattr(BareTree, "step_stop", lambda tree, req: saved_end)
+    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    adder.add_chunked_req(admission.req("running"))
+    assert adder.chunked_req_limit == limit
+
+
+@dataclass
+class Admission:
+    """What SGLang decides about a waiting request."""
+
+    prefix_len: int
+    extend_len: int
+    is_chunked: bool = False
+    max_new_tokens: int = 1
+
+
+@pytest.mark.parametrize(
+    ("planned", "saved_end", "chunked", "computed"),
+    [
+        (None, None, None, PROMPT),
+        (None, 32, None, 32),
+        (48, None, None, 48),
+        (48, 32, None, 32),
+        (48, None, "before", None),  # it would be a second chunked request
+        (48, None, "in this step", None),
+        (PROMPT, None, "before", PROMPT),
+        (PROMPT, None, "in this step", PROMPT),
+        (None, 32, "before", PROMPT),
+    ],
+)
+def test_waiting_request_step_ends_at_the_first_of_its_stops(
+    admissions: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    planned: int | None,
+    saved_end: int | None,
+    chunked: str | None,
+    computed: int | None,
+) -> None:
+    """None: it is not admitted."""
+    admitted = []
+
+    def admit(adder: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+        found = adder._select_prefill_admission(
+            req, total_tokens=PROMPT, has_chunked_req=has_chunked_req
+        )
+        admitted.append(found.extend_len)
+        return AddReqResult.CONTINUE
+
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
+    monkeypatch.setattr(
+        f"{sglangs}._select_prefill_admission", lambda *args, **kwargs: Admission(0, PROMPT)
+    )
+    admission = admissions()
+    step = None if planned is None else StepPlan(planned, wait=False)
+    monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
+    monkeypatch.setattr(BareTree, "step_stop", lambda tree, req: saved_end)
+    req = admission.req("waiting")
+    req.last_node = None
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    if chunked == "in this step":
+        adder.new_chunked_req = object()
+    assert adder.add_one_req(req, chunked == "before", None) == AddReqResult.CONTINUE
+    assert admitted == ([] if computed is None else [computed])
 
 
 def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slots_for(

@@ -3,7 +3,7 @@ Another one is where SGLang releases memory."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
@@ -19,8 +19,11 @@ from sglang_cake.integration.identity.identity import (
     LoadedDraft,
     ModelSource,
 )
-from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache, Service
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.support_matrix import has_draft_kv
+
+if TYPE_CHECKING:
+    from sglang_cake.integration.build import CakeService
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -114,7 +117,7 @@ def _record_adapter(lora_id: str, files: Files | None) -> None:
         del LOADED.adapters[next(iter(LOADED.adapters))]
 
 
-def _service(updater: Any) -> Service | None:
+def _service(updater: Any) -> "CakeService | None":
     tree = updater.scheduler.tree_cache
     return tree.service if isinstance(tree, CakeRadixCache) else None
 
@@ -139,7 +142,7 @@ def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
 
 
 def _changed(
-    service: Service, updater: Any, request: Any, files: Files | None, load_format: str | None
+    service: "CakeService", updater: Any, request: Any, files: Files | None, load_format: str | None
 ) -> None:
     # A running request adds KV of the old weights to the tree, even if the tree is empty now.
     idle = updater.is_fully_idle(ignore_waiting=True)

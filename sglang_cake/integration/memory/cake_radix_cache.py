@@ -2,7 +2,7 @@
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -22,56 +22,20 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import has_tracked_state
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
-from sglang_cake.integration.request.runahead_interface import NoRunahead
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_cake.integration.identity.content import Files
-    from sglang_cake.integration.identity.identity import Identity
+    from sglang_cake.integration.build import CakeService
     from sglang_cake.integration.memory.block_saving import BlockSaving
     from sglang_cake.integration.memory.copier import Copier
     from sglang_cake.integration.overlap.overlapped_step import OverlappedStep, OverlapRunner
+    from sglang_cake.integration.runahead.runahead_scheduler import Runahead
     from sglang_cake.integration.scheduler.coordinator import Coordinator
-    from sglang_cake.integration.scheduler.waker import Waker
 
 logger = logging.getLogger("sglang_cake")
 
 SCARCE_WINDOWS = 1 / 8  # of their pool: if less is free or held by the tree alone, it is scarce
-
-
-class Service(Protocol):
-    """Cake in one scheduler process (`build.CakeService`), as hooks reach it through the tree."""
-
-    setting: str | None
-    waker: "Waker"
-
-    @property
-    def identity(self) -> "Identity":
-        """The namespace of this process, and how it is found."""
-        ...
-
-    def weights_changing(self) -> None:
-        """The server's weights are about to change."""
-        ...
-
-    def weights_changed(
-        self, files: "Files | None", load_format: str | None, version: str | None, *, idle: bool
-    ) -> None:
-        """The server's weights have changed."""
-        ...
-
-    def pool_going(self) -> None:
-        """The memory of the KV pool is about to be released."""
-        ...
-
-    def attach_store(self, setting: str) -> None:
-        """Use another store for new requests. Raises: ConfigError."""
-        ...
-
-    def detach_store(self) -> None:
-        """Use no store."""
-        ...
 
 
 class CakeRadixCache(UnifiedRadixCache):
@@ -92,8 +56,8 @@ class CakeRadixCache(UnifiedRadixCache):
 
     coordinator: "Coordinator | None" = None
     saving: "BlockSaving | None" = None
-    service: Service | None = None
-    helpers: NoRunahead = NoRunahead()
+    service: "CakeService | None" = None
+    helpers: "Runahead | None" = None
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
     copier: "Copier | None" = None
@@ -183,7 +147,8 @@ class CakeRadixCache(UnifiedRadixCache):
             return
         if self.coordinator is not None:
             self.coordinator.release(rid)
-        self.helpers.release(rid)
+        if self.helpers is not None:
+            self.helpers.release(rid)
 
     def forget_all(self) -> None:
         """The same for every request."""
@@ -195,9 +160,10 @@ class CakeRadixCache(UnifiedRadixCache):
         part in the reductions until all ranks know (`let_go`)."""
         saving, helpers = self.saving, self.helpers
         self.saving = None
-        self.helpers = NoRunahead()
+        self.helpers = None
         try:
-            helpers.close()  # or other members would ask this one in vain
+            if helpers is not None:
+                helpers.close()  # or other members would ask this one in vain
         except Exception:
             logger.exception("cake: the group could not be left")
         if saving is not None:
@@ -325,9 +291,12 @@ class CakeRadixCache(UnifiedRadixCache):
     def attach_running(
         self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
     ) -> None:
-        """Give `slots` to the row of a request between two chunks, and with the row to the tree.
+        """Give slots to the row of a request between two chunks, and with the row to the tree, and
+        move `req.prefix_len` to `stop`.
 
-        Args: end: slots that hold the end state at `stop`.
+        Args:
+            slots: hold the KV of `[req.prefix_len, stop)`.
+            end: slots that hold the end state at `stop`.
         """
         if end is not None and end.window is not None:
             self._adopt_window(req, slots, stop, end.window)
@@ -361,9 +330,10 @@ class CakeRadixCache(UnifiedRadixCache):
     def attach_waiting(
         self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
     ) -> None:
-        """Give `slots` to the tree, below the prefix that a waiting request has matched.
+        """Give slots to the tree, below the prefix that a waiting request has matched, and have the
+        request match again.
 
-        Args: end: slots that hold the end state at `stop`.
+        Args: as of `attach_running`.
         """
         prefix = self.prefix_device_indices(req)
         params = InsertParams(
@@ -564,7 +534,8 @@ class CakeRadixCache(UnifiedRadixCache):
                 self.saving.released(record)
             if req.rid != self.releasing:
                 self.coordinator.release(req.rid)
-        self.helpers.release(req.rid)
+        if self.helpers is not None:
+            self.helpers.release(req.rid)
 
     @guarded("CakeRadixCache.release_aborted_request")
     def _aborted(self, request: Any) -> None:

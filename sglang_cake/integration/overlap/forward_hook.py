@@ -1,6 +1,7 @@
 """The hook around SGLang's forward: it times steps on a GPU, and runs the overlapped last step and
 KV-Runahead."""
 
+from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -49,9 +50,11 @@ def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **
             return tree.overlap_runner.forward(original, worker, batch, **kwargs)
         finally:
             tree.let_go()
-    timer = None if tree.helpers.is_member else _timer(tree)
+    helpers = tree.helpers
+    timer = _timer(tree) if helpers is None else None
+    forward = original if helpers is None else partial(helpers.forward, original)
     try:
-        result = tree.helpers.forward(original, worker, batch, **kwargs)
+        result = forward(worker, batch, **kwargs)
     except Exception as error:
         if original.error is error and not isinstance(error, CakeError):
             raise

@@ -14,25 +14,18 @@ import traceback
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
+from sglang_cake.integration.compat import abort_chunked_request, take_deferred_requests
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
-from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
+from sglang_cake.integration.overlap.partial_forward import cut_batch, drop_answer, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.integration.request.runahead_interface import NoRunahead, Verdict
+from sglang_cake.integration.request.request_metadata import reads_prompt, unkeyed_because
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner
-from sglang_cake.integration.runahead.runahead_request import (
-    Aborted,
-    asked_for,
-    check_abort,
-    computes,
-    give_up,
-    is_plain,
-)
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.planner import island_start
 from sglang_cake.runahead.chain_plan import (
@@ -46,6 +39,8 @@ from sglang_cake.runahead.chain_plan import (
     plan_chain,
 )
 from sglang_cake.runahead.member import MEMBER_SETTINGS, Member, MemberSettings, Outcome, Owned
+from sglang_cake.runahead.messages import can_carry
+from sglang_cake.runahead.partition import PARAMETER
 from sglang_cake.runahead.partition_table import WatchedTable
 from sglang_cake.runahead.transport import Transport
 
@@ -65,6 +60,16 @@ _WHATEVER = float("inf")
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 
+# A step is computed alone, waits for helpers, or is shared: up to which token, and how many tokens
+# the helpers compute.
+Verdict = Literal["alone", "wait"] | tuple[int, int]
+
+
+class Aborted(RunaheadError):
+    """The request was aborted."""
+
+    reason = "aborted"
+
 
 @dataclass(slots=True, eq=False)
 class OwnChain:
@@ -82,7 +87,7 @@ class OwnChain:
         return Span(bounds[0], bounds[-1])
 
 
-class Runahead(NoRunahead):
+class Runahead:
     """One scheduler process as a member of a group. The scheduler thread owns it.
 
     Args:
@@ -93,8 +98,6 @@ class Runahead(NoRunahead):
         limit_tokens: most tokens of one forward, here and on every member.
         member_settings: for tests.
     """
-
-    is_member = True
 
     def __init__(
         self,
@@ -173,6 +176,7 @@ class Runahead(NoRunahead):
 
         Args:
             alone: no other request is in this step.
+        Returns the answer; "wait": helpers were asked, and have not answered yet.
         """
         tail = self._stored_tail(req)
         stop = len(req.full_untruncated_fill_ids) if tail is None else island_start(tail.view)
@@ -181,23 +185,13 @@ class Runahead(NoRunahead):
             return self._answered(chain, req, stop, alone=alone)
         if chain is not None or not alone or req.rid in self._asked:
             return "alone"
-        if not is_plain(req) or self._namespace() is None:
+        if not _is_plain(req) or self._namespace() is None:
             return "alone"
         plan = self._plan(req, Span(req.prefix_len, stop), tail)
         if plan is None:
             return "alone"
         self._asked.add(req.rid)
         return "wait" if self._propose(req, plan) else "alone"
-
-    def extent(self, req: "Req") -> Span | None:
-        """The tokens that the chain of this request computes; None if it has no chain."""
-        chain = self._chain
-        return chain.span if chain is not None and chain.req is req else None
-
-    def helped_tokens(self, req: "Req") -> int:
-        """How many of these tokens the helpers compute."""
-        chain = self._chain
-        return 0 if chain is None or chain.req is not req else chain.owned.split - chain.span.start
 
     def release(self, rid: str) -> None:
         """The request has ended, or was aborted or retracted: end its chain."""
@@ -217,7 +211,7 @@ class Runahead(NoRunahead):
         chain = self._chain
         if chain is None or batch is None or chain.req not in batch.reqs:
             return original(worker, batch, **kwargs)
-        if not computes(batch, chain.span):
+        if not _computes(batch, chain.span):
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
         if not chain.owned.agreed or chain.namespace != self._namespace():
@@ -228,7 +222,7 @@ class Runahead(NoRunahead):
         try:
             assert owned.passing.receiver is not None
             assert scheduler is not None
-            owned.passing.watch = lambda: check_abort(scheduler, req)
+            owned.passing.watch = lambda: _check_abort(scheduler, req)
             slots = batch.out_cache_loc[: owned.split - span.start].long()
             owned.passing.receiver.bind(slots, span.start)
             self._step_costs.do_not_measure()
@@ -238,7 +232,7 @@ class Runahead(NoRunahead):
             self._counters.add("runahead_failures", label=error.reason)
             self._end(chain, "cancelled", str(error))
             assert scheduler is not None
-            give_up(scheduler, req)
+            _give_up(scheduler, req)
             # The least that a step may compute; its result is dropped.
             return original(worker, cut_batch(batch, span.stop - 1, span.stop), **kwargs)
         except RunaheadError as error:
@@ -284,7 +278,7 @@ class Runahead(NoRunahead):
         limits = ChainLimits(
             self._page_tokens, self._limit_tokens, self._table.read(time.monotonic())
         )
-        asked = asked_for(req)
+        asked = _asked_for(req)
         if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
             return None
         if asked == "closed":
@@ -340,7 +334,7 @@ class Runahead(NoRunahead):
             logger.info("cake runahead: request %s alone: %s", req.rid, why)
             self._drop(why)
             return "alone"
-        return "share" if owned.agreed else "wait"
+        return (chain.span.stop, owned.split - chain.span.start) if owned.agreed else "wait"
 
     def _drop(self, reason: str, label: str = "refused") -> None:
         assert self._chain is not None
@@ -398,7 +392,7 @@ class Runahead(NoRunahead):
             return
         record.helped.clear()
         record.helped["helped_tokens"] = helped_tokens
-        if asked_for(req) is not None:  # a search or a benchmark
+        if _asked_for(req) is not None:  # a search or a benchmark
             record.helped.update(
                 bounds=list(chain.owned.partition.bounds),
                 received_bytes=receiver.bytes,
@@ -428,3 +422,59 @@ class Runahead(NoRunahead):
                 pass
         except BlockingIOError:
             return
+
+
+def _is_plain(req: "Req") -> bool:
+    """Whether the request needs nothing but KV of the tokens that helpers would compute, and an
+    offer can describe it."""
+    return (
+        not reads_prompt(req)
+        and unkeyed_because(req) is None
+        and not req.return_hidden_states
+        and not req.return_routed_experts
+        and not req.return_indexer_topk
+        and req.lora_id is None
+        and req.multimodal_inputs is None
+        and not req.output_ids
+        and can_carry(req.extra_key)
+        and can_carry(req.cache_salt)
+    )
+
+
+def _computes(batch: Any, span: Span) -> bool:
+    """Whether the batch is a step of one request that computes this span."""
+    return bool(
+        batch.forward_mode.is_extend()
+        and not batch.forward_mode.is_mixed()
+        and len(batch.reqs) == 1
+        and (batch.prefix_lens[0], batch.prefix_lens[0] + batch.extend_lens[0]) == span
+    )
+
+
+def _asked_for(req: "Req") -> object:
+    """The PARAMETER of the request; None if it has none."""
+    given = req.sampling_params.custom_params
+    return given.get(PARAMETER) if isinstance(given, dict) else None
+
+
+def _check_abort(scheduler: "Scheduler", req: "Req") -> None:
+    """Look for an abort of `req` among new messages, in the middle of its step.
+
+    All new messages are kept in order among the scheduler's deferred ones. The scheduler handles
+    them after the step. Scheduler thread. Raises: Aborted.
+    """
+    from sglang.srt.managers.io_struct import AbortReq
+
+    for each in take_deferred_requests(scheduler):
+        if isinstance(each, AbortReq) and (each.abort_all or req.rid.startswith(each.rid)):
+            raise Aborted("its request is aborted")
+
+
+def _give_up(scheduler: "Scheduler", req: "Req") -> None:
+    """End the current step of `req` without the KV that it was to compute.
+
+    As SGLang ends a step whose KV could not be loaded (`run_batch`): sampled tokens are dropped,
+    the request's KV does not join the tree, and its slots are freed.
+    """
+    drop_answer(req)
+    abort_chunked_request(scheduler, req)

@@ -3,21 +3,16 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.keys import Digest
 from sglang_cake.core.local_files import cache_folder
-from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
-from sglang_cake.integration.scheduler.coordinator import Coordinator
-from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting, group_setting
 from sglang_cake.runahead.messages import Message
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
@@ -29,35 +24,14 @@ from sglang_cake.runahead.zeromq import ZmqTransport
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
+    from sglang_cake.integration.build import CakeService
+
 logger = logging.getLogger("sglang_cake")
-
-
-class Host(Protocol):
-    """The parts of `build.CakeService` that a member of a group uses."""
-
-    kv: DeviceKV
-    counters: Counters
-    step_costs: StepCosts
-    coordinator: Coordinator
-
-    @property
-    def device(self) -> str:
-        """Name of the GPU or the processor that computes."""
-        ...
-
-    @property
-    def namespace_digest(self) -> Digest | None:
-        """The namespace of the KV that this process computes."""
-        ...
-
-    def namespace_hex(self) -> str | None:
-        """The same in hex; None while the tree holds KV of another namespace."""
-        ...
 
 
 def start(
     ctx: "TreeCacheBuildContext",
-    host: Host,
+    service: "CakeService",
     config: CakeConfig,
     rows: PoolRows,
     gate: LayerGate,
@@ -67,28 +41,28 @@ def start(
     assert setting is not None
     here = Runahead(
         setting.rank,
-        _transport(setting, host, rows),
+        _transport(setting, service, rows),
         rows,
         gate,
-        step_costs=host.step_costs,
-        counters=host.counters,
-        namespace=host.namespace_hex,
-        record_of=host.coordinator.record,
+        step_costs=service.step_costs,
+        counters=service.counters,
+        namespace=service.namespace_hex,
+        record_of=service.coordinator.record,
         loads_only=config.mode == "load",
         least_tokens=config.min_load_tokens,
         page_tokens=ctx.params.page_size,
-        limit_tokens=host.step_costs.chunk_tokens,
-        table=WatchedTable(_table_path(host)),
+        limit_tokens=service.step_costs.chunk_tokens,
+        table=WatchedTable(_table_path(service)),
     )
     logger.info("cake runahead: member %d of %d", setting.rank, len(setting.peers))
     return here
 
 
-def _transport(setting: GroupSetting, host: Host, rows: PoolRows) -> Transport:
+def _transport(setting: GroupSetting, service: "CakeService", rows: PoolRows) -> Transport:
     address, port = setting.peers[setting.rank]
 
     def connect(greeting: Callable[[int], Message] | None = None) -> ZmqTransport:
-        namespace, tcp = host.namespace_digest, setting.transport == TCP
+        namespace, tcp = service.namespace_digest, setting.transport == TCP
         assert namespace is not None
         try:
             return ZmqTransport(
@@ -110,7 +84,7 @@ def _transport(setting: GroupSetting, host: Host, rows: PoolRows) -> Transport:
     others = frozenset(range(len(setting.peers))) - {setting.rank}
     try:
         if setting.transport == CUDA_IPC:
-            device = host.kv.device
+            device = service.kv.device
             ipc = IpcEngine(device, len(others), torch.cuda.Stream(device, priority=-1))
             return OneSidedTransport(connect, others, ipc)
         return OneSidedTransport(connect, others, MooncakeEngine(address))
@@ -118,10 +92,10 @@ def _transport(setting: GroupSetting, host: Host, rows: PoolRows) -> Transport:
         raise ConfigError(f"--cake-runahead-transport {setting.transport}: {error}") from None
 
 
-def _table_path(host: Host) -> Path | None:
+def _table_path(service: "CakeService") -> Path | None:
     try:
         folder = cache_folder() / "runahead"
     except RuntimeError:  # no home folder
         return None
-    assert host.namespace_digest is not None
-    return table_path(folder, host.device, host.namespace_digest)
+    assert service.namespace_digest is not None
+    return table_path(folder, service.device, service.namespace_digest)

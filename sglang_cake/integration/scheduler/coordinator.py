@@ -18,10 +18,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-import torch
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
@@ -54,30 +52,9 @@ from sglang_cake.loading.priority import QueueEntry, TenantTokens
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+
 logger = logging.getLogger("sglang_cake")
-
-
-class Attach(Protocol):
-    """How loaded KV joins the tree (`CakeRadixCache`)."""
-
-    def __call__(
-        self, req: "Req", slots: torch.Tensor, stop: int, end: EndSlots | None = None
-    ) -> None:
-        """Make `slots` the KV of `[req.prefix_len, stop)` and `end` the end state at `stop`, give
-        them to the tree and move `req.prefix_len` to `stop`."""
-        ...
-
-
-class EndMemory(Protocol):
-    """Device memory of end states (`CakeRadixCache`)."""
-
-    def allocate_end(self, req: "Req", span: Span) -> EndSlots | None:
-        """Slots for the end state at the end of `span`; None: not enough memory."""
-        ...
-
-    def free_end(self, req: "Req", end: EndSlots) -> None:
-        """Free slots of `allocate_end` that were not attached."""
-        ...
 
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
@@ -395,10 +372,14 @@ class Coordinator:
         self.waiting |= waits
         return waits
 
-    def attach_islands(self, req: "Req", attach: Attach, memory: EndMemory | None = None) -> None:
+    def attach_islands(
+        self, req: "Req", attach: Callable[..., None], memory: "CakeRadixCache | None" = None
+    ) -> None:
         """Bring the front up to `req.prefix_len` and attach the islands that it touches.
 
-        Args: memory: of end states, for a model that has them.
+        Args:
+            attach: `CakeRadixCache.attach_running` or `attach_waiting`.
+            memory: of end states, for a model that has them.
         """
         if (record := self.record(req)) is None:
             return
@@ -833,7 +814,9 @@ class Coordinator:
     def _work_without_keys(self, rid: str) -> StepWork:
         return work_of(*self._without_keys.get(rid, Span(0, 0)))
 
-    def _load_end(self, req: "Req", record: PromptRecord, memory: EndMemory, end: EndSlots) -> bool:
+    def _load_end(
+        self, req: "Req", record: PromptRecord, memory: "CakeRadixCache", end: EndSlots
+    ) -> bool:
         """Whether the end state that has landed is copied, or will be."""
         loaded = False
         try:

@@ -6,9 +6,9 @@ Each method that SGLang calls decides in a guarded part (`Run`, `Share`, `Overla
 records in a guarded part. If a part fails, the request is computed as SGLang would.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -19,7 +19,6 @@ from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.window_replay import replayed_tokens
 from sglang_cake.integration.scheduler import queue_order
-from sglang_cake.loading.planner import StepPlan
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -77,67 +76,6 @@ class Skip:
 
 
 AS_SGLANG = Run()
-Decision = TypeVar("Decision", Requeue | Run | OverlapLastStep | Park, Run | OverlapLastStep | Skip)
-
-
-def decide_chunked(
-    preemptor: "Req | None",
-    *,
-    plan: Callable[[], StepPlan | None],
-    begin_overlap: Callable[[], Span | None],
-    may_yield: Callable[[], bool],
-) -> Requeue | Run | OverlapLastStep | Park:
-    """The decision about the chunked request.
-
-    Args: each function is called in this order, and only if the decision depends on it.
-        preemptor: a waiting request that goes before it.
-        plan: its next step; None: no stored block is to come.
-        begin_overlap: begins an overlapped last step, if it is time for that.
-        may_yield: whether other requests may have the device while it waits for its loads.
-    """
-    if preemptor is not None:
-        return Requeue(preemptor)
-    step = plan()
-    if step is None:
-        return AS_SGLANG
-    if not step.wait:
-        return Run(step.stop)
-    span = begin_overlap()
-    if span is not None:
-        return OverlapLastStep(span)
-    return Requeue(None) if may_yield() else Park()
-
-
-def decide_waiting(
-    step: StepPlan | None,
-    *,
-    begin_overlap: Callable[[], Span | None],
-    prompt_tokens: int,
-    chunk_taken: bool,
-) -> Run | OverlapLastStep | Skip:
-    """The decision about a waiting request.
-
-    Args:
-        step: its next step; None: no stored block is to come.
-        begin_overlap: begins an overlapped last step, if it is time for that.
-        chunk_taken: SGLang has a chunked request. It knows one, and a step that ends before the
-            prompt does makes its request the chunked one.
-    """
-    if step is None:
-        return AS_SGLANG
-    if step.wait:
-        span = begin_overlap()
-        return Skip(AddReqResult.CONTINUE) if span is None else OverlapLastStep(span)
-    if chunk_taken and step.stop < prompt_tokens:
-        return Skip(AddReqResult.CONTINUE)
-    return Run(step.stop)
-
-
-def stop_at(stop: int | None, decision: Decision) -> Decision:
-    """The decision, but no step goes past `stop`; None: as it is."""
-    if stop is None or not isinstance(decision, Run):
-        return decision
-    return Run(stop if decision.stop is None else min(stop, decision.stop))
 
 
 # ---- admission ----
@@ -276,29 +214,25 @@ class CakePrefillAdder(PrefillAdder):
         with coordinator.timed():
             queue = self._scheduler.waiting_queue
             budget = self._budget_for_others(req, coordinator)
-            preemptor = None
             if budget is not None:
                 policy = self._scheduler.policy
                 preemptor = queue_order.find_preemptor(req, queue, coordinator, policy, budget)
-
-            def plan() -> StepPlan | None:
-                coordinator.attach_islands(req, tree.attach_running, tree)
-                return coordinator.plan(req, self._step_tokens)
-
-            decision = decide_chunked(
-                preemptor,
-                plan=plan,
-                begin_overlap=lambda: self._begin_overlap(req),
-                may_yield=lambda: (
-                    budget is not None and queue_order.may_yield(req, queue, coordinator, budget)
-                ),
-            )
-            decision = stop_at(tree.step_stop(req), decision)
+                if preemptor is not None:
+                    return Requeue(preemptor)
+            coordinator.attach_islands(req, tree.attach_running, tree)
+            step = coordinator.plan(req, self._step_tokens)
+            if step is not None and step.wait:
+                if (span := self._begin_overlap(req)) is not None:
+                    return OverlapLastStep(span)
+                yields = budget is not None and queue_order.may_yield(
+                    req, queue, coordinator, budget
+                )
+                return Requeue(None) if yields else Park()
+            stops = [None if step is None else step.stop, tree.step_stop(req)]
             if replayed := replayed_tokens(tree, req):  # they share the chunk with the new tokens
                 rest = self._step_tokens - replayed
-                rest = max(rest - rest % self.page_size, self.page_size)
-                decision = stop_at(req.prefix_len + rest, decision)
-            return decision
+                stops.append(req.prefix_len + max(rest - rest % self.page_size, self.page_size))
+            return Run(_first(stops))
 
     def _budget_for_others(
         self, req: "Req", coordinator: "Coordinator"
@@ -347,21 +281,21 @@ class CakePrefillAdder(PrefillAdder):
                 return shared
             if not recorded:
                 return AS_SGLANG
-
-            def begin_overlap() -> Span | None:
-                if has_chunked_req:
-                    return None
-                with lock_node(self, req.last_node):
-                    return self._begin_overlap(req)
-
-            chunk_taken = has_chunked_req or self.new_chunked_req is not None
-            decision = decide_waiting(
-                coordinator.plan(req, self._step_tokens),
-                begin_overlap=begin_overlap,
-                prompt_tokens=len(req.full_untruncated_fill_ids),
-                chunk_taken=chunk_taken,
-            )
-            return decision if chunk_taken else stop_at(tree.step_stop(req), decision)
+            step = coordinator.plan(req, self._step_tokens)
+            if step is not None and step.wait:
+                span = None
+                if not has_chunked_req:
+                    with lock_node(self, req.last_node):
+                        span = self._begin_overlap(req)
+                return Skip(AddReqResult.CONTINUE) if span is None else OverlapLastStep(span)
+            stop = None if step is None else step.stop
+            if not has_chunked_req and self.new_chunked_req is None:
+                return Run(_first([stop, tree.step_stop(req)]))
+            # SGLang knows one chunked request. A step that ends before the prompt does would make
+            # this one the second.
+            if stop is not None and stop < len(req.full_untruncated_fill_ids):
+                return Skip(AddReqResult.CONTINUE)
+            return Run(stop)
 
     def _has_memory_for(self, req: "Req") -> bool:
         """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
@@ -372,17 +306,15 @@ class CakePrefillAdder(PrefillAdder):
     def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
         """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
         tree, coordinator = self._cake()
-        if coordinator is None:
+        if coordinator is None or tree.helpers is None:
             return None
         alone = not (has_chunked_req or self.can_run_list or self._decodes)
-        verdict = tree.helpers.consider(req, alone=alone)
-        if verdict == "wait":
-            coordinator.waiting = True
-            return Skip(AddReqResult.OTHER)  # no later request is admitted before it
-        if verdict == "share":
-            extent = tree.helpers.extent(req)
-            assert extent is not None
-            return Share(extent.stop, tree.helpers.helped_tokens(req))
+        match tree.helpers.consider(req, alone=alone):
+            case "wait":
+                coordinator.waiting = True
+                return Skip(AddReqResult.OTHER)  # no later request is admitted before it
+            case (stop, helped_tokens):
+                return Share(stop, helped_tokens)
         return None
 
     def _begin_overlap(self, req: "Req") -> Span | None:
@@ -514,6 +446,11 @@ class CakePrefillAdder(PrefillAdder):
         tree = self.tree_cache
         assert isinstance(tree, CakeRadixCache)
         return tree, tree.coordinator
+
+
+def _first(stops: Iterable[int | None]) -> int | None:
+    """The first token of these at which a step must end; None: there is none."""
+    return min((stop for stop in stops if stop is not None), default=None)
 
 
 def others_fit(scheduler: "Scheduler", running: "ScheduleBatch", chunked: "Req") -> bool:

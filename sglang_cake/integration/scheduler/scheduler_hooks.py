@@ -92,7 +92,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         coordinator.poll([*serving, *(req.rid for req in handshaking)], chunked)
         if tree.saving is not None:
             tree.saving.polled(lambda record: coordinator.record(record.req) is record)
-    tree.helpers.poll(scheduler)
+    if tree.helpers is not None:
+        tree.helpers.poll(scheduler)
 
 
 @guarded("Identity.poll", unsafe=True)
@@ -183,7 +184,7 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
         return
     tree = scheduler.tree_cache
     requests = request_source(scheduler)
-    if tree.helpers.is_member:
+    if tree.helpers is not None:
         time.sleep(_POLL_PAUSE_S)
     elif requests is not None:  # otherwise this rank waits for the one that receives requests
         tree.service.waker.sleep(requests)
