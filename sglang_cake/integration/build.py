@@ -56,6 +56,7 @@ from sglang_cake.integration.metrics import (
     scheduler_labels,
 )
 from sglang_cake.integration.overlap import forward_hook
+from sglang_cake.integration.overlap.layer_gate import gated
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
@@ -131,7 +132,7 @@ def _join_forwards(
             )
     on_device = in_group and config.runahead_transport == "cuda-ipc"
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    rows, gate = forward_hook.gated(service.kv, pool, on_device=on_device)
+    rows, gate = gated(service.kv, pool, on_device=on_device)
     if in_group:
         from sglang_cake.integration.runahead import runahead_setup
 

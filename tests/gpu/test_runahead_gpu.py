@@ -27,7 +27,7 @@ def _rows(on_device: bool) -> tuple[Any, Any]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from sglang_cake.integration.memory.kv_pool import CudaKV
-    from sglang_cake.integration.runahead.layer_gate_cuda import CudaRows
+    from sglang_cake.integration.overlap.layer_gate import CudaRows
 
     pool = MHATokenToKVPool(
         size=SLOTS,

@@ -29,7 +29,7 @@ from sglang_cake.integration.memory.kv_pool import (
     CudaKV,
     pieces_of,
 )
-from sglang_cake.integration.runahead.layer_gate_cuda import CudaRows
+from sglang_cake.integration.overlap.layer_gate import CudaRows
 
 BLOCK, SEEDS = 16, range(12)
 PLACE_BYTES = 4096  # of which a block takes several

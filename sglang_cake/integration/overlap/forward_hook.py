@@ -9,8 +9,6 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_cake.core.errors import CakeError
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded, register
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.step_costs import CudaTimer
 
 _HOOK = "TpModelWorker.forward_batch_generation"
@@ -26,19 +24,6 @@ class ForwardProcess:
 def install() -> None:
     """Register the hook. Call while plugins are being loaded."""
     register(_FORWARD, _forward, HookType.AROUND)
-
-
-def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerGate]:
-    """The rows of a pool by layer, and its layer gate. Called once for a pool.
-
-    Args: on_device: KV is received and sent in GPU memory. No effect on a CPU.
-    """
-    if kv.device.type == "cpu":
-        return PoolRows(kv), LayerGate(pool)
-    from sglang_cake.integration.runahead.layer_gate_cuda import CudaGate, CudaRows
-
-    rows = CudaRows(kv, on_device=on_device)
-    return rows, CudaGate(pool, rows)
 
 
 def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
