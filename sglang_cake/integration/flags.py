@@ -39,9 +39,7 @@ from sglang_cake.integration import admin_api, compat, response_stats
 from sglang_cake.integration.support_matrix import (
     ModelTraits,
     unsupported,
-    unsupported_codec,
-    unsupported_group,
-    unsupported_head_groups,
+    unsupported_when_resolved,
 )
 from sglang_cake.stores.open_store import sources_of_setting
 
@@ -263,13 +261,7 @@ def reason_when_resolved(record: Any, config: CakeConfig) -> str | None:
     traits = None
     if view.model_path.lower() not in ("none", "dummy"):  # SGLang's spellings of "no model"
         traits = ModelTraits.of(model_config_of(record))
-    reason = unsupported(view, traits, config.block_tokens)
-    return (
-        reason
-        or unsupported_group(view, traits, config)
-        or unsupported_codec(view, traits, config)
-        or unsupported_head_groups(view, traits, config)
-    )
+    return unsupported_when_resolved(view, traits, config)
 
 
 def reason_despite_failure(record: Any, config: CakeConfig) -> str | None:

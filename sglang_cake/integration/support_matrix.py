@@ -851,6 +851,21 @@ def unsupported_head_groups(args: Any, model: ModelTraits | None, config: CakeCo
     return None
 
 
+def unsupported_when_resolved(
+    args: Any, model: ModelTraits | None, config: CakeConfig
+) -> str | None:
+    """Why cake does not support a server, by its resolved settings and its model; None if it does.
+
+    Args: model: None if there is none.
+    """
+    return (
+        unsupported(args, model, config.block_tokens)
+        or unsupported_group(args, model, config)
+        or unsupported_codec(args, model, config)
+        or unsupported_head_groups(args, model, config)
+    )
+
+
 def check_context(
     ctx: "TreeCacheBuildContext", config: CakeConfig, drafts: Sequence[Any] = ()
 ) -> None:
@@ -866,19 +881,12 @@ def check_context(
     reason = None
     if ctx.disable_radix_cache or params.disable:
         reason = "cake needs the radix cache, which SGLang turned off for this model or these flags"
-    elif params.pp_size > 1:
-        reason = "cake does not support pipeline parallelism: set --pp-size 1"
-    elif params.attn_cp_size > 1:
-        reason = "cake does not support context parallelism: set --attn-cp-size 1"
     elif (reason := unsupported_pools(ctx, config)) is None:
         view = resolving_view(ctx.server_args)
         traits = ModelTraits.of(ctx.model_config)
         reason = (
-            unsupported(view, traits, config.block_tokens)
+            unsupported_when_resolved(view, traits, config)
             or _page_mismatch(params.page_size, config.block_tokens)
-            or unsupported_group(view, traits, config)
-            or unsupported_codec(view, traits, config)
-            or unsupported_head_groups(view, traits, config)
             or unsupported_drafts(view, drafts, params.req_to_token_pool)
             or unsupported_vectors(traits, ctx.tp_worker)
         )

@@ -61,20 +61,14 @@ def group_setting(config: CakeConfig) -> GroupSetting | None:
             "--cake-runahead-transport cuda-ipc is for members on one machine, and "
             "--cake-runahead-peers names others: set tcp or mooncake"
         )
-    path = default_secret_path() if secret is None else Path(secret)
-    if secret is None and _are_here(known):
-        # The first member that starts makes the file; the others read it.
-        make_secret_file(path, name="secret file", hint=_SET_ONE)
+    if secret is not None:
+        path = Path(secret)
+    else:
+        path = own_secret_path("runahead-secret", hint=_SET_ONE)
+        if _are_here(known):  # the first member that starts makes the file; the others read it
+            make_secret_file(path, name="secret file", hint=_SET_ONE)
     key = read_key(path, name="secret file", hint=_MAKE_ONE)
     return GroupSetting(rank, known, key, config.runahead_transport)
-
-
-def default_secret_path() -> Path:
-    """`$XDG_CONFIG_HOME/sglang_cake/runahead-secret`, or the same in `~/.config`.
-
-    Raises: ConfigError if there is no home folder.
-    """
-    return own_secret_path("runahead-secret", hint=_SET_ONE)
 
 
 def _own_rank(peers: tuple[tuple[str, int], ...]) -> int:

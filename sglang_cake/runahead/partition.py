@@ -84,22 +84,14 @@ def balanced(span: Span, workers: int, step_s: StepSeconds, *, page_tokens: int 
     slow links, measure partitions (`grid_search.py`).
     """
     workers = max(1, min(workers, span.tokens // page_tokens))
-    time_s = _least_time(
-        lambda t: _fill(span, workers, t, step_s, page_tokens)[-1] >= span.stop,
-        step_s(span.start, span.stop),
-    )
-    bounds = _fill(span, workers, time_s, step_s, page_tokens)
+    low_s, high_s = 0.0, step_s(span.start, span.stop)  # the latter is surely enough
+    for _ in range(_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        is_enough = _fill(span, workers, middle_s, step_s, page_tokens)[-1] >= span.stop
+        low_s, high_s = (low_s, middle_s) if is_enough else (middle_s, high_s)
+    bounds = _fill(span, workers, high_s, step_s, page_tokens)
     # The last worker gets the rest, which may be empty after rounding up to pages.
     return _aligned(span, [float(b) for b in bounds[1:-1]], page_tokens)
-
-
-def _least_time(is_enough: Callable[[float], bool], surely_s: float) -> float:
-    """The least time that is enough, by bisection. Args: surely_s: a time that is enough."""
-    low, high = 0.0, surely_s
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
 
 
 def _fill(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
@@ -90,12 +91,9 @@ class WatchedTable:
 
 
 def _interpolated(known: Mapping[int, tuple[float, ...]], tokens: int) -> tuple[float, ...]:
-    below = max((n for n in known if n <= tokens), default=min(known))
-    above = min((n for n in known if n >= tokens), default=max(known))
-    if below == above:
-        return known[below]
-    weight = (tokens - below) / (above - below)
-    return tuple(a + weight * (b - a) for a, b in zip(known[below], known[above], strict=True))
+    lengths = sorted(known)
+    shares = zip(*(known[length] for length in lengths), strict=True)
+    return tuple(float(np.interp(tokens, lengths, each)) for each in shares)
 
 
 def table_path(folder: Path, machine: str, namespace: Digest) -> Path:

@@ -366,7 +366,7 @@ def test_support_matrix_embedding_model_that_sees_later_tokens_is_refused_when_l
 
 
 def _context(**changes: Any) -> Any:
-    params = {"disable": False, "pp_size": 1, "attn_cp_size": 1, "page_size": 1}
+    params = {"disable": False, "page_size": 1}
     fields: dict[str, Any] = {
         "disable_radix_cache": False,
         "is_hybrid_swa": False,
@@ -382,8 +382,6 @@ def _context(**changes: Any) -> Any:
     [
         {"disable_radix_cache": True},
         {"disable": True},
-        {"pp_size": 2},
-        {"attn_cp_size": 2},
     ],
 )
 def test_support_matrix_unsupported_scheduler_context_is_one_line(changes: dict[str, Any]) -> None:
