@@ -194,12 +194,6 @@ class BlockRead:
         with self._changed:
             return self._whole is not None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all bytes have arrived and passed the check."""
-        with self._changed:
-            return self._whole is True
-
     def coming_s(self) -> float:
         """Time since the first byte arrived; 0 if the store does not report its progress."""
         with self._changed:

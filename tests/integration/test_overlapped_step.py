@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction
 from sglang_cake.integration.memory.kv_pool import Copy
+from sglang_cake.integration.overlap import overlapped_step
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
 from sglang_cake.loading.cost_model import PrefillCost
@@ -78,9 +80,7 @@ class PieceStore(WrapperStore):
 class LastStepHarness:
     """A prompt whose blocks are all stored, on a server without other requests or a model."""
 
-    def __init__(
-        self, *, slots: int = 20 * BLOCK, forward_part: Callable[[Any, Any], None] | None = None
-    ) -> None:
+    def __init__(self, *, slots: int = 20 * BLOCK) -> None:
         # A step takes longer than all loads: they win, and the last step may begin at once.
         self.base = CoordinatorHarness(
             slots=slots,
@@ -99,7 +99,6 @@ class LastStepHarness:
             self.rows,
             self.gate,
             base.counters,
-            forward_part=forward_part or self.part,
         )
         self.req, self.keys = FakeReq("none", req_of(1).origin_input_ids), []
         self.computed: list[Span] = []
@@ -163,7 +162,8 @@ class LastStepHarness:
 
     def run(self, batch: Any) -> None:
         assert self.last.is_due(batch)
-        self.last.forward(OriginalFunction(self._forward), None, batch)
+        with patch.object(overlapped_step, "run_forward", self.part):
+            self.last.forward(OriginalFunction(self._forward), None, batch)
         assert not self.last.is_due(batch)
 
     def _forward(self, worker: Any, batch: Any) -> None:
@@ -300,7 +300,8 @@ def test_overlapped_step_failing_count_gives_right_kv_and_ends_the_restore(harne
 
 
 def test_overlapped_step_neither_loaded_nor_computed_gives_no_output(harnesses: Make) -> None:
-    harness = harnesses(forward_part=_fail)
+    harness = harnesses()
+    harness.part = _fail
     req: Any = harness.arrive(2.5, fates=["whole", "corrupt"])
     batch = harness.schedule(harness.begin())  # type: ignore[arg-type]
     harness.give(1.0, 0, 1)

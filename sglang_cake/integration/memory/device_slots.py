@@ -68,12 +68,12 @@ class DeviceSlots:
 
     def reserve(self, record: PromptRecord, blocks: Iterable[int]) -> None:
         """Reserve slots for `blocks`, which are to be loaded, in this order, as far as there is
-        memory."""
+        memory. None of them is an end block."""
         if self._kv.moves:
             return
         memory = record.memory
         taken = memory.reserved.keys() | memory.slots.keys()
-        todo = [b for b in self._with_slots(record, blocks) if b not in taken]
+        todo = [b for b in blocks if b not in taken]
         copies = self._allocate(todo)
         memory.reserved |= copies
         self.placed_tokens += len(copies) * self._block_tokens
@@ -122,14 +122,14 @@ class DeviceSlots:
         *,
         reclaim_from: Sequence[PromptRecord] = (),
     ) -> bool:
-        """Allocate slots for staged `blocks` and copy them. False: not enough memory for all.
+        """Allocate slots for staged `blocks`, none of them an end block, and copy them. False: not
+        enough memory for all.
 
         Args: reclaim_from: other prompts, whose slots may be taken.
 
         Rightmost blocks come first, since they stay landed longest.
         """
         memory = record.memory
-        blocks = self._with_slots(record, blocks)
         todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
         copies = self._allocate(todo, reclaim_from)
         memory.slots |= copies
@@ -153,11 +153,10 @@ class DeviceSlots:
                 copy.wait_settled()
         return any(copy.failed for copy in record.memory.slots.values())
 
-    def uncopied(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
+    def uncopied(self, record: PromptRecord, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that have landed and are not on the device: without slots, or with a
         copy that found no device memory or is late. A copy that was launched counts as made. Waits
         for launches, as long as the copier allows. Raises: the error of a copy."""
-        blocks = self._with_slots(record, blocks)
         slots = record.memory.slots
         copies = {b: slots[b] for b in blocks if b in slots}
         found = dict(zip(copies, self._copier.wait_launched(list(copies.values())), strict=True))
@@ -272,6 +271,13 @@ class DeviceSlots:
         for block in blocks & memory.staged.keys():
             self.refuse(record, memory.staged.pop(block), reason)
 
+    def drop(self, record: PromptRecord, block: int, reason: str) -> None:
+        """Give up a landed block, which may be an end block, and all landed blocks that are of no
+        use without it."""
+        self.discard(record, [block], reason)
+        if record.meet.state(block) is BlockState.LANDED:
+            self.discard(record, record.meet.dropped(block), reason)
+
     def discard_all(self, record: PromptRecord, reason: str) -> None:
         """Give up all that the prompt has here."""
         self.unreserve(record, list(record.memory.reserved), reason)
@@ -294,9 +300,7 @@ class DeviceSlots:
             for block in sorted(record.memory.slots):
                 if before - self.placed_tokens >= tokens:
                     break
-                self.discard(record, [block], "memory")
-                if record.meet.state(block) is BlockState.LANDED:
-                    self.discard(record, record.meet.dropped(block), "memory")
+                self.drop(record, block, "memory")
         return before - self.placed_tokens
 
     # ---- inside ----
@@ -305,10 +309,6 @@ class DeviceSlots:
         launched = [c for c in self._copier.wait_launched(list(copies)) if c is not None]
         self._kv.order_forwards_after(launched)
         return launched
-
-    def _with_slots(self, record: PromptRecord, blocks: Iterable[int]) -> list[int]:
-        """Of `blocks`, those that get slots: all but end blocks."""
-        return [block for block in blocks if block < record.meet.block_count]
 
     def _allocate(
         self, blocks: Collection[int], reclaim_from: Sequence[PromptRecord] = ()

@@ -17,7 +17,7 @@ device, so that only time in which the device is idle counts as waited.
 """
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -25,6 +25,9 @@ from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import CakeError, ConfigError, RunaheadError
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+
+if TYPE_CHECKING:
+    from sglang_cake.runahead.kv_passing import KvPassing
 
 _HOOK = "LayerGate.wait_until"
 BOUNDARY.hooks[_HOOK] = []
@@ -183,28 +186,12 @@ class CudaRows(PoolRows):
 
 class Passage(Protocol):
     """KV that a forward needs from elsewhere, layer by layer (`KvPassing`, `StreamedBlocks`). The
-    forward's own tokens are those that it computes. Exceptions of these methods end the forward.
+    forward's own tokens are those that it computes. An exception of `reach` ends the forward.
     """
 
     def reach(self, layer: int) -> None:
         """The forward has written K and V of its own tokens of `layer`. Return when the KV of all
         tokens before them is in the pool."""
-        ...
-
-    def check(self) -> None:
-        """Raise if the forward should not go on."""
-        ...
-
-    def wrote(self, layer: int) -> None:
-        """K and V of the own tokens of `layer` are in the pool."""
-        ...
-
-    def has(self, layer: int) -> bool:
-        """Whether `wait` would return at once."""
-        ...
-
-    def wait(self, layer: int) -> None:
-        """Return when the KV of `layer` of all tokens before the own ones is in the pool."""
         ...
 
 
@@ -255,6 +242,8 @@ class LayerGate:
 class CudaGate(LayerGate):
     """Attention passes it before it reads KV of a layer, once or more often, and with FlashInfer
     before it has written its own KV of that layer. That is written when it reaches the next layer.
+
+    Its passages are those of KV-Runahead: overlapped last steps run on a CPU alone.
     """
 
     def __init__(self, pool: Any, rows: CudaRows) -> None:
@@ -268,13 +257,14 @@ class CudaGate(LayerGate):
         if layer > self._layer + 1:
             raise LayersSkipped(f"attention comes to layer {layer} after layer {self._layer}")
         self._rows.pass_gate()
+        passing = cast("KvPassing", passage)
         if layer > 0:
-            self._wrote(passage, layer - 1)
+            self._wrote(passing, layer - 1)
         self._layer = layer
-        passage.check()
-        if not passage.has(layer):
+        passing.check()
+        if not passing.has(layer):
             self._rows.catch_up()
-        passage.wait(layer)
+        passing.wait(layer)
         self._rows.follow(layer)
 
     def __enter__(self) -> None:
@@ -288,11 +278,11 @@ class CudaGate(LayerGate):
             return
         if self._layer != self._rows.layers - 1:  # a layer was read that may not have come
             raise LayersSkipped(f"attention ended with layer {self._layer}")
-        self._wrote(passage, self._layer)
+        self._wrote(cast("KvPassing", passage), self._layer)
 
-    def _wrote(self, passage: Passage, layer: int) -> None:
+    def _wrote(self, passing: "KvPassing", layer: int) -> None:
         self._rows.wrote(layer)
-        passage.wrote(layer)
+        passing.wrote(layer)
 
 
 def gated(kv: DeviceKV, pool: Any, *, on_device: bool) -> tuple[PoolRows, LayerGate]:

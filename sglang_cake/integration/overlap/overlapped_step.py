@@ -12,7 +12,7 @@ its check, the same forward computes it and then repeats the step; SGLang sees o
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,21 +102,6 @@ class StreamedBlocks:
         self.waited_s = 0.0
 
     def reach(self, layer: int) -> None:
-        self.wait(layer)
-
-    def check(self) -> None:
-        pass  # `wait` checks
-
-    def wrote(self, layer: int) -> None:
-        pass  # nothing is sent anywhere
-
-    def has(self, layer: int) -> bool:
-        if self._is_last(layer):
-            return all(piece.block_read.is_whole for piece in self.pieces)
-        needed_bytes = (layer + 1) * self._layer_bytes
-        return all(piece.block_read.has(needed_bytes) for piece in self.pieces)
-
-    def wait(self, layer: int) -> None:
         """Return when the layer is in its slots. At the last layer, every byte has passed its check
         then, so that nothing is sampled from unchecked bytes. Raises: OverlapError."""
         if layer < self._written:
@@ -165,7 +150,6 @@ class OverlapRunner:
     A step goes through `begin`, then `confirm` (it is scheduled) or `give_up` (it is not), then
     `forward`, or `abandon` if it is taken out of the step again.
 
-    Args: forward_part: `(worker, batch)` runs a forward that writes KV and samples nothing.
     """
 
     def __init__(
@@ -176,8 +160,6 @@ class OverlapRunner:
         rows: PoolRows,
         gate: LayerGate,
         counters: Counters,
-        *,
-        forward_part: Callable[[Any, Any], None] = run_forward,
     ) -> None:
         self._coordinator = coordinator
         self._loader = loader
@@ -185,7 +167,6 @@ class OverlapRunner:
         self._rows = rows
         self._gate = gate
         self._counters = counters
-        self._forward_part = forward_part
         self._block_tokens = coordinator.block_tokens
         self._step: OverlappedStep | None = None
         self.due: Req | None = None  # its step is scheduled, and has not run
@@ -387,7 +368,7 @@ class OverlapRunner:
                 span = Span(start, min(start + limit_tokens, missing.stop))
                 slots = step.slots[span.start - first : span.stop - first]
                 tokens = step.record.tokens[span.start : span.stop]
-                self._forward_part(worker, preceding_batch(batch, tokens, slots, span))
+                run_forward(worker, preceding_batch(batch, tokens, slots, span))
 
     def _runs(self, pieces: Sequence[StreamedBlock]) -> list[Span]:
         """The token spans of pieces, from left to right; adjacent ones are joined."""

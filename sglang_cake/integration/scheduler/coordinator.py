@@ -394,19 +394,15 @@ class Coordinator:
             self._device_slots.place(record, blocks, reclaim_from=others)
             if uncopied := self._device_slots.uncopied(record, blocks):
                 # No memory for the whole island: these blocks are computed.
-                self._device_slots.discard(record, uncopied, "memory")
                 for block in uncopied:
-                    if record.meet.state(block) is BlockState.LANDED:
-                        surplus = record.meet.dropped(block)
-                        self._device_slots.discard(record, surplus, "memory")
+                    self._device_slots.drop(record, block, "memory")
                 continue
             end = None
             end_blocks = record.meet.end_indices
             if memory is not None and end_blocks:
                 end = memory.allocate_end(req, span)
                 if end is None or not self._load_end(req, record, memory, end):
-                    surplus = record.meet.dropped(end_blocks.start)
-                    self._device_slots.discard(record, [end_blocks.start, *surplus], "memory")
+                    self._device_slots.drop(record, end_blocks.start, "memory")
                     continue
             try:
                 self._attached(record, span)
