@@ -34,7 +34,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.paths import block_names
 
 MIB = 1 << 20
 FIO = ("fio, page cache", "fio, direct")
@@ -96,8 +96,8 @@ class Reads:
         self._keys = [key for key, _ in blocks]
         with opened(root / "store", self._frame, depth=4) as store:
             write_store(store, blocks, 4)
-        place = NamespaceFolder(root / "store", self._frame.digest)
-        self._files = [place.block(key) for key in self._keys]
+        digest = self._frame.digest
+        self._files = [(root / "store").joinpath(*block_names(digest, key)) for key in self._keys]
         self.is_cold = make_cold(self._files)
 
     def measure(self, depth: int, repeats: int) -> dict[str, list[Run]]:

@@ -19,13 +19,13 @@ from sglang_cake.simulator.request_traces import Trace, head, read_trace
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
-from sglang_cake.stores.eviction.reuse_model import RequestClass, ReuseModel
+from sglang_cake.stores.eviction.reuse_model import RequestClass
 from sglang_cake.stores.eviction.reuse_policies import (
     PREFIX_BENEFIT_EXPONENT,
     CakePolicy,
     CakePrefixPolicy,
+    ReusePolicy,
     WorkloadPolicy,
-    class_of,
 )
 
 # File, and blocks of it per 512 tokens: capacities are compared at equal tokens.
@@ -41,7 +41,8 @@ ONE_CLASS: RequestClass = ("", 1, 0)
 
 def by_turn(usage: Usage) -> RequestClass:
     """The paper's classes: request type x turn."""
-    return class_of(usage)[0], class_of(usage)[1], 0
+    request_class = ReusePolicy.class_of(usage)
+    return request_class[0], request_class[1], 0
 
 
 def by_length(usage: Usage) -> RequestClass:
@@ -57,13 +58,25 @@ class WithoutOffset(WorkloadPolicy):
 
 
 def workload(
-    classes: Callable[[Usage], RequestClass] = class_of,
+    classes: Callable[[Usage], RequestClass] = ReusePolicy.class_of,
     *,
     life_s: float = 30.0,
     class_weight: float = 0.5,
     **model: Any,
 ) -> EvictionPolicy:
-    return WorkloadPolicy(ReuseModel(**model), life_s, classes, class_weight)
+    policy = WorkloadPolicy()
+    policy.class_of = classes
+    policy.life_s = life_s
+    policy.class_weight = class_weight
+    for name, value in model.items():
+        setattr(policy.model, name, value)
+    return policy
+
+
+class ByRecency(CakePrefixPolicy):
+    """`cake-prefix` by the reuse of all classes together, which orders blocks as LRU does."""
+
+    class_weight = 0.0
 
 
 class PrefixOf(CakePrefixPolicy):
@@ -121,7 +134,7 @@ VARIANTS: dict[str, Callable[[Benefit], EvictionPolicy]] = {
     "gaps from 0 s on": lambda _: workload(min_gap_s=0.0),
     "classes by length": lambda _: workload(by_length),
     "classes by reads alone": lambda _: workload(lambda u: ("", 1, min(u.uses, 1))),
-    "cake-prefix, LRU's reuse": lambda benefit: CakePrefixPolicy(benefit, class_weight=0.0),
+    "cake-prefix, LRU's reuse": ByRecency,
     **{
         f"cake-prefix, weight {n}": lambda benefit, n=n: PrefixOf(benefit, n)
         for n in (0.0, 0.25, 1.0)

@@ -38,7 +38,7 @@ from sglang_cake.stores.file.disk import FOLDER_BYTES
 from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.index_file import overhead_bytes
-from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.paths import block_names
 from sglang_cake.stores.url import parse_size
 
 DEFAULT_SIZES = "256KiB,1MiB,4MiB,16MiB"
@@ -307,10 +307,10 @@ def _drop_cache(named: NamedStore, frame: BlockFrame, keys: list[BlockKey]) -> N
     not work: `from_cache` will tell."""
     if named.files is None:
         return
-    folder = NamespaceFolder(named.files.path, named.stored(frame).digest)
+    digest = named.stored(frame).digest
     for key in keys:
         try:
-            fd = os.open(folder.block(key), os.O_RDONLY)
+            fd = os.open(named.files.path.joinpath(*block_names(digest, key)), os.O_RDONLY)
         except FileNotFoundError:  # evicted by a server; reading it says so
             continue
         try:

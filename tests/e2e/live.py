@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import requests
+from namespace_folder import NamespaceFolder
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum
 from sglang_cake.core.errors import StoreUnavailable
@@ -22,7 +23,6 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import SglangServer
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.paths import NamespaceFolder
 
 BLOCK = 64
 CHUNK = 256

@@ -103,7 +103,9 @@ def test_replay_lru_on_random_traces_matches_a_plain_simulation(trace, capacity,
 @given(trace=traces(most=60), capacity=st.integers(1, 15))
 def test_workload_policy_with_one_class_evicts_exactly_as_lru(trace, capacity):
     lru = RecordingPolicy(new_policy("lru"))
-    one = RecordingPolicy(WorkloadPolicy(class_of=lambda usage: ("", 1, 0)))
+    of_one_class = WorkloadPolicy()
+    of_one_class.class_of = lambda usage: ("", 1, 0)
+    one = RecordingPolicy(of_one_class)
     by_lru, by_one = Replay(trace, lru, capacity).run(), Replay(trace, one, capacity).run()
     assert one.popped == lru.popped
     assert (by_one.hits, by_one.islands) == (by_lru.hits, by_lru.islands)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_cake.stores.eviction import POLICIES, new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import AccessContext, Usage
-from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseModel
+from sglang_cake.stores.eviction.reuse_model import ReuseFit
 from sglang_cake.stores.eviction.reuse_policies import (
     LOG_BENEFIT_STEP,
     CakePolicy,
@@ -52,11 +52,11 @@ STEPS = st.lists(
 )
 
 
-def fitted():
-    model = ReuseModel()
-    model.fits.update(FITS)
-    model.pooled = POOLED
-    return model
+def fitted(policy):
+    policy.model.fits.update(FITS)
+    policy.model.pooled = POOLED
+    policy.life_s = LIFE_S
+    return policy
 
 
 def power(usage):
@@ -88,13 +88,13 @@ PAIRS = {
     "s3fifo": lambda: (new_policy("s3fifo"), models.S3Fifo()),
     "arc": lambda: (new_policy("arc"), models.Arc()),
     "workload": lambda: (
-        WorkloadPolicy(fitted(), LIFE_S),
+        fitted(WorkloadPolicy()),
         models.ByReuse(
             FITS, POOLED, LIFE_S, lambda usage, chance: (chance, -usage.context.position)
         ),
     ),
     "cake-prefix": lambda: (
-        CakePrefixPolicy(BENEFIT, fitted(), LIFE_S),
+        fitted(CakePrefixPolicy(BENEFIT)),
         models.ByReuse(
             FITS,
             POOLED,
@@ -103,7 +103,7 @@ PAIRS = {
         ),
     ),
     "cake": lambda: (
-        CakePolicy(BENEFIT, fitted(), LIFE_S),
+        fitted(CakePolicy(BENEFIT)),
         models.ByReuse(
             FITS,
             POOLED,
@@ -222,7 +222,7 @@ def test_arc_policy_readded_evicted_block_grows_the_recency_list():
 
 
 def test_workload_policy_likelier_class_outlives_a_more_recent_block():
-    policy = WorkloadPolicy(fitted(), LIFE_S)
+    policy = fitted(WorkloadPolicy())
     policy.add(1, Usage(1, 10.0, 10.0, 0, 1, AccessContext("chat", 1)))
     policy.add(2, Usage(1, 5.0, 5.0, 0, 2, AccessContext("chat", 2)))  # older, and likelier
     assert policy.pop(10.0)[0] == 1
@@ -242,7 +242,7 @@ def test_workload_policy_equal_likelihood_evicts_the_later_position(blocks):
 
 def test_cake_policy_slow_link_evicts_the_head_of_the_prompt_first():
     slow = Benefit(load_s=1.0)
-    policy = CakePolicy(slow, fitted(), LIFE_S)
+    policy = fitted(CakePolicy(slow))
     for position in range(100):
         policy.add(
             position, Usage(1, 0.0, 0.0, 0, position, AccessContext("chat", 1, position, 100))

@@ -12,11 +12,9 @@ from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.eviction.reuse_model import (
     MAX_CLASSES,
     MAX_CLASSES_PER_TENANT,
-    MIN_SAMPLES,
     OTHER_CLASSES,
     POOLED,
     PRIOR_FIT,
-    WINDOW_S,
     ReuseFit,
     ReuseModel,
     fit_exponential,
@@ -67,20 +65,19 @@ def test_fit_exponential_any_samples_give_finite_parameters(gaps, ages):
 @pytest.mark.parametrize("ahead_s", [1.0, 3600.0, 3 * 86_400.0])
 def test_reuse_model_accesses_in_the_future_count_as_accesses_now(ahead_s):
     model = ReuseModel()
-    for ident in range(16 * MIN_SAMPLES):
+    for ident in range(16 * ReuseModel.min_samples):
         model.record_access(ident, ("", 1, 0), START_S + ahead_s)
     assert model.refit(START_S)  # the clock was set back
     now = ReuseModel()
-    for ident in range(16 * MIN_SAMPLES):
+    for ident in range(16 * ReuseModel.min_samples):
         now.record_access(ident, ("", 1, 0), START_S)
     assert now.refit(START_S)
     assert model.pooled == now.pooled != PRIOR_FIT
     assert model.fits == now.fits
 
 
-def fed(**settings):
+def fed(model):
     """Class 1 comes back after 10 s, class 2 never."""
-    model = ReuseModel(**settings)
     for start in range(0, 2000, 20):
         for ident in range(start * 100, start * 100 + 100):
             model.record_access(ident, ("", 1, 0), float(start))
@@ -90,7 +87,7 @@ def fed(**settings):
 
 
 def test_reuse_model_reused_class_gets_a_higher_probability():
-    model = fed()
+    model = fed(ReuseModel())
     assert model.refit(2000.0)
     assert not model.refit(2030.0)  # not so soon
     assert model.fit(("", 1, 0)).log_reuse(0, 30.0) > model.fit(("", 2, 0)).log_reuse(0, 30.0)
@@ -99,14 +96,16 @@ def test_reuse_model_reused_class_gets_a_higher_probability():
 
 
 def test_reuse_model_too_few_samples_give_the_prior_fit():
-    model = fed(min_samples=10**6)
+    model = ReuseModel()
+    model.min_samples = 10**6
+    fed(model)
     model.refit(2000.0)
     assert not model.fits
     assert model.fit(("", 1, 0)) == PRIOR_FIT
 
 
 def test_reuse_model_old_accesses_are_dropped_but_the_fit_is_kept():
-    model = fed()
+    model = fed(ReuseModel())
     model.refit(2000.0)
     before = model.fits[("", 1, 0)]
     assert model.refit(10_000.0)
@@ -116,7 +115,7 @@ def test_reuse_model_old_accesses_are_dropped_but_the_fit_is_kept():
 
 def test_reuse_model_uses_half_a_second_apart_count_as_no_reuse():
     model = ReuseModel()
-    for ident in range(8 * MIN_SAMPLES * 4):
+    for ident in range(8 * ReuseModel.min_samples * 4):
         model.record_access(ident, ("", 1, 0), 100.0)
         model.record_access(ident, ("", 1, 0), 100.5)
     model.refit(200.0)
@@ -222,8 +221,8 @@ def test_reuse_model_saved_fit_stands_until_enough_new_observation():
 
 def test_reuse_model_saved_fit_is_replaced_after_one_window():
     model = restarted({CHAT: ReuseFit(0.6, 1e-6, 900), POOLED: ReuseFit(0.5, 1e-6, 900)})
-    go_on(model, START_S + WINDOW_S - 200, START_S + WINDOW_S)
-    model.refit(START_S + WINDOW_S)
+    go_on(model, START_S + ReuseModel.window_s - 200, START_S + ReuseModel.window_s)
+    model.refit(START_S + ReuseModel.window_s)
     assert {fit.samples for fit in model.fits_to_save().values()}.isdisjoint({900})
 
 

@@ -14,6 +14,7 @@ import killed_writers
 import pytest
 from filestore import evict, files_below, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
+from namespace_folder import NamespaceFolder
 from test_crash import SINCE, KilledWriters
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
@@ -22,7 +23,6 @@ from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
-from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 CAPACITY_BYTES = 16 << 20

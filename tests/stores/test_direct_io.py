@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from namespace_folder import NamespaceFolder
 from system_calls import Held
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
@@ -21,7 +22,6 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_files import PIECE_BYTES, NewFile, is_cached, set_direct
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.file.paths import NamespaceFolder
 from sglang_cake.testing.store_contract import ProgressRecord, block_of, key_of
 
 A = key_of("a")

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from namespace_folder import NamespaceFolder
 from storetools import (
     ALICE,
     BOB,
@@ -31,7 +32,7 @@ from storetools import (
 import sglang_cake
 from sglang_cake.cli import PIPE_STATUS
 from sglang_cake.cli.store_cp import lacking
-from sglang_cake.stores.file.paths import NamespaceFolder, new_tmp_name
+from sglang_cake.stores.file.paths import new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore

@@ -24,10 +24,7 @@ MAX_CLASSES_PER_TENANT: Final = 16  # classes with a workload that the tenant wa
 OTHER_CLASSES: Final[RequestClass] = ("", 0, 0)  # all classes above the limits
 POOLED: Final[RequestClass] = ("", 0, 1)  # all classes together, among saved fits
 
-WINDOW_S: Final = 1800.0  # older accesses are dropped
 REFIT_EVERY_S: Final = 60.0
-MIN_SAMPLES: Final = 50  # a class with fewer has the pooled fit
-MIN_GAP_S: Final = 1.0  # closer accesses belong to concurrent requests
 # After a restart a saved fit is kept until accesses were observed for this many mean reuse times.
 # By then 95 % of the blocks that are accessed again have been.
 _OBSERVED_MEANS: Final = 3.0
@@ -82,21 +79,16 @@ class ReuseModel:
         fits: by class, for classes that ever had enough samples.
         pooled: fit of all classes together.
         classes: classes that are told apart, at most MAX_CLASSES.
+        window_s: older accesses are dropped.
+        min_samples: a class with fewer has the pooled fit.
+        min_gap_s: closer accesses belong to concurrent requests.
     """
 
-    def __init__(
-        self,
-        *,
-        window_s: float = WINDOW_S,
-        min_samples: int = MIN_SAMPLES,
-        min_gap_s: float = MIN_GAP_S,
-    ) -> None:
-        """Args:
-        window_s, min_samples, min_gap_s: see the constants of these names.
-        """
-        self._window_s = window_s
-        self._min_samples = min_samples
-        self._min_gap_s = min_gap_s
+    window_s = 1800.0
+    min_samples = 50
+    min_gap_s = 1.0
+
+    def __init__(self) -> None:
         self._last_access: OrderedDict[int, _Access] = OrderedDict()  # of sampled blocks, by ident
         self._gaps: dict[RequestClass, deque[_Gap]] = {}
         self._refit_at_s = -math.inf
@@ -160,7 +152,7 @@ class ReuseModel:
         before = self._last_access.get(ident)
         if before is not None:
             gap_s = at_s - before.at_s
-            if gap_s >= self._min_gap_s:
+            if gap_s >= self.min_gap_s:
                 gaps = self._gaps.setdefault(
                     before.request_class, deque(maxlen=_MAX_GAPS_PER_CLASS)
                 )
@@ -177,7 +169,7 @@ class ReuseModel:
         if now_s < self._refit_at_s:
             return False
         self._refit_at_s = now_s + REFIT_EVERY_S
-        since_s = now_s - self._window_s
+        since_s = now_s - self.window_s
         for ident, access in list(self._last_access.items()):
             if access.at_s < since_s:
                 del self._last_access[ident]
@@ -207,11 +199,11 @@ class ReuseModel:
         Soon after a restart hardly any block was accessed again, and a fit would give a share near
         0. The saved fit stays until accesses were observed for long enough.
         """
-        if samples < self._min_samples:
+        if samples < self.min_samples:
             return False
         resumed = self._resumed.get(request_class)
         if resumed is not None:
-            observed_s = min(self._window_s, _OBSERVED_MEANS / resumed.rate_per_s)
+            observed_s = min(self.window_s, _OBSERVED_MEANS / resumed.rate_per_s)
             if now_s - self._since_s < observed_s:
                 return False
             del self._resumed[request_class]

@@ -5,30 +5,16 @@ docs/eviction.md derives the values of `cake` and `cake-prefix`.
 """
 
 import math
-from collections.abc import Callable
 
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import ClassHeaps, HeapKey
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 from sglang_cake.stores.eviction.reuse_model import MAX_TURN, RequestClass, ReuseFits, ReuseModel
 
-LIFE_S = 30.0  # only accesses within this time count; docs/eviction.md compares other values
-# Weight of the fit of a block's own class. The pooled fit has the rest: with few samples the own
-# fit is often wrong, and the blocks of a class that it underestimates are lost.
-CLASS_WEIGHT = 0.5
 # Benefits are rounded to powers of 1.25. Within a class and a power LRU decides, so an eviction
 # compares one block of each.
 LOG_BENEFIT_STEP = math.log(1.25)
 PREFIX_BENEFIT_EXPONENT = 0.5  # 1 maximises seconds saved, 0 hits
-
-
-def class_of(usage: Usage) -> RequestClass:
-    """The paper's class (workload, turn), and whether the block was read since it was written.
-
-    Blocks that were read, such as those of system prompts, are reused sooner than others of the
-    same request (docs/eviction.md).
-    """
-    return usage.context.workload, min(usage.context.turn, MAX_TURN), min(usage.uses, 1)
 
 
 class ReusePolicy(EvictionPolicy):
@@ -39,32 +25,34 @@ class ReusePolicy(EvictionPolicy):
 
     Attributes:
         model: statistics of reuse.
+        life_s: an access counts if it is expected within this time; docs/eviction.md compares
+            other values.
+        class_weight: weight of the fit of a block's own class, from 0 to 1. The pooled fit has the
+            rest: with few samples the own fit is often wrong, and the blocks of a class that it
+            underestimates are lost.
     """
 
-    def __init__(
-        self,
-        model: ReuseModel | None = None,
-        life_s: float = LIFE_S,
-        class_of: Callable[[Usage], RequestClass] = class_of,
-        class_weight: float = CLASS_WEIGHT,
-    ) -> None:
-        """Args:
-        model: owned by this policy from here on; None: a new one.
-        life_s: an access counts if it is expected within this time.
-        class_of: gives the class of a block.
-        class_weight: weight of the fit of the own class, from 0 to 1; see CLASS_WEIGHT.
-        """
+    life_s = 30.0
+    class_weight = 0.5
+
+    def __init__(self) -> None:
         super().__init__()
-        self.model = model or ReuseModel()
-        self._life_s = life_s
-        self._class_of = class_of
-        self._class_weight = class_weight
+        self.model = ReuseModel()
         self._class_heaps = ClassHeaps(self._block_value)
 
     @property
     def heap_count(self) -> int:
         """Number of heaps: an eviction at a new instant compares one block of each."""
         return len(self._class_heaps)
+
+    @staticmethod
+    def class_of(usage: Usage) -> RequestClass:
+        """The paper's class (workload, turn), and whether the block was read since it was written.
+
+        Blocks that were read, such as those of system prompts, are reused sooner than others of the
+        same request (docs/eviction.md).
+        """
+        return usage.context.workload, min(usage.context.turn, MAX_TURN), min(usage.uses, 1)
 
     def benefit_step(self, usage: Usage) -> int:
         """Logarithm of the benefit of a block, rounded to steps; 0 for policies without benefit."""
@@ -97,7 +85,7 @@ class ReusePolicy(EvictionPolicy):
         self._record_access(usage)
 
     def reuse_probability(self, usage: Usage) -> float:
-        request_class = self.model.class_for(self._class_of(usage), usage.context.tenant)
+        request_class = self.model.class_for(self.class_of(usage), usage.context.tenant)
         return self._weighted(self.model.fit(request_class).share, self.model.pooled.share)
 
     def refresh(self, now_s: float) -> None:
@@ -113,19 +101,19 @@ class ReusePolicy(EvictionPolicy):
 
     def _record_access(self, usage: Usage) -> RequestClass:
         """Record the last access to a block; returns its class."""
-        request_class = self.model.class_for(self._class_of(usage), usage.context.tenant)
+        request_class = self.model.class_for(self.class_of(usage), usage.context.tenant)
         self.model.record_access(usage.ident, request_class, usage.used_s)
         return request_class
 
     def _block_value(self, key: HeapKey, block: int, now_s: float) -> tuple[float, ...]:
         usage = self._usage[block]
         age_s = max(0.0, now_s - usage.used_s)
-        own = self.model.fit(key.request_class).log_reuse(age_s, self._life_s)
-        pooled = self.model.pooled.log_reuse(age_s, self._life_s)
+        own = self.model.fit(key.request_class).log_reuse(age_s, self.life_s)
+        pooled = self.model.pooled.log_reuse(age_s, self.life_s)
         return self.value(key.benefit_step, usage, self._weighted(own, pooled))
 
     def _weighted(self, own: float, pooled: float) -> float:
-        return self._class_weight * own + (1 - self._class_weight) * pooled
+        return self.class_weight * own + (1 - self.class_weight) * pooled
 
 
 class WorkloadPolicy(ReusePolicy):
@@ -142,19 +130,8 @@ class WorkloadPolicy(ReusePolicy):
 class CakePolicy(ReusePolicy):
     """Value = P(access within `life_s`) x seconds that the block then saves / bytes."""
 
-    def __init__(
-        self,
-        benefit: Benefit,
-        model: ReuseModel | None = None,
-        life_s: float = LIFE_S,
-        class_of: Callable[[Usage], RequestClass] = class_of,
-        class_weight: float = CLASS_WEIGHT,
-    ) -> None:
-        """Args:
-        benefit: gives the seconds that a block saves.
-        model, life_s, class_of, class_weight: see `ReusePolicy`.
-        """
-        super().__init__(model, life_s, class_of, class_weight)
+    def __init__(self, benefit: Benefit) -> None:
+        super().__init__()
         self.benefit = benefit
 
     def set_benefit(self, benefit: Benefit) -> None:

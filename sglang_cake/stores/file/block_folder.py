@@ -30,7 +30,7 @@ from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock
-from sglang_cake.stores.file.paths import NamespaceFolder
+from sglang_cake.stores.file.paths import block_names
 from sglang_cake.stores.file.scan import (
     described_namespaces_in,
     namespaces_in,
@@ -205,7 +205,7 @@ class BlockFolder:
                 if counts and not self._accesses.is_announced(digest, key, time.time()):
                     self.supervisor.was_read(digest, key, counts=not self._accesses.has_reports)
             except BlockCorrupt as error:
-                path = NamespaceFolder(self._root, digest).block(key)
+                path = self._root.joinpath(*block_names(digest, key))
                 corrupt = BlockCorrupt(f"{path}: {error}")
                 self._set_aside(digest, key, status, corrupt)
                 raise corrupt from None

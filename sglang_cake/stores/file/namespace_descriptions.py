@@ -20,7 +20,6 @@ from sglang_cake.core.namespace import DESCRIPTION, Namespace
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import MOST_TRIES, write_file
 from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, os_errors
-from sglang_cake.stores.file.paths import NamespaceFolder
 
 MAX_BYTES = 1 << 20
 MOST_KNOWN = 1024  # descriptions in memory; all are on the disk
@@ -48,8 +47,8 @@ class NamespaceDescriptions:
             there = read_description(self._root, digest)
         if there is not None and _digest(there) != _digest(fields):
             raise ConfigError(
-                f"{NamespaceFolder(self._root, digest).description} does not describe the "
-                "namespace it is in: remove that folder, or choose another one for the store"
+                f"{self._root / digest.hex() / DESCRIPTION} does not describe the namespace it is "
+                "in: remove that folder, or choose another one for the store"
             )
         self._remember(digest, dict(fields))
         return there is not None

@@ -16,11 +16,9 @@ import hashlib
 import os
 import re
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import DESCRIPTION
 
 INDEX, INDEX_LOCK, EVICTION_LOCK = "index.db", "index.lock", "index.evict"
 DAMAGED = f"{INDEX}.damaged-"
@@ -29,29 +27,6 @@ DIGEST_OR_KEY = re.compile(r"[0-9a-f]{64}")
 SHARD = re.compile(r"[0-9a-f]{2}")
 _OWNER = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})")
 _TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceFolder:
-    """Paths of the files of one namespace."""
-
-    root: Path
-    digest: Digest
-
-    @property
-    def folder(self) -> Path:
-        return self.root / self.digest.hex()
-
-    @property
-    def description(self) -> Path:
-        return self.folder / DESCRIPTION
-
-    @property
-    def corrupt(self) -> Path:
-        return self.folder / CORRUPT
-
-    def block(self, key: BlockKey) -> Path:
-        return self.root.joinpath(*block_names(self.digest, key))
 
 
 def block_names(digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
