@@ -10,7 +10,7 @@ import importlib
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -330,14 +330,6 @@ def load_file(path: str) -> dict[str, Any]:
     return _read(named, lambda name: f"{path}: {name}")
 
 
-def from_environment(environ: Mapping[str, str]) -> CakeConfig:
-    """The settings in `SGLANG_CAKE_<NAME>` and in the file that SGLANG_CAKE_CONFIG names.
-
-    Raises: ConfigError, one line; also for a variable `SGLANG_CAKE_*` that is no setting.
-    """
-    return resolve({}, environ)
-
-
 def resolve(
     given: Mapping[str, object],
     environ: Mapping[str, str],
@@ -349,11 +341,12 @@ def resolve(
 
     Args:
         given: by plain name, as text or typed, what was written on the command line or in a call.
+        environ: variables of a process; those of cake are `SGLANG_CAKE_<NAME>`.
         file: settings file named there; None takes the one that SGLANG_CAKE_CONFIG names, if any.
         spell: how an error spells the name of a given setting.
 
-    Raises: ConfigError, one line, for an unknown name, a value that is not allowed, or two that do
-        not go together.
+    Raises: ConfigError, one line, for an unknown name, also that of a variable, for a value that is
+        not allowed, or two that do not go together.
     """
     variables = {
         variable.removeprefix(ENVIRONMENT_PREFIX): value
@@ -368,7 +361,7 @@ def resolve(
         _read(given, spell),
         _read({name.lower(): value for name, value in variables.items()}, as_variable),
     ]
-    if file is None and environ.get(ENABLED_ENV) != "1":  # else the launcher has read the file
+    if file is None:
         file = environ.get(CONFIG_ENV)
     if file is not None:
         layers.append(load_file(file))
@@ -376,16 +369,6 @@ def resolve(
     for layer in reversed(layers):
         merged.update(layer)
     return _whole(merged, spell)
-
-
-def to_environment(config: CakeConfig) -> dict[str, str]:
-    """The variables from which a child's `from_environment` reads the same settings again.
-
-    With ENABLED_ENV beside them the child reads no settings file.
-    """
-    return {
-        as_variable(name): str(value) for name, value in asdict(config).items() if value is not None
-    }
 
 
 def _whole(settings: Mapping[str, Any], spell: Spell) -> CakeConfig:

@@ -4,7 +4,6 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,7 +19,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_cake.config import CakeConfig, from_environment
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import ConfigError, StoreError
@@ -30,6 +29,7 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.integration import flags
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.compat import reduce_in_attention_group
 from sglang_cake.integration.identity.content import Files
@@ -93,9 +93,10 @@ CLOSE_S = 5.0  # how long the end of the process may wait for the store
 def build(ctx: "TreeCacheBuildContext") -> CakeRadixCache:
     """The factory of `--radix-cache-backend cake`.
 
-    Raises: ConfigError for a model or a mode of SGLang that cake does not support.
+    Raises: ConfigError for a model or a mode of SGLang that cake does not support, and without
+        settings in the ServerArgs.
     """
-    config = from_environment(os.environ)
+    config = flags.settings_of(ctx.server_args)
     check_context(ctx, config, LOADED.drafts)
     config = replace(config, block_tokens=config.block_tokens_in(ctx.params.page_size))
     tree = create_unified_radix_cache(ctx, cache_class=CakeRadixCache)

@@ -5,10 +5,10 @@ A setting is checked twice, both times in the launching process and before anyth
 - when it is given, in `from_cli_args` or in the keywords of `Engine`;
 - in `resolve_once`, together with SGLang's resolved settings and the model's configuration.
 
-The launching process hands the settings to its children through the environment. A process may
-build several engines, one after the other. So the variables written for one engine are removed
-before the next is configured, and never count as the user's. Schedulers that Ray starts are no
-children: they take the settings from the ServerArgs that they are given.
+Every scheduler gets the settings with SGLang's ServerArgs. The variable ENABLED_ENV tells the
+processes of a server with cake to load all hooks: children inherit it, and schedulers that Ray
+starts set it. A process may build several engines, one after the other, so the variable is removed
+before one without cake is configured.
 """
 
 import argparse
@@ -25,13 +25,11 @@ import msgspec
 
 from sglang_cake.config import (
     ENABLED_ENV,
-    ENVIRONMENT_PREFIX,
     NAMES,
     CakeConfig,
     Spell,
     as_flag,
     resolve,
-    to_environment,
 )
 from sglang_cake.core.codec_names import check_installed
 from sglang_cake.core.errors import ConfigError
@@ -48,8 +46,6 @@ BACKEND = "cake"
 _RAY_ENGINE = "sglang.srt.ray.engine"
 _SETTINGS_FILE = "config"  # `--cake-config` names a file with settings
 _OURS = re.compile(r"--(?:cake|enable-cake)\b")
-# Variables that are handed over now -> (the value written, the user's value or None).
-_written: dict[str, tuple[str, str | None]] = {}
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -156,7 +152,7 @@ def resolve_once(original: Any, record: Any) -> None:
     if config is None:
         _withdraw()
     else:
-        _hand_over(config)
+        _hand_over()
         response_stats.install_meta_info()
         admin_api.install(config)
 
@@ -167,15 +163,26 @@ def is_handed_over() -> bool:
 
 
 def take_over(record: Any) -> bool:
-    """Write the variables that a child of the launcher inherits, in a worker of Ray. Variables of
-    its node that are settings of cake do not count. Returns whether the server has cake."""
+    """Set the variable that a child of the launcher inherits, in a worker of Ray. Returns whether
+    the server has cake."""
+    if _config_of(record) is None:
+        return False
+    _hand_over()
+    return True
+
+
+def settings_of(record: Any) -> CakeConfig:
+    """The settings of a scheduler, checked by its launcher.
+
+    Raises: ConfigError if nothing has checked any.
+    """
     config = _config_of(record)
     if config is None:
-        return False
-    for variable in _environment_of_user():
-        del os.environ[variable]
-    _hand_over(config)
-    return True
+        raise ConfigError(
+            "the ServerArgs of this scheduler hold no settings of cake: call their resolve_once, "
+            "as SGLang's launchers do"
+        )
+    return config
 
 
 def _install_actors() -> None:
@@ -188,7 +195,7 @@ def _install_actors() -> None:
 
 
 def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
-    """Check cake's settings for this ServerArgs, store them in it, and hand them to children."""
+    """Check cake's settings for this ServerArgs, and store them in it."""
     spell = as_flag if on_cli else _as_keyword
     switch = "--enable-cake" if on_cli else "enable_cake=True"
     if not enable and not _wants_cake(record):
@@ -209,7 +216,7 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
         record.cuda_graph_backend_prefill = "disabled"  # a shared forward may end between layers
     _set(record, "_cake_config", config)
     _set(record, "_cake_on_cli", on_cli)
-    _hand_over(config)
+    _hand_over()
     return record
 
 
@@ -222,7 +229,7 @@ def read_settings(given: dict[str, Any], spell: Spell = as_flag) -> CakeConfig:
     file = named.pop(_SETTINGS_FILE, None)
     # From Engine, the file may be a Path.
     file = None if file is None else str(file)
-    return resolve(named, _environment_of_user(), file=file, spell=spell)
+    return resolve(named, os.environ, file=file, spell=spell)
 
 
 def reason_as_given(record: Any, config: CakeConfig, switch: str = "--enable-cake") -> str | None:
@@ -321,38 +328,11 @@ def _exit(error: ConfigError) -> NoReturn:
     raise SystemExit(2) from None
 
 
-# ---- settings for the children ----
-
-
-def _hand_over(config: CakeConfig) -> None:
-    """Write the variables that the children read. Replaces an earlier call in this process."""
-    _withdraw()
-    for variable, value in (to_environment(config) | {ENABLED_ENV: "1"}).items():
-        _written[variable] = (value, os.environ.get(variable))
-        os.environ[variable] = value
+def _hand_over() -> None:
+    """Have children of this process load all hooks."""
+    os.environ[ENABLED_ENV] = "1"
 
 
 def _withdraw() -> None:
     """Undo `_hand_over`, so that a server without cake inherits nothing."""
-    for variable, (value, before) in _written.items():
-        if os.environ.get(variable) == value:  # else the user has changed it in the meantime
-            if before is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = before
-    _written.clear()
     os.environ.pop(ENABLED_ENV, None)
-
-
-def _environment_of_user() -> dict[str, str]:
-    """The user's own variables of cake."""
-    environ = {
-        name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT_PREFIX)
-    }
-    for variable, (value, before) in _written.items():
-        if environ.get(variable) == value:
-            environ.pop(variable, None)
-            if before is not None:
-                environ[variable] = before
-    environ.pop(ENABLED_ENV, None)
-    return environ

@@ -1,6 +1,7 @@
 """The settings: round trips, precedence, errors that fit on one line and say what is allowed."""
 
 import json
+import pickle
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,12 @@ from hypothesis import strategies as st
 
 from sglang_cake.config import (
     CONFIG_ENV,
-    ENABLED_ENV,
     NAMES,
     CakeConfig,
     as_flag,
     as_variable,
-    from_environment,
     load_file,
     resolve,
-    to_environment,
 )
 from sglang_cake.core.codec_names import CODECS
 from sglang_cake.core.errors import ConfigError
@@ -45,7 +43,12 @@ CONFIGS = st.builds(
 
 @given(CONFIGS)
 def test_config_environment_round_trip_is_equal(config: CakeConfig) -> None:
-    assert from_environment(to_environment(config) | {ENABLED_ENV: "1"}) == config
+    assert resolve({}, _variables(config)) == config
+
+
+@given(CONFIGS)
+def test_config_pickled_as_for_a_scheduler_is_equal(config: CakeConfig) -> None:
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 @given(CONFIGS)
@@ -66,7 +69,7 @@ def test_config_flag_overrides_environment_and_environment_overrides_file(
 ) -> None:
     path = tmp_path_factory.mktemp("config") / "cake.json"
     path.write_text(json.dumps(asdict(in_file)))
-    environ = {as_variable(name): text for name, text in _texts(variable).items()}
+    environ = _variables(variable)
     environ = {name: text for name, text in environ.items() if _plain(name) in variables}
     given_flags = {name: text for name, text in _texts(flag).items() if name in flags}
     got = resolve(given_flags, environ | {CONFIG_ENV: str(path)})
@@ -81,6 +84,10 @@ def _texts(config: CakeConfig) -> dict[str, str]:
     return {name: str(value) for name, value in asdict(config).items() if value is not None}
 
 
+def _variables(config: CakeConfig) -> dict[str, str]:
+    return {as_variable(name): text for name, text in _texts(config).items()}
+
+
 def _plain(variable: str) -> str:
     return variable.removeprefix("SGLANG_CAKE_").lower()
 
@@ -89,14 +96,12 @@ def test_config_file_flag_replaces_the_file_of_the_environment(tmp_path: Path) -
     for name, depth in (("a", 7), ("b", 8)):
         (tmp_path / f"{name}.toml").write_text(f"queue_depth = {depth}\n")
     environ = {CONFIG_ENV: str(tmp_path / "a.toml")}
-    assert from_environment(environ).queue_depth == 7
+    assert resolve({}, environ).queue_depth == 7
     assert resolve({}, environ, file=str(tmp_path / "b.toml")).queue_depth == 8
 
 
-def test_config_enabled_environment_does_not_read_the_file_again() -> None:
-    environ = to_environment(CakeConfig(queue_depth=3)) | {CONFIG_ENV: "/gone.toml"}
-    assert from_environment(environ | {ENABLED_ENV: "1"}).queue_depth == 3
-    assert "/gone.toml" in _message(lambda: from_environment(environ))
+def test_config_file_of_the_environment_that_is_missing_is_named() -> None:
+    assert "/gone.toml" in _message(lambda: resolve({}, {CONFIG_ENV: "/gone.toml"}))
 
 
 @pytest.mark.parametrize(
@@ -190,15 +195,15 @@ def test_config_bad_value_is_refused_with_name_and_allowed_values(
         assert as_flag(name) in _message(lambda: resolve({name: value}, {}))
         if isinstance(value, str):
             environ = {as_variable(name): value}
-            assert as_variable(name) in _message(lambda: from_environment(environ))
+            assert as_variable(name) in _message(lambda: resolve({}, environ))
 
 
 def test_config_unknown_environment_name_is_refused_with_a_suggestion() -> None:
     assert "SGLANG_CAKE_MODES: unknown setting, did you mean SGLANG_CAKE_MODE?" in _message(
-        lambda: from_environment({"SGLANG_CAKE_MODES": "load"})
+        lambda: resolve({}, {"SGLANG_CAKE_MODES": "load"})
     )
-    assert "capital" in _message(lambda: from_environment({"SGLANG_CAKE_mode": "load"}))
-    assert from_environment({"SGLANG_OTHER": "1", "PATH": ""}) == CakeConfig()
+    assert "capital" in _message(lambda: resolve({}, {"SGLANG_CAKE_mode": "load"}))
+    assert resolve({}, {"SGLANG_OTHER": "1", "PATH": ""}) == CakeConfig()
 
 
 @given(st.sampled_from(NAMES), st.text() | st.integers() | st.floats() | st.none() | st.booleans())
@@ -208,7 +213,7 @@ def test_config_any_value_is_taken_or_refused_in_one_line(name: str, value: Any)
     except ConfigError:
         _message(lambda: resolve({name: value}, {}, spell=str))
     else:
-        assert from_environment(to_environment(config)) == config
+        assert resolve({}, _variables(config)) == config
 
 
 def test_config_every_field_is_a_setting_with_a_default() -> None:

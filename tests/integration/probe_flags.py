@@ -16,6 +16,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine
@@ -42,6 +43,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             if case.get("resolve"):
                 args.resolve_once()
         result |= {"backend": args.radix_cache_backend, "env": cake_environment()}
+        config = getattr(args, "_cake_config", None)
+        result["settings"] = None if config is None else asdict(config)
         result["graphs"] = args.cuda_graph_backend_prefill
     except SystemExit as error:
         result["exit"] = error.code

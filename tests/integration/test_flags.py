@@ -217,11 +217,11 @@ def test_flags_without_enable_cake_are_refused_and_environment_ignored(
     assert named["exit"] == 2
     assert "--cake-mode has no effect without --enable-cake: add it" in named["stderr"][0]
     assert switch["backend"] == "cake"
-    assert switch["env"]["SGLANG_CAKE_MODE"] == "load"
+    assert switch["settings"]["mode"] == "load"
     assert plain["backend"] is None
 
 
-def test_flags_resolved_settings_are_inherited_through_the_environment(
+def test_flags_resolved_settings_travel_with_the_server_args(
     probe: Probe, tmp_path: Path, llama: str
 ) -> None:
     file = tmp_path / "cake.toml"
@@ -235,12 +235,14 @@ def test_flags_resolved_settings_are_inherited_through_the_environment(
         {"argv": [*argv, "--enable-cake"], "env": {"SGLANG_CAKE_MOD": "load"}},
     )
     assert on["env"]["SGLANG_CAKE_ENABLED"] == "1"
-    assert on["env"]["SGLANG_CAKE_MODE"] == "load"  # flag before file
-    assert on["env"]["SGLANG_CAKE_BLOCK_TOKENS"] == "32"  # environment before file
-    assert on["env"]["SGLANG_CAKE_QUEUE_DEPTH"] == "9"  # file before default
+    assert on["settings"]["mode"] == "load"  # flag before file
+    assert on["settings"]["block_tokens"] == 32  # environment before file
+    assert on["settings"]["queue_depth"] == 9  # file before default
+    assert on["env"].keys() == {*user, "SGLANG_CAKE_ENABLED"}  # all that children inherit
     assert off["env"] == {}, "a later server without cake inherits nothing"
+    assert off["settings"] is None
     assert off["backend"] is None
-    assert by_env["env"]["SGLANG_CAKE_MODE"] == "both"  # not the flag of the first server
+    assert by_env["settings"]["mode"] == "both"  # not the flag of the first server
     assert "SGLANG_CAKE_MOD: unknown setting, did you mean" in bad_env["stderr"][0]
 
 
@@ -266,11 +268,11 @@ def test_engine_keywords_set_settings_and_bad_ones_raise(
         {"raw": {**base, "radix_cache_backend": "cake"}, "resolve": True},
     )
     assert on["backend"] == "cake"
-    assert on["env"]["SGLANG_CAKE_STORE"] == store
-    assert on["env"]["SGLANG_CAKE_QUEUE_DEPTH"] == "2"
+    assert on["settings"]["store"] == store
+    assert on["settings"]["queue_depth"] == 2
     assert off["backend"] is None
     assert off["env"] == {}
-    assert by_env["env"]["SGLANG_CAKE_MODE"] == "load"
+    assert by_env["settings"]["mode"] == "load"
     assert "cake_mode: 'fast' is not possible" in bad["error"]
     assert "cake_stores: unknown setting, did you mean cake_store?" in unknown["error"]
     assert "cake_store has no effect without enable_cake=True" in lonely["error"]

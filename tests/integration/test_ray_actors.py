@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_cake.config import CakeConfig
+from sglang_cake.core.errors import ConfigError
+from sglang_cake.integration import flags
 
 NODE = {"SGLANG_CAKE_STORE": "file:///node", "SGLANG_CAKE_CONFIG": "/node.toml", "HOME": "/home"}
 ENGINE = "sglang.srt.ray.engine"
@@ -50,11 +52,9 @@ def test_ray_actor_loads_plugins_with_the_settings_of_the_launcher(
     record = SimpleNamespace(_cake_config=CakeConfig(mode="load", queue_depth=7))
     ray_actors.SchedulerActor(server_args=record, tp_rank=1)
     environment, arguments = created
-    assert environment["SGLANG_CAKE_ENABLED"] == "1"
-    assert environment["SGLANG_CAKE_MODE"] == "load"
-    assert environment["SGLANG_CAKE_QUEUE_DEPTH"] == "7"
-    assert environment["HOME"] == "/home"
-    assert not {"SGLANG_CAKE_STORE", "SGLANG_CAKE_CONFIG"} & environment.keys()
+    assert environment.items() >= (NODE | {"SGLANG_CAKE_ENABLED": "1"}).items()
+    config = flags.settings_of(record)
+    assert (config.mode, config.queue_depth, config.store) == ("load", 7, None)
     assert arguments == ((record,), {"tp_rank": 1})
 
 
@@ -71,3 +71,8 @@ def test_ray_actor_of_a_server_without_cake_is_that_of_sglang(
 def test_ray_engine_creates_actors_with_plugins(ray_actors: Any) -> None:
     ray_actors.install()
     assert sys.modules[ENGINE].SchedulerActor.__ray_actor_class__ is ray_actors.SchedulerActor
+
+
+def test_scheduler_whose_server_args_nobody_resolved_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no settings of cake: call their resolve_once"):
+        flags.settings_of(SimpleNamespace())
