@@ -312,14 +312,14 @@ def test_copy_memory_of_blocks_of_any_size_is_within_its_bound(
 ) -> None:
     memory = CopyMemory.of_blocks(block_bytes, encoded=encoded)
     assert memory.all_bytes <= COPY_BYTES == 128 * 2**20
-    assert memory.decodes <= encoded
+    assert (memory.decoding_bytes > 0) <= encoded
     assert memory.piece_bytes >= min(block_bytes, PIECE_BYTES)
-    assert min(memory.in_places, memory.out_places) >= (1 if memory.decodes else 2)
+    assert min(memory.in_places, memory.out_places) >= (1 if memory.decoding_bytes else 2)
 
 
 def test_copy_memory_blocks_of_16_mib_are_decoded_on_the_device_and_larger_ones_are_not() -> None:
-    assert CopyMemory.of_blocks(16 * 2**20, encoded=True).decodes
-    assert not CopyMemory.of_blocks(24 * 2**20, encoded=True).decodes
+    assert CopyMemory.of_blocks(16 * 2**20, encoded=True).decoding_bytes
+    assert not CopyMemory.of_blocks(24 * 2**20, encoded=True).decoding_bytes
 
 
 @given(layers=st.integers(1, 200), tokens=st.integers(1, 2048), width=st.integers(1, 6144))
@@ -388,7 +388,7 @@ def test_cuda_kv_takes_no_more_device_memory_than_it_says(
         for _ in range(8):
             kept.append(kv.load(loaded, slots, ()))
             kept.append(kv.save(row, buffers, ()))
-        assert memory.decodes == (codec is not None)
+        assert (memory.decoding_bytes > 0) == (codec is not None)
         assert memory.all_bytes - memory.decoding_bytes < live.peak
         assert live.peak <= memory.all_bytes + 2**14  # and small tables
 

@@ -31,7 +31,7 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
+from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence, memory_of
 from sglang_cake.integration.memory.pool_planes import DraftPools, translation_of
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ class StateRows:
                 for index, within, part in self._cut(start, start + rows.shape[1], len(ring)):
                     row = ring[: part.stop - part.start].unsqueeze(0)
                     torch.index_select(rows[:, part], 0, state, out=row)
-                    _bytes(buffers[index])[within].copy_(row[0], non_blocking=True)
+                    memory_of(buffers[index])[within].copy_(row[0], non_blocking=True)
 
         _zero(buffers[-1], self._starts[-1] - (self.count - 1) * self._block_bytes)
         streams = self._streams
@@ -348,7 +348,7 @@ class StateRows:
         state = slots.state
         assert state is not None
         first = index * self._block_bytes
-        source = _bytes(buffer)[: self._starts[-1] - first]
+        source = memory_of(buffer)[: self._starts[-1] - first]
 
         streams = self._streams
         if streams is None:
@@ -509,10 +509,6 @@ def _pages_of_sums(ring: Any) -> torch.Tensor:
     return rows
 
 
-def _bytes(buffer: Buffer) -> torch.Tensor:
-    return torch.frombuffer(buffer.view, dtype=torch.uint8)
-
-
 def _zero(buffer: Buffer, start: int) -> None:
     """A buffer still has bytes of another block: none of them is stored."""
-    _bytes(buffer)[start:].zero_()
+    memory_of(buffer)[start:].zero_()
