@@ -47,7 +47,7 @@ from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
-from sglang_cake.loading.meet import BlockState, Meet
+from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import StepPlan, island_start, next_step
 from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
