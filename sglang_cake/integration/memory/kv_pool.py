@@ -378,6 +378,7 @@ class CopyStreams:
     def __init__(
         self, device: torch.device, memory: CopyMemory, forward: torch.cuda.Stream | None
     ) -> None:
+        self._device = device
         self.forward = forward
         # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
         # normal priority. A kernel of ours is short, and starts before blocks of others that have
@@ -412,6 +413,25 @@ class CopyStreams:
                 _recorded(self.fetching).synchronize()
                 _recorded(stream).synchronize()
                 raise
+
+    @property
+    def of_sglang(self) -> list[torch.cuda.Stream]:
+        """The streams on which SGLang computes and allocates: the scheduler's, and that of forwards
+        if it is another one. Scheduler thread."""
+        current = torch.cuda.current_stream(self._device)
+        return [current] if self.forward is None else [current, self.forward]
+
+    def hold_back(self, copies: Sequence[Copy], *, also_scheduler: bool) -> None:
+        """Forwards that are launched from now on start after these copies, all in one direction,
+        have left the pools. Scheduler thread.
+
+        Args: also_scheduler: so does what is launched from now on in the scheduler's stream.
+        """
+        if copies:
+            last = max(copies, key=lambda copy: copy.number)
+            assert last.pool is not None
+            for stream in self.of_sglang if also_scheduler else self.of_sglang[-1:]:
+                stream.wait_event(last.pool)
 
     def next_place(self) -> Place:
         """For copies that are launched in `into` until `end_use`."""
@@ -489,7 +509,7 @@ class CudaKV(DeviceKV):
         return stack
 
     def fence(self) -> Fence:
-        return tuple(_recorded(stream) for stream in self._launching)
+        return tuple(_recorded(stream) for stream in self.streams.of_sglang)
 
     def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
         streams = self.streams
@@ -524,13 +544,8 @@ class CudaKV(DeviceKV):
             return Copy(_recorded(streams.out), pool, (slots,), number=next(streams.numbers))
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        if copies:
-            last = max(copies, key=lambda copy: copy.number)
-            assert last.pool is not None
-            # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
-            streams = self._launching if self.moves else self._launching[-1:]
-            for stream in streams:
-                stream.wait_event(last.pool)
+        # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
+        self.streams.hold_back(copies, also_scheduler=self.moves)
 
     def wait_for_copies(self) -> None:
         _recorded(self.streams.into).synchronize()
@@ -545,13 +560,6 @@ class CudaKV(DeviceKV):
         from sglang_cake.integration.memory.device_decode import decode_payload  # loads numba
 
         decode_payload(self.layout, memory_of(buffer), block)
-
-    @property
-    def _launching(self) -> list[torch.cuda.Stream]:
-        """The streams on which SGLang computes and allocates."""
-        current = torch.cuda.current_stream(self.device)
-        forward = self.streams.forward
-        return [current] if forward is None else [current, forward]
 
 
 @contextlib.contextmanager
