@@ -154,7 +154,7 @@ def moved(
             _write(case.rows, case.taken_rows, wanted)
         save = part.save(taken, buffers, _fence(forward, device) if fenced else ())
         if ordered:
-            part.order_forwards_after([save])
+            streams.hold_back([save], also_scheduler=True)
         with torch.cuda.stream(forward):
             _write(case.rows, case.taken_rows, new)
     save.wait()
@@ -165,7 +165,7 @@ def moved(
         after = _fence(forward, device) if fenced else ()
         loads = [part.load(index, each, given, after) for index, each in enumerate(buffers)]
         if ordered:
-            part.order_forwards_after(loads)
+            streams.hold_back(loads, also_scheduler=True)
         with torch.cuda.stream(forward):
             for rows, into in zip(case.rows, seen, strict=True):
                 torch.index_select(rows, 0, case.given_rows, out=into)

@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
@@ -44,10 +45,10 @@ from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import PATIENCE_S, CopyThread
 from sglang_cake.integration.memory.device_slots import DeviceSlots
-from sglang_cake.integration.memory.end_states import END_POOLS, EndStates
+from sglang_cake.integration.memory.end_states import END_POOLS, EndStates, is_compressed
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import CudaKV, DeviceKV
-from sglang_cake.integration.memory.kv_shard import machine_schedulers, shard_of
+from sglang_cake.integration.memory.kv_shard import KvShard
 from sglang_cake.integration.memory.pool_planes import DraftPools, belongs_to_requests
 from sglang_cake.integration.metrics import (
     FailureMetrics,
@@ -63,7 +64,7 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.scheduler.waker import Waker
-from sglang_cake.integration.step_costs import StepCosts, chunk_tokens
+from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.integration.support_matrix import check_context, keys_media, may_overlap
 from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
@@ -78,6 +79,7 @@ from sglang_cake.writeback.block_writer import Writer
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
     from sglang_cake.integration.runahead.runahead_scheduler import Runahead
@@ -221,7 +223,7 @@ class CakeService:
         staging, write_queue = host_pools(
             self.kv,
             config,
-            chunk_tokens=-(-chunk_tokens(resolving_view(ctx.server_args)) // shard.turns),
+            chunk_tokens=-(-flags.chunk_tokens(resolving_view(ctx.server_args)) // shard.turns),
             free_bytes=available_bytes(),
             end_blocks=end_blocks,
         )
@@ -530,6 +532,37 @@ def _device_kv(
     )
 
 
+def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvShard:
+    """The shard of this process, with the pools of draft models that it has.
+
+    MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
+    are the same on all of them. So are the compressed KV, the index, the windows and the sums of
+    DeepSeek V4. SGLang's HiCache stores both once for the same reason. In a hybrid of MLA and
+    recurrent layers, ranks divide the states alone.
+    """
+    parallel = get_parallel()
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    machines = resolving_view(ctx.server_args).nnodes
+    has_own_states = isinstance(pool, HybridLinearKVPool)
+    pool = pool.full_kv_pool if has_own_states else pool
+    return KvShard.of_rank(
+        parallel.attn_tp_rank,
+        parallel.attn_tp_size,
+        replicated=all(
+            isinstance(each, MLATokenToKVPool) or is_compressed(each) for each in (pool, *drafts)
+        ),
+        machine_ranks=max(1, ctx.tp_size // machines),
+        has_own_states=has_own_states,
+    )
+
+
+def machine_schedulers(ctx: "TreeCacheBuildContext") -> int:
+    """Scheduler processes of this server on one machine: the ranks of all replicas."""
+    replicas: int = get_parallel().num_dp_ranks // get_parallel().attn_dp_size
+    schedulers: int = ctx.tp_size * replicas // resolving_view(ctx.server_args).nnodes
+    return max(1, schedulers)
+
+
 def _sliced(layout: BlockLayout, slices: int, ends: EndStates | None) -> BlockLayout:
     """The layout of a slice. Raises: ConfigError if there are no such slices."""
     hint = "set --cake-head-groups to the number of ranks, or remove it"
@@ -558,7 +591,7 @@ def _step_costs(ctx: "TreeCacheBuildContext", loader: Loader) -> StepCosts:
             prefix_flops=_prefix_flops(model) if on_gpu else 0.0,
             graph_tokens=tuple(sorted(graphs.bs or ())) if has_graphs else (),
         ),
-        chunk_tokens=chunk_tokens(resolving_view(ctx.server_args)),
+        chunk_tokens=flags.chunk_tokens(resolving_view(ctx.server_args)),
         pipelined=_pipelined(ctx),
     )
 

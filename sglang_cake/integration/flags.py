@@ -245,6 +245,16 @@ def reason_as_given(record: Any, config: CakeConfig, switch: str = "--enable-cak
     return unsupported(record, None, config.block_tokens)
 
 
+def chunk_tokens(args: Any) -> int:
+    """The most that a prompt with stored blocks computes in one step; without chunks, as many as
+    SGLang computes for the prompts of one batch.
+
+    Args: args: SGLang's ServerArgs, resolved.
+    """
+    chunk: int | None = args.chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else int(args.max_prefill_tokens)
+
+
 def _wants_cake(record: Any) -> bool:
     return bool(record.radix_cache_backend == BACKEND)
 

@@ -25,7 +25,6 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration import flags
 from sglang_cake.integration.memory.host_pools import pin
-from sglang_cake.integration.step_costs import chunk_tokens
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
     MEDIA,
@@ -156,7 +155,7 @@ def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:
         device=view.device,
         ranks=max(1, view.tp_size * copies // view.nnodes),
         tp_size=view.tp_size,
-        chunk_tokens=chunk_tokens(view),
+        chunk_tokens=flags.chunk_tokens(view),
         page_tokens=view.page_size,
         pool_tokens=view.max_total_tokens,
         kv_value_bytes=_VALUE_BYTES.get(view.kv_cache_dtype, model.dtype.itemsize),

@@ -1,5 +1,5 @@
-"""Measures the steps of this process, holds the costs that all ranks agree on, and decides on them
-with `planner`: whether to load, which blocks are next, what is overdue.
+"""Costs of steps and loads: measured in this process, agreed on by all ranks, and asked with
+`planner`: whether to load, which blocks are next, what is overdue.
 
 On a CPU a step is over when the next one is planned. On a GPU with SGLang's overlap scheduler, a
 step is planned and launched while the one before runs. Then a `StepTimer` (CUDA events around the
@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -73,16 +73,6 @@ class _LaunchedStep:
     work: StepWork
     timer: StepTimer
     began_s: float
-
-
-def chunk_tokens(args: Any) -> int:
-    """The most that a prompt with stored blocks computes in one step; without chunks, as many as
-    SGLang computes for the prompts of one batch.
-
-    Args: args: SGLang's ServerArgs, resolved.
-    """
-    chunk: int | None = args.chunked_prefill_size
-    return chunk if chunk is not None and chunk > 0 else int(args.max_prefill_tokens)
 
 
 class StepCosts:
@@ -193,13 +183,8 @@ class StepCosts:
     def costs(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request's next part in the step being scheduled, which begins when
         the device is free."""
-        costs = PromptCosts(
-            self.agreed,
-            record.agreed.cost,
-            backlog_s=self._agreed_busy_s,
-            pipelined=self.pipelined,
-            overlap_share=self._overlap_share_of(record),
-        )
+        alone = self._alone(record)
+        costs = replace(alone, backlog_s=self._agreed_busy_s, pipelined=self.pipelined)
         return costs.beside(self._work)
 
     def should_load_at_arrival(
@@ -262,21 +247,15 @@ class StepCosts:
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=PromptCosts(
-                self.agreed, record.agreed.cost, overlap_share=self._overlap_share_of(record)
-            ),
+            costs=self._alone(record),
             progress=record.progress,
         ).best_s
 
     def _waiting(self, record: PromptRecord, ahead: StepWork, busy_s: float) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
-        costs = PromptCosts(
-            self.agreed,
-            record.agreed.cost,
-            pipelined=self.pipelined,
-            overlap_share=self._overlap_share_of(record),
-        ).beside(StepWork(decodes=self._decodes))
+        alone = replace(self._alone(record), pipelined=self.pipelined)
+        costs = alone.beside(StepWork(decodes=self._decodes))
         queue_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         return replace(costs, backlog_s=busy_s + queue_s)
 
@@ -284,5 +263,7 @@ class StepCosts:
     def _waiting_chunk_tokens(self) -> int:
         return max(1, self.chunk_tokens - self._decodes)
 
-    def _overlap_share_of(self, record: PromptRecord) -> float:
-        return self.overlap_share if record.may_overlap else 0.0
+    def _alone(self, record: PromptRecord) -> PromptCosts:
+        """The agreed costs of a request that has the device to itself."""
+        share = self.overlap_share if record.may_overlap else 0.0
+        return PromptCosts(self.agreed, record.agreed.cost, overlap_share=share)

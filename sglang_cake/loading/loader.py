@@ -23,7 +23,7 @@ from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
-from sglang_cake.loading.meet import best_run, end_indices, possible_ends
+from sglang_cake.loading.meet import best_run, end_indices, possible_runs
 from sglang_cake.stores.base import Store, lend, read_until_s, report_access, tiers_of
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 from sglang_cake.stores.request_facts import RequestFacts
@@ -576,7 +576,8 @@ class Loader:
         """Behind which blocks an end is stored, until the best one is known."""
         request = queue.request
         ends = [False] * len(stored)
-        blocks = possible_ends(stored[: request.block_count], request.first_block)
+        runs = possible_runs(stored[: request.block_count], request.first_block)
+        blocks = [run.stop - 1 for run in runs]
         # Ends are far apart, so stores must not look at some keys and infer the others.
         for start in range(0, len(blocks), EXACT_KEYS):
             some = blocks[start : start + EXACT_KEYS]

@@ -9,15 +9,7 @@ position); the loader lands blocks from the end leftwards. A maximal run of land
     0         front                   island      island  limit
 
 Each block is in exactly one state (docs/glossary.md#the-states-of-a-block-of-a-prompt), and
-TRANSITIONS has every change of state:
-
-    ABSENT    not stored, as far as is known: compute it
-    WANTED    stored, and not loaded yet
-    LANDED    its checked bytes are on every rank, waiting for the front
-    GONE      it could not be loaded, or its bytes were given up: compute it
-    CLAIMED   it did not come from the loader: the tree held it, it was computed, or the step being
-              scheduled computes it
-    ATTACHED  its landed bytes have joined the tree
+TRANSITIONS has every change of state.
 
 Three rules follow from the table: computing never enters a LANDED block, no CLAIMED block is ever
 attached, and no block is attached twice. Progress is certain: a LANDED block can be attached or
@@ -46,14 +38,16 @@ from sglang_cake.core.token_span import Span
 
 
 class BlockState(IntEnum):
-    """State of one block; see the module docstring."""
+    """State of one block."""
 
-    ABSENT = 0
-    WANTED = 1
-    LANDED = 2
-    GONE = 3
+    ABSENT = 0  # not stored, as far as is known: compute it
+    WANTED = 1  # stored, and not loaded yet
+    LANDED = 2  # its checked bytes are on every rank, waiting for the front
+    GONE = 3  # it could not be loaded, or its bytes were given up: compute it
+    # It did not come from the loader: the tree held it, it was computed, or the step being
+    # scheduled computes it.
     CLAIMED = 4
-    ATTACHED = 5
+    ATTACHED = 5  # its landed bytes have joined the tree
 
 
 class Event(IntEnum):
@@ -120,12 +114,13 @@ def run_lengths(stored: Sequence[bool] | bytes | bytearray, first: int = 0) -> l
     return lengths
 
 
-def possible_ends(stored: Sequence[bool], first: int) -> list[int]:
-    """The blocks after which a stored prefix could end, the one with the longest run up to it
-    first; of equal ones, the last first. Args: first: blocks before it are in the tree."""
+def possible_runs(stored: Sequence[bool], first: int) -> list[range]:
+    """For each block after which a stored prefix could end, the unbroken run of stored blocks up to
+    it: the longest run first; of equal ones, the last first. Args: first: blocks before it are in
+    the tree."""
     lengths = run_lengths(stored, first)
-    blocks = [block for block, length in enumerate(lengths) if length]
-    return sorted(blocks, key=lambda block: (-lengths[block], -block))
+    runs = [range(stop - length, stop) for stop, length in enumerate(lengths, 1) if length]
+    return sorted(runs, key=lambda run: (-len(run), -run.stop))
 
 
 def best_run(stored: Sequence[bool], ends: Sequence[bool], first: int) -> range:
@@ -134,10 +129,8 @@ def best_run(stored: Sequence[bool], ends: Sequence[bool], first: int) -> range:
     Args:
         ends: by block, whether the end after it is stored.
     """
-    for last in possible_ends(stored, first):
-        if ends[last]:
-            return range(last + 1 - run_lengths(stored, first)[last], last + 1)
-    return range(0)
+    runs = possible_runs(stored, first)
+    return next((run for run in runs if ends[run.stop - 1]), range(0))
 
 
 def end_indices(block_count: int, end_blocks: int, target: int) -> range:

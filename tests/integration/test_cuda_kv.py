@@ -3,6 +3,7 @@ no more device memory than they may."""
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,13 @@ from sglang_cake.codecs.catalogue import chain_of
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer, on_page
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.end_states import EndSlots, RecurrentStates
+from sglang_cake.integration.memory.end_states import (
+    EndSlots,
+    EndStates,
+    RecurrentStates,
+    StateRows,
+    WindowRows,
+)
 from sglang_cake.integration.memory.kv_pool import (
     COPY_BYTES,
     PIECE_BYTES,
@@ -27,6 +34,7 @@ from sglang_cake.integration.memory.kv_pool import (
     CopyMemory,
     CopyStreams,
     CudaKV,
+    DeviceKV,
     pieces_of,
 )
 from sglang_cake.integration.overlap.layer_gate import CudaRows
@@ -312,14 +320,14 @@ def test_copy_memory_of_blocks_of_any_size_is_within_its_bound(
 ) -> None:
     memory = CopyMemory.of_blocks(block_bytes, encoded=encoded)
     assert memory.all_bytes <= COPY_BYTES == 128 * 2**20
-    assert memory.decodes <= encoded
+    assert (memory.decoding_bytes > 0) <= encoded
     assert memory.piece_bytes >= min(block_bytes, PIECE_BYTES)
-    assert min(memory.in_places, memory.out_places) >= (1 if memory.decodes else 2)
+    assert min(memory.in_places, memory.out_places) >= (1 if memory.decoding_bytes else 2)
 
 
 def test_copy_memory_blocks_of_16_mib_are_decoded_on_the_device_and_larger_ones_are_not() -> None:
-    assert CopyMemory.of_blocks(16 * 2**20, encoded=True).decodes
-    assert not CopyMemory.of_blocks(24 * 2**20, encoded=True).decodes
+    assert CopyMemory.of_blocks(16 * 2**20, encoded=True).decoding_bytes
+    assert not CopyMemory.of_blocks(24 * 2**20, encoded=True).decoding_bytes
 
 
 @given(layers=st.integers(1, 200), tokens=st.integers(1, 2048), width=st.integers(1, 6144))
@@ -388,7 +396,7 @@ def test_cuda_kv_takes_no_more_device_memory_than_it_says(
         for _ in range(8):
             kept.append(kv.load(loaded, slots, ()))
             kept.append(kv.save(row, buffers, ()))
-        assert memory.decodes == (codec is not None)
+        assert (memory.decoding_bytes > 0) == (codec is not None)
         assert memory.all_bytes - memory.decoding_bytes < live.peak
         assert live.peak <= memory.all_bytes + 2**14  # and small tables
 
@@ -473,8 +481,63 @@ def test_recurrent_states_go_through_the_rings_in_pieces(
         save.wait()
         target = EndSlots(state=torch.tensor([3]))
         loads = [states.load(n, buffer, target, ()) for n, buffer in enumerate(saved)]
-        states.order_forwards_after(loads)
+        streams.hold_back(loads, also_scheduler=True)
         cuda.run_all()
         for plane, old in zip(planes, before, strict=True):
             assert torch.equal(plane[:, 3], old[:, 1])
             assert torch.equal(plane[:, :3], old[:, :3])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_end_states_forwards_wait_for_the_copies_of_all_parts(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    harness = GpuHarness(monkeypatch, seed)
+    kv, pool = harness.kv, mha(2 * BLOCK, layers=1)
+    states = torch.zeros((6, 400), dtype=torch.uint8)
+    parts = [
+        WindowRows(
+            partial(kv.beside, pool),
+            page=DeviceKV(pool, block_tokens=1).layout,
+            window_tokens=BLOCK,
+            block_bytes=256,
+        ),
+        StateRows([states], block_bytes=256, streams=kv.streams),
+    ]
+    ends = EndStates(
+        parts, streams=kv.streams, also_scheduler=True, window_tokens=BLOCK, tail_tokens=0
+    )
+    assert min(part.count for part in parts) > 1
+
+    def rows(end: EndSlots) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert end.window is not None
+        assert end.state is not None
+        return [*((as_bytes(each), end.window) for each in buffers_of(pool)), (states, end.state)]
+
+    def forward(end: EndSlots, value: int) -> None:
+        def write() -> None:
+            for plane, index in rows(end):
+                plane[index] = value
+
+        harness.forward.launch(write)
+
+    taken = EndSlots(torch.arange(BLOCK) + 1, torch.tensor([1]))
+    given = EndSlots(torch.arange(BLOCK) + 1 + BLOCK, torch.tensor([3]))
+    buffers = [Buffer(on_page(256)) for _ in range(ends.count)]
+    forward(taken, 1)
+    save = ends.save(ends.prepare(taken), buffers, kv.fence())
+    assert len(save.keep) == 2  # the slots of both parts
+    ends.order_forwards_after([save])
+    forward(taken, 2)
+    save.wait()
+    forward(given, 3)
+    after, target = kv.fence(), ends.prepare(given)
+    loads = [ends.load(index, buffer, target, after) for index, buffer in enumerate(buffers)]
+    ends.order_forwards_after(loads[::-1])
+    seen: list[bool] = []
+    harness.forward.launch(
+        lambda: seen.extend(bool((plane[index] == 1).all()) for plane, index in rows(given))
+    )
+    harness.run()
+    assert len(seen) == 3
+    assert all(seen)

@@ -47,8 +47,8 @@ class FakeCudart:
         return f"error {code}"
 
 
-def kv_of(slots: int = 2048, *, encoded: bool = False) -> DeviceKV:
-    return DeviceKV(mha(slots, heads=4, dim=16), block_tokens=BLOCK, encoded=encoded)
+def kv_of(slots: int = 2048) -> DeviceKV:
+    return DeviceKV(mha(slots, heads=4, dim=16), block_tokens=BLOCK)
 
 
 # ---- pinning ----
@@ -137,7 +137,8 @@ def test_pin_refused_clears_the_error_that_the_next_launch_would_report(
 
 
 def test_host_pools_have_the_sizes_of_their_blocks() -> None:
-    kv = kv_of(encoded=True)
+    kv = kv_of()
+    kv.encoded = True
     config = CakeConfig(block_tokens=BLOCK, staging_bytes=2**21, write_queue_bytes=2**20)
     loads, writes = host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES)
     assert kv.load_buffer_bytes > kv.layout.block_bytes == 4 * PAGE_BYTES

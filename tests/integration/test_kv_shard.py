@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_pools import deepseek_v4, hybrid, mha, mla
-from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.integration.memory.kv_shard import KvShard, machine_schedulers, shard_of
+from sglang_cake.integration import build
+from sglang_cake.integration.build import machine_schedulers, shard_of
+from sglang_cake.integration.memory.kv_shard import KvShard
 
 
 def of_rank(rank: int, size: int, machine_ranks: int) -> KvShard:
@@ -109,7 +110,7 @@ def test_kv_shard_of_a_process_follows_its_pool_and_attention_rank(
 ) -> None:
     """One of two attention groups of four ranks."""
     parallel = SimpleNamespace(attn_tp_rank=3, attn_tp_size=4)
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(build, "get_parallel", lambda: parallel)
     allocator = SimpleNamespace(get_kvcache=lambda: pool(4))
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path="m", nnodes=nnodes),
@@ -139,7 +140,7 @@ def test_machine_schedulers_are_the_ranks_of_all_replicas_on_a_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parallel = SimpleNamespace(num_dp_ranks=dp_ranks, attn_dp_size=attention_groups)
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(build, "get_parallel", lambda: parallel)
     ctx: Any = SimpleNamespace(
         server_args=ServerArgs(model_path="m", nnodes=nnodes), tp_size=tp_size
     )

@@ -13,7 +13,7 @@ from meet_race import COSTS, MeetRace, plan, settings_of
 
 from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import PromptCosts
-from sglang_cake.loading.meet import BlockState, Meet, best_run, end_indices, possible_ends
+from sglang_cake.loading.meet import BlockState, Meet, best_run, end_indices, possible_runs
 from sglang_cake.loading.planner import StepPlan
 
 S = BlockState
@@ -244,9 +244,10 @@ def test_best_run_is_the_longest_unbroken_one_up_to_a_stored_end(
     assert best_run(stored, ends, first) == longest
 
 
-def test_possible_ends_lists_the_block_with_the_longest_run_first() -> None:
-    assert possible_ends([True, True, True, False, True, True], 0) == [2, 5, 1, 4, 0]
-    assert possible_ends([True, True, True, False, True, True], 2) == [5, 4, 2]
+def test_possible_runs_lists_the_longest_run_first() -> None:
+    stored = [True, True, True, False, True, True]
+    assert [run.stop for run in possible_runs(stored, 0)] == [3, 6, 2, 5, 1]
+    assert possible_runs(stored, 2) == [range(4, 6), range(4, 5), range(2, 3)]
 
 
 def test_end_indices_of_different_ends_have_no_index_in_common() -> None:

@@ -24,14 +24,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence
+from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence, memory_of
 from sglang_cake.integration.memory.pool_planes import DraftPools, translation_of
 
 if TYPE_CHECKING:
@@ -65,72 +65,32 @@ class EndSlots:
     state: torch.Tensor | None = None
 
 
-class EndPart(Protocol):
-    """The end states of one kind of layer. The copier's thread calls `load` and `save`, and the
-    scheduler thread the rest.
-
-    Attributes:
-        count: end blocks of one end.
-    """
-
-    count: int
-
-    def describe(self) -> dict[str, object]:
-        """The form of the bytes, as JSON; equal forms give equal values."""
-        ...
-
-    def prepare(self, slots: EndSlots) -> EndSlots:
-        """The slots as `load` and `save` take them. The device computes them before the fence that
-        these get."""
-        ...
-
-    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
-        """Copy an end state, as it is once `after` is reached, into `count` buffers."""
-        ...
-
-    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
-        """Copy end block `index` into the slots, once `after` is reached."""
-        ...
-
-    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        """As `DeviceKV.order_forwards_after`, for copies of this part."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EndCopy(Copy):
-    """Copies of one or all parts of an end state.
-
-    Attributes:
-        parts: the copy of each part.
-    """
-
-    parts: tuple[tuple[EndPart, Copy], ...] = ()
-
-    def done(self) -> bool:
-        return all(copy.done() for _, copy in self.parts)
-
-    def seconds(self) -> float:
-        return sum(copy.seconds() for _, copy in self.parts)
-
-    def wait(self) -> None:
-        for _, copy in self.parts:
-            copy.wait()
-
-
 class EndStates:
-    """The end states of one model, of all kinds of its layers. Threads: as for `EndPart`.
+    """The end states of one model, of all kinds of its layers. The copier's thread calls `load` and
+    `save`, and the scheduler thread the rest.
 
     Attributes:
         parts: in the order of their end blocks.
         window_tokens: tokens of an end's window; 0: no layer has a sliding window.
         tail_tokens: so many last tokens of a prompt are computed, whatever is stored.
         count: end blocks of one end.
+
+    Args:
+        streams: that all parts are copied on; None: on a CPU.
+        also_scheduler: as for `CopyStreams.hold_back`.
     """
 
     def __init__(
-        self, parts: Sequence[EndPart], *, window_tokens: int = 0, tail_tokens: int = 0
+        self,
+        parts: Sequence["EndPart"],
+        *,
+        streams: CopyStreams | None,
+        also_scheduler: bool,
+        window_tokens: int,
+        tail_tokens: int,
     ) -> None:
+        self._streams = streams
+        self._also_scheduler = also_scheduler
         self.parts = tuple(parts)
         self.window_tokens = window_tokens
         self.tail_tokens = tail_tokens
@@ -186,45 +146,53 @@ class EndStates:
             )
         if not parts:
             return None
-        return cls(parts, window_tokens=window_tokens, tail_tokens=tail_tokens)
+        return cls(
+            parts,
+            streams=kv.streams,
+            # The scheduler thread copies states on its own stream.
+            also_scheduler=kv.moves or any(isinstance(part, StateRows) for part in parts),
+            window_tokens=window_tokens,
+            tail_tokens=tail_tokens,
+        )
 
     def describe(self) -> str:
         """Canonical JSON for the namespace: end states of another form are never found."""
         return json.dumps([part.describe() for part in self.parts], separators=(",", ":"))
 
     def prepare(self, slots: EndSlots) -> EndSlots:
-        """As `EndPart.prepare`, for all parts."""
+        """The slots as `load` and `save` take them. The device computes them before the fence that
+        these get."""
         for part in self.parts:
             slots = part.prepare(slots)
         return slots
 
-    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> EndCopy:
+    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
         """Copy an end state, as it is once `after` is reached, into `count` buffers."""
-        copies: list[tuple[EndPart, Copy]] = []
+        copies: list[Copy] = []
         first = 0
         try:
             for part in self.parts:
-                copy = part.save(slots, buffers[first : first + part.count], after)
-                copies.append((part, copy))
+                copies.append(part.save(slots, buffers[first : first + part.count], after))
                 first += part.count
         except BaseException:  # the caller takes all buffers back
-            EndCopy(parts=tuple(copies)).wait()
+            for copy in copies:
+                copy.wait()
             raise
-        return EndCopy(parts=tuple(copies))
+        # All parts are copied in one stream, so the last copy ends last.
+        return replace(copies[-1], keep=tuple(itertools.chain(*(copy.keep for copy in copies))))
 
-    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> EndCopy:
+    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
         """Copy end block `index` into the slots, once `after` is reached."""
         for part in self.parts:
             if index < part.count:
-                return EndCopy(parts=((part, part.load(index, buffer, slots, after)),))
+                return part.load(index, buffer, slots, after)
             index -= part.count
         raise IndexError(index)
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
         """As `DeviceKV.order_forwards_after`, for copies of end states."""
-        found = [pair for copy in copies if isinstance(copy, EndCopy) for pair in copy.parts]
-        for part in self.parts:
-            part.order_forwards_after([copy for owner, copy in found if owner is part])
+        if self._streams is not None:
+            self._streams.hold_back(copies, also_scheduler=self._also_scheduler)
 
 
 class WindowRows:
@@ -284,9 +252,6 @@ class WindowRows:
         rows = slots.window[index * self._rows : (index + 1) * self._rows]
         return self._kv.load(self._piece(buffer), rows, after)
 
-    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        self._kv.order_forwards_after(copies)
-
     def _piece(self, buffer: Buffer) -> Buffer:
         return Buffer(buffer.view[: self._kv.layout.block_bytes])
 
@@ -335,7 +300,7 @@ class StateRows:
                 for index, within, part in self._cut(start, start + rows.shape[1], len(ring)):
                     row = ring[: part.stop - part.start].unsqueeze(0)
                     torch.index_select(rows[:, part], 0, state, out=row)
-                    _bytes(buffers[index])[within].copy_(row[0], non_blocking=True)
+                    memory_of(buffers[index])[within].copy_(row[0], non_blocking=True)
 
         _zero(buffers[-1], self._starts[-1] - (self.count - 1) * self._block_bytes)
         streams = self._streams
@@ -348,7 +313,7 @@ class StateRows:
         state = slots.state
         assert state is not None
         first = index * self._block_bytes
-        source = _bytes(buffer)[: self._starts[-1] - first]
+        source = memory_of(buffer)[: self._starts[-1] - first]
 
         streams = self._streams
         if streams is None:
@@ -373,14 +338,6 @@ class StateRows:
             if low < high:
                 part = piece[low - begin : high - begin].unsqueeze(0)
                 rows[:, low - start : high - start].index_copy_(0, state, part)
-
-    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        last = max(copies, key=lambda copy: copy.number, default=Copy())
-        if last.pool is not None and self._streams is not None:
-            # The scheduler thread copies states on its own stream.
-            current = torch.cuda.current_stream(self._planes[0].device)
-            for stream in {current, self._streams.forward or current}:
-                stream.wait_event(last.pool)
 
     def _cut(self, start: int, stop: int, most: int) -> Iterator[tuple[int, slice, slice]]:
         """The bytes `[start, stop)` of a state, in parts of at most `most` bytes, each in one
@@ -493,6 +450,9 @@ class CompressedWindow(StateRows):
         return replace(slots, state=slots.window[-1:] // self._page_tokens)
 
 
+EndPart = WindowRows | StateRows
+
+
 def _states_of(pool: Any) -> list[torch.Tensor]:
     """All that SGLang's `MambaPool` keeps of a state, with a row for each."""
     (inventory,) = pool.get_device_pool_infos()
@@ -509,10 +469,6 @@ def _pages_of_sums(ring: Any) -> torch.Tensor:
     return rows
 
 
-def _bytes(buffer: Buffer) -> torch.Tensor:
-    return torch.frombuffer(buffer.view, dtype=torch.uint8)
-
-
 def _zero(buffer: Buffer, start: int) -> None:
     """A buffer still has bytes of another block: none of them is stored."""
-    _bytes(buffer)[start:].zero_()
+    memory_of(buffer)[start:].zero_()

@@ -74,14 +74,13 @@ class CopyMemory:
     Attributes:
         piece_bytes: of a place, for a block or a piece of one.
         in_places, out_places: of the rings.
-        decodes: blocks are decoded on the device. Larger blocks are decoded by a CPU.
-        decoding_bytes: at most, beside the rings.
+        decoding_bytes: at most, beside the rings. 0: blocks are not encoded, or so large that a CPU
+            decodes them.
     """
 
     piece_bytes: int
     in_places: int
     out_places: int
-    decodes: bool = False
     decoding_bytes: int = 0
 
     @classmethod
@@ -90,7 +89,7 @@ class CopyMemory:
         piece = min(-(-block_bytes // PAGE_BYTES) * PAGE_BYTES, PIECE_BYTES)
         decoding = math.ceil(DECODING_BLOCKS * block_bytes)
         if encoded and block_bytes <= PIECE_BYTES and 2 * piece + decoding <= COPY_BYTES:
-            return cls(piece, 1, 1, decodes=True, decoding_bytes=decoding)
+            return cls(piece, 1, 1, decoding)
         return cls(piece, min(MOST_PLACES, IN_BYTES // piece), min(MOST_PLACES, OUT_BYTES // piece))
 
     @property
@@ -163,15 +162,17 @@ class DeviceKV:
         slots: the pool's, with those of the first page, which are never used.
         moves: SGLang moves slots to other rows. `before_moves` orders copies with that.
         encoded: `load` gets payloads, and decodes them.
+        rows: the pool itself, in block order: the planes of each layer, each `[rows, words]`. A row
+            holds `row_tokens` slots of the layout's plane.
         streams: that copies run on; None: they run in the calling thread.
 
     Args:
         pool: as `pool_planes` takes it. Raises: ConfigError for any other.
-        encoded: blocks come encoded.
         apart: as for `pool_planes`.
         drafts: pools of draft models, which keep their KV of a token in the token's slot too.
     """
 
+    encoded = False
     streams: "CopyStreams | None" = None
 
     def __init__(
@@ -179,7 +180,6 @@ class DeviceKV:
         pool: Any,
         *,
         block_tokens: int,
-        encoded: bool = False,
         apart: Sequence[object] = (),
         drafts: Sequence[Any] = (),
     ) -> None:
@@ -205,28 +205,21 @@ class DeviceKV:
                 )
         self.layout = BlockLayout(tuple(each.group for each in found), block_tokens)
         self.device = found[0].buffers[0].device
-        self.encoded = encoded
         self._translate = translation_of(pool)
         self._moving = [
             moves for each, moves in zip(found, moving, strict=True) for _ in each.buffers
         ]
         word = WORDS[math.gcd(max(WORDS), *(plane.row_bytes for plane in self.layout.planes))]
-        self._rows = [
+        self.rows = [
             buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
         ]
         self._word = str(word).removeprefix("torch.")  # as NumPy names it
         # Rows of one plane lie one after the other, unless pools share their memory.
-        self._dense = not self.moves and all(rows.is_contiguous() for rows in self._rows)
+        self._dense = not self.moves and all(rows.is_contiguous() for rows in self.rows)
         self._plane_words = [
             plane.rows * rows.shape[1]
-            for plane, rows in zip(self.layout.planes, self._rows, strict=True)
+            for plane, rows in zip(self.layout.planes, self.rows, strict=True)
         ]
-
-    @property
-    def rows(self) -> Sequence[torch.Tensor]:
-        """The pool itself, in block order: the planes of each layer, each `[rows, words]`. A row
-        holds `row_tokens` slots of the layout's plane."""
-        return self._rows
 
     @property
     def load_buffer_bytes(self) -> int:
@@ -250,13 +243,13 @@ class DeviceKV:
         """Copy a whole block into slots (int64 `[block_tokens]`, on the device), once `after` is
         reached."""
         started_s = time.perf_counter()
-        self._scatter([self._fetched(block)], self._rows_of(slots))
+        self._scatter([memory_of(block)], self._rows_of(slots))
         return Copy(took_s=time.perf_counter() - started_s)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
         """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are once
         `after` is reached, into whole blocks."""
-        self._gather(self._rows_of(slots), [_tensor(block) for block in blocks])
+        self._gather(self._rows_of(slots), [memory_of(block) for block in blocks])
         return Copy()
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
@@ -272,20 +265,6 @@ class DeviceKV:
     def _rows_of(self, slots: torch.Tensor) -> SlotRows:
         """Where slots are now: in whole pages, as they are given."""
         return SlotRows(slots, slots if self._translate is None else self._translate(slots))
-
-    def _fetched(self, buffer: Buffer) -> torch.Tensor:
-        """The block that a buffer holds (uint8 `[block_bytes]`)."""
-        if not self.encoded:
-            return _tensor(buffer)
-        block = torch.empty(self.layout.block_bytes, dtype=torch.uint8)
-        self._decode(buffer, block)
-        return block
-
-    def _decode(self, buffer: Buffer, block: torch.Tensor) -> None:
-        """Fill a block (uint8 `[block_bytes]`, on the device) from an encoded one."""
-        from sglang_cake.integration.memory.device_decode import decode_payload  # loads numba
-
-        decode_payload(self.layout, _tensor(buffer), block)
 
     def _scatter(self, blocks: Sequence[torch.Tensor], where: SlotRows) -> None:
         for block, part in zip(blocks, self._parts(where), strict=True):
@@ -324,7 +303,7 @@ class DeviceKV:
         """The words of each plane of the pool. A view that NumPy makes keeps the GIL. One that
         PyTorch makes lets go of it, and another thread may take it meanwhile: for a block of 20
         planes that took longer than its copy."""
-        return [rows.view(-1).numpy() for rows in self._rows]
+        return [rows.view(-1).numpy() for rows in self.rows]
 
     def _planes_of(self, block: torch.Tensor) -> list[torch.Tensor]:
         """The planes of a block (uint8 `[block_bytes]`), `[words]` each."""
@@ -351,7 +330,7 @@ class DeviceKV:
         of the block (uint8 `[block_bytes]`)."""
         index: dict[tuple[bool, int], torch.Tensor] = {}
         planes = zip(
-            *(self._rows, self.layout.planes, self._moving, self._planes_of(block)), strict=True
+            *(self.rows, self.layout.planes, self._moving, self._planes_of(block)), strict=True
         )
         for rows, plane, moves, words in planes:
             key = moves, (tokens := plane.row_tokens)
@@ -399,6 +378,7 @@ class CopyStreams:
     def __init__(
         self, device: torch.device, memory: CopyMemory, forward: torch.cuda.Stream | None
     ) -> None:
+        self._device = device
         self.forward = forward
         # Of high priority: PyTorch gives out the same few streams in turn, and SGLang's are of
         # normal priority. A kernel of ours is short, and starts before blocks of others that have
@@ -433,6 +413,25 @@ class CopyStreams:
                 _recorded(self.fetching).synchronize()
                 _recorded(stream).synchronize()
                 raise
+
+    @property
+    def of_sglang(self) -> list[torch.cuda.Stream]:
+        """The streams on which SGLang computes and allocates: the scheduler's, and that of forwards
+        if it is another one. Scheduler thread."""
+        current = torch.cuda.current_stream(self._device)
+        return [current] if self.forward is None else [current, self.forward]
+
+    def hold_back(self, copies: Sequence[Copy], *, also_scheduler: bool) -> None:
+        """Forwards that are launched from now on start after these copies, all in one direction,
+        have left the pools. Scheduler thread.
+
+        Args: also_scheduler: so does what is launched from now on in the scheduler's stream.
+        """
+        if copies:
+            last = max(copies, key=lambda copy: copy.number)
+            assert last.pool is not None
+            for stream in self.of_sglang if also_scheduler else self.of_sglang[-1:]:
+                stream.wait_event(last.pool)
 
     def next_place(self) -> Place:
         """For copies that are launched in `into` until `end_use`."""
@@ -483,17 +482,15 @@ class CudaKV(DeviceKV):
     ) -> None:
         from sglang_cake.integration.memory.row_kernel import RowKernel  # loads Triton
 
-        super().__init__(
-            pool, block_tokens=block_tokens, encoded=encoded, apart=apart, drafts=drafts
-        )
+        super().__init__(pool, block_tokens=block_tokens, apart=apart, drafts=drafts)
         # A block that is decoded is moved in one piece.
         encoded = encoded and len(set(self._moving)) == 1
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
-        self.encoded = memory.decodes
+        self.encoded = memory.decoding_bytes > 0
         self.streams = streams or CopyStreams(self.device, memory, forward_stream)
         self._pieces = pieces_of(self.layout, self.streams.ring_in.shape[1], self._moving)
         self._index = torch.arange(len(self.streams.ring_out), device=self.device)
-        self._kernel = RowKernel(self._rows, self.layout)
+        self._kernel = RowKernel(self.rows, self.layout)
         self._kernel.compile(self._pieces)
 
     def beside(self, pool: Any, block_tokens: int, *, drafts: Sequence[Any] = ()) -> DeviceKV:
@@ -512,7 +509,7 @@ class CudaKV(DeviceKV):
         return stack
 
     def fence(self) -> Fence:
-        return tuple(_recorded(stream) for stream in self._launching)
+        return tuple(_recorded(stream) for stream in self.streams.of_sglang)
 
     def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
         streams = self.streams
@@ -547,13 +544,8 @@ class CudaKV(DeviceKV):
             return Copy(_recorded(streams.out), pool, (slots,), number=next(streams.numbers))
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        if copies:
-            last = max(copies, key=lambda copy: copy.number)
-            assert last.pool is not None
-            # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
-            streams = self._launching if self.moves else self._launching[-1:]
-            for stream in streams:
-                stream.wait_event(last.pool)
+        # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
+        self.streams.hold_back(copies, also_scheduler=self.moves)
 
     def wait_for_copies(self) -> None:
         _recorded(self.streams.into).synchronize()
@@ -563,12 +555,11 @@ class CudaKV(DeviceKV):
         stream.wait_stream(self.streams.into)
         stream.wait_stream(self.streams.out)
 
-    @property
-    def _launching(self) -> list[torch.cuda.Stream]:
-        """The streams on which SGLang computes and allocates."""
-        current = torch.cuda.current_stream(self.device)
-        forward = self.streams.forward
-        return [current] if forward is None else [current, forward]
+    def _decode(self, buffer: Buffer, block: torch.Tensor) -> None:
+        """Fill a block (uint8 `[block_bytes]`, on the device) from an encoded one."""
+        from sglang_cake.integration.memory.device_decode import decode_payload  # loads numba
+
+        decode_payload(self.layout, memory_of(buffer), block)
 
 
 @contextlib.contextmanager
@@ -598,6 +589,6 @@ def _part(block: Buffer, piece: Piece) -> torch.Tensor:
     )
 
 
-def _tensor(buffer: Buffer) -> torch.Tensor:
+def memory_of(buffer: Buffer) -> torch.Tensor:
     """uint8, over the buffer's memory."""
     return torch.frombuffer(buffer.view, dtype=torch.uint8)

@@ -1,15 +1,9 @@
 """Which part of a model's KV a tensor-parallel rank holds, and which of its blocks it stores."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.integration.memory.end_states import is_compressed
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,41 +85,3 @@ def wrong_head_groups(groups: int, ranks: int) -> str:
 
 
 SOLE = KvShard()  # no other rank has a part of the KV
-
-
-def shard_of(ctx: "TreeCacheBuildContext", drafts: Sequence[object] = ()) -> KvShard:
-    """The shard of this process, with the pools of draft models that it has.
-
-    MLA's latent rows are computed from replicated weights and from the sum over all ranks, so they
-    are the same on all of them. So are the compressed KV, the index, the windows and the sums of
-    DeepSeek V4. SGLang's HiCache stores both once for the same reason. In a hybrid of MLA and
-    recurrent layers, ranks divide the states alone.
-    """
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    machines = resolving_view(ctx.server_args).nnodes
-    has_own_states = isinstance(pool, HybridLinearKVPool)
-    pool = pool.full_kv_pool if has_own_states else pool
-    return KvShard.of_rank(
-        parallel.attn_tp_rank,
-        parallel.attn_tp_size,
-        replicated=all(
-            isinstance(each, MLATokenToKVPool) or is_compressed(each) for each in (pool, *drafts)
-        ),
-        machine_ranks=max(1, ctx.tp_size // machines),
-        has_own_states=has_own_states,
-    )
-
-
-def machine_schedulers(ctx: "TreeCacheBuildContext") -> int:
-    """Scheduler processes of this server on one machine: the ranks of all replicas."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.runtime_context import get_parallel
-
-    replicas: int = get_parallel().num_dp_ranks // get_parallel().attn_dp_size
-    schedulers: int = ctx.tp_size * replicas // resolving_view(ctx.server_args).nnodes
-    return max(1, schedulers)
