@@ -8,24 +8,20 @@ from sglang_cake.core.codec_names import CODECS, REFUSALS
 # Every counter with its label values, so that each is visible from the start, at zero. A counter
 # with two labels has both values in one text, with a space between. `encoded_blocks` may also have
 # the name of another package's codec.
-WASTE_REASONS = ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended")
 LATE = "late"
 FAILURE_REASONS = ("missing", "corrupt", "unavailable", LATE, "lookup", "internal")
-OVERLAP_REASONS = ("lost", "late", "layers")
 UNSTORED_REASONS = ("queue_full", "full", "unavailable", "internal")
-UNKEYED_REASONS = ("media", "embeddings", "session", "id")
-RUNAHEAD_REASONS = ("error", "broken", "late", "peer", "protocol", "refused", "aborted")
 COUNTERS: dict[str, tuple[str, ...]] = {
     "loaded_tokens": ("",),
     "computed_tokens": ("",),
     "overlapped_tokens": ("",),
-    "overlap_failures": OVERLAP_REASONS,
-    "wasted_bytes": WASTE_REASONS,
+    "overlap_failures": ("lost", "late", "layers"),
+    "wasted_bytes": ("overtaken", "cancelled", "in_tree", "peer", "memory", "ended"),
     "load_failures": FAILURE_REASONS,
     "fallback": ("compute", "load"),
     "repeated_lookups": ("",),
     "unnamed_requests": ("",),
-    "unkeyed_requests": UNKEYED_REASONS,
+    "unkeyed_requests": ("media", "embeddings", "session", "id"),
     "read_blocks": ("",),
     "read_bytes": ("",),
     "stored_bytes": ("",),
@@ -37,7 +33,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "runahead_hops": ("",),
     "runahead_bytes": ("",),
     "runahead_sent_bytes": ("",),
-    "runahead_failures": RUNAHEAD_REASONS,
+    "runahead_failures": ("error", "broken", "late", "peer", "protocol", "refused", "aborted"),
 }
 
 

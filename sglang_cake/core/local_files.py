@@ -16,10 +16,18 @@ def cache_folder() -> Path:
 
     Raises: RuntimeError if there is no home folder.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # unset, or relative: the XDG specification ignores that
-        cache = Path.home() / ".cache"
-    return cache / "sglang_cake"
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """`$variable/sglang_cake`, or the same in `~/default`. It is not created here.
+
+    Raises: RuntimeError if there is no home folder.
+    """
+    above = Path(os.environ.get(variable, ""))
+    if not above.is_absolute():  # unset, or relative: the XDG specification ignores that
+        above = Path.home() / default
+    return above / "sglang_cake"
 
 
 def atomic_write(path: Path, content: bytes, *, durable: bool = False) -> None:

@@ -6,13 +6,18 @@ invalidation: stored bytes are never reinterpreted. The caller that opens a stor
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.json import Decoder
+
+from sglang_cake.core import untrusted
 from sglang_cake.core.keys import Digest, sized
 
 LABEL = "name"  # of the model, for people: equal weights with two names share one namespace
 DESCRIPTION = "namespace.json"  # in a store: the name of what describes a namespace
 MAX_DESCRIPTION_BYTES = 1 << 16
+_FIELDS = Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +44,19 @@ class Namespace:
     def describe(self) -> dict[str, str]:
         """The fields in order, as in `namespace.json`."""
         return dict(self.fields)
+
+
+def digest_of(fields: Mapping[str, str]) -> Digest:
+    """Digest of the namespace that a description describes."""
+    return Namespace(tuple(fields.items())).digest()
+
+
+def read_fields(raw: bytes) -> dict[str, str] | None:
+    """The fields in a description, which is not trusted; None if it is malformed.
+
+    All names and values are text that can be encoded, so without surrogates.
+    """
+    try:
+        return untrusted.decode(_FIELDS, raw)
+    except ValueError:
+        return None

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.local_files import user_folder
 
 _KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
 _MAX_KEY_FILE_BYTES = 256  # 64 digits, and room for white space after them
@@ -47,13 +48,10 @@ def own_secret_path(name: str, *, hint: str) -> Path:
     Args: hint: what to do if there is no home folder.
     Raises: ConfigError if there is none.
     """
-    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    if not config.is_absolute():  # unset, or to be ignored by the XDG specification
-        try:
-            config = Path.home() / ".config"
-        except RuntimeError:
-            raise ConfigError(f"there is no home folder for the file {name}: {hint}") from None
-    return config / "sglang_cake" / name
+    try:
+        return user_folder("XDG_CONFIG_HOME", ".config") / name
+    except RuntimeError:
+        raise ConfigError(f"there is no home folder for the file {name}: {hint}") from None
 
 
 def make_secret_file(path: Path, *, name: str, hint: str) -> None:

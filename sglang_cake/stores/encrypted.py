@@ -26,7 +26,7 @@ from sglang_cake.codecs.frame import (
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import Namespace
+from sglang_cake.core.namespace import Namespace, digest_of
 from sglang_cake.core.secret_file import read_key
 from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
 from sglang_cake.stores.threads import check_stop, run_stoppable
@@ -234,8 +234,8 @@ def _plain(stored: StoredNamespace, key_name: str) -> StoredNamespace | None:
         namespace = Namespace(tuple(plain.items()))
         if sealed_namespace(namespace, key_name).digest() == stored.digest:
             return StoredNamespace(namespace.digest(), plain)
-        if Namespace(tuple(stored.fields.items())).digest() == stored.digest:
+        if digest_of(stored.fields) == stored.digest:
             return None
-    except (AttributeError, UnicodeError):
+    except AttributeError:
         pass
     return StoredNamespace(stored.digest, {})

@@ -4,7 +4,8 @@ from sglang_cake.stores.eviction.conversation import ConversationTracker, Prompt
 
 
 def turns(*prompts, max_blocks=1000):
-    tracker, found = ConversationTracker(max_blocks), []
+    tracker, found = ConversationTracker(), []
+    tracker.max_blocks = max_blocks
     for prompt in prompts:
         found.append(tracker.turn_of(prompt))
         tracker.record(prompt, Prompt(found[-1], len(prompt)))

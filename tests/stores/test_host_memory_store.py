@@ -697,7 +697,8 @@ async def test_memory_tier_block_evicted_behind_the_locations_is_read_below():
 
 
 async def test_memory_tier_closed_releases_what_was_not_written():
-    held = Held(4, drain_s=0.01)
+    held = Held(4)
+    held.store.drain_s = 0.01
     held.gate.clear()
     await held.put("a", "b")
     await held.store.close()

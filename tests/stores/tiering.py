@@ -76,7 +76,9 @@ class Tiers:
     With `room`, the first one is host memory for so many blocks, which cannot be broken.
     """
 
-    def __init__(self, count=2, room=0, **options):
+    def __init__(
+        self, count=2, room=0, *, late_answer_s=30.0, drain_s=TieredStore.drain_s, **options
+    ):
         self.memory = [MemoryStore() for _ in range(count)]
         self.outage = [OutageStore(store) for store in self.memory]
         self.calls = [RecordingStore(store) for store in self.outage]
@@ -91,8 +93,9 @@ class Tiers:
             self.calls[0] = HostMemoryStore(shared, FRAME, threads=2)
             self.memory[0].blocks = HeldBlocks(memory)
         self.clock = Clock()
-        options = {"late_answer_s": 30.0, "clock": self.clock, "block_bytes": BLOCK} | options
+        options = {"clock": self.clock, "block_bytes": BLOCK} | options
         self.store = TieredStore(self.calls, **options)
+        self.store.late_answer_s, self.store.drain_s = late_answer_s, drain_s
 
     async def put(self, *names):
         for name in names:

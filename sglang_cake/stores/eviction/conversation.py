@@ -3,9 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
-
-MAX_BLOCKS: Final = 262_144
 
 
 @dataclass(slots=True)
@@ -22,13 +19,14 @@ class ConversationTracker:
     A request continues a conversation if its prompt begins with all full blocks of an earlier
     prompt and is longer. A prompt that diverges inside an earlier prompt shares only a prefix with
     it, such as a system prompt. It is a first turn.
+
+    Attributes:
+        max_blocks: how many blocks are held; the least recently accessed are dropped.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        """Args:
-        max_blocks: how many blocks are held; the least recently accessed are dropped.
-        """
-        self._max_blocks = max_blocks
+    max_blocks = 262_144
+
+    def __init__(self) -> None:
         self._last_prompt: OrderedDict[int, Prompt] = OrderedDict()  # by ident
 
     def turn_of(self, idents: Sequence[int]) -> int:
@@ -52,5 +50,5 @@ class ConversationTracker:
         for ident in idents:
             last_prompt[ident] = prompt
             last_prompt.move_to_end(ident)
-        while len(last_prompt) > self._max_blocks:
+        while len(last_prompt) > self.max_blocks:
             last_prompt.popitem(last=False)

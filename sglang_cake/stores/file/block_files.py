@@ -14,7 +14,6 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -60,11 +59,6 @@ class BlockFiles:
         self._make_namespace = make_namespace
         self._sync = sync
         self._direct = direct
-
-    def size_bytes(self, digest: Digest, key: BlockKey) -> int | None:
-        """Size of the block's file; None if there is none. Raises: OSError."""
-        status = nofollow.status_of(self._root, *block_names(digest, key))
-        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def open_to_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> int:
         """A descriptor of the block's file, or of anything else of this name.
@@ -112,10 +106,6 @@ class BlockFiles:
         except FileNotFoundError:
             os.stat(self._root)  # without the root, a disk was unmounted: no further try
 
-    def remove(self, digest: Digest, key: BlockKey) -> None:
-        """Remove the block's file, if there is one. Raises: OSError."""
-        nofollow.remove_file(self._root, *block_names(digest, key))
-
     def remove_folders(self, digest: Digest, key: BlockKey) -> None:
         """Remove the folders of the block, as far as they are empty."""
         nofollow.remove_empty(self._root, *block_names(digest, key)[:-1])
@@ -152,7 +142,7 @@ class BlockFiles:
             if kept:
                 os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
         if not kept:
-            self.remove(digest, key)
+            nofollow.remove_file(self._root, *shard, name)
         self.remove_folders(digest, key)
         return kept
 

@@ -22,6 +22,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.stores.eviction.policy import Usage, ident_of
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
+from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import BlockFiles, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
@@ -29,7 +30,6 @@ from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved, Sca
 from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
-from sglang_cake.stores.file.nofollow import lock
 from sglang_cake.stores.file.paths import block_names
 from sglang_cake.stores.file.scan import (
     described_namespaces_in,
@@ -168,7 +168,7 @@ class BlockFolder:
         for key in keys:
             check_stop(stop)
             with os_errors(self._root):
-                size = self._files.size_bytes(digest, key)
+                size = nofollow.file_bytes(self._root, *block_names(digest, key))
             found.append(size is not None and framed_bytes in (None, size))
         return found
 
@@ -199,7 +199,7 @@ class BlockFolder:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     raise BlockCorrupt("not a file, or a link")
-                if not lock(fd, fcntl.LOCK_SH):
+                if not nofollow.lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
                 yield fd
                 if counts and not self._accesses.is_announced(digest, key, time.time()):
@@ -251,7 +251,7 @@ class BlockFolder:
     def delete(self, digest: Digest, key: BlockKey) -> None:
         """Remove one block. Raises: StoreUnavailable."""
         with os_errors(self._root):
-            self._files.remove(digest, key)
+            nofollow.remove_file(self._root, *block_names(digest, key))
         self._forget(digest, key)
 
     def list_blocks(self, digest: Digest) -> Iterator[BlockInfo]:

@@ -361,7 +361,7 @@ class IndexSupervisor:
             _, living = remove_stale(self._root, *shard)
             if block.owner in living:  # a slow writer
                 continue
-            if nofollow.has_file(self._root, *shard, name):
+            if nofollow.file_bytes(self._root, *shard, name) is not None:
                 index.commit(block, block.usage.stored_bytes)
             else:
                 nofollow.remove_empty(self._root, *shard)

@@ -6,7 +6,6 @@ A description is untrusted, and is checked when it is read.
 import contextlib
 import json
 import os
-import re
 import stat
 import threading
 import time
@@ -16,14 +15,13 @@ from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest
-from sglang_cake.core.namespace import DESCRIPTION, Namespace
+from sglang_cake.core.namespace import DESCRIPTION, digest_of, read_fields
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import MOST_TRIES, write_file
 from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, os_errors
 
 MAX_BYTES = 1 << 20
 MOST_KNOWN = 1024  # descriptions in memory; all are on the disk
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NamespaceDescriptions:
@@ -45,7 +43,7 @@ class NamespaceDescriptions:
         """
         with os_errors(self._root):
             there = read_description(self._root, digest)
-        if there is not None and _digest(there) != _digest(fields):
+        if there is not None and digest_of(there) != digest_of(fields):
             raise ConfigError(
                 f"{self._root / digest.hex() / DESCRIPTION} does not describe the namespace it is "
                 "in: remove that folder, or choose another one for the store"
@@ -112,7 +110,7 @@ class NamespaceDescriptions:
             write_file(nofollow.open_folder(self._root, name), DESCRIPTION, _as_json(fields))
             with nofollow.opened(self._root) as root:
                 os.fsync(root)
-        elif _digest(there) != _digest(fields):  # written meanwhile by another process
+        elif digest_of(there) != digest_of(fields):  # written meanwhile by another process
             raise StoreUnavailable(f"{self._root}: {name} is described as something else")
 
     def remove(
@@ -137,7 +135,7 @@ class NamespaceDescriptions:
                     return False
                 if there is not None:
                     fields = read_description(self._root, digest) or {}
-                    if _digest(fields) != digest and not even_if_foreign:
+                    if digest_of(fields) != digest and not even_if_foreign:
                         return False
                     os.unlink(DESCRIPTION, dir_fd=folder)
             with nofollow.opened(self._root) as root:
@@ -175,26 +173,16 @@ def read_description(root: Path, digest: Digest) -> dict[str, str] | None:
             raw = os.read(fd, MAX_BYTES + 1)
         finally:
             os.close(fd)
-        fields = json.loads(raw) if len(raw) <= MAX_BYTES else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return {}
     finally:
         os.close(folder)
-    return fields if isinstance(fields, dict) and _is_text(fields) else {}
-
-
-def _digest(fields: Mapping[str, str]) -> Digest:
-    """Digest of a description. Labels are not part of it."""
-    return Namespace(tuple(fields.items())).digest()
+    if len(raw) > MAX_BYTES:
+        return {}
+    return read_fields(raw) or {}
 
 
 def _as_json(fields: Mapping[str, str]) -> bytes:
     return (json.dumps(dict(fields), indent=2) + "\n").encode()
-
-
-def _is_text(fields: dict[str, object]) -> bool:
-    """Whether all names and values are text that can be encoded, so without surrogates."""
-    text = [part for field in fields.items() for part in field]
-    return all(isinstance(part, str) and not _SURROGATE.search(part) for part in text)

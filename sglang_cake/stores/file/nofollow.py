@@ -80,10 +80,10 @@ def remove_empty(root: Path, *names: str) -> None:
                 os.rmdir(names[depth - 1], dir_fd=above)
 
 
-def has_file(root: Path, *names: str) -> bool:
-    """Whether there is a regular file. Raises: OSError."""
+def file_bytes(root: Path, *names: str) -> int | None:
+    """Size of a regular file; None if there is none. Raises: OSError."""
     status = status_of(root, *names)
-    return status is not None and stat.S_ISREG(status.st_mode)
+    return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
 def status_of(root: Path, *names: str) -> os.stat_result | None:

@@ -18,7 +18,7 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES
+from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
 from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
@@ -214,10 +214,8 @@ class StoreServer:
         if request.method == "DELETE":
             await self._askers.run(lambda stop: self._folder.remove_namespace(digest))
             return web.Response(status=204)
-        fields = protocol.read_fields(
-            await read_body(request, MAX_DESCRIPTION_BYTES, self._stuck_s)
-        )
-        if fields is None or not protocol.describes(fields, digest):
+        fields = read_fields(await read_body(request, MAX_DESCRIPTION_BYTES, self._stuck_s))
+        if fields is None or digest_of(fields) != digest:
             raise RefusedRequest(400, "does not describe this namespace")
 
         try:

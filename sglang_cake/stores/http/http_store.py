@@ -24,7 +24,7 @@ from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES
+from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.http import protocol
@@ -307,7 +307,7 @@ class HttpStore:
                 if response.status != 200:
                     await refuse(response)
                 body = await read_whole(response, MAX_DESCRIPTION_BYTES)
-                return protocol.read_fields(body) or {}
+                return read_fields(body) or {}
 
         async def write() -> None:
             body = (json.dumps(fields, indent=2) + "\n").encode()
@@ -318,7 +318,7 @@ class HttpStore:
         found = await self._small(read)
         if found is None:
             await self._small(write, self._transport.descriptions)
-        elif not protocol.describes(found, self._frame.digest):
+        elif digest_of(found) != self._frame.digest:
             raise StoreUnavailable(f"{path} on the server describes another namespace")
         self._is_claimed = True
 

@@ -15,7 +15,7 @@ from msgspec.json import Decoder
 from sglang_cake.core import untrusted
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import DESCRIPTION, Namespace
+from sglang_cake.core.namespace import DESCRIPTION
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 
 KEY_BYTES = 32
@@ -115,7 +115,6 @@ class _StoredNamespace(Struct):
     fields: dict[str, str]
 
 
-_FIELDS = Decoder(dict[str, str])
 _BLOCK_LINE = Decoder(_BlockLine)
 _STATS = Decoder(_Stats)
 _EVICTIONS = Decoder(EvictionCounts)  # in the same object as the other statistics
@@ -148,22 +147,6 @@ def read_answers(body: bytes, count: int) -> list[bool]:
     if len(body) != count or body.strip(b"\0\1"):
         raise StoreUnavailable("the answer of contains is malformed")
     return [byte == 1 for byte in body]
-
-
-def read_fields(body: bytes) -> dict[str, str] | None:
-    """The fields of a namespace.json; None if it is malformed."""
-    try:
-        return untrusted.decode(_FIELDS, body)
-    except ValueError:
-        return None
-
-
-def describes(fields: dict[str, str], digest: Digest) -> bool:
-    """Whether a namespace with these fields has this digest."""
-    try:
-        return Namespace(tuple(fields.items())).digest() == digest
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can hold and UTF-8 cannot
-        return False
 
 
 def write_block_line(block: BlockInfo) -> bytes:

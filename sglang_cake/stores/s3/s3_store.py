@@ -26,7 +26,7 @@ from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.core.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES
+from sglang_cake.core.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import TimeoutLimits, one_line
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
@@ -289,12 +289,9 @@ class S3Source:
             async with bucket.reading(place, MAX_DESCRIPTION_BYTES) as body:
                 while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
                     raw += data
-            fields = json.loads(raw[:MAX_DESCRIPTION_BYTES])
-        except (StoreError, ValueError, RecursionError):
+        except StoreError:
             return {}
-        if not isinstance(fields, dict):
-            return {}
-        return {name: value for name, value in fields.items() if isinstance(value, str)}
+        return read_fields(raw[:MAX_DESCRIPTION_BYTES]) or {}
 
 
 def parse(url: StoreUrl) -> S3Source:

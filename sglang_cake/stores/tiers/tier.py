@@ -208,6 +208,9 @@ class Tier:
     reads, and lookups that work say nothing about reads. A breaker decides which calls the tiered
     store makes. It stops no call: a block is deleted from a tier that is left out, too.
 
+    Methods with the names of those of `Store`, `InMemory` and `Lending` are as there. Any other
+    failure is a StoreUnavailable.
+
     Attributes:
         asking: of lookups and statistics.
     """
@@ -254,7 +257,6 @@ class Tier:
         return self.asking.may_call(now_s) and self.reading.may_call(now_s)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """As in `Store`; any other failure is a StoreUnavailable."""
         return await self._watched(self.asking, self._contains(keys))
 
     async def _contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -268,7 +270,6 @@ class Tier:
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        """As in `Store`; any other failure is a StoreUnavailable."""
         started_s = self._clock()
         self.link.started(out.nbytes)
         rate = self.speed.bytes_per_s()
@@ -307,7 +308,7 @@ class Tier:
             self.copies.buffers.give(buffer)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """As in `Lending`; None while the tier is left out."""
+        """None also while the tier is left out."""
         memory = self.memory
         if memory is None or not self.serves:
             return None
@@ -318,7 +319,6 @@ class Tier:
         return lent
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `Store`; any other failure is a StoreUnavailable."""
         started_s = self._clock()
         try:
             fresh = await self._watched(self.writing, self.store.put(key, data))
@@ -338,7 +338,6 @@ class Tier:
         return store if isinstance(store, InMemory) else None
 
     async def promote(self, memory: InMemory, key: BlockKey, data: memoryview) -> bool:
-        """As in `InMemory`; any other failure is a StoreUnavailable."""
         fresh = await self._watched(self.writing, memory.promote(key, data))
         if fresh:
             self.counts.put_blocks += 1
@@ -347,11 +346,9 @@ class Tier:
         return fresh
 
     async def delete(self, key: BlockKey) -> None:
-        """As in `Store`; any other failure is a StoreUnavailable."""
         await self._watched(self.writing, self.store.delete(key))
 
     async def stats(self) -> StoreStats:
-        """As in `Store`; any other failure is a StoreUnavailable."""
         return await self._watched(self.asking, self.store.stats())
 
     async def _write_copy(self, key: BlockKey, data: memoryview | None) -> None:

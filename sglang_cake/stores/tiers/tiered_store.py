@@ -56,8 +56,6 @@ _Answer = tuple[Tier, T]
 
 COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated when first used
 MIN_COPY_BLOCKS, MAX_COPY_BLOCKS = 2, 4096
-LATE_ANSWER_S = 1.0  # time that other tiers have for a lookup after the first answer
-DRAIN_S = 10.0  # time that `close` goes on copying
 MAX_KEYS = 1 << 16  # about 20 MB
 REREAD_S = 600.0
 
@@ -92,12 +90,10 @@ class TierLocations:
     Bounded. A block that was dropped costs one more lookup.
     """
 
-    def __init__(self, max_keys: int = MAX_KEYS) -> None:
-        self._max_keys = max_keys
-        self._known: OrderedDict[BlockKey, Known] = OrderedDict()
+    max_keys = MAX_KEYS
 
-    def __len__(self) -> int:
-        return len(self._known)
+    def __init__(self) -> None:
+        self._known: OrderedDict[BlockKey, Known] = OrderedDict()
 
     def of(self, key: BlockKey) -> Known:
         """What is known about a block; two empty sets for unknown blocks."""
@@ -114,7 +110,7 @@ class TierLocations:
         now_having = before.having & ~asked | having
         if now_having:
             self._known[key] = Known(now_having, before.lacking & ~asked | asked & ~having)
-            if len(self._known) > self._max_keys:
+            if len(self._known) > self.max_keys:
                 self._known.popitem(last=False)
 
     def forget(self, key: BlockKey) -> None:
@@ -129,12 +125,10 @@ class PromoteOnSecondRead:
     their third read on.
     """
 
-    def __init__(self, max_keys: int = MAX_KEYS) -> None:
-        self._max_keys = max_keys
-        self._read_s: OrderedDict[BlockKey, float] = OrderedDict()
+    max_keys = MAX_KEYS
 
-    def __len__(self) -> int:
-        return len(self._read_s)
+    def __init__(self) -> None:
+        self._read_s: OrderedDict[BlockKey, float] = OrderedDict()
 
     def read(self, key: BlockKey, now_s: float) -> bool:
         """Record a read from a lower tier. True if the block should move up now."""
@@ -142,7 +136,7 @@ class PromoteOnSecondRead:
         if before_s is not None and now_s - before_s <= REREAD_S:
             return True
         self._read_s[key] = now_s
-        if len(self._read_s) > self._max_keys:
+        if len(self._read_s) > self.max_keys:
             self._read_s.popitem(last=False)
         return False
 
@@ -153,7 +147,11 @@ class TieredStore:
     Attributes:
         tiers: fastest first; closed with this store.
         late_answer_s: time that other tiers have for a lookup after the first answer.
+        drain_s: time that `close` goes on copying.
     """
+
+    late_answer_s = 1.0
+    drain_s = 10.0
 
     def __init__(
         self,
@@ -161,19 +159,15 @@ class TieredStore:
         *,
         block_bytes: int,
         copy_bytes: int = COPY_BYTES,
-        late_answer_s: float = LATE_ANSWER_S,
-        drain_s: float = DRAIN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         stores: fastest first.
         block_bytes: limit for a payload.
-        copy_bytes, late_answer_s, drain_s: see the constants of these names.
+        copy_bytes: see COPY_BYTES.
         clock: seconds, monotonic.
         """
         self._clock = clock
-        self.late_answer_s = late_answer_s
-        self._drain_s = drain_s
         self._block_bytes = block_bytes
         self._threads = ThreadPoolExecutor(1, "cake-tier-copy")
         blocks = min(max(MIN_COPY_BLOCKS, copy_bytes // block_bytes), MAX_COPY_BLOCKS)
@@ -394,7 +388,7 @@ class TieredStore:
             return
         self._closed = True
         try:
-            copies = (tier.copies.close(self._drain_s) for tier in self.tiers)
+            copies = (tier.copies.close(self.drain_s) for tier in self.tiers)
             for tier, dropped in zip(self.tiers, await asyncio.gather(*copies), strict=True):
                 tier.counts.dropped_blocks += dropped
             given_up = [task for tasks in self._given_up.values() for task in tasks]
@@ -402,7 +396,7 @@ class TieredStore:
             for task in given_up:
                 task.cancel()
             if given_up:
-                await asyncio.wait(given_up, timeout=self._drain_s)
+                await asyncio.wait(given_up, timeout=self.drain_s)
         finally:
             closing = (tier.store.close() for tier in self.tiers)
             for result in await asyncio.gather(*closing, return_exceptions=True):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.namespace import read_fields
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.protocol import Kind, block_path, parse_path
 from sglang_cake.stores.http.server_blocks import BlockCheck
@@ -220,7 +221,7 @@ def test_http_protocol_random_server_text_raises_only_unavailable(body):
             read(body)
         except protocol.StoreUnavailable:
             continue
-    protocol.read_fields(body)
+    read_fields(body)
 
 
 LINKS = {
