@@ -13,11 +13,11 @@ from sglang_cake.stores.eviction.benefit import Benefit
 COSTS = PromptCosts(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
 
 
-def facts(custom=None, salt=None, extra=None, costs=COSTS):
+def facts(custom=None, salt=None, extra=None, costs=COSTS, load_id="r1"):
     req = SimpleNamespace(
         sampling_params=SimpleNamespace(custom_params=custom), cache_salt=salt, extra_key=extra
     )
-    return facts_of(req, "r1", array("q", range(100)), costs, 16)
+    return facts_of(req, load_id, array("q", range(100)), costs, 16)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,11 @@ def test_request_metadata_salts_with_surrogates_have_own_numbers_and_seeds():
         KeySeed(Digest(bytes(32)), None, salt).digest() for salt in ("a\ud800", "a\ud801", "a?")
     }
     assert len(seeds) == 3
+
+
+def test_request_metadata_ids_with_surrogates_are_different():
+    """JSON lets a client's id have half a surrogate pair."""
+    assert facts(load_id="a\ud800").id != facts(load_id="a\ud801").id
 
 
 def test_request_metadata_benefit_is_the_measured_cost():
