@@ -536,6 +536,18 @@ def test_coordinator_request_with_more_than_keys_cover_is_ignored(
     harness.all_back()
 
 
+def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorHarness) -> None:
+    """A client chooses it, and JSON lets it have half a surrogate pair."""
+    req = req_of(4.5, "a\ud800")
+    harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
+    harness.arrive(req)
+    for _ in range(3):
+        harness.poll(req)
+    assert harness.coordinator.placed_tokens == 4 * BLOCK
+    harness.leave(req)
+    harness.all_back()
+
+
 def test_coordinator_two_live_requests_with_one_id_never_share_a_record(
     harness: CoordinatorHarness,
 ) -> None:

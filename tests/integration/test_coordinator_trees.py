@@ -11,14 +11,17 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
 from coordinator_harness import NAMESPACE, CoordinatorHarness
+from faults import Fault
 from hybrid_trees import SPARSE, CompressedTree, HybridTree, RequestWindowTree, SparseTree, tree_of
 
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, end_keys
+from sglang_cake.integration.memory.kv_pool import Copy
 
 KINDS: dict[str, Callable[[], HybridTree]] = {
     "window-state": partial(tree_of, "window-state"),
@@ -195,6 +198,120 @@ def test_coordinator_trees_running_prompt_meets_what_has_landed(kind: str) -> No
             assert harness.side.replays
         assert report["loaded_tokens"] + report["computed_tokens"] == len(req.origin_input_ids)
         harness.go(req)
+        harness.nothing_is_left()
+
+
+def running_prompt(harness: TreeHarness) -> Any:
+    """A prompt between two chunks, left of its target, which lands with the next polls."""
+    req = harness.prompt([*harness.document, *harness.question])
+    harness.poll(req)
+    assert not harness.run_step(req)
+    harness.open(*harness.keys)
+    return req
+
+
+several_end_blocks = pytest.mark.parametrize(
+    "kind", ["window-state", "window-state-extra-buffer", "window-unequal"]
+)
+
+
+@several_end_blocks
+@pytest.mark.parametrize("running", [True, False])
+def test_coordinator_trees_end_state_copied_in_part_leaves_the_state_of_its_request(
+    kind: str, running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One end block finds no device memory, the others are copied. The request goes on."""
+    with harness_of(kind) as harness:
+        part = harness.side.ends.parts[0]
+        load, failed = part.load, []
+
+        def no_memory(index: int, *args: Any) -> Copy:
+            if not failed and index == 0:
+                failed.append(index)
+                raise torch.OutOfMemoryError("no device memory")
+            return load(index, *args)
+
+        monkeypatch.setattr(part, "load", no_memory)
+        if running:
+            req = running_prompt(harness)
+        else:
+            req = harness.prompt([*harness.document, *harness.question])
+            harness.open(*harness.keys)
+        harness.prefill(req)
+        assert failed
+        harness.go(req)
+        harness.nothing_is_left()
+
+
+@several_end_blocks
+def test_coordinator_trees_end_block_that_is_late_leaves_the_state_of_its_request(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copier has launched the other end blocks by then."""
+    with harness_of(kind) as harness:
+        slots, copier = harness.device_slots, harness.device_slots._copier
+        load_end, launch_load = slots.load_end, copier.launch_load
+        launched, late = [], []
+
+        def launch(*copy: Any) -> None:
+            if len(launched) == harness.side.ends.count - 1 and not late:
+                late.append(copy)
+            else:
+                launched.append(copy)
+                launch_load(*copy)
+
+        def load(*args: Any) -> bool:
+            try:
+                return load_end(*args)
+            finally:
+                if len(late) == 1:
+                    late.append(())
+                    launch_load(*late[0])  # the copier gets to it
+
+        monkeypatch.setattr(copier, "launch_load", launch)
+        monkeypatch.setattr(copier, "_patience_s", 0.1)
+        monkeypatch.setattr(slots, "load_end", load)
+        req = running_prompt(harness)
+        harness.prefill(req)
+        assert late
+        harness.go(req)
+        harness.nothing_is_left()
+
+
+def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with harness_of("window-state") as harness:
+        req = running_prompt(harness)
+
+        def fail(*args: Any) -> None:
+            raise Fault("take_slots")
+
+        monkeypatch.setattr(harness.device_slots, "take_slots", fail)
+        with pytest.raises(Fault):
+            harness.prefill(req)
+        harness.coordinator.release(req.rid)  # as the boundary does: SGLang computes the request
+        harness.side.check_books()
+        assert harness.side.compute(req, len(req.full_untruncated_fill_ids))
+        harness.go(req)
+        harness.nothing_is_left()
+
+
+@kinds()
+@pytest.mark.parametrize("how", ["aborted", "back in the queue"])
+def test_coordinator_trees_prompt_that_goes_behind_an_attached_end_returns_its_state(
+    kind: str, how: str
+) -> None:
+    """Before the next step, as an abort or a return to the queue between two chunks."""
+    with harness_of(kind) as harness:
+        side, req = harness.side, running_prompt(harness)
+        front = req.prefix_len
+        for _ in range(5):
+            harness.poll(req)
+        harness.coordinator.attach_islands(req, side.tree.attach_running, side.tree)
+        assert req.prefix_len > front
+        side.check_books()
+        harness.go(req, checkpoint=how != "aborted")
         harness.nothing_is_left()
 
 

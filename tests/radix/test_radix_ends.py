@@ -232,12 +232,27 @@ def test_radix_ends_without_memory_leave_the_books_balanced(kind: str) -> None:
     if MAMBA in side.cfg.components:
         states = side.requests.mamba_allocator
         taken.append((states, states.alloc(states.available_size())))
-    own = kind == "state"  # the request's own slot takes the state
-    assert (side.tree.allocate_end(req, Span(8, 48)) is not None) == own
+    assert side.tree.allocate_end(req, Span(8, 48)) is None
     for allocator, slots in taken:
         allocator.free(slots)
     side.check_books()
     side.release(req)
+    side.check_books()
+
+
+def test_radix_ends_loaded_state_of_a_running_request_is_in_its_row_in_the_next_step() -> None:
+    """SGLang's next step reads the slot there."""
+    side = stored("state")
+    req = side.arrive(PROMPT)
+    assert side.admit(req)
+    assert side.compute(req, 8)
+    former = int(req.kv.mamba_pool_idx)
+    assert side.load(req, 48, running=True)
+    assert int(req.kv.mamba_pool_idx) != former
+    side.requests.alloc([req])  # as for each chunk
+    row = side.requests.get_mamba_indices(torch.tensor([req.kv.req_pool_idx]))
+    assert row.tolist() == [int(req.kv.mamba_pool_idx)]
+    side.release(req, checkpoint=False)
     side.check_books()
 
 

@@ -256,7 +256,7 @@ class CakeRadixCache(UnifiedRadixCache):
                 return None
             window = torch.cat([slots.new_zeros(rows - new), slots]).to(torch.int64)
         if self.supports_mamba():
-            state = self._allocate_state(req)
+            state = self._allocate_state()
             if state is None:
                 self.free_end(req, EndSlots(window))
                 return None
@@ -285,7 +285,7 @@ class CakeRadixCache(UnifiedRadixCache):
             windows = self.token_to_kv_pool_allocator.swa_attn_allocator
             free = windows.free if self.copier is None else windows.cancel_physical_reservation
             free(window)
-        if end.state is not None and not self._is_own_state(req):
+        if end.state is not None:
             self.req_to_token_pool.mamba_allocator.free(end.state)
 
     def attach_running(
@@ -311,7 +311,7 @@ class CakeRadixCache(UnifiedRadixCache):
         req.extend_end = stop
         self.checkpoint(req, up_to=stop)
         req.prefix_len = stop
-        if end is not None and end.state is not None and not self._is_own_state(req):
+        if end is not None and end.state is not None and self.enable_mamba_extra_buffer:
             # SGLang copies it into the request's own state before the next chunk. Until then it is
             # locked, which a checkpoint omits with SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.
             lock = self.lock(req.last_node)
@@ -442,18 +442,11 @@ class CakeRadixCache(UnifiedRadixCache):
         req.swa_branching_seqlen = None  # it is passed: the tree must get all up to `stop`
         self._map_window(slots, window)
 
-    def _is_own_state(self, req: "Req") -> bool:
-        """Whether a loaded state goes to the request itself, which the tree copies it from."""
-        return bool(req.kv.holds_kv) and not self.enable_mamba_extra_buffer
-
-    def _allocate_state(self, req: "Req") -> torch.Tensor | None:
-        """A slot for a loaded state, int64 `[1]`; None: not enough memory."""
+    def _allocate_state(self) -> torch.Tensor | None:
+        """A slot for a loaded state, int64 `[1]`; None: not enough memory. It is no request's: a
+        state that is loaded in part is dropped, and its request computed from its own."""
         pool = self.req_to_token_pool
-        state: torch.Tensor | None
-        if self._is_own_state(req):
-            state = req.kv.mamba_pool_idx.reshape(1)
-        else:
-            state = pool.mamba_allocator.alloc(1)
+        state: torch.Tensor | None = pool.mamba_allocator.alloc(1)
         if state is None:
             self.evict_own(0, states=1)
             state = pool.mamba_allocator.alloc(1)
@@ -467,9 +460,13 @@ class CakeRadixCache(UnifiedRadixCache):
         kv = req.kv
         kv.mamba_cow_src_index = None
         kv.mamba_needs_clear = False
-        if self._is_own_state(req):
-            return
         pool = self.req_to_token_pool
+        if not self.enable_mamba_extra_buffer:
+            # The checkpoint copies the request's own state. SGLang gives the row the new slot
+            # before the next chunk.
+            pool.mamba_allocator.free(kv.mamba_pool_idx.reshape(1))
+            kv.mamba_pool_idx = state[0]
+            return
         place = pool.get_mamba_ping_pong_keep_idx(req)
         if has_tracked_state(kv, place):
             pool.mamba_allocator.free(kv.mamba_ping_pong_track_buffer[place : place + 1].clone())

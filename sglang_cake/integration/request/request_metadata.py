@@ -120,4 +120,5 @@ def _text(given: str) -> str:
 
 
 def _digest(text: str) -> bytes:
+    """Of any text: clients choose ids, which JSON lets have half a surrogate pair."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]
