@@ -18,6 +18,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.host_memory import buffer_counts
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.copier import Copier, Save, SlotCopy
+from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.kv_pool import Copy, CopyMemory, pieces_of
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
@@ -360,13 +361,9 @@ class VirtualCopier(Copier):
         self._jobs: deque[Callable[[], Any]] = deque()
         self._busy = False
 
-    def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
-        self._wait(lambda: all(copy.settled for copy in copies))
-        return super().wait_launched(copies)
-
-    def wait_saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
-        self._wait(lambda: all(save.launched.done() for save in saves))
-        return super().wait_saves_launched(saves)
+    def wait_launched(self, launches: Sequence["Future[Copy]"]) -> list[Copy | None]:
+        self._wait(lambda: all(launched.done() for launched in launches))
+        return super().wait_launched(launches)
 
     def _wait(self, launched: Callable[[], bool]) -> None:
         """The scheduler thread waits."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -359,15 +360,15 @@ def test_block_saving_pool_that_goes_leaves_whole_blocks_or_none(
     row = torch.arange(1, BLOCK + 1)
     saving.checkpointed(record, record.tokens, row, last=False)
     before = b"".join(bytes(as_bytes(b)[row].numpy()) for b in buffers_of(pool))
-    wait = copier.wait_saves_launched
+    wait = copier.wait_launched
 
-    def waiting(saves: Sequence[Save]) -> list[Copy]:
+    def waiting(launches: Sequence[Future[Copy]]) -> list[Copy | None]:
         """A late copier goes on when the wait is over."""
         if not late:
             kv.go.set()
-        return wait(saves)
+        return wait(launches)
 
-    monkeypatch.setattr(copier, "wait_saves_launched", waiting)
+    monkeypatch.setattr(copier, "wait_launched", waiting)
     forgotten: list[str] = []
     tree = SimpleNamespace(forget_all=lambda: forgotten.append("all"))
     service: Any = SimpleNamespace(_tree=tree, saving=saving, kv=kv)

@@ -71,9 +71,7 @@ class SlowCopy:
 
 
 def slot_copy() -> SlotCopy:
-    copy = SlotCopy(())
-    copy.slots = SLOTS
-    return copy
+    return SlotCopy(SLOTS, ())
 
 
 def host_bytes() -> Buffer:
@@ -120,7 +118,7 @@ def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: Copi
     assert copy.begin()
     assert not copy.begin()
     harness.copier.load(copy, staged)
-    (launched,) = harness.copier.wait_launched([copy])
+    (launched,) = harness.copier.wait_launched([copy.launched])
     assert launched.what == ("load", staged.buffer, ())  # type: ignore[union-attr]
     assert harness.pool.free == 7
     harness.kv.let_end(harness.kv.launched[0])
@@ -160,7 +158,7 @@ def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness
     assert copy.begin()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(1)
-    assert [copy.withdraw()] == harness.copier.wait_launched([copy])
+    assert [copy.withdraw()] == harness.copier.wait_launched([copy.launched])
 
 
 def test_copier_cancel_leaves_slots_of_a_begun_copy_alone() -> None:
@@ -177,8 +175,8 @@ def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: Copier
     assert copy.begin()
     harness.copier.load(copy, staged)
     harness.wait_freed()
-    with pytest.raises(RuntimeError, match="gone"):
-        harness.copier.wait_launched([copy])
+    assert harness.copier.wait_launched([copy.launched]) == [None]
+    assert copy.failed
     with pytest.raises(RuntimeError, match="gone"):
         harness.copier.check()
     harness.copier.check()
@@ -190,7 +188,7 @@ def test_copier_load_without_device_memory_is_no_copy_and_no_error(harness: Copi
     assert copy.begin()
     harness.copier.load(copy, staged)
     harness.wait_freed()
-    assert harness.copier.wait_launched([copy]) == [None]
+    assert harness.copier.wait_launched([copy.launched]) == [None]
     harness.copier.check()
     harness.kv.error = None
     assert harness.copier.save(SLOTS, [host_bytes()], ()).launched.result(PATIENCE_S)  # it goes on
@@ -220,9 +218,9 @@ def test_copier_late_copies_are_given_up_and_never_launched() -> None:
     assert copy.begin()
     harness.copier.load(copy, staged)
     save = harness.copier.save(SLOTS, [host_bytes()], ())
-    assert harness.copier.wait_launched([copy]) == [None]
-    assert harness.copier.wait_saves_launched([save]) == []
-    assert harness.copier.wait_saves_launched([save]) == []  # asked again
+    assert harness.copier.wait_launched([copy.launched]) == [None]
+    assert harness.copier.wait_launched([save.launched]) == [None]
+    assert harness.copier.wait_launched([save.launched]) == [None]  # asked again
     go_on.set()
     harness.wait_freed()
     with pytest.raises(TimeoutError):
@@ -245,7 +243,7 @@ def test_copier_save_whose_launch_has_begun_is_waited_for() -> None:
     save = harness.copier.launch_save(slow)
     assert begun.wait(PATIENCE_S)
     threading.Timer(0.05, go_on.set).start()
-    assert len(harness.copier.wait_saves_launched([save])) == 1
+    assert None not in harness.copier.wait_launched([save.launched])
     harness.kv.let_end(harness.kv.launched[0])
     harness.copier.close()
 

@@ -159,6 +159,31 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     assert {s.reason for s in harness.staging.freed if not s.used} == {"ended"}
 
 
+def test_device_slots_error_of_a_copy_is_raised_to_who_waits_and_to_the_next_poll(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = SlotsHarness()
+    record = harness.record(2)
+    for b in range(2):
+        harness.staging.land(record, b)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(harness.kv, "load", fail)
+    assert harness.device_slots.place(record, range(2))
+    assert harness.device_slots.copy_failed(record, range(2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="gone"):
+            harness.device_slots.uncopied(record, range(2))
+    with pytest.raises(RuntimeError, match="gone"):
+        harness.device_slots.check_copies()
+    harness.device_slots.check_copies()
+    harness.device_slots.discard_all(record, "ended")
+    assert harness.free == harness.size
+    assert harness.staging.pool.free == 64
+
+
 def test_device_slots_evict_the_tree_only_as_far_as_needed() -> None:
     harness = SlotsHarness(blocks=3)
     harness.tree = [harness.allocator.alloc(BLOCK), harness.allocator.alloc(BLOCK)]

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,14 +157,14 @@ def test_device_slots_are_copying_until_the_last_block_of_the_tree_is_on_the_dev
         def check(self) -> None:
             pass
 
-        def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
-            return [copy.wait_launched(None) for copy in copies]
+        def wait_launched(self, launches: Sequence[Future[Copy]]) -> list[Copy | None]:
+            return [launched.result() for launched in launches]
 
         def load(self, copy: SlotCopy, staged: Any) -> None:
             self.count += 1
             number = self.count
             event: Any = SimpleNamespace(query=lambda: number in ended)
-            copy.start(lambda: Copy(event, event, number=number))
+            copy.launched.set_result(Copy(event, event, number=number))
 
     kv = DeviceKV(mha(4 * BLOCK), block_tokens=BLOCK)
     staging = Staging(kv)

@@ -191,9 +191,8 @@ def test_unified_memory_slots_do_not_move_under_a_copy(
             staging = Staging(side.kv)
             landed = [staging.fetch(number) for number in range(3)]
             wanted = [data for data, _ in landed]
-            copies = [SlotCopy(()) for _ in landed]
-            for copy, part, (_, staged) in zip(copies, slots.split(BLOCK), landed, strict=True):
-                copy.slots = part
+            copies = [SlotCopy(part, ()) for part in slots.split(BLOCK)]
+            for copy, (_, staged) in zip(copies, landed, strict=True):
                 assert copy.begin()
                 copier.load(copy, staged)
         assert knows_rows.wait(PATIENCE_S)
@@ -203,7 +202,7 @@ def test_unified_memory_slots_do_not_move_under_a_copy(
             save.ended.result(PATIENCE_S)
             found = [bytes(each.view) for each in buffers]
         else:
-            assert None not in copier.wait_launched(copies)
+            assert None not in copier.wait_launched([copy.launched for copy in copies])
             found = side.bytes_in(slots)
     finally:
         goes_on.set()

@@ -3,6 +3,7 @@ and attached to waiting and running requests."""
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -351,7 +352,7 @@ def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
 
 
 class LateCopier(Copier):
-    """Launches no save before `wait_saves_launched` asks for it, or the test for all."""
+    """Launches no save before `wait_launched` asks for it, or the test for all."""
 
     def __init__(self, kv: DeviceKV) -> None:
         super().__init__(kv)
@@ -359,12 +360,12 @@ class LateCopier(Copier):
 
     def launch_save(self, launch: Callable[[], Copy]) -> Save:
         save = Save()
-        self._late[id(save)] = (save, launch)
+        self._late[id(save.launched)] = (save, launch)
         return save
 
-    def wait_saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
-        self.launch([id(save) for save in saves])
-        return super().wait_saves_launched(saves)
+    def wait_launched(self, launches: Sequence[Future[Copy]]) -> list[Copy | None]:
+        self.launch([id(each) for each in launches if id(each) in self._late])
+        return super().wait_launched(launches)
 
     def launch_all(self) -> None:
         self.launch(list(self._late))

@@ -193,11 +193,12 @@ class BlockSaving:
         due = [each for each in self._saves if each.record is None or not is_live(each.record)]
         for order in {saving.order_forwards_after for saving in due}:
             saves = [saving.save for saving in due if saving.order_forwards_after == order]
-            order(self._copier.wait_saves_launched(saves))
+            copies = self._copier.wait_launched([save.launched for save in saves])
+            order([copy for copy in copies if copy is not None])
 
     def wait_launched(self) -> None:
         """Wait until the copies of all saves are launched; a save that is late is given up."""
-        self._copier.wait_saves_launched([each.save for each in self._saves])
+        self._copier.wait_launched([each.save.launched for each in self._saves])
 
     def _give_up(self, unsaved: _Unsaved) -> None:
         self._writer.give_up(len(unsaved.blocks))

@@ -34,94 +34,60 @@ class SlotCopy:
     """The copy of one block into device slots, from the reservation of the slots on. Thread-safe.
 
     Attributes:
-        slots: int64 `[block_tokens]`, on the device; set once, when they are reserved.
+        slots: int64 `[block_tokens]`, on the device.
         after: the slots may be written after this point.
+        launched: the copy, once it is launched; the error of a launch that failed. Cancelled: the
+            slots are withdrawn.
+        begun: whether the copier has the copy, or had it.
     """
 
-    slots: torch.Tensor
-
-    def __init__(self, after: Fence) -> None:
+    def __init__(self, slots: torch.Tensor, after: Fence) -> None:
+        self.slots = slots
         self.after = after
-        self._changed = threading.Condition()
-        self._begun = False
-        self._withdrawn = False
-        self._copy: Copy | None = None
-        self._error: Exception | None = None
+        self.launched: Future[Copy] = Future()
+        self.begun = False
+        self._lock = threading.Lock()  # a copy is not begun and withdrawn at once
 
     @classmethod
     def complete(cls, slots: torch.Tensor) -> "SlotCopy":
         """Of slots that hold their block."""
-        copy = cls(())
-        copy.slots = slots
-        copy._begun = True
-        copy._copy = Copy()
+        copy = cls(slots, ())
+        copy.begun = True
+        copy.launched.set_result(Copy())
         return copy
 
     def begin(self) -> bool:
         """The bytes are there: whether the caller must hand the copy to the copier. False: another
         thread has done so, or the slots are withdrawn."""
-        with self._changed:
-            first = not (self._begun or self._withdrawn)
-            self._begun |= first
+        with self._lock:
+            first = not (self.begun or self.launched.cancelled())
+            self.begun |= first
             return first
-
-    @property
-    def begun(self) -> bool:
-        """Whether the copier has the copy, or had it."""
-        with self._changed:
-            return self._begun
 
     @property
     def failed(self) -> bool:
         """Whether the launch has failed."""
-        return self._error is not None
-
-    @property
-    def settled(self) -> bool:
-        """Whether the copy is launched, or failed."""
-        return self._copy is not None or self._error is not None
+        launched = self.launched
+        return launched.done() and not launched.cancelled() and launched.exception() is not None
 
     def wait_settled(self) -> None:
-        """Wait until the copy, which the copier has, is launched or has failed."""
-        if not self.settled:  # without the lock: polls ask this of every landed block
-            with self._changed:
-                self._changed.wait_for(lambda: self.settled)
-
-    def start(self, launch: Callable[[], Copy]) -> Copy | None:
-        """Launch the copy; None if the slots are withdrawn. Copier. Raises: as `launch`."""
-        with self._changed:
-            if not self._withdrawn:
-                try:
-                    self._copy = launch()
-                except Exception as error:
-                    self._error = error
-                    raise
-                finally:
-                    self._changed.notify_all()
-            return self._copy
-
-    def wait_launched(self, timeout_s: float | None) -> Copy | None:
-        """Wait until the copy is launched. None: it found no device memory, or it was not launched
-        within `timeout_s`, and the slots are withdrawn. Raises: what else the launch raised."""
-        with self._changed:
-            assert self._begun
-            self._withdrawn |= not self._changed.wait_for(lambda: self.settled, timeout_s)
-            if self._error is not None and not isinstance(self._error, torch.OutOfMemoryError):
-                raise self._error
-            return self._copy
+        """Wait until the copy, which the copier has, is launched, has failed, or is withdrawn."""
+        with contextlib.suppress(CancelledError):
+            self.launched.exception()
 
     def cancel(self) -> bool:
         """Withdraw the slots, unless the bytes have come. Returns whether it did."""
-        with self._changed:
-            self._withdrawn |= not self._begun
-            return not self._begun
+        with self._lock:
+            return not self.begun and self.launched.cancel()
 
     def withdraw(self) -> Copy | None:
         """The slots get another owner. Returns the copy that was launched, which may still write to
-        them; None: none was, and none will be."""
-        with self._changed:
-            self._withdrawn = True
-            return self._copy
+        them; None: none was, and none will be. Waits for a launch that has begun."""
+        with self._lock:
+            withdrawn = self.launched.cancel()
+        if withdrawn or self.launched.exception() is not None:
+            return None
+        return self.launched.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +140,15 @@ class Copier:
 
     def load(self, copy: SlotCopy, staged: StagedBlock) -> None:
         """Copy a block into its slots, and then stop being a holder of `staged`."""
-        self.launch_load(copy, staged, lambda: self._kv.load(staged.buffer, copy.slots, copy.after))
+        self.launch_load(
+            copy.launched, staged, lambda: self._kv.load(staged.buffer, copy.slots, copy.after)
+        )
 
-    def launch_load(self, copy: SlotCopy, staged: StagedBlock, launch: Callable[[], Copy]) -> None:
-        """The same with another copy, such as that of an end block."""
-        self._post(lambda: self._load(copy, staged, launch))
+    def launch_load(
+        self, launched: "Future[Copy]", staged: StagedBlock, launch: Callable[[], Copy]
+    ) -> None:
+        """The same with another copy, such as that of an end block. Args: launched: gets it."""
+        self._post(lambda: self._load(launched, staged, launch))
         self._hold_moves()
 
     def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
@@ -207,21 +177,16 @@ class Copier:
         self._kv.before_moves(stream)
         self._unordered = False
 
-    def wait_launched(self, copies: Sequence[SlotCopy]) -> list[Copy | None]:
-        """As `SlotCopy.wait_launched`, for all of these copies, which the copier was given."""
+    def wait_launched(self, launches: Sequence["Future[Copy]"]) -> list[Copy | None]:
+        """The copies of these launches, which the copier was given. None: the launch failed, or it
+        was late and is given up. A launch that has begun is waited for."""
         since_s = time.monotonic()
-        return [copy.wait_launched(self._patience_left_s(since_s)) for copy in copies]
-
-    def wait_saves_launched(self, saves: Sequence[Save]) -> list[Copy]:
-        """The copies of these saves. A save that is late is given up, and left out, as one that
-        failed."""
-        since_s = time.monotonic()
-        copies = []
-        for save in saves:
+        copies: list[Copy | None] = []
+        for launched in launches:
             with contextlib.suppress(TimeoutError, CancelledError):
-                save.launched.exception(self._patience_left_s(since_s))
-            if not save.launched.cancel() and save.launched.exception() is None:
-                copies.append(save.launched.result())
+                launched.exception(self._patience_left_s(since_s))
+            gone = launched.cancel() or launched.exception() is not None
+            copies.append(None if gone else launched.result())
         return copies
 
     def check(self) -> None:
@@ -259,22 +224,24 @@ class Copier:
             begun.end()
 
     def _load(
-        self, copy: SlotCopy, staged: StagedBlock, launch: Callable[[], Copy]
+        self, launched: "Future[Copy]", staged: StagedBlock, launch: Callable[[], Copy]
     ) -> _UnderWay | None:
-        try:
-            launched = copy.start(launch)
-        except torch.OutOfMemoryError as error:
-            logger.warning("a block is computed: no device memory to copy it (%s)", error)
-            launched = None
-        except Exception as error:
-            logger.exception("a block could not be copied to the device")
-            self._failure = self._failure or error
-            launched = None
-        if launched is None:
+        if not launched.set_running_or_notify_cancel():
             staged.release(used=False, reason="cancelled")
             return None
-
-        return _UnderWay(launched, lambda: staged.release(used=True, copy_s=launched.seconds()))
+        try:
+            copy = launch()
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                logger.warning("a block is computed: no device memory to copy it (%s)", error)
+            else:
+                logger.exception("a block could not be copied to the device")
+                self._failure = self._failure or error
+            launched.set_exception(error)
+            staged.release(used=False, reason="cancelled")
+            return None
+        launched.set_result(copy)
+        return _UnderWay(copy, lambda: staged.release(used=True, copy_s=copy.seconds()))
 
     def _save(self, save: Save, launch: Callable[[], Copy]) -> _UnderWay | None:
         if not save.launched.set_running_or_notify_cancel():

@@ -14,6 +14,7 @@ way, so the forwards that follow wait for its copy on the device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -159,7 +160,8 @@ class DeviceSlots:
         for launches, as long as the copier allows. Raises: the error of a copy."""
         slots = record.memory.slots
         copies = {b: slots[b] for b in blocks if b in slots}
-        found = dict(zip(copies, self._copier.wait_launched(list(copies.values())), strict=True))
+        launches = [copy.launched for copy in copies.values()]
+        found = dict(zip(copies, self._wait_launched(launches), strict=True))
         return [b for b in blocks if found.get(b) is None]
 
     # ---- from slots to the tree ----
@@ -193,14 +195,13 @@ class DeviceSlots:
         assert self._ends is not None
         end = self._ends.prepare(end)
         after = self._kv.fence()
-        copies = []
+        launches: list[Future[Copy]] = []
         for index, block in enumerate(blocks):
             staged = record.memory.staged.pop(block)
-            copies.append(SlotCopy(after))
-            copies[-1].begin()
+            launches.append(Future())
             launch = partial(self._ends.load, index, staged.buffer, end, after)
-            self._copier.launch_load(copies[-1], staged, launch)
-        launched = self._copier.wait_launched(copies)
+            self._copier.launch_load(launches[-1], staged, launch)
+        launched = self._wait_launched(launches)
         self._ends.order_forwards_after([copy for copy in launched if copy is not None])
         return None not in launched
 
@@ -305,8 +306,19 @@ class DeviceSlots:
 
     # ---- inside ----
 
+    def _wait_launched(self, launches: Sequence["Future[Copy]"]) -> list[Copy | None]:
+        """As `Copier.wait_launched`. Raises: the error of a launch, but for want of memory."""
+        found = self._copier.wait_launched(launches)
+        for launched, copy in zip(launches, found, strict=True):
+            if copy is None and not launched.cancelled():
+                error = launched.exception()
+                if error is not None and not isinstance(error, torch.OutOfMemoryError):
+                    raise error
+        return found
+
     def _order_forwards_after(self, copies: Iterable[SlotCopy]) -> list[Copy]:
-        launched = [c for c in self._copier.wait_launched(list(copies)) if c is not None]
+        found = self._wait_launched([copy.launched for copy in copies])
+        launched = [copy for copy in found if copy is not None]
         self._kv.order_forwards_after(launched)
         return launched
 
@@ -329,13 +341,11 @@ class DeviceSlots:
         try:
             # Behind the allocation: with larger pages, the device computes the slots' numbers.
             after = self._kv.fence()
-            copies = {b: SlotCopy(after) for b, _ in zip(blocks, range(count), strict=False)}
-            for copy, part in zip(copies.values(), slots.split(size), strict=True):
-                copy.slots = part
+            parts = slots.split(size)
+            return {b: SlotCopy(part, after) for b, part in zip(blocks, parts, strict=False)}
         except BaseException:
             self.free(slots)
             raise
-        return copies
 
     def _waste(self, record: PromptRecord, blocks: int, reason: str) -> None:
         if blocks:
