@@ -297,6 +297,24 @@ def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_r
         harness.nothing_is_left()
 
 
+def test_coordinator_trees_forgotten_request_is_a_failure_and_an_aborted_one_is_none() -> None:
+    """Other ranks hear of a failure in the next vote."""
+    with harness_of("window-state") as harness:
+        tree, coordinator = harness.side.tree, harness.coordinator
+        req = harness.prompt(harness.document)
+        tree.release_aborted_request(req)
+        tree.give_up_all()
+        assert not coordinator.live
+        assert not coordinator.failed
+        tree.forget(req.rid)
+        assert coordinator.failed
+        coordinator.failed = False
+        tree.forget_all()
+        assert coordinator.failed
+        harness.side.waiting.remove(req)
+        harness.side.drop(req)
+
+
 @kinds()
 @pytest.mark.parametrize("how", ["aborted", "back in the queue"])
 def test_coordinator_trees_prompt_that_goes_behind_an_attached_end_returns_its_state(
