@@ -194,16 +194,18 @@ class DeviceSlots:
         assert self._ends is not None
         end = self._ends.prepare(end)
         after = self._kv.fence()
-        copies = []
-        for index, block in enumerate(blocks):
-            staged = record.memory.staged.pop(block)
-            copies.append(SlotCopy(after))
-            copies[-1].begin()
-            launch = partial(self._ends.load, index, staged.buffer, end, after)
-            self._copier.launch_load(copies[-1], staged, launch)
-        launched = self._copier.wait_launched(copies)
-        self._ends.order_forwards_after([copy for copy in launched if copy is not None])
-        return None not in launched
+        copies: list[SlotCopy] = []
+        try:
+            for index, block in enumerate(blocks):
+                staged = record.memory.staged.pop(block)
+                copies.append(SlotCopy(after))
+                copies[-1].begin()
+                launch = partial(self._ends.load, index, staged.buffer, end, after)
+                self._copier.launch_load(copies[-1], staged, launch)
+            return None not in self._copier.wait_launched(copies)
+        finally:  # the slots may get another owner: no copy is launched from now on
+            launched = [copy.withdraw() for copy in copies]
+            self._ends.order_forwards_after([copy for copy in launched if copy is not None])
 
     # ---- from slots to an overlapped last step, and back ----
 
