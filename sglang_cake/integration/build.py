@@ -338,7 +338,7 @@ class CakeService:
         the next poll. A save that is late is given up, and its blocks are not stored; a copy that
         was launched is waited for, however long it takes.
         """
-        self._tree.forget_all()  # their slots are withdrawn from loads that are not launched
+        self._tree.give_up_all()  # their slots are withdrawn from loads that are not launched
         self.saving.wait_launched()
         self.kv.wait_for_copies()
 

@@ -244,6 +244,8 @@ class PrefillFit:
         tokens = self.cost.padded(work.tokens)
         x = np.array((1.0, tokens, work.pairs, work.decodes, prefix_tokens)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
+        if expected_s < _SHORTEST_S:  # only what this step has none of seems to take time
+            expected_s = took_s
         error = self.cost.error
         if self._seen:
             if telling:

@@ -370,7 +370,7 @@ def test_block_saving_pool_that_goes_leaves_whole_blocks_or_none(
 
     monkeypatch.setattr(copier, "wait_launched", waiting)
     forgotten: list[str] = []
-    tree = SimpleNamespace(forget_all=lambda: forgotten.append("all"))
+    tree = SimpleNamespace(give_up_all=lambda: forgotten.append("all"))
     service: Any = SimpleNamespace(_tree=tree, saving=saving, kv=kv)
     CakeService.pool_going(service)
     scramble(pool, 2)

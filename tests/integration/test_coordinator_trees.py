@@ -278,6 +278,44 @@ def test_coordinator_trees_end_block_that_is_late_leaves_the_state_of_its_reques
         harness.nothing_is_left()
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_coordinator_trees_error_of_an_end_block_withdraws_those_after_it(
+    running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their slots are free by the time that the copier gets to them."""
+    with harness_of("window-state") as harness:
+        slots, copier = harness.device_slots, harness.device_slots._copier
+        load_end, launch_load, later = slots.load_end, copier.launch_load, []
+
+        def launch(*copy: Any) -> None:
+            later.append(copy)
+            if len(later) == 1:
+                launch_load(*copy)
+
+        def fail(*args: Any) -> Copy:
+            raise Fault("a copy")
+
+        def load(*args: Any) -> bool:
+            monkeypatch.setattr(copier, "launch_load", launch)
+            monkeypatch.setattr(harness.side.ends.parts[0], "load", fail)
+            return load_end(*args)
+
+        if running:
+            req = running_prompt(harness)
+        else:
+            req = harness.prompt([*harness.document, *harness.question])
+            harness.open(*harness.keys)
+        monkeypatch.setattr(slots, "load_end", load)
+        with pytest.raises(Fault):
+            harness.prefill(req)
+        monkeypatch.undo()
+        loaded: list[object] = []
+        for copy, staged, _ in later[1:]:
+            launch_load(copy, staged, lambda: loaded.append("a block") or Copy())
+        assert len(later) > 1
+        assert not loaded
+
+
 def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -295,6 +333,24 @@ def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_r
         assert harness.side.compute(req, len(req.full_untruncated_fill_ids))
         harness.go(req)
         harness.nothing_is_left()
+
+
+def test_coordinator_trees_forgotten_request_is_a_failure_and_an_aborted_one_is_none() -> None:
+    """Other ranks hear of a failure in the next vote."""
+    with harness_of("window-state") as harness:
+        tree, coordinator = harness.side.tree, harness.coordinator
+        req = harness.prompt(harness.document)
+        tree.release_aborted_request(req)
+        tree.give_up_all()
+        assert not coordinator.live
+        assert not coordinator.failed
+        tree.forget(req.rid)
+        assert coordinator.failed
+        coordinator.failed = False
+        tree.forget_all()
+        assert coordinator.failed
+        harness.side.waiting.remove(req)
+        harness.side.drop(req)
 
 
 @kinds()

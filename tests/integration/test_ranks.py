@@ -2,6 +2,7 @@
 
 import math
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from faults import Fault
+
+from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 
 PATIENCE_S = 20.0
 
@@ -278,4 +281,151 @@ def test_ranks_diverged_records_end_on_both(ranks: TwoRanks) -> None:
     assert one is not None
     one.stats.prefill_s = 1.0  # for this rank its prefill is over
     assert ranks.poll("r") == [None, None]
+    assert ranks.live() == [[], []]
+
+
+# ---- behind a failure on one rank ----
+
+
+def fails(*args: Any) -> None:
+    raise Fault("on one rank")
+
+
+def fail_in_next_poll(ranks: TwoRanks, *rids: str) -> None:
+    """One rank alone fails while it takes its events."""
+    loader = ranks.harnesses[0].loader
+    drain, loader.drain = loader.drain, fails  # type: ignore[assignment, method-assign]
+    assert isinstance(ranks.poll(*rids)[0], Fault)
+    loader.drain = drain  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("where", ["loader.drain", "a copy", "a hook", "arrive"])
+def test_ranks_ask_their_trees_for_the_same_matches_when_one_fails(
+    ranks: TwoRanks, where: str
+) -> None:
+    """A match marks nodes as recently used, and the next eviction would take others."""
+    reqs = stored(ranks)
+    asked: list[list[str]] = [[], []]
+
+    def arrive(harness: CoordinatorHarness, rank: int) -> None:
+        def matched(tokens: Any, limit: int) -> int:
+            asked[rank].append("match")
+            return 0
+
+        harness.coordinator.arrive(reqs[rank], matched)  # type: ignore[arg-type]
+        harness.settle()
+
+    first = ranks.harnesses[0]
+    if where == "arrive":
+        first.adapter_error = Fault("adapter")
+        reqs[0].lora_id = reqs[1].lora_id = "adapter@a"
+    ranks.both(arrive)
+    assert asked == [["match"], ["match"]]
+    for _ in range(3):
+        assert ranks.poll("r") == [None, None]
+    for harness in ranks.harnesses:
+        harness.coordinator.tree_evicts = True
+    if where == "loader.drain":
+        fail_in_next_poll(ranks, "r")
+    elif where == "a copy":
+        first.device_slots._copier._failure = Fault("a copy")
+        assert isinstance(ranks.poll("r")[0], Fault)
+    elif where == "a hook":
+        first.coordinator.release("r")
+        assert ranks.poll("r") == [None, None]
+    assert asked[0] == asked[1]
+
+
+def test_ranks_look_up_evicted_prompts_again_where_one_tree_alone_has_evicted(
+    ranks: TwoRanks,
+) -> None:
+    """As behind a failure: the ranks agree on it, so that they go on alike."""
+    reqs = stored(ranks)
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))
+    assert ranks.poll("r") == [None, None]
+    ranks.both(lambda harness, rank: harness.evict(reqs[rank]))
+    ranks.harnesses[1].coordinator.tree_evicts = False
+    for _ in range(3):
+        assert ranks.poll("r") == [None, None]
+    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+
+
+def test_ranks_ask_the_same_waiting_prompts_after_one_failed() -> None:
+    """More prompts wait than a poll asks."""
+    ranks = TwoRanks(mode="auto")
+    try:
+        reqs = stored(ranks)
+        slots = ranks.harnesses[0].device_slots
+        stage, slots.stage = slots.stage, fails  # type: ignore[assignment, method-assign]
+        ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+        raised = [error for _ in range(3) for error in ranks.poll("r") if error is not None]
+        assert [type(error) for error in raised] == [Fault]
+        slots.stage = stage  # type: ignore[method-assign]
+        assert ranks.live() == [[], []]
+        rids = [f"r{number}" for number in range(RECONSIDERED + 4)]
+        for number, rid in enumerate(rids):
+            made = []
+            for harness in ranks.harnesses:
+                made.append(FakeReq(rid, array("q", range(1000 * number, 1000 * number + 67))))
+                harness.fill(made[-1].origin_input_ids, set(range(4)))
+            ranks.both(lambda harness, rank, made=made: harness.arrive(made[rank]))
+        assert ranks.poll(*rids) == [None, None]
+        for _ in range(3):
+            for harness in ranks.harnesses:
+                harness.step_costs.judged.clear()
+            assert ranks.poll(*rids) == [None, None]
+            one, other = (sorted(harness.step_costs.judged) for harness in ranks.harnesses)
+            assert one == other != []
+    finally:
+        ranks.close()
+
+
+def test_ranks_have_the_same_turns_of_tenants_after_one_failed() -> None:
+    ranks = TwoRanks(priority="fair")
+    try:
+        reqs = [req_of(400, "r") for _ in ranks.harnesses]
+        ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+        for _ in range(2):
+            assert ranks.poll("r") == [None, None]
+        first = ranks.harnesses[0].coordinator
+        first.release("r")  # as the boundary does, where a hook fails for it
+        first.failed = True
+        ranks.both(lambda harness, rank: harness.coordinator.claimed(reqs[rank], 5000))  # type: ignore[arg-type]
+        assert ranks.poll("r") == [None, None]
+        later = [harness.coordinator.queue_entry(req_of(2, "l")) for harness in ranks.harnesses]  # type: ignore[arg-type]
+        assert later[0].turn == later[1].turn
+    finally:
+        ranks.close()
+
+
+def test_ranks_have_the_same_clock_after_one_failed(ranks: TwoRanks) -> None:
+    """It counts how long requests without keys have waited."""
+    reqs = stored(ranks)
+    loads = ranks.harnesses[0].coordinator.prompt_loads
+    apply, loads.apply = loads.apply, fails  # type: ignore[assignment, method-assign]
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    assert isinstance(ranks.poll("r")[0], Fault)
+    loads.apply = apply  # type: ignore[method-assign]
+
+    plain = [req_of(4, "plain") for _ in ranks.harnesses]
+    more = stored(ranks, "more")
+    pairs = list(zip(ranks.harnesses, plain, strict=True))
+    for harness, req in pairs:
+        harness.coordinator.queue_entry(req)  # type: ignore[arg-type]
+    ranks.both(lambda harness, rank: harness.arrive(more[rank]))
+    assert ranks.poll("more", "plain") == [None, None]
+    one, other = (harness.coordinator.queue_entry(req).waited_s for harness, req in pairs)  # type: ignore[arg-type]
+    assert one == other
+
+
+def test_ranks_forget_decoding_requests_alike_after_one_failed(ranks: TwoRanks) -> None:
+    """No vote names them. The ranks agree with the next prompt."""
+    reqs, other = stored(ranks), stored(ranks, "other")
+    ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+    for _ in range(3):
+        assert ranks.poll("r") == [None, None]
+    assert ranks.both(lambda harness, rank: harness.step(reqs[rank])) == [None, None]
+    fail_in_next_poll(ranks)
+    ranks.both(lambda harness, rank: harness.arrive(other[rank]))
+    assert ranks.poll("other") == [None, None]
     assert ranks.live() == [[], []]

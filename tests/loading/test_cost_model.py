@@ -163,6 +163,20 @@ def test_prefill_fit_random_measurements_stay_finite_and_not_negative(
         assert 0 <= cost.error <= 1
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_prefill_fit_step_that_seems_to_take_no_time_is_learned_from(seen: bool) -> None:
+    """As in mixed chunks behind slow first steps: all time seemed to be that of decoding."""
+    fit = PrefillFit(PrefillCost.prior(hidden=4096, on_gpu=True))
+    if seen:
+        fit.observe(work_of(0, 512), 0.01)
+        fit.cost = PrefillCost(0.0, 0.0, 0.0, 2.6e-5, 0.3)
+    else:
+        fit.recall(PrefillCost(0.0, 0.0, 0.0, 2.6e-5, 0.3))
+    for _ in range(10):
+        fit.observe(work_of(0, 512), 0.01)
+    assert fit.cost.work_s(work_of(0, 512)) == pytest.approx(0.01, rel=0.2)
+
+
 def test_load_fit_latency_is_separated_from_block_time() -> None:
     fit = LoadFit(LoadCost(0.0, 1.0))
     for _ in range(20):

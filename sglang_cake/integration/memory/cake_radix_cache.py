@@ -141,8 +141,14 @@ class CakeRadixCache(UnifiedRadixCache):
     # ---- what the boundary calls ----
 
     def forget(self, rid: str) -> None:
-        """Compute this request without cake, and return all that it holds. If its overlapped last
-        step is scheduled, that happens after the step."""
+        """Cake failed: compute this request without it, and return all that it holds."""
+        if self.coordinator is not None:
+            self.coordinator.failed = True
+        self._give_up(rid)
+
+    def _give_up(self, rid: str) -> None:
+        """Return all that a request holds. If its overlapped last step is scheduled, that happens
+        after the step."""
         if self.overlap_runner is not None and not self.overlap_runner.leave(rid):
             return
         if self.coordinator is not None:
@@ -152,8 +158,14 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def forget_all(self) -> None:
         """The same for every request."""
+        if self.coordinator is not None:
+            self.coordinator.failed = True
+        self.give_up_all()
+
+    def give_up_all(self) -> None:
+        """Return all that requests hold: they are computed without cake."""
         for rid in [] if self.coordinator is None else self.coordinator.live:
-            self.forget(rid)
+            self._give_up(rid)
 
     def switch_off(self) -> None:
         """From now on this process does nothing for any request. With several ranks, cake takes
@@ -536,7 +548,7 @@ class CakeRadixCache(UnifiedRadixCache):
 
     @guarded("CakeRadixCache.release_aborted_request")
     def _aborted(self, request: Any) -> None:
-        self.forget(request.rid)
+        self._give_up(request.rid)
 
     @guarded("CakeRadixCache.reset")
     def _emptied(self) -> None:

@@ -81,13 +81,18 @@ class SlotCopy:
             return not self.begun and self.launched.cancel()
 
     def withdraw(self) -> Copy | None:
-        """The slots get another owner. Returns the copy that was launched, which may still write to
-        them; None: none was, and none will be. Waits for a launch that has begun."""
+        """As `withdraw` of its launch: the slots get another owner."""
         with self._lock:
-            withdrawn = self.launched.cancel()
-        if withdrawn or self.launched.exception() is not None:
-            return None
-        return self.launched.result()
+            self.launched.cancel()
+        return withdraw(self.launched)
+
+
+def withdraw(launched: "Future[Copy]") -> Copy | None:
+    """Give up a launch whose memory gets another owner. Returns the copy that was launched, which
+    may still be under way; None: none was, and none will be. Waits for a launch that has begun."""
+    if launched.cancel() or launched.exception() is not None:
+        return None
+    return launched.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +190,7 @@ class Copier:
         for launched in launches:
             with contextlib.suppress(TimeoutError, CancelledError):
                 launched.exception(self._patience_left_s(since_s))
-            gone = launched.cancel() or launched.exception() is not None
-            copies.append(None if gone else launched.result())
+            copies.append(withdraw(launched))
         return copies
 
     def check(self) -> None:

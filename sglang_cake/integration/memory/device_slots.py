@@ -22,7 +22,7 @@ import torch
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration.memory.copier import Copier, SlotCopy
+from sglang_cake.integration.memory.copier import Copier, SlotCopy, withdraw
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
@@ -196,14 +196,16 @@ class DeviceSlots:
         end = self._ends.prepare(end)
         after = self._kv.fence()
         launches: list[Future[Copy]] = []
-        for index, block in enumerate(blocks):
-            staged = record.memory.staged.pop(block)
-            launches.append(Future())
-            launch = partial(self._ends.load, index, staged.buffer, end, after)
-            self._copier.launch_load(launches[-1], staged, launch)
-        launched = self._wait_launched(launches)
-        self._ends.order_forwards_after([copy for copy in launched if copy is not None])
-        return None not in launched
+        try:
+            for index, block in enumerate(blocks):
+                staged = record.memory.staged.pop(block)
+                launches.append(Future())
+                launch = partial(self._ends.load, index, staged.buffer, end, after)
+                self._copier.launch_load(launches[-1], staged, launch)
+            return None not in self._wait_launched(launches)
+        finally:  # the slots may get another owner: no copy is launched from now on
+            copies = [withdraw(launched) for launched in launches]
+            self._ends.order_forwards_after([copy for copy in copies if copy is not None])
 
     # ---- from slots to an overlapped last step, and back ----
 

@@ -85,6 +85,7 @@ class Coordinator:
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
         tree_evicts: the tree was asked for slots since the last poll.
+        failed: cake failed on this rank since the ranks were last alike.
         spare_slots: slots that are free or can be evicted, without those that admitted requests
             may still need, as SGLang counts them.
         step_s: time that cake has taken of the step under way, see `timed`.
@@ -142,6 +143,7 @@ class Coordinator:
         self.off_everywhere = False
         self.waiting = False
         self.tree_evicts = False
+        self.failed = False
         self.spare_slots = math.inf
         self.step_s = 0.0
 
@@ -170,12 +172,12 @@ class Coordinator:
             return
         tokens = req.origin_input_ids + req.output_ids
         limit = self._limit(req, len(tokens))
+        # As on the other ranks, whatever fails here: it marks nodes as recently used.
+        front = matched(tokens, limit)
         if self.off_here:
-            matched(tokens, limit)  # as on the other ranks: it marks nodes as recently used
             return
         if self._is_taken(req):
             self._counters.add("unkeyed_requests", label="id")
-            matched(tokens, limit)
             return
         self.release(req.rid)  # a retracted request comes back under the same id
         media = self._media(req)
@@ -183,7 +185,7 @@ class Coordinator:
         if media is None or key_chain is None:
             if media is not None:
                 self._counters.add("unnamed_requests")
-            self._without_keys[req.rid] = Span(matched(tokens, limit), len(tokens))
+            self._without_keys[req.rid] = Span(front, len(tokens))
             return
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
@@ -191,6 +193,7 @@ class Coordinator:
             key_chain,
             tokens,
             limit=limit,
+            front=front,
             matched=partial(matched, tokens, limit),
             may_overlap=overlap,
             most_slots=most_slots,
@@ -312,8 +315,8 @@ class Coordinator:
         """Take the loader's events, agree on them, and give slots to landed blocks of the request
         that is served first.
 
-        An exception on this rank is raised at the end. Then this rank has no requests any more, and
-        those that it had have ended on every rank.
+        An exception on this rank is raised at the end. Then this rank has no requests any more. All
+        ranks begin anew in the next vote: they end their requests, and forget what they counted.
 
         Args:
             serving: ids of the requests that are being prefilled or wait for it, in order; the same
@@ -332,11 +335,12 @@ class Coordinator:
         self.step_s = 0.0
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._take_events(step_s))
-        if self.tree_evicts:
+        open_records = self._vote(serving)
+        if self.tree_evicts:  # on all ranks, after the vote, whose records are alike
             self.tree_evicts = False
             waiting = [rid for rid in serving if rid != chunked]
             self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
-        open_records = self._vote(serving)
+            open_records = self._vote(serving)
         if open_records:  # the reduction comes first, and takes place whatever fails
             self._attempt(failures, lambda: self._reconsider(self._agree(open_records), serving))
         self._attempt(failures, lambda: self._serve(serving))
@@ -560,6 +564,7 @@ class Coordinator:
             action()
         except Exception as error:
             failures.append(error)
+            self.failed = True
             self.release_all()
 
     def _take_events(self, step_s: float) -> None:
@@ -593,16 +598,31 @@ class Coordinator:
 
     def _vote(self, serving: Sequence[str]) -> list[PromptRecord]:
         """The requests that await the loader, in the same order on every rank. Requests that are
-        not in the same state on every rank end on all."""
+        not in the same state on every rank end on all. If a rank has failed, all begin anew."""
         if self._consensus.alone:
             return [record for record in self._records.values() if record.awaits_loader]
         rids = sorted(serving)
         records = [self._records.get(rid) for rid in rids]
-        for rid, same in zip(rids, self._consensus.vote(records), strict=True):
+        alike, failed, self.tree_evicts = self._consensus.vote(
+            records, failed=self.failed, evicts=self.tree_evicts
+        )
+        for rid, same in zip(rids, alike, strict=True):
             if not same:
                 self.release(rid)
+        if failed and rids:
+            self._begin_anew()
         live = (self._records.get(rid) for rid in rids)
         return [record for record in live if record is not None and record.awaits_loader]
+
+    def _begin_anew(self) -> None:
+        """A rank has failed: all ranks end their requests, those that decode too, and forget what
+        they counted, which that rank may have counted otherwise."""
+        self.failed = False
+        self.release_all()
+        self._tenants = TenantTokens()
+        self._unrecorded_since_s.clear()
+        self._reconsidered = 0
+        self.prompt_loads.now_s = 0.0
 
     def _agree(self, open_records: Sequence[PromptRecord]) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
@@ -733,6 +753,7 @@ class Coordinator:
         tokens: "array[int]",
         *,
         limit: int,
+        front: int = 0,
         matched: Callable[[], int] = lambda: 0,
         may_overlap: bool = False,
         most_slots: int = 0,
@@ -742,6 +763,7 @@ class Coordinator:
 
         Args:
             limit: so many leading tokens may be loaded.
+            front: so many leading tokens the tree has.
             stored: which full blocks are stored; None: a lookup will say.
         """
         load_id = self._load_id(req.rid)
@@ -758,7 +780,7 @@ class Coordinator:
                 page_tokens=self._page_tokens,
                 limit_tokens=limit,
                 prompt_tokens=max(0, len(tokens) - self.next_tokens),
-                front=matched(),
+                front=front,
                 end_blocks=self._end_blocks,
             ),
             local=LocalLoads(cost, served_since_s=arrived_s),

@@ -46,9 +46,12 @@ class RankConsensus:
         self._reduce_min(tensor)
         return bool(tensor.item())
 
-    def vote(self, records: Sequence[PromptRecord | None]) -> list[bool]:
+    def vote(
+        self, records: Sequence[PromptRecord | None], *, failed: bool, evicts: bool
+    ) -> tuple[list[bool], bool, bool]:
         """For each request, whether all ranks have a record of it in the same state. It keeps ranks
-        whose records differ from reducing different lists.
+        whose records differ from reducing different lists. Then, whether one of the ranks failed,
+        and whether the tree of one evicts.
 
         Every rank must call this at the same point of the same step with the same requests.
 
@@ -56,12 +59,14 @@ class RankConsensus:
             records: for each request, this rank's record.
         """
         if self._reduce_min is None or not records:
-            return [record is not None for record in records]
+            return [record is not None for record in records], failed, evicts
         own = [_GONE if record is None else _state(record) for record in records]
+        own += [failed, evicts]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
-        return [low == -high != _GONE for low, high in zip(least, most, strict=True)]
+        same = [low == -high != _GONE for low, high in zip(least, most, strict=True)]
+        return same[:-2], bool(most[-2]), bool(most[-1])
 
     def agree(
         self, records: Sequence[PromptRecord], prefill: PrefillCost, busy_s: float
