@@ -70,7 +70,6 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
-from sglang_cake.stores.lazy_store import LazySource
 from sglang_cake.stores.open_store import open_slices, sources_of_setting
 from sglang_cake.stores.request_recording import TraceFile
 from sglang_cake.stores.url import redacted
@@ -422,7 +421,7 @@ class CakeService:
             pin=self._pin if self.kv.device.type == "cuda" else None,
         )
         return open_slices(
-            [LazySource(source) for source in sources],
+            sources,
             group_namespaces(namespace, self._groups),
             self.kv.layout,
             codec=self._config.codec,
@@ -448,10 +447,7 @@ class CakeService:
         while True:
             store = self._store
             if store is not None and metrics is not None:
-                metrics.publish_events(store)
-                stats = await _stats(store)
-                if stats is not None:
-                    metrics.publish(store, stats)
+                metrics.publish(store, await _stats(store))
             if time.monotonic() >= costs_due_s:
                 costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
                 await asyncio.to_thread(self._write_costs)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
@@ -12,20 +11,13 @@ from sglang_cake.stores.base import (
     BlockInfo,
     LentBlock,
     Store,
-    StoredNamespace,
-    StoreLayer,
     StoreSource,
     StoreStats,
-    describe,
-    events_of,
-    lend,
-    report_access,
-    tiers_of,
 )
 from sglang_cake.stores.request_facts import RequestFacts
 
 
-class LazyStore:
+class LazyStore(Store):
     """Implements `Store`. Every call tries to open the store, and raises StoreUnavailable if that
     fails. The caller decides how often to try."""
 
@@ -46,13 +38,13 @@ class LazyStore:
         return await (await self._opened()).contains(keys)
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        await report_access(await self._opened(), keys, facts)
+        await (await self._opened()).on_access(keys, facts)
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        return tiers_of(self._store, keys)
+        return super().sources(keys) if self._store is None else self._store.sources(keys)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        return lend(self._store, key)
+        return None if self._store is None else self._store.lend(key)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -70,7 +62,7 @@ class LazyStore:
             yield block
 
     def events(self) -> Mapping[str, int]:
-        return events_of(self._store)
+        return {} if self._store is None else self._store.events()
 
     async def stats(self) -> StoreStats:
         return await (await self._opened()).stats()
@@ -102,22 +94,3 @@ class LazyStore:
                 except ConfigError as error:  # the server runs already: the store stays left out
                     raise StoreUnavailable(str(error)) from error
             return self._store
-
-
-@dataclass(frozen=True, slots=True)
-class LazySource:
-    """Implements `StoreSource`: stores of another source, opened by their first call."""
-
-    inner: StoreSource
-
-    def check(self) -> None:
-        self.inner.check()
-
-    def open(self, frame: BlockFrame, *, depth: int) -> Store:
-        return LazyStore(self.inner, frame, depth=depth)
-
-    async def namespaces(self) -> list[StoredNamespace]:
-        return await self.inner.namespaces()
-
-    def describe(self) -> StoreLayer:
-        return StoreLayer("LazyStore", {}, (describe(self.inner),))

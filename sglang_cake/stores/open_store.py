@@ -6,16 +6,14 @@ here. Outermost first; a layer in brackets exists only with the setting beside i
         CountedStore              codec `raw`, or
         EncodedStore              any other codec
           [TieredStore]           several URLs, one tier each
-            [LazyStore]           in a server: opened at its first call
+            LazyStore             opened at its first call
               [EncryptedStore]    ?key_file=
                 [ThrottledStore]  ?bandwidth=
                   HostMemoryStore, FileStore, HttpStore, S3Store, MooncakeStore, or a third
                   party's store
 """
 
-import asyncio
 import importlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from typing import Any, Final
 from sglang_cake.codecs.frame import BlockFrame, encoded_frame
 from sglang_cake.core.codec_names import RAW
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.host_memory import Pin
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -33,7 +30,7 @@ from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
 from sglang_cake.stores.encoded import chains_of, encoded_store
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
-from sglang_cake.stores.lazy_store import LazySource, LazyStore
+from sglang_cake.stores.lazy_store import LazyStore
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -155,15 +152,9 @@ def open_slices(
     counters = counters or Counters()
     cut = layout.sliced(len(namespaces))
     stores: list[Store] = []
-    try:
-        for namespace in namespaces:
-            own = SliceCounters(counters) if stores else counters
-            stores.append(
-                open_blocks(sources, namespace, cut, depth=depth, counters=own, **options)
-            )
-    except (ConfigError, StoreUnavailable):
-        _close_all(stores)
-        raise
+    for namespace in namespaces:
+        own = SliceCounters(counters) if stores else counters
+        stores.append(open_blocks(sources, namespace, cut, depth=depth, counters=own, **options))
     store = stores[0] if len(stores) == 1 else HeadSliceStore(stores, layout, depth=depth)
     return store if trace is None else RequestRecordingStore(store, trace)
 
@@ -175,50 +166,23 @@ def open_store(
     depth: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Store:
-    """Open a namespace without codec; the caller closes it. May block on a disk for a moment.
-
-    Several sources are the tiers of one store, fastest first. A tier that cannot be opened now is
-    opened later; one open tier is enough.
+    """A namespace without codec; the caller closes it. No I/O: each source is opened by the first
+    call, and again until that works.
 
     Args:
+        sources: several are the tiers of one store, fastest first.
         depth: calls of each kind that should be served at once.
         clock: seconds, monotonic; for pauses of tiers that fail.
-
-    Raises: StoreUnavailable; ConfigError if the namespace that is there is another one.
     """
-    if len(sources) == 1:
-        return sources[0].open(frame, depth=depth)
-    stores: list[Store] = []
-    failures: list[StoreUnavailable] = []
-    try:
-        for source in sources:
-            try:
-                stores.append(source.open(frame, depth=depth))
-            except StoreUnavailable as error:
-                failures.append(error)
-                stores.append(LazyStore(source, frame, depth=depth))
-        if len(failures) == len(sources):
-            raise failures[0]
-    except (ConfigError, StoreUnavailable):
-        _close_all(stores)
-        raise
+    stores = [LazyStore(source, frame, depth=depth) for source in sources]
+    if len(stores) == 1:
+        return stores[0]
     return TieredStore(stores, block_bytes=frame.payload_bytes, clock=clock)
-
-
-def _close_all(stores: list[Store]) -> None:
-    async def close() -> None:
-        for store in stores:
-            await store.close()
-
-    # In a thread of its own, since this thread may run an event loop.
-    thread = threading.Thread(target=lambda: asyncio.run(close()), name="cake-close")
-    thread.start()
-    thread.join()
 
 
 def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:
     """Layers that `open_blocks` opens for a server without a trace file. Opens nothing."""
-    tiers = tuple(describe(LazySource(source)) for source in sources)
+    tiers = tuple(StoreLayer("LazyStore", {}, (describe(source),)) for source in sources)
     inner = tiers[0] if len(tiers) == 1 else StoreLayer("TieredStore", {}, tiers)
     if codec == RAW:
         return StoreLayer("CountedStore", {}, (inner,))

@@ -11,16 +11,11 @@ from sglang_cake.stores.base import (
     LentBlock,
     Store,
     StoreStats,
-    events_of,
-    lend,
-    remove_description,
-    report_access,
-    tiers_of,
 )
 from sglang_cake.stores.request_facts import RequestFacts
 
 
-class WrapperStore:
+class WrapperStore(Store):
     """Implements `Store` by passing every call to `inner`, which is closed with it.
 
     A subclass overrides the calls that it changes.
@@ -36,12 +31,10 @@ class WrapperStore:
         return await self.inner.contains(keys)
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`."""
-        await report_access(self.inner, keys, facts)
+        await self.inner.on_access(keys, facts)
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        """As in `TierHints`."""
-        return tiers_of(self.inner, keys)
+        return self.inner.sources(keys)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -58,12 +51,10 @@ class WrapperStore:
         return self.inner.list_blocks()
 
     def events(self) -> Mapping[str, int]:
-        """As in `Counting`."""
-        return events_of(self.inner)
+        return self.inner.events()
 
     async def remove_description(self) -> None:
-        """As in `Describing`."""
-        await remove_description(self.inner)
+        await self.inner.remove_description()
 
     async def stats(self) -> StoreStats:
         return await self.inner.stats()
@@ -88,8 +79,7 @@ class CountedStore(WrapperStore):
         return size_bytes
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """As in `Lending`."""
-        lent = lend(self.inner, key)
+        lent = self.inner.lend(key)
         if lent is not None:
             count_read(self._counters, lent.buffer.view.nbytes)
         return lent

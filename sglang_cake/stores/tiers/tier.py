@@ -18,10 +18,11 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import InMemory, KeptBlock, LentBlock, Store, StoreStats
+from sglang_cake.stores.base import KeptBlock, LentBlock, Store, StoreStats
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
 from sglang_cake.stores.lazy_store import LazyStore
 from sglang_cake.stores.link_speed import LinkSpeed
+from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.threads import check_stop, run_stoppable
 
 logger = logging.getLogger(__name__)
@@ -307,7 +308,7 @@ class Tier:
             self.copies.buffers.give(buffer)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """As in `Lending`; None while the tier is left out."""
+        """As in `Store`; None while the tier is left out."""
         memory = self.memory
         if memory is None or not self.serves:
             return None
@@ -332,13 +333,13 @@ class Tier:
         return fresh
 
     @property
-    def memory(self) -> InMemory | None:
+    def memory(self) -> HostMemoryStore | None:
         """The store of a tier in memory, if it is open."""
         store = self.store.opened if isinstance(self.store, LazyStore) else self.store
-        return store if isinstance(store, InMemory) else None
+        return store if isinstance(store, HostMemoryStore) else None
 
-    async def promote(self, memory: InMemory, key: BlockKey, data: memoryview) -> bool:
-        """As in `InMemory`; any other failure is a StoreUnavailable."""
+    async def promote(self, memory: HostMemoryStore, key: BlockKey, data: memoryview) -> bool:
+        """As in `HostMemoryStore`; any other failure is a StoreUnavailable."""
         fresh = await self._watched(self.writing, memory.promote(key, data))
         if fresh:
             self.counts.put_blocks += 1

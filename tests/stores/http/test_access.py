@@ -38,7 +38,7 @@ from sglang_cake.stores.http.protocol import (
     list_path,
     touched_path,
 )
-from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, block_of, read
@@ -78,7 +78,7 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
 
 
 def opened_url(url):
-    return closing(open_store(parse_sources(url), FRAME, depth=2))
+    return closing(parse_sources(url)[0].open(FRAME, depth=2))
 
 
 async def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):
@@ -251,7 +251,7 @@ async def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
             new = next_cert.read_text().strip()
             await asyncio.to_thread(lambda: poll(lambda: shown() == new, "the new one is shown"))
             assert await read(store, A) == block_of("a")  # over the connection that is open
-            other = open_store(parse_sources(url), FRAME, depth=2)  # needs a new connection
+            other = parse_sources(url)[0].open(FRAME, depth=2)  # needs a new connection
             with pytest.raises(StoreUnavailable):
                 await read(other, A)
             failures = other.counters.failures
