@@ -216,55 +216,6 @@ class EncodedStore(WrapperStore):
         ready(self._layout, payload, out.cast("B"))
 
 
-def encoded_store(
-    inner: Store,
-    layout: BlockLayout,
-    chains: dict[str, Chain],
-    *,
-    codec: str,
-    max_error: float,
-    payload_bytes: int,
-    depth: int,
-    counters: Counters,
-    on_device: bool,
-) -> EncodedStore:
-    """A store of blocks that are encoded by `codec`.
-
-    Args:
-        inner: as for `EncodedStore`. With `auto` and tiers, the codec is chosen for each tier.
-        chains: from `chains_of`.
-        max_error: of `auto`.
-    """
-    from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
-
-    link = LinkSpeed()
-    encode: Encode
-    if codec == AUTO:
-        links = inner.links() if isinstance(inner, TieredStore) else [link]
-        encode = AutoCodec(
-            layout,
-            chains,
-            max_error=max_error,
-            links=[each.bytes_per_s for each in links],
-            decode_threads=decode_threads(depth),
-            counters=counters,
-            on_device=on_device,
-        ).encode
-    else:
-        encode = FixedCodec(layout, codec, chains[codec]).encode
-    return EncodedStore(
-        inner,
-        layout,
-        encode,
-        link=link,
-        counters=counters,
-        payload_bytes=payload_bytes,
-        depth=depth,
-        by_tier=codec == AUTO,
-        on_device=on_device,
-    )
-
-
 def check_codec(
     layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
 ) -> None:

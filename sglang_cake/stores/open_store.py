@@ -21,16 +21,16 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from sglang_cake.codecs.frame import BlockFrame, encoded_frame
-from sglang_cake.core.codec_names import RAW
+from sglang_cake.core.codec_names import AUTO, RAW
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.host_memory import Pin
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
-from sglang_cake.stores.encoded import chains_of, encoded_store
+from sglang_cake.stores.encoded import Encode, EncodedStore, chains_of, decode_threads
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
-from sglang_cake.stores.lazy_store import LazyStore
+from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -42,7 +42,7 @@ from sglang_cake.stores.url import (
     parse_bandwidth,
     split_urls,
 )
-from sglang_cake.stores.wrapper_store import CountedStore
+from sglang_cake.stores.wrapper_store import CountedStore, LazyStore
 
 ENTRY_POINTS: Final = "sglang_cake.stores"
 
@@ -97,7 +97,8 @@ def open_blocks(
     counters: Counters | None = None,
     on_device: bool = False,
 ) -> Store:
-    """Open a namespace for a server; the caller closes it.
+    """Open a namespace for a server; the caller closes it. With `auto` and several sources, the
+    codec is chosen for each tier.
 
     Compiles the kernels of the codec, which takes seconds the first time.
 
@@ -107,28 +108,42 @@ def open_blocks(
         rope_theta: see `catalogue.chain_of`.
         on_device: see `EncodedStore`; ignored with codec `raw`.
 
-    Raises: StoreUnavailable; ConfigError, also if the codec cannot encode such blocks.
+    Raises: ConfigError if the codec cannot encode such blocks.
     """
     counters = counters or Counters()
-    store: Store
+    frame = encoded_frame(namespace, layout, codec)
     if codec == RAW:
-        inner = open_store(sources, BlockFrame(namespace, layout), depth=depth)
-        store = CountedStore(inner, counters)
-    else:
-        chains = chains_of(layout, codec, max_error, rope_theta)
-        frame = encoded_frame(namespace, layout, codec)
-        store = encoded_store(
-            open_store(sources, frame, depth=depth),
+        return CountedStore(open_store(sources, frame, depth=depth), counters)
+    from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
+
+    chains = chains_of(layout, codec, max_error, rope_theta)
+    inner = open_store(sources, frame, depth=depth)
+    link = LinkSpeed()
+    encode: Encode
+    if codec == AUTO:
+        links = inner.links() if isinstance(inner, TieredStore) else [link]
+        encode = AutoCodec(
             layout,
             chains,
-            codec=codec,
             max_error=max_error,
-            payload_bytes=frame.payload_bytes,
-            depth=depth,
+            links=[each.bytes_per_s for each in links],
+            decode_threads=decode_threads(depth),
             counters=counters,
             on_device=on_device,
-        )
-    return store
+        ).encode
+    else:
+        encode = FixedCodec(layout, codec, chains[codec]).encode
+    return EncodedStore(
+        inner,
+        layout,
+        encode,
+        link=link,
+        counters=counters,
+        payload_bytes=frame.payload_bytes,
+        depth=depth,
+        by_tier=codec == AUTO,
+        on_device=on_device,
+    )
 
 
 def open_slices(

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores.lazy_store import LazyStore
+from sglang_cake.stores.wrapper_store import LazyStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 

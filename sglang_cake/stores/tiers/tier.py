@@ -20,10 +20,10 @@ from sglang_cake.core.errors import (
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import KeptBlock, LentBlock, Store, StoreStats
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
-from sglang_cake.stores.lazy_store import LazyStore
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.wrapper_store import LazyStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
