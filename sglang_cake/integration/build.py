@@ -70,7 +70,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
-from sglang_cake.stores.open_store import open_slices, sources_of_setting
+from sglang_cake.stores.open_store import open_slices, parse_sources
 from sglang_cake.stores.request_recording import TraceFile
 from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
@@ -345,7 +345,7 @@ class CakeService:
 
         Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
         """
-        sources_of_setting(setting, self._config.eviction_policy)
+        parse_sources(setting, self._config.eviction_policy)
         is_other = setting != self.setting
         self.setting = setting
         self.coordinator.store_detached = False
@@ -414,7 +414,7 @@ class CakeService:
 
     def _open(self, namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works."""
-        sources = sources_of_setting(
+        sources = parse_sources(
             self.setting,
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
@@ -438,7 +438,7 @@ class CakeService:
             return pin(arena, self.kv.device)
 
     def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
-        tiers = len(sources_of_setting(self.setting, self._config.eviction_policy))
+        tiers = len(parse_sources(self.setting, self._config.eviction_policy))
         return None if labels is None else StoreMetrics(labels, tiers)
 
     async def _watch(self, metrics: StoreMetrics | None) -> None:

@@ -16,7 +16,7 @@ here. Outermost first; a layer in brackets exists only with the setting beside i
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any, Final
 
@@ -204,33 +204,18 @@ def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:
     return StoreLayer("EncodedStore", {"codec": codec}, (inner,))
 
 
-def sources_of_setting(
-    setting: str | None, policy: str, *, sharers: int = 1, pin: Pin | None = None
-) -> list[StoreSource]:
-    """Sources of `--cake-store`; None is a file store in the user's cache folder.
-
-    Args:
-        sharers: processes of this machine that open them.
-        pin: for host memory that a device copies from.
-
-    Raises: ConfigError.
-    """
-    if setting is None:
-        return [default_source(policy)]
-    return parse_sources(setting, policy, sharers=sharers, pin=pin)
-
-
 def parse_sources(
-    text: str,
+    text: str | None,
     policy: str = DEFAULT_POLICY,
     *,
     reads_count: bool = True,
     sharers: int = 1,
     pin: Pin | None = None,
 ) -> list[StoreSource]:
-    """Sources of `URL[,URL...]`, fastest first. No I/O but imports.
+    """Sources of a `--cake-store`, `URL[,URL...]`, fastest first. No I/O but imports.
 
     Args:
+        text: None is a file store in the user's cache folder.
         policy: eviction policy of file and memory stores whose URL names none.
         reads_count: reads are accesses for eviction.
         sharers: processes of this machine that open the stores.
@@ -238,8 +223,12 @@ def parse_sources(
 
     Raises: ConfigError, one line that names the bad part and the allowed values.
     """
-    urls = split_urls(text, policy, reads_count=reads_count, sharers=sharers, pin=pin)
-    return [_source(url) for url in urls]
+    if text is None:
+        return [default_source(policy)]
+    return [
+        _source(replace(url, policy=policy, reads_count=reads_count, sharers=sharers, pin=pin))
+        for url in split_urls(text)
+    ]
 
 
 def _source(url: StoreUrl) -> StoreSource:
