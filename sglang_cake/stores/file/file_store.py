@@ -191,7 +191,7 @@ class FileSource:
 
     def describe(self) -> StoreLayer:
         settings = {
-            "path": str(self.path),
+            "path": self.path,
             "capacity_bytes": self.capacity_bytes,
             "min_free_bytes": self.min_free_bytes,
             "policy": self.policy,

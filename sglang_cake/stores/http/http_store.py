@@ -420,11 +420,7 @@ class HttpSource:
             await transport.close()
 
     def describe(self) -> StoreLayer:
-        settings = {
-            "base": self.base,
-            "token_file": None if self.token_file is None else str(self.token_file),
-            "ca": None if self.ca is None else str(self.ca),
-        }
+        settings = {"base": self.base, "token_file": self.token_file, "ca": self.ca}
         return StoreLayer("HttpStore", settings)
 
     def locate(self) -> Endpoint:

@@ -1,6 +1,7 @@
 """One bucket, or a part of it. Only this module calls botocore."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -148,18 +149,15 @@ class S3Bucket:
         self._connections = connections
         self.counters = RemoteCounters()
         self._circuits: list[Circuit] = []
-
-        def circuit(kind: str) -> Circuit:
-            return Circuit(
-                str(place),
-                kind,
-                self.counters,
-                limits,
-                group=self._circuits,
-                redial=self._redial,
-                clock=clock,
-            )
-
+        circuit = functools.partial(
+            Circuit,
+            str(place),
+            counters=self.counters,
+            limits=limits,
+            group=self._circuits,
+            redial=self._redial,
+            clock=clock,
+        )
         self._lookups = circuit("lookups")
         self._reads = circuit(READS)
         self._writes = circuit("writes")
