@@ -237,7 +237,6 @@ class HttpStore(Store):
                 raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
             block = IncomingBlock(self._frame, key, out, progress)
             async for piece in response.content.iter_any():
-                self.counters.received_bytes += len(piece)
                 block.feed(piece)
             return block.finish()
 
@@ -269,9 +268,7 @@ class HttpStore(Store):
             yield header
             for start in range(0, len(body), PIECE_BYTES):
                 # A copy, because the transport may still buffer it after a cancellation.
-                piece = bytes(body[start : start + PIECE_BYTES])
-                self.counters.sent_bytes += len(piece)
-                yield piece
+                yield bytes(body[start : start + PIECE_BYTES])
 
         async with self._transport.request(
             "PUT",

@@ -199,7 +199,7 @@ class S3Bucket:
                 if refused.no_such_object:
                     raise BlockMissing(str(refused)) from refused
                 raise
-            body = ObjectBody(answer["Body"], answer.get("ContentLength"), self.counters)
+            body = ObjectBody(answer["Body"], answer.get("ContentLength"))
             try:
                 yield body
             finally:
@@ -214,7 +214,6 @@ class S3Bucket:
         try:
             if self._conditional:
                 await self._call("put_object", Key=name, Body=body, IfNoneMatch="*")
-                self.counters.sent_bytes += len(body)
                 return True
         except S3Error as refused:
             if refused.there_already:
@@ -228,7 +227,6 @@ class S3Bucket:
             await self._call("put_object", Key=name, Body=body)
         except S3Error as refused:
             raise _full_or_not(refused) from refused
-        self.counters.sent_bytes += len(body)
         return True
 
     async def delete(self, name: str) -> None:
@@ -429,10 +427,9 @@ class _BoundedAnswer:
 class ObjectBody:
     """The bytes of one object, while they arrive."""
 
-    def __init__(self, stream: Any, length_bytes: int | None, counters: RemoteCounters) -> None:
+    def __init__(self, stream: Any, length_bytes: int | None) -> None:
         self._stream = stream
         self.length_bytes = length_bytes
-        self._counters = counters
 
     async def read(self, at_most: int) -> bytes:
         """The bytes that have arrived, at least one; empty at the end. Raises: StoreUnavailable.
@@ -443,7 +440,6 @@ class ObjectBody:
             data: bytes = await self._stream.read(at_most)
         except Exception as error:
             raise _foreign(error) from error
-        self._counters.received_bytes += len(data)
         return data
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from http_servers import (
     framed,
     make_certificate,
     own_token,
+    parse_metrics,
     poll,
     put_block,
     put_description,
@@ -134,9 +135,16 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
     (tmp_path / "readers").mkdir()
     readers, writers = write_token(tmp_path / "readers", OTHER), write_token(tmp_path)
     server = OurServer(*(tmp_path / "root", "--token-file", writers, "--read-token-file", readers))
+
+    def received():
+        return parse_metrics(ask(server, "GET", "/metrics", token=OTHER)[2].decode())[
+            "received_bytes_total"
+        ]
+
     try:
         async with opened_url(f"{server.base}?token_file={writers}") as store:
             assert await store.put(A, block_of("a"))
+        before = received()
         async with opened_url(f"{server.base}?token_file={readers}") as store:
             assert await store.contains([A, B]) == [True, False]
             for _ in range(10):
@@ -147,7 +155,8 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
             await store.on_access([A], RequestFacts("id", 1))
             assert [block.key async for block in store.list_blocks()] == [A]
             assert await read(store, A) == block_of("a")
-            assert store.counters.failures == store.counters.sent_bytes == 0
+            assert store.counters.failures == 0
+        assert received() == before
         path = description_path(FRAME.digest)
         assert ask(server, "PUT", path, b"{}", token=OTHER)[0] == 403
     finally:
