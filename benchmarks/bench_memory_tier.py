@@ -68,7 +68,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
-from sglang_cake.stores.base import Store, lend
+from sglang_cake.stores.base import Store
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
 from sglang_cake.stores.open_store import open_blocks, parse_sources
@@ -324,7 +324,7 @@ def hits(folder: Path, *, layers: int, rounds: int) -> list[dict[str, Any]]:
             copy_in_pieces(place, staging, lambda: None)
 
         async def as_it_is() -> None:
-            lent = lend(moved_up, key)
+            lent = moved_up.lend(key)
             assert lent is not None
             copy_in_pieces(place, lent.buffer.view, lambda: None)
             lent.release()

@@ -14,7 +14,7 @@ from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
 from sglang_cake.stores.url import StoreUrl
 
 SCHEMA = """
@@ -27,7 +27,7 @@ SCHEMA = """
 Result = TypeVar("Result")
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """Implements `Store`. One thread owns the connection, so calls run one after another."""
 
     def __init__(self, path: Path, frame: BlockFrame) -> None:

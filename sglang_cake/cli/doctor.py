@@ -33,7 +33,7 @@ from sglang_cake.core.host_memory import available_bytes, buffer_counts, mib
 from sglang_cake.simulator.hardware import GPUS
 from sglang_cake.simulator.shapes import Shape, find_shape
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.open_store import sources_of_setting
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import redacted, split_urls
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def memory_finding(
 
 def stores_of(config: CakeConfig) -> list[NamedStore]:
     """The stores of the settings, a tier each. Raises: ConfigError."""
-    sources = sources_of_setting(config.store, config.eviction_policy)
+    sources = parse_sources(config.store, config.eviction_policy)
     if config.store is None:
         return [NamedStore("default", source) for source in sources]
     urls = split_urls(config.store)

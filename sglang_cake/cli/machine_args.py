@@ -174,8 +174,11 @@ def parse_server(args: argparse.Namespace, slower: float = 1.0) -> ServerSpec:
     )
 
 
-def parse_lengths(text: str) -> list[int]:
+def parse_lengths(text: str, flag: str) -> list[int]:
     """Prompt lengths in tokens from text such as `4096,16k`, where k is 1024.
+
+    Args:
+        flag: names the text in an error.
 
     Raises:
         ConfigError: the text has another form, or a length is not from 1 to 10,000,000.
@@ -186,7 +189,7 @@ def parse_lengths(text: str) -> list[int]:
         thousands = digits.endswith("k")
         digits = digits.removesuffix("k")
         if not (digits.isascii() and digits.isdigit() and 0 < int(digits) <= 10_000_000):
-            raise ConfigError(f"--prompt-tokens {text!r}: write for example 4096,16k")
+            raise ConfigError(f"{flag} {text!r}: write for example 4096,16k")
         lengths.append(int(digits) * (1024 if thousands else 1))
     return lengths
 

@@ -58,7 +58,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     slower = (1.0,) if args.efficiency is not None else (1 / UNSURE, 1.0, UNSURE)
     ends = [parse_server(args, factor) for factor in slower]
     server = ends[len(ends) // 2]
-    lengths = parse_lengths(args.prompt_tokens)
+    lengths = parse_lengths(args.prompt_tokens, "--prompt-tokens")
     reason = _impossible(server)
     refused = {n: reason or _too_long(server, n) for n in lengths}
     rows = [{"tokens": n, **_row(ends, n)} for n, why in refused.items() if why is None]

@@ -61,7 +61,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search every length. Raises: ConfigError, RunaheadError; measurements are kept."""
-    lengths = _lengths(args.lengths)
+    from sglang_cake.cli.machine_args import parse_lengths
+
+    lengths = sorted(set(parse_lengths(args.lengths, "--lengths")))
     if args.workers < 2 or args.repeats < 1 or args.points < 3 or args.points % 2 == 0:
         raise ConfigError("runahead search needs 2 workers or more, a repeat, and 3, 5, ... points")
     page_tokens = _page_tokens(args.url)
@@ -188,12 +190,3 @@ def _page_tokens(url: str) -> int:
             return int(found["page_size"])
     except Exception as error:  # any server may answer, with anything
         raise ConfigError(f"--url {url}: no SGLang server answers there ({error})") from None
-
-
-def _lengths(text: str) -> list[int]:
-    from sglang_cake.cli.machine_args import parse_lengths
-
-    try:
-        return sorted(set(parse_lengths(text)))
-    except ConfigError:
-        raise ConfigError(f"--lengths {text!r}: write for example 4096,16k") from None

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: an argument is invalid, or the plot cannot be written.
     """
     server = parse_server(args)
-    lengths = parse_lengths(args.prompt_tokens)
+    lengths = parse_lengths(args.prompt_tokens, "--prompt-tokens")
     _check(args)
     if args.fluctuate is not None:
         server = _with_fluctuating_speed(server, args.fluctuate)

@@ -33,7 +33,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
 from sglang_cake.demo.models import kv_token_bytes
-from sglang_cake.stores.base import Store, StoreStats, remove_description
+from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.file.disk import FOLDER_BYTES
 from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
@@ -340,7 +340,7 @@ async def _delete(store: Store, keys: list[BlockKey]) -> None:
         await store.delete(keys[turn])
 
     await _timed(len(keys), delete, 4)
-    await remove_description(store)
+    await store.remove_description()
 
 
 # ---- for a model ----

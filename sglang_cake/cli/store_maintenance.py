@@ -30,7 +30,7 @@ from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest
-from sglang_cake.stores.base import BlockInfo, remove_description
+from sglang_cake.stores.base import BlockInfo
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.url import parse_size
 
@@ -311,7 +311,7 @@ async def _delete(
                 bar.update(1)
 
             await for_each(blocks or store.list_blocks(), delete, DEFAULT_DEPTH)
-        await remove_description(store)
+        await store.remove_description()
     return deleted
 
 

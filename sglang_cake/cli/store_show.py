@@ -74,7 +74,7 @@ def add_describe(subparsers: Any) -> None:
 
 def _print_layers(args: argparse.Namespace) -> int:
     found = describe_store(parse_sources(args.url), args.codec)
-    print(json.dumps(asdict(found)) if args.json else "\n".join(_layer_lines(found)))
+    print(json.dumps(asdict(found), default=str) if args.json else "\n".join(_layer_lines(found)))
     return 0
 
 

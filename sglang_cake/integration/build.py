@@ -71,8 +71,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
-from sglang_cake.stores.lazy_store import LazySource
-from sglang_cake.stores.open_store import open_slices, sources_of_setting
+from sglang_cake.stores.open_store import open_slices, parse_sources
 from sglang_cake.stores.request_recording import TraceFile
 from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
@@ -349,7 +348,7 @@ class CakeService:
 
         Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
         """
-        sources_of_setting(setting, self._config.eviction_policy)
+        parse_sources(setting, self._config.eviction_policy)
         is_other = setting != self.setting
         self.setting = setting
         self.coordinator.store_detached = False
@@ -418,14 +417,14 @@ class CakeService:
 
     def _open(self, namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works."""
-        sources = sources_of_setting(
+        sources = parse_sources(
             self.setting,
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
             pin=self._pin if self.kv.device.type == "cuda" else None,
         )
         return open_slices(
-            [LazySource(source) for source in sources],
+            sources,
             group_namespaces(namespace, self._groups),
             self.kv.layout,
             codec=self._config.codec,
@@ -442,7 +441,7 @@ class CakeService:
             return pin(arena, self.kv.device)
 
     def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
-        tiers = len(sources_of_setting(self.setting, self._config.eviction_policy))
+        tiers = len(parse_sources(self.setting, self._config.eviction_policy))
         return None if labels is None else StoreMetrics(labels, tiers)
 
     async def _watch(self, metrics: StoreMetrics | None) -> None:
@@ -451,10 +450,7 @@ class CakeService:
         while True:
             store = self._store
             if store is not None and metrics is not None:
-                metrics.publish_events(store)
-                stats = await _stats(store)
-                if stats is not None:
-                    metrics.publish(store, stats)
+                metrics.publish(store, await _stats(store))
             if time.monotonic() >= costs_due_s:
                 costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
                 await asyncio.to_thread(self._write_costs)

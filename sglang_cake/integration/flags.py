@@ -39,7 +39,7 @@ from sglang_cake.integration.support_matrix import (
     unsupported,
     unsupported_when_resolved,
 )
-from sglang_cake.stores.open_store import sources_of_setting
+from sglang_cake.stores.open_store import parse_sources
 
 BACKEND = "cake"
 
@@ -207,7 +207,7 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
     config = read_settings(given, spell)
     _refuse(reason_as_given(record, config, switch))
     check_installed(config.codec)
-    for source in sources_of_setting(config.store, config.eviction_policy):
+    for source in parse_sources(config.store, config.eviction_policy):
         source.check()
     check_files(config)
     if not _wants_cake(record):  # a sealed record refuses to be written, even with an equal value

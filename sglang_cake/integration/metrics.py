@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.loading.cost_model import PromptCosts
-from sglang_cake.stores.base import Store, StoreStats, TierStats, events_of
+from sglang_cake.stores.base import Store, StoreStats, TierStats
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.tiers.tier import TierCounts
 
@@ -252,16 +252,25 @@ class StoreMetrics:
         )
         self._seen_events: tuple[Store | None, dict[str, int]] = (None, {})
 
-    def publish_events(self, store: Store) -> None:
-        """Publish what the store's own counters say, also while the store does not answer. Every
-        name exists from the first call on, at zero."""
+    def publish(self, store: Store, stats: StoreStats | None) -> None:
+        """Publish `stats`, and what the store's own counters say.
+
+        Args:
+            store: the source of `stats`. The counts of another store begin at zero.
+            stats: asked for before this call, since that opens the store: names of its events exist
+                from then on, at zero. None if the store does not answer.
+        """
+        self._publish_events(store)
+        if stats is not None:
+            self._publish_stats(store, stats)
+
+    def _publish_events(self, store: Store) -> None:
         before = self._seen_events[1] if self._seen_events[0] is store else {}
-        self._seen_events = (store, dict(events_of(store)))
+        self._seen_events = (store, dict(store.events()))
         for name, count in self._seen_events[1].items():
             self._events.labels(**self._labels, event=name).inc(count - before.get(name, 0))
 
-    def publish(self, store: Store, stats: StoreStats) -> None:
-        """Args: store: the source of `stats`. The counts of another store begin at zero."""
+    def _publish_stats(self, store: Store, stats: StoreStats) -> None:
         self._tiers.publish(store, stats.tiers)
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)

@@ -24,7 +24,7 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
 from sglang_cake.loading.meet import best_run, end_indices, possible_runs
-from sglang_cake.stores.base import Store, lend, read_until_s, report_access, tiers_of
+from sglang_cake.stores.base import Store, read_until_s
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
 from sglang_cake.stores.request_facts import RequestFacts
 
@@ -538,7 +538,9 @@ class Loader:
         ends: list[bool] = []
         try:
             stored = await queue.store.contains(keys)
-            queue.tiers = tiers_of(queue.store, keys)
+            queue.tiers = queue.store.sources(keys)
+            if len(queue.tiers) != len(keys):
+                raise ValueError(f"{len(queue.tiers)} sources of {len(keys)} keys")
             if request.end_blocks:
                 ends = await self._look_up_ends(queue, stored)
                 queue.run = best_run(stored[: request.block_count], ends, request.first_block)
@@ -569,8 +571,8 @@ class Loader:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
                 if queue.run:  # older than the blocks: they are of no use without it
                     facts = replace(request.facts, id=f"{request.facts.id} end")
-                    await report_access(queue.store, queue.end_keys, facts)
-                await report_access(queue.store, keys, request.facts)
+                    await queue.store.on_access(queue.end_keys, facts)
+                await queue.store.on_access(keys, request.facts)
 
     async def _look_up_ends(self, queue: _PromptQueue, stored: Sequence[bool]) -> list[bool]:
         """Behind which blocks an end is stored, until the best one is known."""
@@ -645,7 +647,7 @@ class Loader:
             block = todo[place]
             if queue.tiers[block] != queue.lender:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
-                    (queue.tiers[block],) = tiers_of(queue.store, [queue.keys[block]])
+                    (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
                     queue.counted = (0, 0)
                 if queue.tiers[block] != queue.lender:  # it has not moved up since
                     return place
@@ -685,8 +687,8 @@ class Loader:
         key = queue.key(block)
         started_s = time.monotonic()
         try:
-            (tier,) = tiers_of(queue.store, [key])
-            lent = lend(queue.store, key)
+            (tier,) = queue.store.sources([key])
+            lent = queue.store.lend(key)
         except Exception:  # the read fails as well, and says why
             return False
         if lent is None:
@@ -731,7 +733,7 @@ class Loader:
             return
         started_s = time.monotonic()
         try:
-            (tier,) = tiers_of(read.store, [read.key])
+            (tier,) = read.store.sources([read.key])
             limit_s = self._fits.limit_s(tier, started_s)
             read_until_s.set(started_s + limit_s)  # in this task
             async with asyncio.timeout(limit_s):

@@ -1,23 +1,15 @@
-"""The interface of stores of blocks. Every implementation passes `testing.store_contract`.
+"""The interface of stores of blocks. Every implementation passes `testing.store_contract`."""
 
-`Store` is required, and `StoreSource` for a store that a URL names. The other protocols are
-optional: `AccessListener`, `KnowsFirst`, `Counting`, `Describing`, `Lending` for any store,
-`TierHints` and `PerTierEncoding` for a store that is composed of tiers, `InMemory` for a tier. For
-each one but `PerTierEncoding` and `InMemory` there is a function that takes any store and uses the
-protocol if the store implements it.
-"""
-
-import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Final, Protocol
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import Buffer, TellBytes
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_facts import RequestFacts
 
 # `time.monotonic()` at which the caller of `Store.get_into` stops waiting, if it does. HTTP and S3
@@ -70,20 +62,35 @@ class StoreStats:
     tiers: tuple[TierStats, ...] = ()  # fastest first; empty for a store without tiers
 
 
-class Store(Protocol):
+@dataclass(frozen=True, slots=True)
+class LentBlock:
+    """A block where the store keeps it, in memory of this process. It stays until `release`.
+
+    Attributes:
+        buffer: begins with the checked payload, which is at least as large as a block. It must not
+            be written.
+        release: to be called once, from any thread, when the bytes are not used any more.
+    """
+
+    buffer: Buffer
+    release: Callable[[], object]
+
+
+class Store(ABC):
     """Async blocks by key, within one namespace.
 
     Every method is safe to cancel: a cancelled `put` leaves either the whole block or nothing
     visible, a cancelled `get_into` leaves `out` undefined and the store unchanged.
     """
 
+    @abstractmethod
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Which of `keys` are probably stored. A `get_into` may still find such a block missing.
 
         Raises: StoreUnavailable.
         """
-        ...
 
+    @abstractmethod
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
@@ -99,8 +106,8 @@ class Store(Protocol):
         is undefined.
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable; `out` is then undefined.
         """
-        ...
 
+    @abstractmethod
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """Store one block; False if the block was stored already.
 
@@ -110,46 +117,28 @@ class Store(Protocol):
 
         Raises: StoreFull; StoreUnavailable (for example read-only); nothing is visible then.
         """
-        ...
 
+    @abstractmethod
     async def delete(self, key: BlockKey) -> None:
         """Remove one block, if it is stored. Raises: StoreUnavailable."""
-        ...
 
+    @abstractmethod
     def list_blocks(self) -> AsyncIterator[BlockInfo]:
         """The blocks of this namespace, in any order.
 
         Blocks that are put or deleted meanwhile may or may not be listed.
         Raises: StoreUnavailable, while iterating.
         """
-        ...
 
+    @abstractmethod
     async def stats(self) -> StoreStats:
         """How full the store is. Raises: StoreUnavailable."""
-        ...
 
+    @abstractmethod
     async def close(self) -> None:
         """Release files, connections and threads. Later calls raise StoreUnavailable."""
-        ...
 
-
-# ---- optional: any store ----
-
-
-def _implements(store: object, protocol: Any) -> bool:
-    """`isinstance`, which takes Python 20 us for a protocol, once for each class of stores."""
-    kind: Any = type(store)
-    return _class_implements(kind, protocol)
-
-
-@functools.cache
-def _class_implements(kind: type, protocol: Any) -> bool:
-    return issubclass(kind, protocol)
-
-
-@runtime_checkable
-class AccessListener(Protocol):
-    """A store whose eviction depends on what requests access, or a wrapper of one."""
+    # A store overrides these if it has a use for them.
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """Record that the prompt of a request begins with the blocks `keys`, stored or not.
@@ -157,124 +146,41 @@ class AccessListener(Protocol):
         A request may be reported again with more keys. Only the further keys are new accesses.
         Raises: StoreUnavailable; the caller may ignore it.
         """
-        ...
-
-
-async def report_access(store: object, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-    """Call `AccessListener.on_access`, if the store has it. Raises: StoreUnavailable."""
-    if isinstance(store, AccessListener):
-        await store.on_access(keys, facts)
-
-
-@runtime_checkable
-class KnowsFirst(Protocol):
-    """A store that treats the first block of a prompt specially, or a wrapper of one."""
+        return
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
-        """As `Store.put`, for a block with the first token of a prompt."""
-        ...
-
-
-async def put_first(store: Store, key: BlockKey, data: memoryview) -> bool:
-    """Put a block that begins with the first token of a prompt. Raises: as `Store.put`."""
-    if isinstance(store, KnowsFirst):
-        return await store.put_first(key, data)
-    return await store.put(key, data)
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A store that counts events, or a wrapper of one."""
-
-    def events(self) -> Mapping[str, int]:
-        """Number of events of each kind since the store was opened, by name.
-
-        The set of names is constant. Does no I/O, so it also answers during an outage.
-        """
-        ...
-
-
-def events_of(store: object) -> Mapping[str, int]:
-    """The result of `Counting.events`, or nothing."""
-    return store.events() if isinstance(store, Counting) else {}
-
-
-@runtime_checkable
-class Describing(Protocol):
-    """A store that keeps a description of its namespace, or a wrapper of one."""
-
-    async def remove_description(self) -> None:
-        """Remove the description if the namespace has no blocks. The next put writes it again.
-
-        Raises: StoreUnavailable.
-        """
-        ...
-
-
-async def remove_description(store: object) -> None:
-    """Call `Describing.remove_description`, if the store has it. Raises: StoreUnavailable."""
-    if isinstance(store, Describing):
-        await store.remove_description()
-
-
-@dataclass(frozen=True, slots=True)
-class LentBlock:
-    """A block where the store keeps it, in memory of this process. It stays until `release`.
-
-    Attributes:
-        buffer: begins with the checked payload, which is at least as large as a block. It must not
-            be written.
-        release: to be called once, from any thread, when the bytes are not used any more.
-    """
-
-    buffer: Buffer
-    release: Callable[[], object]
-
-
-@runtime_checkable
-class Lending(Protocol):
-    """A store that has blocks in memory of this process, or a wrapper of one."""
+        """As `put`, for a block with the first token of a prompt."""
+        return await self.put(key, data)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """A block, without a copy; None if `get_into` is to be called. Does no I/O.
+        """A block in memory of this process, without a copy; None if `get_into` is to be called.
 
-        None also if too many blocks are lent already: they are protected from eviction.
+        None also if too many blocks are lent already: they are protected from eviction. Does no
+        I/O.
         """
-        ...
-
-
-def lend(store: object, key: BlockKey) -> LentBlock | None:
-    """The result of `Lending.lend`; None for other stores."""
-    return cast(Lending, store).lend(key) if _implements(store, Lending) else None
-
-
-# ---- optional: stores that are composed of tiers ----
-
-
-@runtime_checkable
-class TierHints(Protocol):
-    """A store with tiers of different speed, or a wrapper of one."""
+        return None
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         """The tier that each of `keys` would be read from now, as far as is known.
 
         Tier 0 is the fastest, and stands for blocks that no tier has. Does no I/O.
         """
-        ...
+        return [0] * len(keys)
+
+    def events(self) -> Mapping[str, int]:
+        """Number of events of each kind since the store was opened, by name.
+
+        The set of names is constant. Does no I/O, so it also answers during an outage.
+        """
+        return {}
+
+    async def remove_description(self) -> None:
+        """Remove the description of the namespace, if that has no blocks. The next put writes it
+        again. Raises: StoreUnavailable."""
+        return
 
 
-def tiers_of(store: object, keys: Sequence[BlockKey]) -> list[int]:
-    """The result of `TierHints.sources`; tier 0 for a store without tiers.
-
-    Raises: ValueError for an answer of another length, and anything that a faulty store raises.
-    """
-    if _implements(store, TierHints):
-        found = cast(TierHints, store).sources(keys)
-    else:
-        found = [0] * len(keys)
-    if len(found) != len(keys):
-        raise ValueError(f"{len(found)} answers to {len(keys)} keys")
-    return found
+# ---- tiers ----
 
 
 # Index of a tier -> payload for this tier. The payload stays valid until the put has ended.
@@ -282,37 +188,6 @@ FormOf = Callable[[int], Awaitable[memoryview]]
 # (memory of `frame.payload_bytes`, size of the payload at its start) -> size of the payload that is
 # there now.
 Unpack = Callable[[memoryview, int], Awaitable[int]]
-
-
-@runtime_checkable
-class PerTierEncoding(Protocol):
-    """A store with tiers that can hold different encodings of a block."""
-
-    def links(self) -> Sequence[LinkSpeed]:
-        """Measured speed of each tier; always the same objects."""
-        ...
-
-    async def get_unpacked(self, key: BlockKey, out: memoryview, unpack: Unpack) -> int:
-        """As `Store.get_into`.
-
-        Args:
-            unpack: changes a payload that was read from a tier below before it moves up to one in
-                memory. `out` begins with the changed payload then, and its size is returned.
-
-        Raises: as `Store.get_into`, and what `unpack` raises.
-        """
-        ...
-
-    async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:
-        """As `Store.put`, with a payload for each tier.
-
-        Args:
-            form_of: called when a payload is needed, for one tier at a time, and at most once for
-                each. It is not called for tiers that take no block now.
-
-        Raises: as `Store.put`; the error of `form_of`, if no tier has the block then.
-        """
-        ...
 
 
 class KeptBlock(Protocol):
@@ -325,23 +200,6 @@ class KeptBlock(Protocol):
 
     def release(self) -> None:
         """The store below has the block, or will not get it. Called once."""
-        ...
-
-
-@runtime_checkable
-class InMemory(Lending, Protocol):
-    """A store in the memory of this process, in front of slower tiers."""
-
-    def keep(self, key: BlockKey) -> KeptBlock | None:
-        """A stored block, to be written to a store below; None if it is not there (any more).
-
-        The caller releases it. Raises: StoreUnavailable.
-        """
-        ...
-
-    async def promote(self, key: BlockKey, data: memoryview) -> bool:
-        """As `Store.put`, for a block that was read from a store below. False as well if the
-        eviction policy prefers the blocks that are there."""
         ...
 
 

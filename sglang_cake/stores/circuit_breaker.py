@@ -226,12 +226,10 @@ class RemoteCounters:
     forbidden: int = 0
     breaker_openings: int = 0
     refused: int = 0  # calls that failed because the breaker was open
-    sent_bytes: int = 0  # of blocks
-    received_bytes: int = 0  # of blocks
 
     def events(self) -> dict[str, int]:
-        """All counters but those of bytes."""
-        return {name: n for name, n in asdict(self).items() if not name.endswith("_bytes")}
+        """All counters by name."""
+        return asdict(self)
 
     def count(self, fault: Fault) -> None:
         """Count one call that failed for this cause."""

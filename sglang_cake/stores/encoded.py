@@ -19,9 +19,10 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, StoreError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import FormOf, LentBlock, PerTierEncoding, Store, lend
+from sglang_cake.stores.base import FormOf, LentBlock, Store
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore, count_read, count_written
 
 MAX_THREADS = 4  # for decoding; encoding has a thread of its own, so that no load waits for a write
@@ -68,7 +69,7 @@ class EncodedStore(WrapperStore):
         super().__init__(inner)
         self._layout = layout
         self._encode = encode
-        self._tiers = inner if isinstance(inner, PerTierEncoding) else None
+        self._tiers = inner if isinstance(inner, TieredStore) else None
         self._by_tier = by_tier
         self._link = link
         self._counters = counters
@@ -106,8 +107,8 @@ class EncodedStore(WrapperStore):
             return out.nbytes
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """As in `Lending`: a block that lies in memory of the inner store as it is."""
-        lent = lend(self.inner, key)
+        """As in `Store`: a block that lies in memory of the inner store as it is."""
+        lent = self.inner.lend(key)
         if lent is None:
             return None
         if not is_raw(lent.buffer.view):
@@ -213,55 +214,6 @@ class EncodedStore(WrapperStore):
         check_stop(stop)
         ready = prepare if self._on_device else decode
         ready(self._layout, payload, out.cast("B"))
-
-
-def encoded_store(
-    inner: Store,
-    layout: BlockLayout,
-    chains: dict[str, Chain],
-    *,
-    codec: str,
-    max_error: float,
-    payload_bytes: int,
-    depth: int,
-    counters: Counters,
-    on_device: bool,
-) -> EncodedStore:
-    """A store of blocks that are encoded by `codec`.
-
-    Args:
-        inner: as for `EncodedStore`. With `auto` and tiers, the codec is chosen for each tier.
-        chains: from `chains_of`.
-        max_error: of `auto`.
-    """
-    from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
-
-    link = LinkSpeed()
-    encode: Encode
-    if codec == AUTO:
-        links = inner.links() if isinstance(inner, PerTierEncoding) else [link]
-        encode = AutoCodec(
-            layout,
-            chains,
-            max_error=max_error,
-            links=[each.bytes_per_s for each in links],
-            decode_threads=decode_threads(depth),
-            counters=counters,
-            on_device=on_device,
-        ).encode
-    else:
-        encode = FixedCodec(layout, codec, chains[codec]).encode
-    return EncodedStore(
-        inner,
-        layout,
-        encode,
-        link=link,
-        counters=counters,
-        payload_bytes=payload_bytes,
-        depth=depth,
-        by_tier=codec == AUTO,
-        on_device=on_device,
-    )
 
 
 def check_codec(

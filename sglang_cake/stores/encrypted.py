@@ -222,8 +222,7 @@ class EncryptedSource:
         return [stored for stored in found if stored is not None]
 
     def describe(self) -> StoreLayer:
-        settings = {"key_file": str(self.key_file)}
-        return StoreLayer("EncryptedStore", settings, (describe(self.inner),))
+        return StoreLayer("EncryptedStore", {"key_file": self.key_file}, (describe(self.inner),))
 
 
 def _plain(stored: StoredNamespace, key_name: str) -> StoredNamespace | None:

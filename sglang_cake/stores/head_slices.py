@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,11 +19,6 @@ from sglang_cake.stores.base import (
     BlockInfo,
     Store,
     StoreStats,
-    events_of,
-    put_first,
-    remove_description,
-    report_access,
-    tiers_of,
 )
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import check_stop, run_stoppable, wait_uncancelled
@@ -45,7 +41,7 @@ class SliceCounters(Counters):
             self._whole.add(name, amount, label)
 
 
-class HeadSliceStore:
+class HeadSliceStore(Store):
     """Implements `Store`. Each row of a block is cut into equal runs of heads. Slice `i` has run
     `i` of every row.
 
@@ -74,12 +70,11 @@ class HeadSliceStore:
         return [all(each) for each in zip(*found, strict=True)]
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`."""
-        await _all(report_access(store, keys, facts) for store in self._stores)
+        await _all(store.on_access(keys, facts) for store in self._stores)
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        """As in `TierHints`: the slowest tier that has a slice."""
-        found = [tiers_of(store, keys) for store in self._stores]
+        """As in `Store`: the slowest tier that has a slice."""
+        found = [store.sources(keys) for store in self._stores]
         return [max(each) for each in zip(*found, strict=True)]
 
     async def get_into(
@@ -99,8 +94,7 @@ class HeadSliceStore:
         return await self._put(key, data, lambda store, part: store.put(key, part))
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `KnowsFirst`."""
-        return await self._put(key, data, lambda store, part: put_first(store, key, part))
+        return await self._put(key, data, lambda store, part: store.put_first(key, part))
 
     async def _put(
         self,
@@ -137,13 +131,14 @@ class HeadSliceStore:
             yield block
 
     def events(self) -> Mapping[str, int]:
-        """As in `Counting`: the sum over all slices."""
-        found = [events_of(store) for store in self._stores]
-        return {name: sum(each[name] for each in found) for name in found[0]}
+        """As in `Store`: the sum over all slices."""
+        total: Counter[str] = Counter()
+        for store in self._stores:  # those of a slice that is not open have no names yet
+            total.update(store.events())
+        return total
 
     async def remove_description(self) -> None:
-        """As in `Describing`."""
-        await _all(remove_description(store) for store in self._stores)
+        await _all(store.remove_description() for store in self._stores)
 
     async def stats(self) -> StoreStats:
         """Of the store of the first slice: all slices share its capacity."""

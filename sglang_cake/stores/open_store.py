@@ -6,34 +6,31 @@ here. Outermost first; a layer in brackets exists only with the setting beside i
         CountedStore              codec `raw`, or
         EncodedStore              any other codec
           [TieredStore]           several URLs, one tier each
-            [LazyStore]           in a server: opened at its first call
+            LazyStore             opened at its first call
               [EncryptedStore]    ?key_file=
                 [ThrottledStore]  ?bandwidth=
                   HostMemoryStore, FileStore, HttpStore, S3Store, MooncakeStore, or a third
                   party's store
 """
 
-import asyncio
 import importlib
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any, Final
 
 from sglang_cake.codecs.frame import BlockFrame, encoded_frame
-from sglang_cake.core.codec_names import RAW
+from sglang_cake.core.codec_names import AUTO, RAW
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.host_memory import Pin
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
-from sglang_cake.stores.encoded import chains_of, encoded_store
+from sglang_cake.stores.encoded import Encode, EncodedStore, chains_of, decode_threads
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
-from sglang_cake.stores.lazy_store import LazySource, LazyStore
+from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -45,7 +42,7 @@ from sglang_cake.stores.url import (
     parse_bandwidth,
     split_urls,
 )
-from sglang_cake.stores.wrapper_store import CountedStore
+from sglang_cake.stores.wrapper_store import CountedStore, LazyStore
 
 ENTRY_POINTS: Final = "sglang_cake.stores"
 
@@ -100,7 +97,8 @@ def open_blocks(
     counters: Counters | None = None,
     on_device: bool = False,
 ) -> Store:
-    """Open a namespace for a server; the caller closes it.
+    """Open a namespace for a server; the caller closes it. With `auto` and several sources, the
+    codec is chosen for each tier.
 
     Compiles the kernels of the codec, which takes seconds the first time.
 
@@ -110,28 +108,42 @@ def open_blocks(
         rope_theta: see `catalogue.chain_of`.
         on_device: see `EncodedStore`; ignored with codec `raw`.
 
-    Raises: StoreUnavailable; ConfigError, also if the codec cannot encode such blocks.
+    Raises: ConfigError if the codec cannot encode such blocks.
     """
     counters = counters or Counters()
-    store: Store
+    frame = encoded_frame(namespace, layout, codec)
     if codec == RAW:
-        inner = open_store(sources, BlockFrame(namespace, layout), depth=depth)
-        store = CountedStore(inner, counters)
-    else:
-        chains = chains_of(layout, codec, max_error, rope_theta)
-        frame = encoded_frame(namespace, layout, codec)
-        store = encoded_store(
-            open_store(sources, frame, depth=depth),
+        return CountedStore(open_store(sources, frame, depth=depth), counters)
+    from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
+
+    chains = chains_of(layout, codec, max_error, rope_theta)
+    inner = open_store(sources, frame, depth=depth)
+    link = LinkSpeed()
+    encode: Encode
+    if codec == AUTO:
+        links = inner.links() if isinstance(inner, TieredStore) else [link]
+        encode = AutoCodec(
             layout,
             chains,
-            codec=codec,
             max_error=max_error,
-            payload_bytes=frame.payload_bytes,
-            depth=depth,
+            links=[each.bytes_per_s for each in links],
+            decode_threads=decode_threads(depth),
             counters=counters,
             on_device=on_device,
-        )
-    return store
+        ).encode
+    else:
+        encode = FixedCodec(layout, codec, chains[codec]).encode
+    return EncodedStore(
+        inner,
+        layout,
+        encode,
+        link=link,
+        counters=counters,
+        payload_bytes=frame.payload_bytes,
+        depth=depth,
+        by_tier=codec == AUTO,
+        on_device=on_device,
+    )
 
 
 def open_slices(
@@ -155,15 +167,9 @@ def open_slices(
     counters = counters or Counters()
     cut = layout.sliced(len(namespaces))
     stores: list[Store] = []
-    try:
-        for namespace in namespaces:
-            own = SliceCounters(counters) if stores else counters
-            stores.append(
-                open_blocks(sources, namespace, cut, depth=depth, counters=own, **options)
-            )
-    except (ConfigError, StoreUnavailable):
-        _close_all(stores)
-        raise
+    for namespace in namespaces:
+        own = SliceCounters(counters) if stores else counters
+        stores.append(open_blocks(sources, namespace, cut, depth=depth, counters=own, **options))
     store = stores[0] if len(stores) == 1 else HeadSliceStore(stores, layout, depth=depth)
     return store if trace is None else RequestRecordingStore(store, trace)
 
@@ -175,83 +181,41 @@ def open_store(
     depth: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Store:
-    """Open a namespace without codec; the caller closes it. May block on a disk for a moment.
-
-    Several sources are the tiers of one store, fastest first. A tier that cannot be opened now is
-    opened later; one open tier is enough.
+    """A namespace without codec; the caller closes it. No I/O: each source is opened by the first
+    call, and again until that works.
 
     Args:
+        sources: several are the tiers of one store, fastest first.
         depth: calls of each kind that should be served at once.
         clock: seconds, monotonic; for pauses of tiers that fail.
-
-    Raises: StoreUnavailable; ConfigError if the namespace that is there is another one.
     """
-    if len(sources) == 1:
-        return sources[0].open(frame, depth=depth)
-    stores: list[Store] = []
-    failures: list[StoreUnavailable] = []
-    try:
-        for source in sources:
-            try:
-                stores.append(source.open(frame, depth=depth))
-            except StoreUnavailable as error:
-                failures.append(error)
-                stores.append(LazyStore(source, frame, depth=depth))
-        if len(failures) == len(sources):
-            raise failures[0]
-    except (ConfigError, StoreUnavailable):
-        _close_all(stores)
-        raise
+    stores = [LazyStore(source, frame, depth=depth) for source in sources]
+    if len(stores) == 1:
+        return stores[0]
     return TieredStore(stores, block_bytes=frame.payload_bytes, clock=clock)
-
-
-def _close_all(stores: list[Store]) -> None:
-    async def close() -> None:
-        for store in stores:
-            await store.close()
-
-    # In a thread of its own, since this thread may run an event loop.
-    thread = threading.Thread(target=lambda: asyncio.run(close()), name="cake-close")
-    thread.start()
-    thread.join()
 
 
 def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:
     """Layers that `open_blocks` opens for a server without a trace file. Opens nothing."""
-    tiers = tuple(describe(LazySource(source)) for source in sources)
+    tiers = tuple(StoreLayer("LazyStore", {}, (describe(source),)) for source in sources)
     inner = tiers[0] if len(tiers) == 1 else StoreLayer("TieredStore", {}, tiers)
     if codec == RAW:
         return StoreLayer("CountedStore", {}, (inner,))
     return StoreLayer("EncodedStore", {"codec": codec}, (inner,))
 
 
-def sources_of_setting(
-    setting: str | None, policy: str, *, sharers: int = 1, pin: Pin | None = None
-) -> list[StoreSource]:
-    """Sources of `--cake-store`; None is a file store in the user's cache folder.
-
-    Args:
-        sharers: processes of this machine that open them.
-        pin: for host memory that a device copies from.
-
-    Raises: ConfigError.
-    """
-    if setting is None:
-        return [default_source(policy)]
-    return parse_sources(setting, policy, sharers=sharers, pin=pin)
-
-
 def parse_sources(
-    text: str,
+    text: str | None,
     policy: str = DEFAULT_POLICY,
     *,
     reads_count: bool = True,
     sharers: int = 1,
     pin: Pin | None = None,
 ) -> list[StoreSource]:
-    """Sources of `URL[,URL...]`, fastest first. No I/O but imports.
+    """Sources of a `--cake-store`, `URL[,URL...]`, fastest first. No I/O but imports.
 
     Args:
+        text: None is a file store in the user's cache folder.
         policy: eviction policy of file and memory stores whose URL names none.
         reads_count: reads are accesses for eviction.
         sharers: processes of this machine that open the stores.
@@ -259,8 +223,12 @@ def parse_sources(
 
     Raises: ConfigError, one line that names the bad part and the allowed values.
     """
-    urls = split_urls(text, policy, reads_count=reads_count, sharers=sharers, pin=pin)
-    return [_source(url) for url in urls]
+    if text is None:
+        return [default_source(policy)]
+    return [
+        _source(replace(url, policy=policy, reads_count=reads_count, sharers=sharers, pin=pin))
+        for url in split_urls(text)
+    ]
 
 
 def _source(url: StoreUrl) -> StoreSource:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import LentBlock, Store, lend, put_first
+from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.wrapper_store import WrapperStore
 
@@ -75,7 +75,6 @@ class RequestRecordingStore(WrapperStore):
         self._trace = trace
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`."""
         try:
             self._trace.write(keys, facts)
         except OSError as error:
@@ -83,9 +82,7 @@ class RequestRecordingStore(WrapperStore):
         await super().on_access(keys, facts)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """As in `Lending`."""
-        return lend(self.inner, key)
+        return self.inner.lend(key)
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `KnowsFirst`."""
-        return await put_first(self.inner, key, data)
+        return await self.inner.put_first(key, data)

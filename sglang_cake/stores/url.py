@@ -150,21 +150,8 @@ class StoreUrl:
         return self.scheme, place, self.options.get("endpoint", "").rstrip("/").lower()
 
 
-def split_urls(
-    text: str,
-    policy: str = DEFAULT_POLICY,
-    *,
-    reads_count: bool = True,
-    sharers: int = 1,
-    pin: Pin | None = None,
-) -> list[StoreUrl]:
+def split_urls(text: str) -> list[StoreUrl]:
     """Take apart `URL[,URL...]`; a comma that belongs to a URL is written %2C.
-
-    Args:
-        policy: of eviction, for URLs that name none.
-        reads_count: reads are accesses, for eviction.
-        sharers: processes of this machine that open the stores.
-        pin: for host memory that a device copies from.
 
     Raises: ConfigError, one line that names the bad part.
     """
@@ -178,15 +165,7 @@ def split_urls(
             raise url.error("is named twice: name each store once")
     schemes = [url.scheme for url in urls]
     return [
-        replace(
-            url,
-            policy=policy,
-            reads_count=reads_count,
-            sharers=sharers,
-            pin=pin,
-            behind_memory=MEMORY in schemes[:number],
-        )
-        for number, url in enumerate(urls)
+        replace(url, behind_memory=MEMORY in schemes[:number]) for number, url in enumerate(urls)
     ]
 
 

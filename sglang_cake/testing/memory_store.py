@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Sequence
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockMissing, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import BlockInfo, StoreStats
+from sglang_cake.stores.base import BlockInfo, Store, StoreStats
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """Implements `Store` without waiting. Unbounded.
 
     Attributes:

@@ -96,6 +96,7 @@ class StoreContract:
     @asynccontextmanager
     async def _opened(self, folder: Path) -> AsyncIterator[Store]:
         store = self.open(folder)
+        assert isinstance(store, Store), "a subclass of `Store`"
         try:
             yield store
         finally:

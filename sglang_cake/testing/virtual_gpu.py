@@ -40,7 +40,7 @@ from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
-from sglang_cake.stores.base import BlockInfo, LentBlock, StoreStats
+from sglang_cake.stores.base import BlockInfo, LentBlock, Store, StoreStats
 from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
@@ -444,7 +444,7 @@ class VirtualAllocator:
 # ---- the store ----
 
 
-class VirtualStore:
+class VirtualStore(Store):
     """Blocks behind a link of `link_bytes_per_s` in each direction, one after the other.
 
     Args:

@@ -19,7 +19,7 @@ from sglang_cake.core.counters import UNSTORED_REASONS, Counters
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
-from sglang_cake.stores.base import Store, put_first, report_access
+from sglang_cake.stores.base import Store
 from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Writer:
         if job.facts is not None:
             try:
                 with contextlib.suppress(StoreError):  # eviction works without the facts
-                    await report_access(store, keys, job.facts)
+                    await store.on_access(keys, job.facts)
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
         if job.of_end:
@@ -152,7 +152,7 @@ class Writer:
         """Returns whether the block is stored."""
         try:
             async with self._slots:
-                put = put_first(store, key, buffer.view) if first else store.put(key, buffer.view)
+                put = store.put_first(key, buffer.view) if first else store.put(key, buffer.view)
                 fresh = await put
             if fresh:
                 self._counters.add("stored_blocks")

@@ -1,7 +1,6 @@
 """A store whose blocks are encoded: the contract of stores, and every kind of inner store."""
 
 import asyncio
-import functools
 import json
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, put_first, report_access, tiers_of
+from sglang_cake.stores.base import Store
 from sglang_cake.stores.encoded import EncodedStore
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
@@ -102,7 +101,7 @@ async def test_encoded_store_first_block_keeps_the_first_token_exact(
     if recorded:
         store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
     rows = {}
-    for name, put in (("first", functools.partial(put_first, store)), ("other", store.put)):
+    for name, put in (("first", store.put_first), ("other", store.put)):
         assert await put(key_of(name), memoryview(BLOCK))
         out = memoryview(bytearray(LAYOUT.block_bytes))
         await store.get_into(key_of(name), out)
@@ -360,8 +359,8 @@ async def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -
         payload_bytes=size,
         depth=1,
     )
-    await report_access(store, [KEY], facts)
-    assert tiers_of(store, [KEY]) == [3]
+    await store.on_access([KEY], facts)
+    assert store.sources([KEY]) == [3]
     await store.close()
     assert inner.told == [([KEY], facts)]
 

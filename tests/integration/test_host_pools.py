@@ -18,7 +18,7 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration.memory.host_pools import host_pools, pin
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.stores.base import StoreSource, lend
+from sglang_cake.stores.base import StoreSource
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
@@ -109,7 +109,7 @@ async def test_memory_store_that_cannot_be_pinned_lends_nothing_to_a_gpu(
 async def pinned_for_a_while(source: StoreSource, *, lends: bool) -> None:
     store, other = source.open(FRAME, depth=1), source.open(FRAME, depth=1)
     await store.put(key_of("a"), block_of("a"))
-    lent = lend(store, key_of("a"))
+    lent = store.lend(key_of("a"))
     assert (lent is not None) is lends
     if lent is not None:
         assert lent.buffer.view == block_of("a")

@@ -37,7 +37,6 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.stores.base import lend
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -100,7 +99,7 @@ async def test_kv_pool_block_that_memory_lends_behind_a_codec_is_copied_bit_exac
         parse_sources("memory://1MB"), namespace, kv_out.layout, codec="auto", depth=1
     )
     await store.put(key, block.view)
-    lent = lend(store, key)
+    lent = store.lend(key)
     assert lent is not None
     assert kv_in.load(lent.buffer, given, kv_in.fence()).done()
     lent.release()

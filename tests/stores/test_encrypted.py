@@ -80,8 +80,8 @@ class TestSealedFileStore(StoreContract):
     options, tells_progress = "", False
 
     def open(self, folder):
-        sources = parse_sources(url_of(folder, options=self.options))
-        store = open_store(sources, self.frame, depth=2)
+        (source,) = parse_sources(url_of(folder, options=self.options))
+        store = source.open(self.frame, depth=2)
         assert isinstance(store, EncryptedStore)
         return store
 

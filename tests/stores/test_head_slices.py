@@ -16,7 +16,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, report_access, tiers_of
+from sglang_cake.stores.base import Store
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.head_slices import HeadSliceStore
@@ -279,6 +279,25 @@ async def test_head_slices_failed_read_of_one_slice_ends_the_others() -> None:
     assert hanging.ended == 1
 
 
+class CountingStore(MemoryStore):
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def events(self) -> dict[str, int]:
+        return self.counts
+
+
+@pytest.mark.parametrize("other", [{}, {"requests": 2, "retries": 0}])
+@pytest.mark.parametrize("swap", [False, True])
+def test_head_slices_events_are_the_sum_also_while_a_slice_is_not_open(
+    other: dict[str, int], swap: bool
+) -> None:
+    stores = [CountingStore({"requests": 3, "retries": 0}), CountingStore(other)]
+    store = HeadSliceStore(stores[::-1] if swap else stores, LAYOUT, depth=1)
+    assert store.events() == {"requests": 3 + other.get("requests", 0), "retries": 0}
+
+
 class AccessRecordingStore(MemoryStore):
     """A store with tiers that records accesses."""
 
@@ -297,8 +316,8 @@ class AccessRecordingStore(MemoryStore):
 async def test_head_slices_all_slices_hear_of_accesses_and_the_slowest_tier_counts() -> None:
     stores = [AccessRecordingStore(0), AccessRecordingStore(1)]
     store = HeadSliceStore(stores, LAYOUT, depth=1)
-    await report_access(store, [KEY], RequestFacts("r", 8))
-    assert tiers_of(store, [KEY]) == [1]
+    await store.on_access([KEY], RequestFacts("r", 8))
+    assert store.sources([KEY]) == [1]
     assert [each.seen for each in stores] == [[KEY], [KEY]]
 
 
@@ -341,7 +360,7 @@ async def test_head_slices_of_one_folder_all_have_the_facts_of_a_request(tmp_pat
     slices = [FileStore(folder, BlockFrame(each, cut), threads=1) for each in namespaces(0, 2)]
     store = HeadSliceStore(slices, LAYOUT, depth=2)
     keys, data = [key_of("first"), KEY], block_of("noise")
-    await report_access(store, keys, RequestFacts("r1", 1000, "chat", 7))
+    await store.on_access(keys, RequestFacts("r1", 1000, "chat", 7))
     for key in keys:
         await store.put(key, data)
     await store.close()

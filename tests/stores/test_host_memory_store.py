@@ -21,7 +21,6 @@ from tiering import BLOCK, until
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
-from sglang_cake.stores.base import lend
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory.block_memory import MOST_PASSED, BlockMemory
@@ -635,15 +634,15 @@ async def test_memory_tier_lends_what_is_in_memory_and_nothing_else():
     async with opened_memory() as held:
         await held.below.put(key_of("a"), block_of("a"))
         assert await held.store.contains([key_of("a")]) == [True]
-        assert lend(held.store, key_of("a")) is None
+        assert held.store.lend(key_of("a")) is None
         await read(held.store, key_of("a"))
-        lent = lend(held.store, key_of("a"))
+        lent = held.store.lend(key_of("a"))
         assert lent.buffer.view == block_of("a")
         lent.release()
         counts = await held.counts(0)
         assert (counts["read_blocks"], counts["read_bytes"]) == (1, BLOCK)
         await held.store.delete(key_of("a"))
-        assert lend(held.store, key_of("a")) is None
+        assert held.store.lend(key_of("a")) is None
 
 
 async def test_memory_tier_busy_is_read_before_a_tier_below_that_has_the_block():
@@ -662,10 +661,10 @@ async def test_memory_tier_behind_other_layers_lends_or_reads():
     held = Held(4)
     await held.put("a")
     counters = Counters()
-    lent = lend(CountedStore(held.store, counters), key_of("a"))
+    lent = CountedStore(held.store, counters).lend(key_of("a"))
     assert lent.buffer.view == block_of("a")
     assert counters.snapshot()["read_blocks", ""] == 1
-    assert lend(WrapperStore(held.store), key_of("a")) is None
+    assert WrapperStore(held.store).lend(key_of("a")) is None
     lent.release()
     await held.store.close()
 

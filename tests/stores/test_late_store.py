@@ -1,4 +1,4 @@
-"""Opening: a tier that cannot be opened yet, and one that must not be."""
+"""Opening: a store that cannot be opened yet, and one that must not be."""
 
 import asyncio
 import threading
@@ -6,9 +6,7 @@ import threading
 import pytest
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores.base import tiers_of
-from sglang_cake.stores.lazy_store import LazyStore
-from sglang_cake.stores.open_store import open_store
+from sglang_cake.stores.wrapper_store import LazyStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
 
@@ -62,9 +60,9 @@ class TieredMemoryStore(MemoryStore):
 
 async def test_lazy_store_names_the_tiers_of_the_store_that_it_opened():
     store = LazyStore(Source(kind=TieredMemoryStore), FRAME, depth=1)
-    assert tiers_of(store, [key_of("a")]) == [0]
+    assert store.sources([key_of("a")]) == [0]
     await store.contains([])
-    assert tiers_of(store, [key_of("a"), key_of("b")]) == [1, 1]
+    assert store.sources([key_of("a"), key_of("b")]) == [1, 1]
     await store.close()
 
 
@@ -96,23 +94,3 @@ async def test_lazy_store_cancelled_opening_leaves_no_open_store():
     with pytest.raises(StoreUnavailable):
         await store.contains([])
     assert source.asked == 1
-
-
-@pytest.mark.parametrize("inside_a_loop", [False, True])
-def test_open_store_refused_tier_closes_the_tiers_opened_before(inside_a_loop):
-    first = Source()
-
-    def open_both():
-        with pytest.raises(ConfigError):
-            open_store([first, Source(ConfigError("of another namespace"))], FRAME, depth=1)
-
-    async def main():
-        open_both()
-
-    if inside_a_loop:
-        asyncio.run(main())
-    else:
-        open_both()
-    (opened,) = first.stores
-    with pytest.raises(StoreUnavailable):
-        asyncio.run(opened.contains([]))

@@ -13,7 +13,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, lend
+from sglang_cake.stores.base import Store
 from sglang_cake.stores.open_store import open_blocks, open_store, parse_sources
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import key_of
@@ -74,11 +74,11 @@ async def test_memory_encoded_block_is_decoded_once_as_it_moves_up_and_then_lent
     crossed_bytes = stored_file(tmp_path).stat().st_size
     counters = Counters()
     store = opened(f"memory://4MB,{files(tmp_path)}", codec, counters)
-    assert lend(store, KEY) is None
+    assert store.lend(KEY) is None
     assert await read(store) == expected
     assert counters.snapshot()["read_bytes", ""] == crossed_bytes, "not those of the block"
     stored_file(tmp_path).unlink()
-    lent = lend(store, KEY)
+    lent = store.lend(KEY)
     assert lent is not None
     assert lent.buffer.view == expected
     lent.release()
@@ -106,7 +106,7 @@ async def test_memory_in_front_of_a_device_keeps_what_the_device_decodes(
             size_bytes = RAW_HEAD_BYTES + LAYOUT.block_bytes
         decode(LAYOUT, payload[:size_bytes], block)
         assert block == expected
-    lent = lend(store, KEY)
+    lent = store.lend(KEY)
     assert (lent is None) == stays
     if lent is not None:
         assert lent.buffer.view.nbytes == payload_bytes, "as a buffer of staging"
@@ -118,7 +118,7 @@ async def test_memory_in_front_of_a_device_keeps_what_the_device_decodes(
 async def test_memory_lends_a_put_block_that_auto_leaves_as_it_is(tmp_path: Path) -> None:
     store = opened(f"memory://4MB,{files(tmp_path)}", "auto")
     await store.put(KEY, memoryview(BLOCK))
-    lent = lend(store, KEY)
+    lent = store.lend(KEY)
     assert lent is not None
     assert lent.buffer.view == BLOCK
     lent.release()
@@ -134,7 +134,7 @@ async def test_memory_tier_between_files_gets_the_block_and_the_files_its_payloa
     assert await read(store) == BLOCK
     for other in "bcdefgh":  # until memory has evicted the block
         await store.put(key_of(other), memoryview(BLOCK))
-    assert lend(store, KEY) is None
+    assert store.lend(KEY) is None
     assert await read(store) == BLOCK
     await store.close()
     (copy,) = (tmp_path / "upper").rglob(KEY.hex())
@@ -159,7 +159,7 @@ async def test_memory_undecodable_block_does_not_move_up(tmp_path: Path, text: s
         await store.get_into(KEY, out)
     with pytest.raises(BlockMissing):
         await store.get_into(KEY, out)
-    assert lend(store, KEY) is None
+    assert store.lend(KEY) is None
     assert await below.contains([KEY]) == [False]
     await below.close()
     await store.close()

@@ -17,7 +17,6 @@ from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
 
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import AccessListener, report_access
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
@@ -220,7 +219,7 @@ async def test_file_store_report_does_not_hold_the_event_loop(tmp_path, monkeypa
     held = Held(ReportedAccesses.report)
     monkeypatch.setattr(ReportedAccesses, "report", lambda *given: held(*given))
     store = opened(tmp_path)
-    reporting = asyncio.create_task(report_access(store, [A], FACTS))
+    reporting = asyncio.create_task(store.on_access([A], FACTS))
     await asyncio.to_thread(held.entered.wait, 60)
     assert await store.contains([A]) == [False]
     assert not reporting.done()
@@ -310,9 +309,9 @@ async def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_pa
     path = tmp_path / "trace.jsonl"
     trace = TraceFile(path, 128)
     store = RequestRecordingStore(MemoryStore(), trace)
-    await report_access(store, [A, B], FACTS)
-    await report_access(store, [A, B, key_of("c")], FACTS)  # the same request, later
-    await report_access(store, [A], RequestFacts("r2", 128))
+    await store.on_access([A, B], FACTS)
+    await store.on_access([A, B, key_of("c")], FACTS)  # the same request, later
+    await store.on_access([A], RequestFacts("r2", 128))
     await store.put(A, block_of("a"))
     assert await store.contains([A]) == [True]
     await store.close()
@@ -327,10 +326,9 @@ async def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_file_store_is_an_access_listener_and_takes_request_facts(tmp_path):
+async def test_file_store_takes_request_facts(tmp_path):
     store = opened(tmp_path)
-    assert isinstance(store, AccessListener)
-    await report_access(store, [A], FACTS)
+    await store.on_access([A], FACTS)
     await store.close()
 
 

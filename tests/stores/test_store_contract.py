@@ -20,7 +20,7 @@ class TestFileStore(StoreContract):
 
     def open(self, folder):
         sources = parse_sources(f"file://{folder}/kv?min_free=0{self.options}")
-        return open_store(sources, self.frame, depth=self.depth)
+        return sources[0].open(self.frame, depth=self.depth)
 
 
 class TestFileStoreSynced(TestFileStore):
@@ -73,6 +73,7 @@ async def test_recording_store_names_calls_in_order():
 
 
 async def test_open_store_without_bandwidth_is_the_bare_file_store(tmp_path):
-    store = open_store(parse_sources(f"file://{tmp_path}/kv"), FRAME, depth=1)
+    (source,) = parse_sources(f"file://{tmp_path}/kv")
+    store = source.open(FRAME, depth=1)
     assert isinstance(store, FileStore)
     await store.close()

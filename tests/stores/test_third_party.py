@@ -89,7 +89,7 @@ async def test_registered_scheme_opens_alone_and_as_a_tier(install, tmp_path):
     assert isinstance(tiers, TieredStore)
     await tiers.put(key_of("a"), block_of("a"))
     await tiers.close()
-    alone = open_store(sources[:1], FRAME, depth=2)
+    alone = sources[0].open(FRAME, depth=2)
     assert isinstance(alone, ThrottledStore)
     assert await read(alone, key_of("a")) == block_of("a")
 

@@ -3,7 +3,6 @@
 import asyncio
 import heapq
 import itertools
-import threading
 
 import pytest
 from faulty_stores import FaultyStore, SlowStore
@@ -14,7 +13,6 @@ from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
-    ConfigError,
     StoreUnavailable,
 )
 from sglang_cake.loading.loader import BlockRead
@@ -558,22 +556,6 @@ async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
     below = sources[1].open(FRAME, depth=1)
     assert await read(below, key_of("b")) == block_of("b")
     await below.close()
-
-
-def test_open_store_without_any_usable_tier_is_unavailable(tmp_path):
-    (tmp_path / "a").write_text("")
-    with pytest.raises(StoreUnavailable):
-        open_store(parse_sources(f"file://{tmp_path}/a/b,file://{tmp_path}/a/c"), FRAME, depth=1)
-
-
-def test_open_store_foreign_namespace_in_a_tier_closes_the_others(tmp_path):
-    before = threading.active_count()
-    folder = tmp_path / "b" / FRAME.digest.hex()
-    folder.mkdir(parents=True)
-    (folder / "namespace.json").write_text('{"model": "another"}')
-    with pytest.raises(ConfigError):
-        open_store(parse_sources(f"file://{tmp_path}/a,file://{tmp_path}/b"), FRAME, depth=1)
-    assert threading.active_count() <= before + 1, "the sweeper of the one that was refused"
 
 
 async def test_tiered_store_shared_lower_tier_passes_blocks_between_servers(tmp_path):

@@ -173,7 +173,7 @@ class BlockFolder:
         return found
 
     def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As `AccessListener.on_access`. The index is updated in the background."""
+        """As `Store.on_access`. The index is updated in the background."""
         if facts.benefit is not None:
             self.evictor.set_benefit(facts.benefit)
         self.supervisor.was_touched(digest, self._accesses.report(digest, keys, facts, time.time()))

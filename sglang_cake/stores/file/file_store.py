@@ -45,7 +45,7 @@ _OF_THE_DISK = {"lost+found"}  # in a new file system
 _SQLITE = b"SQLite format 3\0"
 
 
-class FileStore:
+class FileStore(Store):
     """Implements `Store`: one namespace of a `BlockFolder`.
 
     Reads, writes and lookups have thread pools of their own, so that none of them waits for the
@@ -77,7 +77,7 @@ class FileStore:
         return await run_stoppable(self._lookups, functools.partial(self._contains, list(keys)))
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`. The index is updated in the background."""
+        """As in `Store`. The index is updated in the background."""
         digest, keys = self._frame.digest, list(keys)
         # In a thread: thousands of keys take longer than other calls should wait.
         await run_stoppable(self._lookups, lambda stop: self._folder.on_access(digest, keys, facts))
@@ -106,7 +106,7 @@ class FileStore:
                 yield block
 
     async def remove_description(self) -> None:
-        """As in `Describing`. The folder of the namespace is removed too."""
+        """As in `Store`. The folder of the namespace is removed too."""
         digest = self._frame.digest
         await run_stoppable(self._writers, lambda stop: self._folder.remove_namespace(digest))
 
@@ -191,7 +191,7 @@ class FileSource:
 
     def describe(self) -> StoreLayer:
         settings = {
-            "path": str(self.path),
+            "path": self.path,
             "capacity_bytes": self.capacity_bytes,
             "min_free_bytes": self.min_free_bytes,
             "policy": self.policy,

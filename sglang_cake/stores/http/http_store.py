@@ -57,7 +57,7 @@ ASK_AGAIN_FIRST_S = 10.0
 ASK_AGAIN_LAST_S = 300.0
 
 
-class HttpStore:
+class HttpStore(Store):
     """Implements `Store`. Sends nothing before its first call; belongs to that call's event loop.
 
     The answer to `contains` shows whether the server is a plain one. After an outage `contains` is
@@ -101,7 +101,6 @@ class HttpStore:
         return self._transport.counters
 
     def events(self) -> dict[str, int]:
-        """As in `Counting`."""
         return self._transport.counters.events()
 
     def _forget_server(self) -> None:
@@ -128,7 +127,7 @@ class HttpStore:
         return found
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`, for MAX_CONTAINS_KEYS keys at most; nothing on a plain server."""
+        """As in `Store`, for MAX_CONTAINS_KEYS keys at most; nothing on a plain server."""
         if self._is_plain:
             return
         body = b"".join(keys[: protocol.MAX_CONTAINS_KEYS])
@@ -238,7 +237,6 @@ class HttpStore:
                 raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
             block = IncomingBlock(self._frame, key, out, progress)
             async for piece in response.content.iter_any():
-                self.counters.received_bytes += len(piece)
                 block.feed(piece)
             return block.finish()
 
@@ -270,9 +268,7 @@ class HttpStore:
             yield header
             for start in range(0, len(body), PIECE_BYTES):
                 # A copy, because the transport may still buffer it after a cancellation.
-                piece = bytes(body[start : start + PIECE_BYTES])
-                self.counters.sent_bytes += len(piece)
-                yield piece
+                yield bytes(body[start : start + PIECE_BYTES])
 
         async with self._transport.request(
             "PUT",
@@ -332,7 +328,7 @@ class HttpStore:
         await self._small(attempt, self._transport.writes)
 
     async def remove_description(self) -> None:
-        """As in `Describing`. A plain server does not check whether blocks are left."""
+        """As in `Store`. A plain server does not check whether blocks are left."""
 
         async def attempt() -> None:
             path = protocol.description_path(self._frame.digest)
@@ -421,11 +417,7 @@ class HttpSource:
             await transport.close()
 
     def describe(self) -> StoreLayer:
-        settings = {
-            "base": self.base,
-            "token_file": None if self.token_file is None else str(self.token_file),
-            "ca": None if self.ca is None else str(self.ca),
-        }
+        settings = {"base": self.base, "token_file": self.token_file, "ca": self.ca}
         return StoreLayer("HttpStore", settings)
 
     def locate(self) -> Endpoint:

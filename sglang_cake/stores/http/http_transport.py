@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 import contextlib
+import functools
 import math
 import random
 import ssl
@@ -147,26 +148,22 @@ class HttpTransport:
         self.counters = HttpCounters()
 
         self._circuits: list[Circuit] = []
-
-        def circuit(kind: str, limits: TimeoutLimits) -> Circuit:
-            return Circuit(
-                self._endpoint.base,
-                kind,
-                self.counters,
-                limits,
-                group=self._circuits,
-                redial=self._redial,
-                on_outage=on_outage,
-                clock=clock,
-            )
-
-        self.lookups = circuit("lookups", limits)
-        self.reads = circuit(READS, limits)
-        self.writes = circuit("writes", limits)
+        circuit = functools.partial(
+            Circuit,
+            self._endpoint.base,
+            counters=self.counters,
+            group=self._circuits,
+            redial=self._redial,
+            on_outage=on_outage,
+            clock=clock,
+        )
+        self.lookups = circuit("lookups", limits=limits)
+        self.reads = circuit(READS, limits=limits)
+        self.writes = circuit("writes", limits=limits)
         # The server writes a description to its disk before it answers. The time for that depends
         # on the disk, not on the few bytes of the request, so the limit never shrinks.
         floor_s = max(limits.first_s, limits.floor_s)
-        self.descriptions = circuit("descriptions", replace(limits, floor_s=floor_s))
+        self.descriptions = circuit("descriptions", limits=replace(limits, floor_s=floor_s))
 
     @property
     def base(self) -> str:

@@ -119,7 +119,7 @@ class BlockMemory:
             return [block is not None and block.whole for block in found]
 
     def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As `AccessListener.on_access`."""
+        """As `Store.on_access`."""
         accesses = self._accesses.report(digest, keys, facts, time.time())
         with self._lock:
             for access in accesses:

@@ -35,8 +35,8 @@ from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 MOST_THREADS: Final = 4  # for each direction: so many saturate the memory of one socket
 
 
-class HostMemoryStore:
-    """Implements `Store` and `InMemory`: one namespace of a `BlockMemory`."""
+class HostMemoryStore(Store):
+    """One namespace of a `BlockMemory`."""
 
     def __init__(
         self, shared: "_SharedMemory", frame: BlockFrame, *, threads: int, reads_count: bool = True
@@ -57,7 +57,6 @@ class HostMemoryStore:
         return self._opened().has(self._frame.digest, keys)
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`."""
         memory = self._opened()
         await run_stoppable(
             self._writers, lambda stop: memory.on_access(self._frame.digest, keys, facts)
@@ -71,7 +70,7 @@ class HostMemoryStore:
         return await run_stoppable(self._readers, work)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """As in `Lending`. Raises: StoreUnavailable once it is closed."""
+        """As in `Store`. Raises: StoreUnavailable once it is closed."""
         # A payload that is smaller than its block is still to be decoded.
         least_bytes = self._frame.layout.block_bytes
         return self._opened().lend(
@@ -83,11 +82,15 @@ class HostMemoryStore:
         return await self._store(key, data, must_earn_place=False)
 
     async def promote(self, key: BlockKey, data: memoryview) -> bool:
-        """As in `InMemory`."""
+        """As `put`, for a block that was read from a store below. False as well if the eviction
+        policy prefers the blocks that are there."""
         return await self._store(key, data, must_earn_place=True)
 
     def keep(self, key: BlockKey) -> KeptBlock | None:
-        """As in `InMemory`."""
+        """A stored block, to be written to a store below; None if it is not there (any more).
+
+        The caller releases it. Raises: StoreUnavailable.
+        """
         return self._opened().keep(self._frame.digest, key)
 
     async def delete(self, key: BlockKey) -> None:

@@ -148,7 +148,7 @@ class CallThreads:
             running.exception()  # retrieved, since asyncio would log it otherwise
 
 
-class MooncakeStore:
+class MooncakeStore(Store):
     """Implements `Store`: one object per block, framed as in a file.
 
     The library reads and writes registered memory, a buffer per concurrent read or write. So a

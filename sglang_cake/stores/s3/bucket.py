@@ -1,6 +1,7 @@
 """One bucket, or a part of it. Only this module calls botocore."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -148,18 +149,15 @@ class S3Bucket:
         self._connections = connections
         self.counters = RemoteCounters()
         self._circuits: list[Circuit] = []
-
-        def circuit(kind: str) -> Circuit:
-            return Circuit(
-                str(place),
-                kind,
-                self.counters,
-                limits,
-                group=self._circuits,
-                redial=self._redial,
-                clock=clock,
-            )
-
+        circuit = functools.partial(
+            Circuit,
+            str(place),
+            counters=self.counters,
+            limits=limits,
+            group=self._circuits,
+            redial=self._redial,
+            clock=clock,
+        )
         self._lookups = circuit("lookups")
         self._reads = circuit(READS)
         self._writes = circuit("writes")
@@ -201,7 +199,7 @@ class S3Bucket:
                 if refused.no_such_object:
                     raise BlockMissing(str(refused)) from refused
                 raise
-            body = ObjectBody(answer["Body"], answer.get("ContentLength"), self.counters)
+            body = ObjectBody(answer["Body"], answer.get("ContentLength"))
             try:
                 yield body
             finally:
@@ -216,7 +214,6 @@ class S3Bucket:
         try:
             if self._conditional:
                 await self._call("put_object", Key=name, Body=body, IfNoneMatch="*")
-                self.counters.sent_bytes += len(body)
                 return True
         except S3Error as refused:
             if refused.there_already:
@@ -230,7 +227,6 @@ class S3Bucket:
             await self._call("put_object", Key=name, Body=body)
         except S3Error as refused:
             raise _full_or_not(refused) from refused
-        self.counters.sent_bytes += len(body)
         return True
 
     async def delete(self, name: str) -> None:
@@ -431,10 +427,9 @@ class _BoundedAnswer:
 class ObjectBody:
     """The bytes of one object, while they arrive."""
 
-    def __init__(self, stream: Any, length_bytes: int | None, counters: RemoteCounters) -> None:
+    def __init__(self, stream: Any, length_bytes: int | None) -> None:
         self._stream = stream
         self.length_bytes = length_bytes
-        self._counters = counters
 
     async def read(self, at_most: int) -> bytes:
         """The bytes that have arrived, at least one; empty at the end. Raises: StoreUnavailable.
@@ -445,7 +440,6 @@ class ObjectBody:
             data: bytes = await self._stream.read(at_most)
         except Exception as error:
             raise _foreign(error) from error
-        self._counters.received_bytes += len(data)
         return data
 
     def close(self) -> None:

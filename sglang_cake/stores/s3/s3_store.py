@@ -59,7 +59,7 @@ _MISTAKES = (
 )
 
 
-class S3Store:
+class S3Store(Store):
     """Implements `Store`: one object per block, framed as in a file.
 
     A lookup runs in rounds, see `lookup_rounds`. A put sends the block at once, and the service
@@ -94,7 +94,6 @@ class S3Store:
         self._closed = False
 
     def events(self) -> dict[str, int]:
-        """As in `Counting`."""
         return self._bucket.counters.events()
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -142,7 +141,6 @@ class S3Store:
                     )
 
     async def remove_description(self) -> None:
-        """As in `Describing`."""
         start = self._place.name(self._frame.digest.hex(), "")
         found = await self._bucket.page(start, MaxKeys=2)
         if {each.get("Key") for each in found.get("Contents", [])} <= {start + DESCRIPTION}:

@@ -18,11 +18,12 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import InMemory, KeptBlock, LentBlock, Store, StoreStats
+from sglang_cake.stores.base import KeptBlock, LentBlock, Store, StoreStats
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
-from sglang_cake.stores.lazy_store import LazyStore
 from sglang_cake.stores.link_speed import LinkSpeed
+from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.wrapper_store import LazyStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -332,12 +333,12 @@ class Tier:
         return fresh
 
     @property
-    def memory(self) -> InMemory | None:
+    def memory(self) -> HostMemoryStore | None:
         """The store of a tier in memory, if it is open."""
         store = self.store.opened if isinstance(self.store, LazyStore) else self.store
-        return store if isinstance(store, InMemory) else None
+        return store if isinstance(store, HostMemoryStore) else None
 
-    async def promote(self, memory: InMemory, key: BlockKey, data: memoryview) -> bool:
+    async def promote(self, memory: HostMemoryStore, key: BlockKey, data: memoryview) -> bool:
         fresh = await self._watched(self.writing, memory.promote(key, data))
         if fresh:
             self.counts.put_blocks += 1

@@ -43,8 +43,6 @@ from sglang_cake.stores.base import (
     StoreStats,
     TierStats,
     Unpack,
-    events_of,
-    report_access,
 )
 from sglang_cake.stores.link_speed import LinkSpeed, quickest, soonest
 from sglang_cake.stores.request_facts import RequestFacts
@@ -141,7 +139,7 @@ class PromoteOnSecondRead:
         return False
 
 
-class TieredStore:
+class TieredStore(Store):
     """Implements `Store`. For one event loop.
 
     Attributes:
@@ -212,19 +210,19 @@ class TieredStore:
         return [having > 0 for having in havings]
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        """As in `AccessListener`, for every tier that is not left out. Failures do not
+        """As in `Store`, for every tier that is not left out. Failures do not
         count, since most stores do nothing here."""
         self._check_open()
 
         async def report(tier: Tier) -> None:
             with contextlib.suppress(StoreError, TimeoutError):
                 async with asyncio.timeout(self.late_answer_s):
-                    await report_access(tier.store, keys, facts)
+                    await tier.store.on_access(keys, facts)
 
         await asyncio.gather(*(report(tier) for tier in self.tiers if tier.asking.is_closed))
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        """As in `TierHints`. One key: the tier for a read now. Several keys: the tiers for reads on
+        """As in `Store`. One key: the tier for a read now. Several keys: the tiers for reads on
         idle links."""
         queued = len(keys) == 1
         found: dict[Known, int] = {}
@@ -235,7 +233,7 @@ class TieredStore:
         return [found[self._locations.of(key)] for key in keys]
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        """As in `Lending`, from the first tier in memory that has the block."""
+        """As in `Store`, from the first tier in memory that has the block."""
         having = self._locations.of(key).having
         for tier in self.tiers:
             if tier.bit & having and (lent := tier.lend(key)) is not None:
@@ -248,7 +246,14 @@ class TieredStore:
         return await self._get(key, out, progress, None)
 
     async def get_unpacked(self, key: BlockKey, out: memoryview, unpack: Unpack) -> int:
-        """As in `PerTierEncoding`."""
+        """As `get_into`.
+
+        Args:
+            unpack: changes a payload that was read from a tier below before it moves up to one in
+                memory. `out` begins with the changed payload then, and its size is returned.
+
+        Raises: as `get_into`, and what `unpack` raises.
+        """
         return await self._get(key, out, None, unpack)
 
     async def _get(
@@ -286,11 +291,18 @@ class TieredStore:
         return await self.put_forms(key, _same_for_all(data))
 
     def links(self) -> list[LinkSpeed]:
-        """As in `PerTierEncoding`."""
+        """Measured speed of each tier; always the same objects."""
         return [tier.speed for tier in self.tiers]
 
     async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:
-        """As in `PerTierEncoding`, and as `put`."""
+        """As `put`, with a payload for each tier.
+
+        Args:
+            form_of: called when a payload is needed, for one tier at a time, and at most once for
+                each. It is not called for tiers that take no block now.
+
+        Raises: as `put`; the error of `form_of`, if no tier has the block then.
+        """
         self._check_open()
         now_s = self._clock()
         usable = [tier for tier in self.tiers if tier.writing.may_call(now_s)]
@@ -344,10 +356,10 @@ class TieredStore:
             raise failure
 
     def events(self) -> Mapping[str, int]:
-        """As in `Counting`, summed over the tiers."""
+        """As in `Store`, summed over the tiers."""
         total: Counter[str] = Counter()
         for tier in self.tiers:
-            total.update(events_of(tier.store))
+            total.update(tier.store.events())
         return total
 
     async def stats(self) -> StoreStats:

@@ -39,6 +39,7 @@ class BadServer:
     base: str
     asked: list[Asked] = field(default_factory=list)
     connections: int = 0
+    unasked: bytes = b""  # came after a request, and are no request
 
 
 async def until(condition):
@@ -68,7 +69,9 @@ async def bad_server(answer):
                 asked = Asked(method, path, headers, body, writer, gone)
                 server.asked.append(asked)
                 await answer(asked)
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        except asyncio.IncompleteReadError as error:
+            server.unasked += error.partial
+        except (ConnectionError, asyncio.CancelledError):
             pass  # a task that ends as cancelled would be logged
         finally:
             gone.set()

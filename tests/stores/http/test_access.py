@@ -21,6 +21,7 @@ from http_servers import (
     framed,
     make_certificate,
     own_token,
+    parse_metrics,
     poll,
     put_block,
     put_description,
@@ -38,7 +39,7 @@ from sglang_cake.stores.http.protocol import (
     list_path,
     touched_path,
 )
-from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, block_of, read
@@ -78,7 +79,7 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
 
 
 def opened_url(url):
-    return closing(open_store(parse_sources(url), FRAME, depth=2))
+    return closing(parse_sources(url)[0].open(FRAME, depth=2))
 
 
 async def test_http_store_opened_before_the_server_finds_its_token(tmp_path, home):
@@ -134,9 +135,16 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
     (tmp_path / "readers").mkdir()
     readers, writers = write_token(tmp_path / "readers", OTHER), write_token(tmp_path)
     server = OurServer(*(tmp_path / "root", "--token-file", writers, "--read-token-file", readers))
+
+    def received():
+        return parse_metrics(ask(server, "GET", "/metrics", token=OTHER)[2].decode())[
+            "received_bytes_total"
+        ]
+
     try:
         async with opened_url(f"{server.base}?token_file={writers}") as store:
             assert await store.put(A, block_of("a"))
+        before = received()
         async with opened_url(f"{server.base}?token_file={readers}") as store:
             assert await store.contains([A, B]) == [True, False]
             for _ in range(10):
@@ -147,7 +155,8 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
             await store.on_access([A], RequestFacts("id", 1))
             assert [block.key async for block in store.list_blocks()] == [A]
             assert await read(store, A) == block_of("a")
-            assert store.counters.failures == store.counters.sent_bytes == 0
+            assert store.counters.failures == 0
+        assert received() == before
         path = description_path(FRAME.digest)
         assert ask(server, "PUT", path, b"{}", token=OTHER)[0] == 403
     finally:
@@ -251,7 +260,7 @@ async def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
             new = next_cert.read_text().strip()
             await asyncio.to_thread(lambda: poll(lambda: shown() == new, "the new one is shown"))
             assert await read(store, A) == block_of("a")  # over the connection that is open
-            other = open_store(parse_sources(url), FRAME, depth=2)  # needs a new connection
+            other = parse_sources(url)[0].open(FRAME, depth=2)  # needs a new connection
             with pytest.raises(StoreUnavailable):
                 await read(other, A)
             failures = other.counters.failures

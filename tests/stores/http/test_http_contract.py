@@ -11,7 +11,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import StoredNamespace
 from sglang_cake.stores.encrypted import EncryptedStore
 from sglang_cake.stores.http.http_store import HttpStore
-from sglang_cake.stores.open_store import open_store, parse_sources
+from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, read
 
 
@@ -70,14 +70,14 @@ class TestHttpStore(StoreContract):
         self.base = open_server.base
 
     def open(self, folder):
-        store = open_store(parse_sources(self.base), fresh_frame(self.frame), depth=4)
+        store = parse_sources(self.base)[0].open(fresh_frame(self.frame), depth=4)
         assert isinstance(store, HttpStore)
         return store
 
 
 class TestHttpStoreOneAtATime(TestHttpStore):
     def open(self, folder):
-        return open_store(parse_sources(self.base), fresh_frame(self.frame), depth=1)
+        return parse_sources(self.base)[0].open(fresh_frame(self.frame), depth=1)
 
 
 class TestHttpsStoreWithTokenAndCapacity(TestHttpStore):
@@ -97,7 +97,7 @@ class TestSealedHttpStore(TestHttpStore):
         self.base = f"{open_server.base}?key_file={path}"
 
     def open(self, folder):
-        store = open_store(parse_sources(self.base), fresh_frame(self.frame), depth=4)
+        store = parse_sources(self.base)[0].open(fresh_frame(self.frame), depth=4)
         assert isinstance(store, EncryptedStore)
         return store
 
