@@ -38,7 +38,7 @@ from sglang_cake.integration.step_costs import CudaTimer
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import PLAN_S
-from sglang_cake.simulator.ideal_ttft import ComputeCurve, Ideal, ideal_meet
+from sglang_cake.simulator.ideal_ttft import Ideal, ideal_meet
 from sglang_cake.testing.scheduler_loop import LoopRequest, PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_gpu import VirtualStore
 
@@ -512,9 +512,9 @@ def _ideal(size: Size, link: float, tokens: int, arms: dict[Mode, Arm]) -> Ideal
     stored = tokens - size.question_tokens
     chunks = [size.chunk_tokens] * (len(steps_s) - 1)
     chunks.append(tokens - sum(chunks))
-    curve = ComputeCurve.from_chunks(list(zip(chunks, steps_s, strict=True)))
+    computed = list(zip(chunks, steps_s, strict=True))
     last_s = min(times[-1] for times in arms["load"].steps_s)
-    return ideal_meet(curve, stored, size.form.token_bytes / (link * GB), last_s, LATENCY_S)
+    return ideal_meet(computed, stored, size.form.token_bytes / (link * GB), last_s, LATENCY_S)
 
 
 def _prompts(size: Size) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sglang_cake.cli.plots import plot_meet
 from sglang_cake.demo.event_trace import RequestTrace, read_event_trace
 from sglang_cake.demo.sglang_server import Reply
-from sglang_cake.simulator.ideal_ttft import ComputeCurve, Ideal, ideal_meet
+from sglang_cake.simulator.ideal_ttft import Ideal, ideal_meet
 
 # Equal runs on a quiet machine differ by a few percent. With a larger spread the arms, which run
 # one after the other, cannot be compared.
@@ -70,13 +70,10 @@ def ideal_of(arms: Arms) -> Ideal:
             "nothing was loaded: the store lost what the first server had put into it, as a store "
             "in the server's own memory does"
         )
-    curve = ComputeCurve.from_chunks(
-        [(s.stop - s.start, s.end_s - s.begin_s) for s in computed.steps]
-    )
     load_s = loaded.loads[-1].land_s - loaded.found_s
     last = loaded.steps[-1]
     return ideal_meet(
-        curve,
+        [(step.stop - step.start, step.end_s - step.begin_s) for step in computed.steps],
         loaded.stored_tokens,
         load_s / (len(loaded.loads) * loaded.block_tokens),
         last_step_s=last.end_s - last.begin_s,

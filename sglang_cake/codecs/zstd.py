@@ -90,17 +90,12 @@ class Zstd:
             size = zstandard.frame_content_size(data.data)
             if not 0 <= size <= len(out):
                 raise Malformed(f"a zstd frame of {size} bytes, at most {len(out)} expected")
-            done = 0
-            with _decompressor().stream_reader(data, closefd=False) as reader:
-                while done < size:
-                    got = reader.readinto(out.data[done:size])
-                    if not got:
-                        break
-                    done += got
+            found = np.frombuffer(_decompressor().decompress(data.data), np.uint8)
         except zstandard.ZstdError as error:
             raise Malformed(str(error)) from None
-        if done != size:
-            raise Malformed(f"a zstd frame ends after {done} of {size} bytes")
+        if len(found) != size:
+            raise Malformed(f"a zstd frame has {len(found)} of {size} bytes")
+        out[:size] = found
         return size
 
     def _compressor(self) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import LOSSY, RAW
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.pooling_models import POOLING_ARCHITECTURES
 from sglang_cake.integration.memory.kv_shard import wrong_head_groups
 
 if TYPE_CHECKING:
@@ -525,71 +526,6 @@ MEDIA_ARCHITECTURES = frozenset(
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForConditionalGeneration",
-    }
-)
-
-# Models that were reviewed as embedding, reward or classification models: attention is causal, so
-# that KV depends on no later token, and the result is made of the last token, which is always
-# computed. (Those that pool all tokens, or the first one, need the whole prompt in one step.)
-POOLING_ARCHITECTURES = frozenset(
-    {
-        "ApertusForCausalLM",
-        "ArceeForCausalLM",
-        "Cosmos3EdgeForConditionalGeneration",
-        "Cosmos3ForConditionalGeneration",
-        "DeciLMForCausalLM",
-        "Exaone4ForCausalLM",
-        "Gemma2ForSequenceClassification",
-        "Glm4ForCausalLM",
-        "Glm4vForConditionalGeneration",
-        "Glm4vMoeForConditionalGeneration",
-        "GlmOcrForConditionalGeneration",
-        "GraniteForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeSWAForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-        "GraniteSWAForCausalLM",
-        "IQuestCoderForCausalLM",
-        "InternLM2ForRewardModel",
-        "InternLM3ForCausalLM",
-        "InternS1ProForConditionalGeneration",
-        "InternS2MobiusForConditionalGeneration",
-        "InternS2PreviewForConditionalGeneration",
-        "JetNemotronForCausalLM",
-        "Llama4ForCausalLM",
-        "LlamaEmbeddingModel",
-        "LlamaForCausalLM",
-        "LlamaForClassification",
-        "LlamaForSequenceClassification",
-        "LlamaForSequenceClassificationWithNormal_Weights",
-        "MiMoForCausalLM",
-        "MiMoV2ASRForCausalLM",
-        "Ministral3ForCausalLM",
-        "MistralForCausalLM",
-        "MistralModel",
-        "NanbeigeForCausalLM",
-        "NanbeigeForSequenceClassification",
-        "OPTForCausalLM",
-        "Phi3ForCausalLM",
-        "Phi3SmallForCausalLM",
-        "PhiMoEForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2ForRewardModel",
-        "Qwen2ForSequenceClassification",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3ForCausalLM",
-        "Qwen3ForRewardModel",
-        "Qwen3ForSequenceClassification",
-        "Qwen3Model",
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen4ExpForConditionalGeneration",
-        "Sarashina2VisionForCausalLM",
-        "TeleFLMForCausalLM",
     }
 )
 

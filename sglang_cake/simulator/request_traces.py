@@ -10,7 +10,6 @@ Three formats of JSON lines, distinguished by their fields, plain or zstd-compre
 `hash_ids` name a block together with everything before it, so equal ids mean equal prefixes.
 """
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ def read_trace(path: Path) -> Trace:
                     raise ConfigError(f"{path}, line {number}: blocks of another size")
                 block_tokens, last_s = size, request.at_s
                 requests.append(request)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
         raise ConfigError(f"trace {path} cannot be read: {error}") from None
     if not requests:
         raise ConfigError(f"trace {path} has no requests")
@@ -75,28 +74,8 @@ def read_trace(path: Path) -> Trace:
 def _opened(path: Path) -> TextIO:
     if path.suffix != ".zst":
         return path.open(encoding="utf-8")
-    stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
-    return io.TextIOWrapper(io.BufferedReader(_Checked(stream)), encoding="utf-8")
-
-
-class _Checked(io.RawIOBase):
-    """Raises OSError for damage in a compressed file."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, out: Any) -> int:
-        try:
-            return int(self._stream.readinto(out))
-        except zstandard.ZstdError as error:
-            raise OSError(str(error)) from None
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+    lines: TextIO = zstandard.open(path, "rt", encoding="utf-8")
+    return lines
 
 
 def _request(line: Any, last_s: float) -> tuple[int, TraceRequest]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.pooling_models import POOLING_ARCHITECTURES
 from sglang_cake.simulator.layer_kinds import layer_kinds, sparse_index
 
 Config = dict[str, Any]
@@ -28,28 +29,6 @@ _CONTEXT_FIELDS = (
 _NOT_A_CONFIG = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Of those that generate no text, the ones that a server supports: they are in
-# `support_matrix.POOLING_ARCHITECTURES` too, which this package may not import. A test compares.
-POOLING = frozenset(
-    {
-        "Cosmos3EdgeForConditionalGeneration",
-        "Cosmos3ForConditionalGeneration",
-        "Gemma2ForSequenceClassification",
-        "InternLM2ForRewardModel",
-        "LlamaEmbeddingModel",
-        "LlamaForClassification",
-        "LlamaForSequenceClassification",
-        "LlamaForSequenceClassificationWithNormal_Weights",
-        "MiMoV2ASRForCausalLM",
-        "MistralModel",
-        "NanbeigeForSequenceClassification",
-        "Qwen2ForRewardModel",
-        "Qwen2ForSequenceClassification",
-        "Qwen3ForRewardModel",
-        "Qwen3ForSequenceClassification",
-        "Qwen3Model",
-    }
-)
 # The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
 WINDOW_POOLS = frozenset(
     {
@@ -430,7 +409,7 @@ def _refused(whole: Config, config: Config) -> str | None:
         return "the weights of n-gram embeddings are not modelled"
     if whole.get("is_encoder_decoder"):
         kind = "encoder-decoder models (cross-attention KV)"
-    elif names and not any(_generates(name) or name in POOLING for name in names):
+    elif names and not any(_generates(name) or name in POOLING_ARCHITECTURES for name in names):
         kind = "models that generate no text, except for decoders whose result is made of the last "
         kind += "token (docs/troubleshooting.md)"
     else:

@@ -21,16 +21,15 @@ from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 
 from sglang_cake.config import CakeConfig
+from sglang_cake.core.pooling_models import POOLING_ARCHITECTURES
 from sglang_cake.integration import compat
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
     MEDIA_ARCHITECTURES,
-    POOLING_ARCHITECTURES,
     PROMPT_AWARE,
     ModelTraits,
     unsupported,
 )
-from sglang_cake.simulator.shapes import POOLING
 
 ROOT = Path(__file__).parents[2]
 MODELS = sorted(Path(sglang.srt.models.__path__[0]).glob("*.py"))
@@ -284,8 +283,3 @@ def test_architectures_with_reviewed_vectors_pool_the_last_token() -> None:
     assert {name: pooled(name) for name in POOLING_ARCHITECTURES} == {
         name: {"LAST"} for name in POOLING_ARCHITECTURES
     }
-
-
-def test_architectures_with_reviewed_vectors_are_planned_for() -> None:
-    judged = {name for name in POOLING_ARCHITECTURES if NO_GENERATION.search(name)}
-    assert judged == POOLING  # `sglang-cake plan` does not refuse them
