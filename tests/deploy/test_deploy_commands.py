@@ -44,7 +44,7 @@ def test_server_commands_switch_cake_on_with_a_store(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     for server, result in zip(servers, json.loads(results.read_text()), strict=True):
         assert result.get("backend") == "cake", (server.source, result)
-        assert any(value.startswith(stores) for value in result["env"].values()), (
+        assert result["settings"]["store"].startswith(stores), (
             server.source,
             result,
         )
