@@ -15,7 +15,7 @@ from sglang_cake.simulator.eviction_replay import (
     SavedTime,
     seconds_bound,
 )
-from sglang_cake.simulator.request_traces import Trace, head, read_trace
+from sglang_cake.simulator.request_traces import Trace, read_trace
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
@@ -165,7 +165,7 @@ class Cell:
 @lru_cache(maxsize=1)
 def loaded(path: Path, requests: int) -> Trace:
     trace = read_trace(path)
-    return head(trace, requests) if requests else trace
+    return Trace(trace.block_tokens, trace.requests[:requests]) if requests else trace
 
 
 def run_cell(cell: Cell, folder: Path, requests: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class SavedTime:
 
     def saved_s(self, stored: Sequence[bool], tokens: int) -> float:
         """Seconds. Args: stored: for each of the prompt's blocks; tokens: of the prompt."""
-        compute_s = self._costs(len(stored), tokens)
+        compute_s = self.block_s(len(stored), tokens)
         left = sum(stored)
         now_s = 0.0
         for there, cost_s in zip(stored, compute_s, strict=True):
@@ -79,9 +79,6 @@ class SavedTime:
 
     def block_s(self, blocks: int, tokens: int) -> list[float]:
         """Seconds to compute each of the first `blocks` blocks of a prompt of `tokens`."""
-        return self._costs(blocks, tokens)
-
-    def _costs(self, blocks: int, tokens: int) -> list[float]:
         size = self._block_tokens
         while len(self._compute_s) < blocks:
             position = len(self._compute_s)

@@ -107,11 +107,6 @@ def _reason(error: Exception) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def head(trace: Trace, requests: int) -> Trace:
-    """The trace of its first requests."""
-    return Trace(trace.block_tokens, trace.requests[:requests])
-
-
 def next_uses(trace: Trace) -> Iterator[tuple[int, ...]]:
     """For each request, and each of its blocks, the index of the next request that uses it; the
     number of requests if none does."""

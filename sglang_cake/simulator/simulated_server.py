@@ -35,7 +35,6 @@ from sglang_cake.loading.priority import QueueEntry, order
 from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
-NOTHING = StepWork(0, 0.0)
 POLL_S = 0.0005  # between two polls of a real server that only waits for a load
 
 
@@ -345,10 +344,6 @@ class SimulatedServer:
 
     # ---- decisions ----
 
-    def _own_costs(self, others: StepWork) -> PromptCosts:
-        """The costs of a prompt in a step that also does `others`."""
-        return self._costs.beside(others)
-
     @property
     def _costs(self) -> PromptCosts:
         return replace(
@@ -368,7 +363,7 @@ class SimulatedServer:
         taken = self._machine.others(number) if self._machine.others else 0
         others = StepWork(taken, 0.0, sum(1 for live in self._lives if live.decoded))
         chunk = max(1, self._chunk - taken - others.decodes)
-        costs, ahead, changed = self._own_costs(others), StepWork(), False
+        costs, ahead, changed = self._costs.beside(others), StepWork(), False
         for live in self._ranks:
             if live in waiting and live.missing_blocks:
                 backlog_s = self._busy_s + costs.prefill.queue_s(ahead, chunk)
@@ -524,7 +519,7 @@ class SimulatedServer:
             live.meet.view(),
             mode=self._mode,
             chunk_tokens=left,
-            costs=replace(self._own_costs(work), backlog_s=self._busy_s),
+            costs=replace(self._costs.beside(work), backlog_s=self._busy_s),
             progress=live.progress(now),
         )
         live.planned = True
@@ -577,7 +572,7 @@ class SimulatedServer:
                 block: crossing.missing_share(now) for block, crossing in crossings.items()
             },
             chunk_tokens=self._chunk,
-            costs=self._own_costs(NOTHING),
+            costs=self._costs.beside(StepWork()),
         )
         if span is None:
             return False

@@ -156,7 +156,6 @@ class HostTime:
     launches: int = 0
     launch_s: float = 0.0
     syncs: int = 0  # waits for the device
-    sync_s: float = 0.0
     waits: int = 0  # for the copier's thread
     wait_s: float = 0.0
 
@@ -197,7 +196,6 @@ class VirtualGpu:
     def sync(self, until_s: float) -> None:
         """The scheduler thread waits for the device."""
         self.scheduler.syncs += 1
-        self.scheduler.sync_s += max(0.0, until_s - self.io.now_s)
         self.io.until(max(until_s, self.io.now_s))
 
     def follow(self, until_s: float) -> None:
