@@ -10,11 +10,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Final, NamedTuple
-
-import msgspec
-
-from sglang_cake.core import untrusted
+from typing import Any, NamedTuple
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -29,10 +25,7 @@ MAX_TEXT_CHARS = 4096
 MAX_LAYERS = 4096
 MAX_BLOCK_BYTES = 2**34
 
-# `parse` checks the bounds of annotated numbers.
-Count = Annotated[int, msgspec.Meta(gt=0, le=MAX_BLOCK_BYTES)]
-Parts = tuple[tuple[str, tuple[Count, ...]], ...]
-_OBJECT: Final = msgspec.json.Decoder(dict[str, Any])
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Plane(NamedTuple):
@@ -48,12 +41,12 @@ class Plane(NamedTuple):
 class PlaneGroup:
     """The planes of layers that have equal ones, layer after layer."""
 
-    layers: Annotated[int, msgspec.Meta(gt=0, le=MAX_LAYERS)]
+    layers: int
     parts: Parts  # planes of one layer: (name, shape of a row)
     dtype: str  # a key of DTYPE_BYTES
     # 1; or the tokens of a page, if only a whole page has a meaning: an index may hold the keys of
     # its tokens first, and then their scales.
-    row_tokens: Count = 1
+    row_tokens: int = 1
 
     @cached_property
     def part_bytes(self) -> tuple[int, ...]:
@@ -156,10 +149,10 @@ class BlockLayout:
         try:
             if len(text) > MAX_TEXT_CHARS:
                 raise ValueError(f"{len(text)} characters")
-            found = untrusted.decode(_OBJECT, text)
-            groups = msgspec.convert(found.get("groups", [found]), tuple[PlaneGroup, ...])
-            layout = cls(groups, msgspec.convert(found.get("block_tokens"), Count))
-        except (ValueError, msgspec.ValidationError) as error:
+            found: Any = json.loads(text)
+            groups = found["groups"] if "groups" in found else [found | {"row_tokens": 1}]
+            layout = cls(tuple(_group(group) for group in groups), _count(found["block_tokens"]))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"not a block layout: {error!r}") from None
         if layout.describe() != text:
             raise ValueError("not a block layout: it is not spelled as it should be")
@@ -173,3 +166,20 @@ class BlockLayout:
         if not 0 < layout.block_bytes <= MAX_BLOCK_BYTES:
             raise ValueError(f"not a block layout: a block of {layout.block_bytes} bytes")
         return layout
+
+
+def _group(found: Any) -> PlaneGroup:
+    return PlaneGroup(
+        layers=_count(found["layers"], MAX_LAYERS),
+        parts=tuple(
+            (str(name), tuple(_count(size) for size in shape)) for name, shape in found["parts"]
+        ),
+        dtype=str(found["dtype"]),
+        row_tokens=_count(found["row_tokens"]),
+    )
+
+
+def _count(value: object, at_most: int = MAX_BLOCK_BYTES) -> int:
+    if type(value) is not int or not 0 < value <= at_most:
+        raise ValueError(f"{value!r} is not a number from 1 to {at_most}")
+    return value

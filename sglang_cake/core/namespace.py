@@ -9,15 +9,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from msgspec.json import Decoder
-
-from sglang_cake.core import untrusted
 from sglang_cake.core.keys import Digest, sized
 
 LABEL = "name"  # of the model, for people: equal weights with two names share one namespace
 DESCRIPTION = "namespace.json"  # in a store: the name of what describes a namespace
 MAX_DESCRIPTION_BYTES = 1 << 16
-_FIELDS = Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,12 @@ def read_fields(raw: bytes) -> dict[str, str] | None:
 
     All names and values are text that can be encoded, so without surrogates.
     """
+    # The copies of a GPU are checked without this library (`make gpu-check`).
+    from msgspec.json import Decoder
+
+    from sglang_cake.core import untrusted
+
     try:
-        return untrusted.decode(_FIELDS, raw)
+        return untrusted.decode(Decoder(dict[str, str]), raw)
     except ValueError:
         return None
