@@ -129,7 +129,7 @@ def relative_error(layout: BlockLayout, exact: memoryview, decoded: memoryview) 
 
     The root of the mean, over the planes of K and V of every layer, of |decoded - exact|² /
     |exact|², with the Euclidean norm over the plane. A plane without a difference counts as 0.
-    Infinite if a block has a number that is not finite: then it cannot be told.
+    Infinite if a block has a number that is not finite.
 
     The KL divergence of a model's answer goes with the square of this error: on a real model it is
     0.5 to 0.9 times the square (docs/codecs.md). The error of the worst plane predicts it less

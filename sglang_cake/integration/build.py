@@ -78,11 +78,9 @@ from sglang_cake.writeback.block_writer import Writer
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
     from sglang_cake.integration.runahead.runahead_scheduler import Runahead
-
 
 logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
