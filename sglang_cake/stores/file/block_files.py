@@ -67,18 +67,11 @@ class BlockFiles:
 
         Raises: BlockMissing; OSError.
         """
-        *shard, name = block_names(digest, key)
+        names = block_names(digest, key)
         try:
-            with nofollow.opened(self._root, *shard) as folder:
-                try:
-                    return _open_to_read(folder, name, counts=counts)
-                except OSError as error:
-                    if error.errno != errno.ELOOP:
-                        raise
-                    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-                    return os.open(name, flags, dir_fd=folder)
+            return _open_to_read(self._root, names, counts=counts)
         except FileNotFoundError:
-            raise BlockMissing(name) from None
+            raise BlockMissing(names[-1]) from None
 
     def new(self, digest: Digest, key: BlockKey) -> "NewFile":
         """A new file for the block.
@@ -147,21 +140,25 @@ class BlockFiles:
         return kept
 
 
-def _open_to_read(folder: int, name: str, *, counts: bool) -> int:
-    """Open a block's file in an open folder.
+def _open_to_read(root: Path, names: Sequence[str], *, counts: bool) -> int:
+    """Open a block's file, or a link itself.
 
     Args:
         counts: the read is an access, and changes the access time of the file. Eviction uses that
             time if the index is lost.
 
-    Raises: OSError (ELOOP for a link).
+    Raises: OSError.
     """
-    # O_NONBLOCK has no effect on files. Without it, opening a pipe would block.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    if not counts and hasattr(os, "O_NOATIME"):
-        with contextlib.suppress(PermissionError):  # a file of another user
-            return os.open(name, flags | os.O_NOATIME, dir_fd=folder)
-    return os.open(name, flags, dir_fd=folder)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # without it, opening a pipe would block
+    try:
+        if not counts and hasattr(os, "O_NOATIME"):
+            with contextlib.suppress(PermissionError):  # a file of another user
+                return nofollow.open_file(root, *names, flags=flags | os.O_NOATIME)
+        return nofollow.open_file(root, *names, flags=flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return nofollow.open_file(root, *names, flags=os.O_PATH | os.O_CLOEXEC)
 
 
 # ---- reading ----

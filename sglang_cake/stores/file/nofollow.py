@@ -26,7 +26,6 @@ class _OpenHow(ctypes.Structure):
 
 OPENAT2 = 437  # the same number on all architectures
 _NO_SYMLINKS, _BENEATH = 0x04, 0x08
-_HOW = _OpenHow(_FOLDER, 0, _NO_SYMLINKS | _BENEATH)
 _syscall = ctypes.CDLL(None).syscall
 _syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
 _syscall.restype = ctypes.c_long
@@ -37,20 +36,30 @@ def open_folder(root: Path, *names: str) -> int:
 
     Raises: FileNotFoundError; NotADirectoryError, also for a link; OSError.
     """
+    return open_file(root, *names, flags=_FOLDER) if names else os.open(root, _FOLDER)
+
+
+def open_file(root: Path, *names: str, flags: int) -> int:
+    """A descriptor of the file root/names[0]/names[1]/..., to be closed by the caller.
+
+    Raises: FileNotFoundError; NotADirectoryError, also for a link to a folder; OSError (ELOOP for
+    a link at the end, unless `flags` have O_PATH).
+    """
+    flags |= os.O_NOFOLLOW
     folder = os.open(root, _FOLDER)
-    if names:
+    try:
+        how = _OpenHow(flags, 0, _NO_SYMLINKS | _BENEATH)
         path = "/".join(names).encode()
-        inner = _syscall(OPENAT2, folder, path, ctypes.addressof(_HOW), ctypes.sizeof(_HOW))
-        if inner >= 0:
-            os.close(folder)
-            return int(inner)
-    for name in names:  # for an error that says what is wrong, too
-        try:
+        found = _syscall(OPENAT2, folder, path, ctypes.addressof(how), ctypes.sizeof(how))
+        if found >= 0:
+            return int(found)
+        for name in names[:-1]:  # for an error that says what is wrong, too
             inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
-        finally:
             os.close(folder)
-        folder = inner
-    return folder
+            folder = inner
+        return os.open(names[-1], flags, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager
