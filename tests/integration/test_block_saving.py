@@ -188,6 +188,22 @@ def test_block_saving_blocks_without_a_buffer_are_saved_at_later_checkpoints_and
         harness.io.close()
 
 
+def no_memory() -> Fence:
+    raise torch.OutOfMemoryError("no device memory")
+
+
+def test_block_saving_without_device_memory_is_tried_again(
+    harness: SavingHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = known(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.kv, "fence", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            harness.checkpoint(record, 4 * BLOCK)
+    assert harness.buffers.free == harness.buffers.capacity
+    assert harness.poll(record) == [0, 1, 2, 3]
+
+
 def test_block_saving_blocks_without_a_buffer_at_the_end_are_given_up_and_counted() -> None:
     harness = SavingHarness(buffers=2)
     try:

@@ -1,7 +1,8 @@
 """New blocks and end states, copied from device memory into the write pipeline."""
 
+import contextlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -218,18 +219,19 @@ class BlockSaving:
         buffers = self._writer.take_all(self._ends.count if is_own else 0)
         if buffers is None and self._alone:
             return
-        slots = unsaved.find_end(unsaved.end)
-        unsaved.find_end = None
-        if buffers is None:
-            self._writer.give_up(self._ends.count)
-            return
-        if slots is None or not is_own:
-            self._writer.put_back(buffers)
-            return
-        slots = self._ends.prepare(slots)
+        find_end, unsaved.find_end = unsaved.find_end, None
+        with self._put_back_after_error(buffers or []):
+            slots = find_end(unsaved.end)
+            if buffers is None:
+                self._writer.give_up(self._ends.count)
+                return
+            if slots is None or not is_own:
+                self._writer.put_back(buffers)
+                return
+            slots = self._ends.prepare(slots)
+            launch = partial(self._ends.save, slots, buffers, self._kv.fence())
+            save = self._copier.launch_save(launch)
         tokens = max(unsaved.tokens, record.tokens, key=len)  # a key may cover the next ones
-        launch = partial(self._ends.save, slots, buffers, self._kv.fence())
-        save = self._copier.launch_save(launch)
         self._saves.append(_Saving(None, save, self._ends.order_forwards_after))
         self._writer.offer(
             WriteJob(
@@ -255,12 +257,13 @@ class BlockSaving:
             buffers.append(buffer)
         if not blocks:
             return
-        del unsaved.blocks[: len(blocks)]
         size = self._block_tokens
         row = unsaved.row
         assert row is not None
-        slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
-        save = self._copier.save(slots, buffers, self._kv.fence())
+        with self._put_back_after_error(buffers):
+            slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
+            save = self._copier.save(slots, buffers, self._kv.fence())
+        del unsaved.blocks[: len(blocks)]
         self._saves = [each for each in self._saves if not each.save.ended.done()]
         self._saves.append(_Saving(record, save, self._kv.order_forwards_after))
         end = (blocks[-1] + 1) * size + record.key_chain.next_tokens
@@ -275,6 +278,16 @@ class BlockSaving:
                 facts=record.facts if end > len(record.tokens) else None,
             )
         )
+
+    @contextlib.contextmanager
+    def _put_back_after_error(self, buffers: Sequence[Buffer]) -> Iterator[None]:
+        """The context in which a copy into these buffers is launched; device memory may be short
+        for what it needs."""
+        try:
+            yield
+        except BaseException:
+            self._writer.put_back(buffers)
+            raise
 
     def _is_new(self, record: PromptRecord, block: int) -> bool:
         if block in record.local.failed:
