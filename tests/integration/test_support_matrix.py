@@ -1,8 +1,8 @@
 """What is refused, before a model is loaded and again in the scheduler."""
 
 import ast
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +16,7 @@ from kv_pools import deepseek_v4, deepseek_v4_online, since_0_5_23
 from sglang.srt.configs.model_config import ModelImpl
 from sglang.srt.environ import envs
 from sglang.srt.models import transformers
+from warm import run_forked
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import CHOICES, LOSSY
@@ -108,12 +109,16 @@ def test_support_matrix_proofs_are_tests_that_exist(row: Family | Speculation) -
 
 
 @since_0_5_23
-def test_support_matrix_proofs_of_breadth_are_those_that_make_test_leaves_out() -> None:
+def test_support_matrix_proofs_of_breadth_are_those_that_make_test_leaves_out(
+    tmp_path: Path,
+) -> None:
     proofs = [proof for row in (*FAMILIES, *SPECULATION) for proof in row.proofs]
     proofs = [proof for proof in proofs if proof.test.startswith("e2e/") or proof.is_breadth]
     files = {TESTS / proof.test.partition("::")[0] for proof in proofs}
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not breadth", *files]
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not breadth"]
+    command += map(str, files)
+    done = run_forked(command, os.environ, tmp_path, timeout_s=300)
+    assert done.returncode == 0, done.stdout
     collected = [line.partition("tests/")[2] for line in done.stdout.splitlines()]
     for proof in proofs:
         file, _, name = proof.test.partition("::")
