@@ -19,7 +19,7 @@ from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.step_costs import StepCosts, StepTimer
-from sglang_cake.testing import virtual_gpu
+from sglang_cake.testing import scheduler_loop, virtual_gpu
 from sglang_cake.testing.scheduler_loop import SchedulerLoop
 from sglang_cake.testing.virtual_gpu import (
     KERNEL_S,
@@ -71,6 +71,9 @@ def _holds_staging(stack: contextlib.ExitStack) -> None:
         ended = vars(copier).setdefault("ended", [])
         return type(begun)(begun.copy, partial(ended.append, begun.end))
 
+    def sleep_s(awake_s: float) -> float:
+        return min(9 * awake_s, 5e-3)  # copies at polls need frequent polls
+
     def iterate(original: Any, scheduler: Any) -> Any:
         ended = vars(scheduler.copier).setdefault("ended", [])
         while ended:
@@ -78,6 +81,7 @@ def _holds_staging(stack: contextlib.ExitStack) -> None:
         return original(scheduler)
 
     stack.enter_context(patch.object(DeviceSlots, "reserve", lambda *args: None))
+    stack.enter_context(patch.object(scheduler_loop, "sleep_s", sleep_s))
     _wrap(stack, Copier, "_load", load)
     _wrap(stack, VirtualScheduler, "_iterate", iterate)
 

@@ -12,6 +12,7 @@ import json
 import shutil
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--new-tokens", type=int, metavar="N", help="to generate")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each arm")
     parser.add_argument(
-        "--store", metavar="URL[,URL]", help="where KV goes (default: a folder below --out)"
+        "--store",
+        metavar="URL[,URL]",
+        help="where KV goes (default: a folder below --out, until the end)",
     )
     parser.add_argument(
         "--codec",
@@ -113,8 +116,10 @@ def run(args: argparse.Namespace) -> int:
     # SIGTERM must stop the servers too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _interrupt)
     progress = ProgressLog()
+    args.out.mkdir(parents=True, exist_ok=True)
     try:
-        return _run(args, progress)
+        with tempfile.TemporaryDirectory(prefix="store-", dir=args.out) as folder:
+            return _run(args, Path(folder), progress)
     except KeyboardInterrupt:
         progress.say("interrupted; the servers are stopped")
         return 130
@@ -127,8 +132,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _run(args: argparse.Namespace, progress: ProgressLog) -> int:
-    setting = _prepare(args, progress)
+def _run(args: argparse.Namespace, folder: Path, progress: ProgressLog) -> int:
+    setting = _prepare(args, folder, progress)
     cold, stored_share = _fill(setting, progress)
     compute = _arm(setting, "compute", None, progress)
     token_bytes = stored_share * kv_token_bytes(setting.model, setting.dtype)
@@ -158,7 +163,8 @@ def _run(args: argparse.Namespace, progress: ProgressLog) -> int:
     return 0 if result["same_tokens"] or result["lossy"] else 1
 
 
-def _prepare(args: argparse.Namespace, progress: ProgressLog) -> Setting:
+def _prepare(args: argparse.Namespace, folder: Path, progress: ProgressLog) -> Setting:
+    """Args: folder: for KV, unless it goes elsewhere."""
     default = RANDOM_TOKENS if args.model is None else TRAINED_TOKENS
     prompt_tokens = default[0] if args.prompt_tokens is None else args.prompt_tokens
     new_tokens = default[1] if args.new_tokens is None else args.new_tokens
@@ -178,8 +184,7 @@ def _prepare(args: argparse.Namespace, progress: ProgressLog) -> Setting:
     progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
     if asks:
         progress.say(QUESTION.strip())
-    shutil.rmtree(out / "store", ignore_errors=True)
-    stores = args.store.split(",") if args.store else [(out / "store").as_uri()]
+    stores = args.store.split(",") if args.store else [folder.resolve().as_uri()]
     for source in parse_sources(",".join(_throttled(stores, 1e6))):
         source.check()
     return Setting(
