@@ -116,10 +116,9 @@ def run(args: argparse.Namespace) -> int:
     # SIGTERM must stop the servers too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _interrupt)
     progress = ProgressLog()
-    args.out.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="store-", dir=args.out) as folder:
-            return _run(args, Path(folder), progress)
+        with contextlib.ExitStack() as ending:
+            return _run(args, ending, progress)
     except KeyboardInterrupt:
         progress.say("interrupted; the servers are stopped")
         return 130
@@ -132,8 +131,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _run(args: argparse.Namespace, folder: Path, progress: ProgressLog) -> int:
-    setting = _prepare(args, folder, progress)
+def _run(args: argparse.Namespace, ending: contextlib.ExitStack, progress: ProgressLog) -> int:
+    setting = _prepare(args, ending, progress)
     cold, stored_share = _fill(setting, progress)
     compute = _arm(setting, "compute", None, progress)
     token_bytes = stored_share * kv_token_bytes(setting.model, setting.dtype)
@@ -163,8 +162,10 @@ def _run(args: argparse.Namespace, folder: Path, progress: ProgressLog) -> int:
     return 0 if result["same_tokens"] or result["lossy"] else 1
 
 
-def _prepare(args: argparse.Namespace, folder: Path, progress: ProgressLog) -> Setting:
-    """Args: folder: for KV, unless it goes elsewhere."""
+def _prepare(
+    args: argparse.Namespace, ending: contextlib.ExitStack, progress: ProgressLog
+) -> Setting:
+    """Args: ending: removes the demo's own store, unless KV goes elsewhere."""
     default = RANDOM_TOKENS if args.model is None else TRAINED_TOKENS
     prompt_tokens = default[0] if args.prompt_tokens is None else args.prompt_tokens
     new_tokens = default[1] if args.new_tokens is None else args.new_tokens
@@ -184,7 +185,12 @@ def _prepare(args: argparse.Namespace, folder: Path, progress: ProgressLog) -> S
     progress.say(f"prompt: {len(prompt):,} tokens of the Python manual; model: {model}")
     if asks:
         progress.say(QUESTION.strip())
-    stores = args.store.split(",") if args.store else [folder.resolve().as_uri()]
+    if args.store:
+        stores = args.store.split(",")
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="store-", dir=out))
+        stores = [Path(folder).as_uri()]
     for source in parse_sources(",".join(_throttled(stores, 1e6))):
         source.check()
     return Setting(

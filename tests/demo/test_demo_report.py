@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.cli import main
+from sglang_cake.cli import demo, main
 from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
 from sglang_cake.demo.event_trace import read_event_trace
 from sglang_cake.demo.sglang_server import Reply
@@ -155,3 +155,18 @@ def test_demo_folder_without_config_exits_with_one_line(
 ) -> None:
     assert main(["demo", "--model", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_demo_leaves_what_its_folder_held_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as the store of a server."""
+    kept = tmp_path / "store" / "block"
+    kept.parent.mkdir()
+    kept.write_text("of a server")
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama-3.1-8b"]))
+    monkeypatch.setattr(demo, "make_prompt", lambda *args, **options: ([1] * 4096, False))
+    args = ["--model", str(tmp_path), "--store", "file:///dev/null/x", "--out", str(tmp_path)]
+    assert main(["demo", *args]) == 2  # after all else was prepared
+    assert "/dev/null/x" in capsys.readouterr().err
+    assert kept.read_text() == "of a server"
