@@ -63,12 +63,7 @@ V2 = {
     [
         ("", {}, 8 * GIB),
         ("9:pids:/job\n4:cpu,memory:/job\n0::/\n", V1, GIB + GIB // 2),
-        # Version 1 in a container: the path is that of the host, the mount is the container's.
-        (
-            "4:memory:/docker/0123\n",
-            {k.replace("__job", ""): V1[k] for k in list(V1)[:3]},
-            3 * GIB // 2,
-        ),
+        ("4:memory:/docker/0123\n", V1_IN_CONTAINER, 3 * GIB // 2),
         ("0::/a.slice/b.scope\n", V2, GIB + GIB // 4),  # the group above has the limit
         ("0::/a.slice\n", {**V2, "a.slice__memory_current": f"{9 * GIB}"}, 0),  # it was lowered
         ("0::/a.slice\n", {**V2, "a.slice__memory_max": f"{99 * GIB}"}, 8 * GIB),

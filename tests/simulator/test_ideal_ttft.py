@@ -29,10 +29,11 @@ def compute_s(chunks: list[tuple[int, float]], tokens: float) -> float:
     return total_s
 
 
-@given(chunks=chunks, rate=rates, share=st.floats(0, 1))
+@given(chunks=chunks, rate=rates, share=st.floats(0, 1) | st.sampled_from([0.0, 1.0]))
 def test_ideal_meet_no_other_split_is_faster(
     chunks: list[tuple[int, float]], rate: float, share: float
 ) -> None:
+    """Computing or loading alone are such splits."""
     stored = measured_tokens(chunks)
     other = share * stored
     ideal = ideal_meet(chunks, stored, rate)
@@ -52,15 +53,6 @@ def test_ideal_meet_both_sides_end_together(
         rel_tol=1e-6,
         abs_tol=1e-9,
     )
-
-
-@given(chunks=chunks, rate=rates)
-def test_ideal_meet_is_not_slower_than_one_side_alone(
-    chunks: list[tuple[int, float]], rate: float
-) -> None:
-    stored = measured_tokens(chunks)
-    alone = min(compute_s(chunks, stored), rate * stored)
-    assert ideal_meet(chunks, stored, rate).ttft_s <= alone * (1 + 1e-9)
 
 
 @given(compute_s=st.floats(0.1, 100), load_s=st.floats(0.1, 100))
