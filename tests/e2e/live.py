@@ -284,6 +284,10 @@ def forge(file: Path, payload: bytes) -> None:
     file.write_bytes(_frame_of(file).header(key, payload) + payload)
 
 
+ADMIN_KEY = "for-admins"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
 @dataclass(slots=True)
 class Live:
     """A running server, its store and its trace.
@@ -339,6 +343,18 @@ class Live:
         seed = {"cache_salt": extra["cache_salt"]} if "cache_salt" in extra else {}
         self.ask(ids, 1, **extra)
         return self.store.until_stored(ids, **seed)
+
+    def ask_store(self, verb: str, **body: Any) -> requests.Response:
+        """A request to `/cake/store`."""
+        url = self.url + "/cake/store"
+        return requests.request(
+            verb, url, headers=self.headers, json=body or None, timeout=DEADLINE_S
+        )
+
+    def update_weights(self, model: Path, **more: Any) -> None:
+        """Take the weights of another model."""
+        reply = self.post("/update_weights_from_disk", model_path=str(model), **more)
+        assert reply.json()["success"], reply.text
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `sglang:cake_<name>` that carry `labels`."""

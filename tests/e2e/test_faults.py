@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
-from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, Start, assert_same, until
+from live import ADMIN, ADMIN_KEY, BLOCK, DEADLINE_S, VOCAB, Answer, Live, Start, assert_same, until
 from test_shared_store import SharedStore
 
 from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 
-KEY = {"Authorization": "Bearer for-admins"}
 BLOCKS = 16
 # The faults, and their names in the log.
 TRIED = {
@@ -50,15 +48,11 @@ def proxy(shared: SharedStore) -> Iterator[FaultProxy]:
 def live(start: Start, models: dict[str, Path], folder: Path, proxy: FaultProxy) -> Iterator[Live]:
     flags = (
         *("--dtype", "float32", "--max-total-tokens", "12000"),
-        *("--cake-mode", "load", "--enable-metrics", "--admin-api-key", "for-admins"),
+        *("--cake-mode", "load", "--enable-metrics", "--admin-api-key", ADMIN_KEY),
     )
     with start(models["first"], flags, store=folder / "store-faults-near", patient=False) as live:
-        swapped = requests.put(
-            live.url + "/cake/store",
-            headers=KEY,
-            json={"store": f"http://127.0.0.1:{proxy.port}"},
-            timeout=DEADLINE_S,
-        )
+        live.headers = ADMIN
+        swapped = live.ask_store("PUT", store=f"http://127.0.0.1:{proxy.port}")
         assert swapped.status_code == 200, swapped.text
         yield live
 
@@ -74,9 +68,7 @@ def test_store_link_fault_while_loading_is_logged_and_answers_stay_exact(
     ids = [source.randrange(VOCAB) for _ in range(BLOCKS * BLOCK + 5)]
 
     def again() -> Answer:
-        flushing = f"{live.url}/flush_cache?timeout={DEADLINE_S}"
-        assert requests.post(flushing, headers=KEY, timeout=DEADLINE_S).status_code == 200
-        answer = live.ask(ids)
+        answer = live.ask_flushed(ids)
         assert_same(answer, plain.reference(ids))
         return answer
 

@@ -6,13 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import requests
-from live import BLOCK, CHUNK, DEADLINE_S, Live, PendingRequest, Start, assert_same, until
+from live import (
+    ADMIN,
+    ADMIN_KEY,
+    BLOCK,
+    CHUNK,
+    Live,
+    PendingRequest,
+    Start,
+    assert_same,
+    until,
+)
 
 Make = Callable[[int], list[int]]
 POOL = 2560
-KEY = "an admin key"
-ADMIN = {"Authorization": f"Bearer {KEY}"}
 # Hooks that a request on a stored prompt calls, or a flush.
 HOOKS = (
     "Scheduler._add_request_to_queue",
@@ -69,7 +76,7 @@ def faulty_server(
     folder.mkdir()
     flags = (
         *("--dtype", "float32", "--max-total-tokens", str(POOL), "--cake-mode", "load"),
-        *("--enable-metrics", "--admin-api-key", KEY),
+        *("--enable-metrics", "--admin-api-key", ADMIN_KEY),
     )
     env = {**env, "CAKE_TEST_FAULTS": str(folder)}
     with start(model, flags, store=store, bandwidth="1GB/s", env=env) as live:
@@ -157,12 +164,6 @@ def test_abort_hook_raising_leaks_nothing(patient: Faulty, prompt: Make) -> None
                     asking.answer()
 
 
-def _swap(live: Live, method: str, **body: str) -> requests.Response:
-    return requests.request(
-        method, live.url + "/cake/store", json=body or None, headers=ADMIN, timeout=DEADLINE_S
-    )
-
-
 @pytest.mark.parametrize("way", ["attach", "detach"])
 def test_store_swap_hook_raising_is_refused_and_the_store_stays(
     patient: Faulty, prompt: Make, way: str, tmp_path: Path
@@ -170,7 +171,7 @@ def test_store_swap_hook_raising_is_refused_and_the_store_stays(
     live, ids = patient.live, prompt(6 * BLOCK)
     with patient.failing(f"Scheduler.{way}_hicache_storage_wrapped"):
         store = {"store": f"file://{tmp_path}/other?min_free=0"}
-        reply = _swap(live, "PUT", **store) if way == "attach" else _swap(live, "DELETE")
+        reply = live.ask_store("PUT", **store) if way == "attach" else live.ask_store("DELETE")
         assert reply.status_code == 400
     live.ask_and_store(ids)  # in the old store
     assert live.ask_flushed(ids).loaded > 0
@@ -192,7 +193,7 @@ def test_hook_failures_repeated_switch_cake_off_for_good(
     assert_same(after, plain.reference(ids))
     assert after.cached == 0
     assert "cake" not in after.meta
-    assert _swap(live, "PUT", store="file:///tmp/x").status_code == 400
+    assert live.ask_store("PUT", store="file:///tmp/x").status_code == 400
     live.flush()
 
 
@@ -205,8 +206,7 @@ def test_weight_update_hook_raising_switches_cake_off_and_still_updates(
     first = live.ask_flushed(ids)
     assert first.loaded > 0
     with patient.failing("SchedulerWeightUpdaterManager.update_weights_from_disk"):
-        reply = live.post("/update_weights_from_disk", model_path=str(models["second"]))
-        assert reply.json()["success"], reply.text
+        live.update_weights(models["second"])
     assert live.metric("on") == 0
     second = live.ask_flushed(ids)
     assert second.cached == 0  # nothing of the old weights

@@ -1,8 +1,11 @@
 """Requests that end early: nothing leaks, and the log has no alarm."""
 
+import http.client
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -64,9 +67,11 @@ def test_client_disconnect_at_every_stage_of_a_load_leaks_nothing(
             pass  # the connection is cut after the headers, while the request runs
 
         body["rid"] = rid = f"hang-up-late-{turn}"
-        asking = _HangingUp(both, body)
+        asking = http.client.HTTPConnection(urlsplit(both.url).netloc, timeout=60)
+        header = {"Content-Type": "application/json"}
+        asking.request("POST", "/generate", json.dumps(body), header)
         until(lambda r=rid, e=event, n=count: _seen(both, r, e, n), f"{count} x {event}")
-        asking.hang_up()
+        asking.close()
     unharmed()
 
 
@@ -186,24 +191,3 @@ def test_concurrent_requests_with_aborts_and_a_flush_answer_exactly(
 def _seen(live: Live, rid: str, event: str, count: int) -> bool:
     events = [e["event"] for e in live.events(rid)]
     return events.count(event) >= count or "done" in events
-
-
-class _HangingUp:
-    """A raw connection, cut in the middle of a request."""
-
-    def __init__(self, live: Live, body: dict[str, object]) -> None:
-        import json
-        import socket
-        from urllib.parse import urlsplit
-
-        address = urlsplit(live.url)
-        payload = json.dumps(body).encode()
-        head = (
-            f"POST /generate HTTP/1.1\r\nHost: {address.netloc}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-        )
-        self._socket = socket.create_connection((address.hostname, address.port), timeout=60)
-        self._socket.sendall(head.encode() + payload)
-
-    def hang_up(self) -> None:
-        self._socket.close()

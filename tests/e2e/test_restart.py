@@ -117,11 +117,6 @@ def third(
         yield live
 
 
-def _become(live: Live, model: Path, **more: str) -> None:
-    reply = live.post("/update_weights_from_disk", model_path=str(model), **more)
-    assert reply.json()["success"], reply.text
-
-
 @pytest.fixture(scope="module")
 def reference(plain: Live) -> Live:
     return plain
@@ -164,11 +159,11 @@ def test_other_model_under_the_same_path_loads_nothing(
 ) -> None:
     answer = third.ask(KEPT)
     assert (answer.loaded, answer.cached) == (0, 0)
-    _become(plain, models["second"])
+    plain.update_weights(models["second"])
     try:
         assert_same(answer, plain.ask(KEPT))
     finally:
-        _become(plain, models["first"])
+        plain.update_weights(models["first"])
     with pytest.raises(AssertionError):  # control: the models differ
         assert_same(answer, second.answers["kept"])
 
@@ -178,7 +173,7 @@ def test_weight_update_back_to_old_weights_loads_their_blocks(
 ) -> None:
     """An update to the first model's weights finds its blocks, also those of the killed server."""
     third.flush()
-    _become(third, models["first"])
+    third.update_weights(models["first"])
     answer = third.ask(KEPT)
     assert_same(answer, plain.reference(KEPT))
     assert answer.loaded > 0
@@ -188,7 +183,7 @@ def test_weight_update_back_to_old_weights_loads_their_blocks(
 def test_adapter_with_other_weights_under_its_name_loads_nothing(
     third: Live, plain: Live, models: dict[str, Path], second: ServerRun
 ) -> None:
-    _become(third, models["first"])
+    third.update_weights(models["first"])
     answer = third.ask(WITH_ADAPTER, **ADAPTER)
     assert answer.loaded == 0
     assert_same(answer, plain.reference(WITH_ADAPTER, lora_path="a2"))
@@ -199,7 +194,7 @@ def test_adapter_with_other_weights_under_its_name_loads_nothing(
 def test_weight_version_changed_loads_nothing(
     third: Live, plain: Live, models: dict[str, Path]
 ) -> None:
-    _become(third, models["first"], weight_version="step-2")
+    third.update_weights(models["first"], weight_version="step-2")
     answer = third.ask(KEPT)
     assert_same(answer, plain.reference(KEPT))
     assert answer.loaded == 0
@@ -209,15 +204,15 @@ def test_weight_update_without_flush_stores_no_mixed_kv(
     third: Live, models: dict[str, Path], plain: Live
 ) -> None:
     ids = _ids(9, 6 * BLOCK)
-    _become(third, models["first"])
+    third.update_weights(models["first"])
     third.ask(ids[: 3 * BLOCK + 1], 1)
-    _become(third, models["second"], flush_cache=False)
+    third.update_weights(models["second"], flush_cache=False)
     third.ask(ids, 1)  # half of the prompt has KV of the other weights, as SGLang allows
     third.flush()
     answer = third.ask(ids)
     assert answer.loaded == 0
-    _become(plain, models["second"])
+    plain.update_weights(models["second"])
     try:
         assert_same(answer, plain.ask(ids))
     finally:
-        _become(plain, models["first"])
+        plain.update_weights(models["first"])

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 from live import (
+    ADMIN,
+    ADMIN_KEY,
     BLOCK,
-    DEADLINE_S,
     VOCAB,
     Answer,
     Live,
@@ -29,7 +29,6 @@ from patient import SGLANG_CAKE
 from sglang_cake.codecs.frame import HEADER_BYTES, read_header
 from sglang_cake.demo.sglang_server import free_port
 
-KEY = {"Authorization": "Bearer for-admins"}
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "12000"),
     *("--cake-codec", "zstd"),
@@ -85,9 +84,10 @@ def shared(folder: Path) -> Iterator[SharedStore]:
 def one(start: Start, models: dict[str, Path], folder: Path, shared: SharedStore) -> Iterator[Live]:
     """A server whose second tier is the shared store. It gives up what is late, as the store is
     that a test stops."""
-    flags = (*FLAGS, "--cake-mode", "both", "--enable-metrics", "--admin-api-key", "for-admins")
+    flags = (*FLAGS, "--cake-mode", "both", "--enable-metrics", "--admin-api-key", ADMIN_KEY)
     urls = [shared.url]
     with start(models["first"], flags, store=folder / "tier-a", urls=urls, patient=False) as live:
+        live.headers = ADMIN
         yield live
 
 
@@ -133,19 +133,11 @@ def test_http_store_stopped_killed_or_corrupt_requests_finish_as_misses(
     """With the HTTP store alone. After each fault it is used again."""
     source = random.Random(13)
     ids = [source.randrange(VOCAB) for _ in range(16 * BLOCK + 5)]
-    url = f"{shared.url}?bandwidth=10MB/s"
-    swapped = requests.put(
-        one.url + "/cake/store", headers=KEY, json={"store": url}, timeout=DEADLINE_S
-    )
+    swapped = one.ask_store("PUT", store=f"{shared.url}?bandwidth=10MB/s")
     assert swapped.status_code == 200, swapped.text
 
-    def flush() -> None:
-        flushing = f"{one.url}/flush_cache?timeout={DEADLINE_S}"
-        assert requests.post(flushing, headers=KEY, timeout=DEADLINE_S).status_code == 200
-
     def again() -> Answer:
-        flush()
-        answer = one.ask(ids)
+        answer = one.ask_flushed(ids)
         assert_same(answer, plain.reference(ids))
         return answer
 
@@ -156,7 +148,7 @@ def test_http_store_stopped_killed_or_corrupt_requests_finish_as_misses(
     files = shared.view.until_stored(ids)
     until(lambda: again().loaded > 0, "the store is used")
 
-    flush()
+    one.flush()
     loading = PendingRequest(one, ids, rid="stopped while it loads")
     loading.until("land")
     shared.send(signal.SIGSTOP)

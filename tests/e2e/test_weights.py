@@ -41,19 +41,14 @@ def third_model(folder: Path) -> Path:
     )
 
 
-def _update(live: Live, model: Path, **more: object) -> None:
-    reply = live.post("/update_weights_from_disk", model_path=str(model), **more)
-    assert reply.json()["success"], reply.text
-
-
 @contextlib.contextmanager
 def _with_weights(plain: Live, model: Path, before: Path) -> Iterator[Live]:
     """The reference server, with other weights inside the context."""
-    _update(plain, model)
+    plain.update_weights(model)
     try:
         yield plain
     finally:
-        _update(plain, before)
+        plain.update_weights(before)
 
 
 def _put(source: Path, target: Path) -> None:
@@ -100,17 +95,17 @@ def test_weight_update_twice_from_one_folder_never_loads_the_first_kv(
 ) -> None:
     ids, checkpoint = _ids(1), folder / "trained" / "checkpoint"
     _put(models["second"], checkpoint)
-    _update(trained, checkpoint)
+    trained.update_weights(checkpoint)
     _stored(trained, ids)
     _put(third_model, checkpoint)
-    _update(trained, checkpoint)
+    trained.update_weights(checkpoint)
     answer = trained.ask(ids)
     assert answer.loaded == 0
     with _with_weights(plain, third_model, models["first"]) as reference:
         assert_same(answer, reference.ask(ids))
         assert not _same(answer, plain.ask(_ids(2)))
     _put(models["second"], checkpoint)
-    _update(trained, checkpoint)
+    trained.update_weights(checkpoint)
     again = trained.ask(ids)  # blocks of the second model are found again
     assert again.loaded > 0
     assert not _same(again, answer)
@@ -132,19 +127,19 @@ def test_weight_update_from_a_partial_folder_loads_no_earlier_blocks(
     ids = _ids(3)
     answers = []
     for base in ("first", "second"):
-        _update(trained, models[base])
-        _update(trained, part)
+        trained.update_weights(models[base])
+        trained.update_weights(part)
         answers.append(trained.ask(ids))
         trained.flush()
     assert answers[1].loaded == 0
     assert not _same(*answers)
-    _update(trained, models["first"])
+    trained.update_weights(models["first"])
 
 
 def test_weight_update_failed_loads_nothing_until_the_next_update(
     trained: Live, plain: Live, models: dict[str, Path], folder: Path
 ) -> None:
-    _update(trained, models["first"])
+    trained.update_weights(models["first"])
     ids = _ids(4)
     _stored(trained, ids)
     empty = folder / "trained" / "empty"
@@ -153,7 +148,7 @@ def test_weight_update_failed_loads_nothing_until_the_next_update(
     assert not reply.json()["success"]
     trained.flush()
     assert trained.ask(ids).loaded == 0  # the weights are unknown now
-    _update(trained, models["first"])
+    trained.update_weights(models["first"])
     answer = trained.ask(ids)
     assert answer.loaded > 0
     assert_same(answer, plain.reference(ids))
@@ -168,7 +163,7 @@ def _load_adapter(live: Live, path: Path) -> None:
 def test_adapter_replaced_under_its_path_never_loads_the_old_kv(
     trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
 ) -> None:
-    _update(trained, models["first"])
+    trained.update_weights(models["first"])
     ids, path = _ids(5), folder / "trained" / "adapter"
     _put(adapters["a"], path)
     _load_adapter(trained, path)
@@ -187,7 +182,7 @@ def test_adapter_replaced_under_its_path_never_loads_the_old_kv(
 def test_adapter_overwritten_after_loading_is_keyed_by_the_loaded_weights(
     trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
 ) -> None:
-    _update(trained, models["first"])
+    trained.update_weights(models["first"])
     ids, path = _ids(6), folder / "trained" / "overwritten"
     _put(adapters["a"], path)
     _load_adapter(trained, path)
@@ -204,7 +199,7 @@ def test_adapter_overwritten_after_loading_is_keyed_by_the_loaded_weights(
 def test_adapter_files_removed_after_loading_requests_are_answered(
     trained: Live, plain: Live, models: dict[str, Path], adapters: dict[str, Path], folder: Path
 ) -> None:
-    _update(trained, models["first"])
+    trained.update_weights(models["first"])
     ids, path = _ids(7), folder / "trained" / "vanished"
     _put(adapters["b"], path)
     _load_adapter(trained, path)
@@ -235,7 +230,7 @@ def test_weights_equal_in_another_folder_load_the_same_blocks(
     trained: Live, moved: Live, plain: Live, models: dict[str, Path]
 ) -> None:
     ids = _ids(8)
-    _update(trained, models["first"], load_format="safetensors")
+    trained.update_weights(models["first"], load_format="safetensors")
     _stored(trained, ids)
     answer = moved.ask(ids)
     assert answer.loaded > 0
@@ -277,7 +272,7 @@ def test_released_kv_memory_keeps_the_blocks_that_were_being_stored(
     trained: Live, moved: Live, plain: Live, models: dict[str, Path]
 ) -> None:
     ids = _ids(12)
-    _update(trained, models["first"], load_format="safetensors")
+    trained.update_weights(models["first"], load_format="safetensors")
     trained.ask(ids)
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         reply = trained.post(path, tags=["kv_cache"])
@@ -293,7 +288,7 @@ def test_weights_checker_that_resets_tensors_shares_no_blocks_with_the_model(
 ) -> None:
     """The last test with this server: its weights stay random."""
     ids = _ids(13)
-    _update(trained, models["first"], load_format="safetensors")
+    trained.update_weights(models["first"], load_format="safetensors")
     reply = trained.post("/weights_checker", action="reset_tensors")
     assert reply.status_code == 200, reply.text
     wrong = _stored(trained, ids)  # its own process finds them
@@ -321,11 +316,11 @@ def test_weight_update_on_a_full_disk_keeps_the_server_answering(
             with (disk / "filler").open("wb") as file, contextlib.suppress(OSError):
                 while True:
                     file.write(b"\0" * (1 << 16))
-            _update(live, models["second"])
+            live.update_weights(models["second"])
             with _with_weights(plain, models["second"], models["first"]) as reference:
                 assert_same(live.ask(ids), reference.ask(ids))
             (disk / "filler").unlink()
-            _update(live, models["first"])
+            live.update_weights(models["first"])
             answer = live.ask(ids)
             assert answer.loaded > 0
             assert_same(answer, plain.reference(ids))
@@ -341,8 +336,8 @@ def test_weight_update_without_the_store_folder_keeps_the_server_answering(
         live.ask_and_store(ids)
         root.rename(folder / "store-gone")
         root.write_text("in its place")
-        _update(live, models["second"])
+        live.update_weights(models["second"])
         with _with_weights(plain, models["second"], models["first"]) as reference:
             assert_same(live.ask(ids), reference.ask(ids))
-        _update(live, models["first"])
+        live.update_weights(models["first"])
         assert_same(live.ask(ids), plain.reference(ids))
