@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -45,28 +46,21 @@ class DaemonPool(Executor):
         self._closed = False
 
     def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        """Raises: RuntimeError once it is shut down."""
+        """Raises: RuntimeError once it is shut down, or if the system refuses a thread. The work
+        never runs then."""
         future: Future[T] = Future()
-
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(work(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
+        job = functools.partial(_run_into, future, functools.partial(work, *args, **kwargs))
         with self._lock:
             if self._closed:
                 raise RuntimeError("shut down")
-            self._jobs.put((future, job))
             if self._idle > 0:
                 self._idle -= 1
             elif len(self._threads) < self._most:
                 name = f"{self._name}_{len(self._threads)}"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
+            self._jobs.put((future, job))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -99,19 +93,33 @@ class DaemonPool(Executor):
                 self._idle += 1
 
 
+def submit(pool: Executor, work: Callable[..., T], *args: Any) -> "Future[T]":
+    """Queue `work(*args)` in `pool`.
+
+    Raises: StoreUnavailable if the pool is shut down or gets no thread. The work never runs then.
+    """
+    future: Future[T] = Future()
+    try:
+        queued = pool.submit(_run_into, future, functools.partial(work, *args))
+    except RuntimeError as error:
+        # A `ThreadPoolExecutor` has queued the work before it asks the system for a thread.
+        if future.cancel():
+            raise StoreUnavailable(f"no thread runs the call ({error})") from error
+        return future  # another thread of the pool has begun it
+    queued.add_done_callback(lambda _: future.cancel())  # by a shutdown
+    return future
+
+
 async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) -> T:
     """Run `work(stop)` in `pool` and return what it returns.
 
-    Raises: the errors of `work`; StoreUnavailable if the pool is shut down.
+    Raises: the errors of `work`; StoreUnavailable as in `submit`.
     Cancellation: queued work never starts. For running work, `stop` is set, and the cancellation
     waits for the end of the work, since the caller will reuse the memory that the thread uses. So
     `work` should check `stop` about every millisecond.
     """
     stop = threading.Event()
-    try:
-        queued = pool.submit(work, stop)
-    except RuntimeError as error:  # shut down
-        raise StoreUnavailable(f"the store is closed ({error})") from error
+    queued = submit(pool, work, stop)
     try:
         await _end_of(queued)
     except asyncio.CancelledError:
@@ -156,6 +164,16 @@ async def wait_uncancelled(future: "asyncio.Future[Any]") -> None:
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait((future,))
+
+
+def _run_into(future: "Future[T]", work: Callable[[], T]) -> None:
+    """Run `work` if nobody has cancelled `future`, which gets the result or the error."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":

@@ -18,7 +18,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_files import PIECE_BYTES
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
-from sglang_cake.stores.threads import LimitedThreads, run_stoppable
+from sglang_cake.stores.threads import DaemonPool, LimitedThreads, run_stoppable
 from sglang_cake.testing import store_contract
 from sglang_cake.testing.store_contract import key_of
 
@@ -173,6 +173,58 @@ async def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("pool_type", [ThreadPoolExecutor, DaemonPool])
+async def test_run_stoppable_work_that_is_refused_a_thread_never_runs(pool_type, monkeypatch):
+    started, go = threading.Event(), threading.Event()
+    ran = []
+
+    def hold(stop):
+        started.set()
+        go.wait(60)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool = pool_type(2, "test")
+    running = asyncio.create_task(run_stoppable(pool, hold))
+    await asyncio.to_thread(started.wait)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(StoreUnavailable):
+            await run_stoppable(pool, ran.append)
+    go.set()
+    await running
+    await asyncio.to_thread(pool.shutdown)  # after all that is queued
+    assert ran == []
+
+
+async def test_run_stoppable_work_begun_by_another_thread_than_the_refused_one_is_waited_for(
+    monkeypatch,
+):
+    started, go, begun = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(stop):
+        started.set()
+        go.wait(60)
+
+    def work(stop):
+        begun.set()
+        return 7
+
+    def refuse(thread):
+        go.set()
+        begun.wait(60)
+        raise RuntimeError("can't start new thread")
+
+    with ThreadPoolExecutor(2) as pool:
+        running = asyncio.create_task(run_stoppable(pool, hold))
+        await asyncio.to_thread(started.wait)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert await run_stoppable(pool, work) == 7
+        await running
 
 
 async def test_limited_threads_work_cancelled_while_it_waits_is_forgotten():

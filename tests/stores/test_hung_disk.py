@@ -69,6 +69,19 @@ def test_daemon_pool_at_its_limit_queues_work_and_reuses_threads():
         pool.submit(work)
 
 
+def test_daemon_pool_refused_a_thread_goes_on_and_shuts_down(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool = DaemonPool(1, "test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            pool.submit(int)
+    assert pool.submit(lambda: 7).result(60) == 7
+    pool.shutdown()
+
+
 def test_daemon_pool_shutdown_cancels_queued_work_on_request():
     pool, go, begun = DaemonPool(1, "test"), threading.Event(), threading.Event()
 

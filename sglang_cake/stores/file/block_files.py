@@ -25,7 +25,7 @@ from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.paths import CORRUPT, block_names, new_tmp_name
-from sglang_cake.stores.threads import check_stop
+from sglang_cake.stores.threads import check_stop, submit
 
 MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
 MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
@@ -175,7 +175,7 @@ def read_framed(
         checkers: hash what direct I/O has read, while the next piece is read. `block` is unused
             after the return.
 
-    Raises: BlockCorrupt; OSError; Stopped.
+    Raises: BlockCorrupt; StoreUnavailable without a thread to hash; OSError; Stopped.
     """
     file = _Pieces(fd, direct=block.is_on_pages and not is_cached(fd))
     checked: Future[None] | None = None
@@ -189,7 +189,7 @@ def read_framed(
             if checked is not None:
                 checked.result()
             if file.direct and block.done < framed_bytes:
-                checked = checkers.submit(block.check, payload)
+                checked = submit(checkers, block.check, payload)
             else:
                 block.check(payload)
     finally:

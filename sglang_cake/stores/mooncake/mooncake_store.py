@@ -22,7 +22,7 @@ from sglang_cake.stores.mooncake.mooncake_client import (
     MooncakePlace,
     RegisteredBuffers,
 )
-from sglang_cake.stores.threads import Stopped, wait_uncancelled
+from sglang_cake.stores.threads import Stopped, submit, wait_uncancelled
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
 T = TypeVar("T")
@@ -107,10 +107,7 @@ class CallThreads:
         if late >= self._threads:
             raise StoreUnavailable(f"{late} calls wait for an answer that does not come")
         hold = Hold()
-        try:
-            queued = self._pool.submit(work, hold)
-        except RuntimeError as error:  # shut down
-            raise StoreUnavailable(f"the store is closed ({error})") from error
+        queued = submit(self._pool, work, hold)
         running = asyncio.wrap_future(queued)
         try:
             await asyncio.wait((running,), timeout=self.patience_s)
