@@ -19,6 +19,22 @@ def failing(number: int) -> Callable[..., Any]:
     return fail
 
 
+def unlink_failing(number: int, name: str) -> Callable[..., None]:
+    """An `os.unlink` that removes no file of this name, as that of a damaged or immutable one.
+
+    Args:
+        number: the `errno`.
+    """
+    unlink = os.unlink
+
+    def fail_for_one(path: str, **kwargs: Any) -> None:
+        if path == name:
+            raise OSError(number, os.strerror(number), path)
+        unlink(path, **kwargs)
+
+    return fail_for_one
+
+
 def stop_child(pid: int) -> None:
     """Stop a child of this process; returns once none of its threads runs.
 

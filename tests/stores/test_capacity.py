@@ -1,6 +1,7 @@
 """A folder of blocks never takes more than its capacity, whoever writes, and whenever one dies."""
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -15,12 +16,15 @@ import pytest
 from filestore import evict, files_below, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
 from namespace_folder import NamespaceFolder
+from system_calls import failing, unlink_failing
 from test_crash import SINCE, KilledWriters
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -182,6 +186,37 @@ def test_block_folder_with_all_blocks_in_use_raises_store_full(tmp_path):
     folder.close()
 
 
+@pytest.mark.parametrize("number", [errno.EUCLEAN, errno.EIO, errno.EPERM])
+def test_block_folder_with_a_file_that_cannot_be_removed_evicts_other_blocks(
+    tmp_path, monkeypatch, caplog, number
+):
+    monkeypatch.setattr(os, "unlink", unlink_failing(number, key_of(0).hex()))
+    with contextlib.closing(opened(tmp_path, policy="lru")) as folder:
+        for name in range(150):
+            assert put(folder, name)
+        with nobody_evicts(folder):
+            left = there(folder, range(150))
+        assert left == [0, *range(150 - len(left) + 1, 150)]
+        assert du_bytes(tmp_path) <= CAPACITY_BYTES
+    assert caplog.text.count("a file cannot be removed, and stays") == 1
+
+
+def test_block_folder_that_can_remove_no_file_fails_to_evict_and_recovers(tmp_path, monkeypatch):
+    with contextlib.closing(opened(tmp_path, policy="lru")) as folder:
+        for name in range(2 * MOST_UNREMOVED):
+            put(folder, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", failing(errno.EIO))
+            with pytest.raises(OSError, match="Input/output error"):
+                evict(folder, STORED_BYTES)
+            patch.setattr(os, "unlink", failing(errno.EROFS))
+            with pytest.raises(OSError, match="Read-only file system"):
+                evict(folder, STORED_BYTES)
+        assert there(folder, range(2 * MOST_UNREMOVED)) == list(range(2 * MOST_UNREMOVED))
+        every = 2 * MOST_UNREMOVED * STORED_BYTES
+        assert evict(folder, every) == every
+
+
 def test_block_folder_put_of_a_block_being_written_returns_false(folder):
     with folder.writing(DIGEST, key_of(0), STORED_BYTES) as file:
         assert file is not None
@@ -207,6 +242,30 @@ def test_block_folder_corrupt_files_count_until_they_are_removed(folder, tmp_pat
     assert du_bytes(tmp_path) <= folder.stats().used_bytes
     assert folder.remove_set_aside() == MAX_SET_ASIDE
     assert folder.stats().blocks == 0
+
+
+def test_block_folder_corrupt_file_that_cannot_be_removed_keeps_no_index_closed(
+    tmp_path, monkeypatch
+):
+    folder = opened(tmp_path)
+    for name in range(2):
+        put(folder, name)
+        with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(name)):
+            raise BlockCorrupt("a bad sector")
+    folder.close()
+    monkeypatch.setattr(index_supervisor, "KEEP_ASIDE_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_failing(errno.EUCLEAN, key_of(0).hex()))
+        with contextlib.closing(opened(tmp_path)) as again:
+            assert put(again, 2)
+            assert booked(again) == 3
+            assert du_bytes(tmp_path) <= again.stats().used_bytes
+            assert evict(again, 2 * STORED_BYTES) == STORED_BYTES
+            with pytest.raises(StoreUnavailable, match="Structure needs cleaning"):
+                again.remove_set_aside()
+    with contextlib.closing(opened(tmp_path)) as again:
+        assert booked(again) == 0
+        assert list(NamespaceFolder(tmp_path, DIGEST).corrupt.glob("*")) == []
 
 
 def test_block_folder_block_put_while_a_corrupt_one_is_set_aside_stays(tmp_path, monkeypatch):

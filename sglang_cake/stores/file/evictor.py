@@ -1,6 +1,7 @@
 """Eviction in a file store: how much space blocks may take, and which blocks are removed."""
 
 import contextlib
+import errno
 import logging
 import random
 import threading
@@ -32,6 +33,7 @@ LEARN_MOST = 10_000  # rows in one call of `learn`
 AHEAD_SHARE = 0.02
 AHEAD_MOST_BYTES = 1 << 30
 LOAD_FITS_EVERY_S = 60.0
+MOST_UNREMOVED = 16  # files that an eviction cannot remove before it fails
 
 
 def ahead_bytes(limit_bytes: int) -> int:
@@ -95,6 +97,7 @@ class Evictor:
         self.space = FreeSpace(root, min_free_bytes, clock)
         self._choosing_ns = 0
         self._has_complained = False  # of an exception of the policy
+        self._has_damaged_files = False
         self.counts = dict.fromkeys(EVICTION_COUNTS, 0)
 
     @property
@@ -137,8 +140,11 @@ class Evictor:
         with self.lock, self._filled_policy(index):
             freed = self._evict_first(index, wanted)
         if freed.bytes < wanted.bytes or freed.files < wanted.files:
-            aside = self.remove_aside(index)
-            freed = Amount(freed.bytes + aside.bytes, freed.files + aside.files)
+            try:
+                aside = self.remove_aside(index)
+                freed = Amount(freed.bytes + aside.bytes, freed.files + aside.files)
+            except OSError as error:
+                self._complain_of_file(error)
         self.space.freed(freed)
         return freed
 
@@ -161,6 +167,7 @@ class Evictor:
         self, index: BlockIndex, wanted: Amount, *, only_over_quota: bool = False
     ) -> Amount:
         freed = Amount()
+        unremoved = 0
         # Popped blocks that stay: they are being read, or an exception ends the eviction.
         kept: dict[int, Usage] = {}
         now_s = time.time()
@@ -177,10 +184,23 @@ class Evictor:
                 stored = index.find(block)
                 if stored is None:
                     del kept[block]
-                elif stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
+                    continue
+                if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     del kept[block]
                     self._add(block, stored.usage)
-                elif self._evict(index, stored):
+                    continue
+                try:
+                    evicted = self._evict(index, stored)
+                except OSError as error:
+                    if error.errno == errno.EROFS:
+                        raise
+                    del kept[block]  # a damaged file stays, and the next leader tries it again
+                    self._complain_of_file(error)
+                    unremoved += 1
+                    if unremoved == MOST_UNREMOVED:
+                        raise
+                    continue
+                if evicted:
                     del kept[block]
                     freed = Amount(freed.bytes + stored.usage.stored_bytes, freed.files + 1)
                     self.counts["evicted_bytes"] += stored.usage.stored_bytes
@@ -220,9 +240,11 @@ class Evictor:
         Args:
             only: of this namespace; None: of all.
 
-        Returns the space that was freed. Raises: sqlite3.Error; OSError.
+        Returns the space that was freed. Raises: sqlite3.Error; OSError, after all namespaces were
+        tried.
         """
         removed = Amount()
+        failure: OSError | None = None
         for digest, stored_bytes in index.with_aside():
             if only not in (None, digest):
                 continue
@@ -231,10 +253,16 @@ class Evictor:
             last_s = max((status.st_ctime for _, status in found), default=0.0)
             if time.time() - last_s < older_than_s:
                 continue
-            for name, _ in found:
-                nofollow.remove_file(self._root, *place, name)
+            try:
+                for name, _ in found:
+                    nofollow.remove_file(self._root, *place, name)
+            except OSError as error:
+                failure = error
+                continue
             index.drop_aside(digest)
             removed = Amount(removed.bytes + stored_bytes, removed.files + len(found))
+        if failure is not None:
+            raise failure
         return removed
 
     def admits(self, usage: Usage) -> bool:
@@ -347,6 +375,11 @@ class Evictor:
             if not self._has_complained:
                 logger.exception("store %s: a block cannot be ordered: %s", self._root, usage)
             self._has_complained = True
+
+    def _complain_of_file(self, error: OSError) -> None:
+        if not self._has_damaged_files:
+            logger.error("store %s: a file cannot be removed, and stays: %s", self._root, error)
+        self._has_damaged_files = True
 
     def _pop(self, now_s: float) -> tuple[int, Usage] | None:
         began_ns = time.perf_counter_ns()

@@ -366,7 +366,10 @@ class IndexSupervisor:
             else:
                 nofollow.remove_empty(self._root, *shard)
                 index.drop(block)
-        self._evictor.remove_aside(index, KEEP_ASIDE_S)
+        try:
+            self._evictor.remove_aside(index, KEEP_ASIDE_S)
+        except OSError as error:
+            self._complain(error)
         self.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
 
     def remove_unused(
