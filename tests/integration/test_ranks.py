@@ -13,6 +13,7 @@ from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from faults import Fault
 
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
+from sglang_cake.loading.cost_model import LoadCost
 
 PATIENCE_S = 20.0
 
@@ -429,3 +430,38 @@ def test_ranks_forget_decoding_requests_alike_after_one_failed(ranks: TwoRanks) 
     ranks.both(lambda harness, rank: harness.arrive(other[rank]))
     assert ranks.poll("other") == [None, None]
     assert ranks.live() == [[], []]
+
+
+@pytest.mark.parametrize("other_rank", ["has a record", "failed"])
+def test_ranks_decide_alike_behind_a_request_without_keys_on_one_of_them(other_rank: str) -> None:
+    """Work ahead of a prompt that is counted by one rank alone would make another step there."""
+    ranks = TwoRanks(mode="auto", load=LoadCost(0.08, 0.05, error=0.0, depth=2))
+    try:
+        ahead = [FakeReq("ahead", array("q", range(1000, 3000))) for _ in ranks.harnesses]
+        ahead[0].lora_id = "unknown"
+        ahead[1].lora_id = "adapter@a"
+        if other_rank == "failed":
+            ranks.harnesses[1].adapter_error = Fault("adapter")
+        reqs = [req_of(4.5, "r") for _ in ranks.harnesses]
+        for harness, req in zip(ranks.harnesses, reqs, strict=True):
+            harness.fill(req.origin_input_ids, set(range(4)))
+
+        def arrive(harness: CoordinatorHarness, rank: int) -> None:
+            try:
+                harness.arrive(ahead[rank])
+            except Fault:  # as the boundary does
+                harness.coordinator.failed = True
+                harness.coordinator.release("ahead")
+
+        assert ranks.both(arrive) == [None, None]
+        assert ranks.poll("ahead") == [None, None]
+        ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
+        for _ in range(3):
+            assert ranks.poll("ahead", "r") == [None, None]
+        pairs = list(zip(ranks.harnesses, reqs, strict=True))
+        one, other = (harness.coordinator.queue_entry(req) for harness, req in pairs)  # type: ignore[arg-type]
+        assert one.remaining_s == other.remaining_s
+        loading = [harness.coordinator.loading(req) for harness, req in pairs]  # type: ignore[arg-type]
+        assert loading[0] == loading[1]
+    finally:
+        ranks.close()

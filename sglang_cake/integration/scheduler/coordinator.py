@@ -598,7 +598,8 @@ class Coordinator:
 
     def _vote(self, serving: Sequence[str]) -> list[PromptRecord]:
         """The requests that await the loader, in the same order on every rank. Requests that are
-        not in the same state on every rank end on all. If a rank has failed, all begin anew."""
+        not in the same state on every rank end on all, and count as work ahead on none. If a rank
+        has failed, all begin anew."""
         if self._consensus.alone:
             return [record for record in self._records.values() if record.awaits_loader]
         rids = sorted(serving)
@@ -609,6 +610,7 @@ class Coordinator:
         for rid, same in zip(rids, alike, strict=True):
             if not same:
                 self.release(rid)
+                self._without_keys.pop(rid, None)
         if failed and rids:
             self._begin_anew()
         live = (self._records.get(rid) for rid in rids)
@@ -619,6 +621,7 @@ class Coordinator:
         they counted, which that rank may have counted otherwise."""
         self.failed = False
         self.release_all()
+        self._without_keys.clear()
         self._tenants = TenantTokens()
         self._unrecorded_since_s.clear()
         self._reconsidered = 0

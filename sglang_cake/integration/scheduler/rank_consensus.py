@@ -49,9 +49,9 @@ class RankConsensus:
     def vote(
         self, records: Sequence[PromptRecord | None], *, failed: bool, evicts: bool
     ) -> tuple[list[bool], bool, bool]:
-        """For each request, whether all ranks have a record of it in the same state. It keeps ranks
-        whose records differ from reducing different lists. Then, whether one of the ranks failed,
-        and whether the tree of one evicts.
+        """For each request, whether it is in the same state on all ranks: all have a record of it
+        in that state, or none has one. It keeps ranks whose records differ from reducing different
+        lists. Then, whether one of the ranks failed, and whether the tree of one evicts.
 
         Every rank must call this at the same point of the same step with the same requests.
 
@@ -59,13 +59,13 @@ class RankConsensus:
             records: for each request, this rank's record.
         """
         if self._reduce_min is None or not records:
-            return [record is not None for record in records], failed, evicts
+            return [True] * len(records), failed, evicts
         own = [_GONE if record is None else _state(record) for record in records]
         own += [failed, evicts]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
-        same = [low == -high != _GONE for low, high in zip(least, most, strict=True)]
+        same = [low == -high for low, high in zip(least, most, strict=True)]
         return same[:-2], bool(most[-2]), bool(most[-1])
 
     def agree(
