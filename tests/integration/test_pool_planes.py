@@ -49,40 +49,34 @@ V41 = [
     PlaneGroup(1, (("index", (64 * (64 + 4),)),), "uint8", row_tokens=128),
 ]
 
-# Pools that are stored: how they are made, what is kept apart, and their planes.
-STORED: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[object, ...]], list[PlaneGroup]]]
+# Pools that are stored: how they are made, and their planes.
+STORED: dict[str, tuple[Callable[[], Any], list[PlaneGroup]]]
 STORED = {
     "mha": (
         lambda: mha(SLOTS, v_dim=3),
-        lambda pool: (),
         [PlaneGroup(2, (("k", (2, 4)), ("v", (2, 3))), "float32")],
     ),
-    "mla": (lambda: mla(SLOTS), lambda pool: (), [PlaneGroup(2, (("kv", (1, 9)),), "float32")]),
-    "dsa": (lambda: dsa(SLOTS), lambda pool: (), [KV, INDEX]),
+    "mla": (lambda: mla(SLOTS), [PlaneGroup(2, (("kv", (1, 9)),), "float32")]),
+    "dsa": (lambda: dsa(SLOTS), [KV, INDEX]),
     "dsa, a layer without an index": (
         lambda: dsa(SLOTS, skip_topk_layers=[False, True, False]),
-        lambda pool: (),
         [KV, PlaneGroup(2, INDEX.parts, "uint8", row_tokens=64)],
     ),
     "dsa, KV packed with its scales": (
         lambda: dsa(SLOTS, dtype=FP8, kv_cache_dim=24),
-        lambda pool: (),
         [PlaneGroup(3, (("kv", (1, 24)),), "uint8"), INDEX],
     ),
     "dsa, a pooled index": (
         lambda: pooled_dsa(SLOTS),
-        lambda pool: (),
         [KV, PlaneGroup(3, INDEX.parts, "uint8", row_tokens=128)],
     ),
-    "minimax": (lambda: minimax(SLOTS), lambda pool: (), [K_AND_V, INDEX_K_AND_V, INDEX_K]),
+    "minimax": (lambda: minimax(SLOTS), [K_AND_V, INDEX_K_AND_V, INDEX_K]),
     "minimax, 8 bits beside 16": (
         lambda: minimax(SLOTS, dtype=FP8, index_dtype=torch.bfloat16),
-        lambda pool: (),
         [PlaneGroup(4, K_AND_V.parts, "float8_e4m3fn"), INDEX_K_AND_V, INDEX_K],
     ),
     "minimax, 4 bits": (
         lambda: nvfp4(SLOTS),
-        lambda pool: (),
         [
             PlaneGroup(2, (("page", (2 * 2 * 128 * 72,)),), "uint8", row_tokens=128),
             PlaneGroup(2, (("index_page", (128 * 72,)),), "uint8", row_tokens=128),
@@ -90,7 +84,6 @@ STORED = {
     ),
     "4 bits with scales": (
         lambda: fp4(SLOTS),
-        lambda pool: (),
         [
             PlaneGroup(2, (("k", (2, 16)), ("v", (2, 16))), "uint8"),
             PlaneGroup(2, (("k_scale", (4,)), ("v_scale", (4,))), "uint8"),
@@ -98,7 +91,6 @@ STORED = {
     ),
     "4 bits with scales, mla": (
         lambda: fp4(SLOTS, mla=True),
-        lambda pool: (),
         [
             PlaneGroup(2, (("kv", (1, 32)),), "uint8"),
             PlaneGroup(2, (("kv_scale", (4,)),), "uint8"),
@@ -106,7 +98,6 @@ STORED = {
     ),
     "4 bits with scales in pages": (
         lambda: nvfp4_rows(SLOTS, prefill="trtllm_mha"),
-        lambda pool: (),
         [
             PlaneGroup(2, (("k", (2, 32)), ("v", (2, 32))), "uint8"),
             PlaneGroup(2, NATIVE_SCALES, "uint8", row_tokens=64),
@@ -114,7 +105,6 @@ STORED = {
     ),
     "4 bits with scales in rows and in pages": (
         lambda: nvfp4_rows(SLOTS, prefill="flashinfer"),
-        lambda pool: (),
         [
             PlaneGroup(2, (("k", (2, 32)), ("v", (2, 32))), "uint8"),
             PlaneGroup(2, (("k_scale", (2, 4)), ("v_scale", (2, 4))), "uint8"),
@@ -123,7 +113,6 @@ STORED = {
     ),
     "8 bits with scales": (
         lambda: mxfp8(SLOTS, page=64),
-        lambda pool: (),
         [
             PlaneGroup(2, (("k", (2, 64)), ("v", (2, 64))), "float8_e4m3fn"),
             PlaneGroup(2, (("k_scale", (2, 2)), ("v_scale", (2, 2))), "uint8"),
@@ -131,7 +120,6 @@ STORED = {
     ),
     "8 bits with scales in pages": (
         lambda: mxfp8(SLOTS),
-        lambda pool: (),
         [
             PlaneGroup(2, (("k", (2, 64)), ("v", (2, 64))), "float8_e4m3fn"),
             PlaneGroup(
@@ -144,12 +132,10 @@ STORED = {
     ),
     "pages of heads": (
         lambda: hnd(SLOTS),
-        lambda pool: (),
         [PlaneGroup(2, (("k", (2, 16, 4)), ("v", (2, 16, 4))), "bfloat16", row_tokens=16)],
     ),
     "deepseek v4": (
         lambda: deepseek_v4(1024),
-        states_of,
         [
             PlaneGroup(2, (("kv", (37440,)),), "uint8", row_tokens=256),
             PlaneGroup(1, (("kv", (1728,)),), "uint8", row_tokens=256),
@@ -158,47 +144,38 @@ STORED = {
     ),
     "deepseek v4.1": (
         lambda: deepseek_v41(1024),
-        states_of,
         V41,
     ),
     "deepseek v4.1, windows of requests": (
         lambda: deepseek_v41_requests(1024),
-        states_of,
         V41,
     ),
     "full attention beside windows": (
         lambda: windows(SLOTS),
-        lambda pool: (pool.swa_kv_pool,),
         [PlaneGroup(2, (("k", (2, 8)), ("v", (2, 4))), "bfloat16")],
     ),
     "windows": (
         lambda: windows(SLOTS).swa_kv_pool,
-        lambda pool: (),
         [PlaneGroup(2, (("k", (4, 6)), ("v", (4, 5))), "bfloat16")],
     ),
     "full attention in one memory with windows": (
         lambda: unified(SLOTS).get_kvcache(),
-        lambda pool: (pool.swa_kv_pool,),
         [PlaneGroup(2, (("k", (2, 8)), ("v", (2, 4))), "bfloat16")],
     ),
     "windows in one memory with full attention": (
         lambda: unified(SLOTS, page=4).get_kvcache().swa_kv_pool,
-        lambda pool: (),
         [PlaneGroup(2, (("k", (4, 8)), ("v", (4, 4))), "bfloat16")],
     ),
     "full attention in one memory with states": (
         lambda: unified(SLOTS, page=4, beside="states").get_kvcache(),
-        lambda pool: (pool.mamba_pool,),
         [PlaneGroup(2, K_AND_V.parts, "bfloat16")],
     ),
     "latent rows in one memory with states": (
         lambda: unified(SLOTS, beside="states", mla=True).get_kvcache(),
-        lambda pool: (pool.mamba_pool,),
         [PlaneGroup(2, (("kv", (1, 16)),), "bfloat16")],
     ),
     "full attention beside states": (
         lambda: hybrid(SLOTS),
-        lambda pool: (),
         [PlaneGroup(2, K_AND_V.parts, "bfloat16")],
     ),
     "4 bits with scales beside states": (
@@ -208,7 +185,6 @@ STORED = {
             head_dim=64,
             quant_method=nvfp4_method("flashinfer"),
         ),
-        lambda pool: (),
         [
             PlaneGroup(2, (("k", (2, 32)), ("v", (2, 32))), "uint8"),
             PlaneGroup(2, (("k_scale", (2, 4)), ("v_scale", (2, 4))), "uint8"),
@@ -217,7 +193,6 @@ STORED = {
     ),
     "qsa": (
         lambda: qsa(SLOTS),
-        lambda pool: (),
         [
             PlaneGroup(2, K_AND_V.parts, "bfloat16"),
             PlaneGroup(2, (("index", (1, 16)),), "bfloat16", row_tokens=4),
@@ -225,7 +200,6 @@ STORED = {
     ),
     "qsa, 8 bits": (
         lambda: qsa(SLOTS, qsa_indexer_dtype=FP8),
-        lambda pool: (),
         [
             PlaneGroup(2, K_AND_V.parts, "bfloat16"),
             PlaneGroup(2, (("index", (1, 16)),), "float8_e4m3fn", row_tokens=4),
@@ -241,21 +215,35 @@ STORED = {
             index_head_dim=128,
             kv_cache_dim=12,
         ),
-        lambda pool: (),
         [
             PlaneGroup(2, KV.parts, "bfloat16"),
             PlaneGroup(2, INDEX.parts, "uint8", row_tokens=64),
         ],
     ),
 }
+# What of a pool is stored otherwise.
+APART: dict[str, Callable[[Any], tuple[object, ...]]] = {
+    "deepseek v4": states_of,
+    "deepseek v4.1": states_of,
+    "deepseek v4.1, windows of requests": states_of,
+    "full attention beside windows": lambda pool: (pool.swa_kv_pool,),
+    "full attention in one memory with windows": lambda pool: (pool.swa_kv_pool,),
+    "full attention in one memory with states": lambda pool: (pool.mamba_pool,),
+    "latent rows in one memory with states": lambda pool: (pool.mamba_pool,),
+}
+
+
+def made(kind: str) -> tuple[Any, tuple[object, ...]]:
+    """A pool of `STORED`, and what of it is stored otherwise."""
+    pool = STORED[kind][0]()
+    return pool, APART[kind](pool) if kind in APART else ()
 
 
 @pytest.mark.parametrize("kind", STORED)
 def test_pool_planes_of_a_pool_are_all_of_its_buffers(kind: str) -> None:
-    make, apart, groups = STORED[kind]
-    pool = make()
-    found = pool_planes(pool, apart=apart(pool))
-    assert [each.group for each in found] == groups
+    pool, apart = made(kind)
+    found = pool_planes(pool, apart=apart)
+    assert [each.group for each in found] == STORED[kind][1]
     planes = [(b, each.group.row_tokens) for each in found for b in each.buffers]
     assert [(b.data_ptr(), tokens) for b, tokens in planes] == [
         (b.data_ptr(), tokens) for b, tokens in rows_of(pool)
@@ -276,9 +264,8 @@ def test_pool_planes_of_a_pool_are_all_of_its_buffers(kind: str) -> None:
     ],
 )
 def test_pool_planes_have_the_bytes_that_sglang_counts(kind: str) -> None:
-    make, apart, _ = STORED[kind]
-    pool = make()
-    found = pool_planes(pool, apart=apart(pool))
+    pool, apart = made(kind)
+    found = pool_planes(pool, apart=apart)
     counted = getattr(pool, "full_kv_pool", pool).get_kv_size_bytes()
     total = sum(counted) if isinstance(counted, tuple) else counted
     assert sum(b.nbytes for each in found for b in each.buffers) == total
