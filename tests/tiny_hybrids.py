@@ -59,8 +59,7 @@ def build_mellum(path: Path, *, window_tokens: int) -> Path:
         layer_types=kinds,
         mlp_layer_types=["dense"] * LAYERS,
     )
-    write_model(path, MellumForCausalLM, config, change=_sharpen)
-    return path
+    return write_model(path, MellumForCausalLM, config, change=_sharpen)
 
 
 def build_qwen3_next(path: Path) -> Path:
@@ -69,8 +68,7 @@ def build_qwen3_next(path: Path) -> Path:
 
     config = Qwen3NextConfig(**QWEN3_NEXT)
     config.full_attention_interval = LAYERS  # SGLang reads it, and transformers drops it
-    write_model(path, Qwen3NextForCausalLM, config, change=_sharpen)
-    return path
+    return write_model(path, Qwen3NextForCausalLM, config, change=_sharpen)
 
 
 def build_qwen3_5(path: Path) -> Path:
@@ -111,8 +109,7 @@ def build_qwen3_5(path: Path) -> Path:
     )
     # SGLang reads it, and transformers drops it.
     config.text_config.full_attention_interval = LAYERS
-    write_model(path, Qwen3_5ForConditionalGeneration, config, change=_sharpen)
-    return path
+    return write_model(path, Qwen3_5ForConditionalGeneration, config, change=_sharpen)
 
 
 def build_lfm2(path: Path) -> Path:
@@ -126,8 +123,7 @@ def build_lfm2(path: Path) -> Path:
         pad_token_id=None,
         layer_types=["conv"] * (LAYERS - 1) + ["full_attention"],
     )
-    write_model(path, Lfm2ForCausalLM, config, change=_sharpen)
-    return path
+    return write_model(path, Lfm2ForCausalLM, config, change=_sharpen)
 
 
 def build_kimi_linear(path: Path) -> Path:
@@ -219,8 +215,7 @@ def build_granite_4(path: Path) -> Path:
         mamba_chunk_size=64,
         attention_multiplier=32**-0.5,
     )
-    write_model(path, GraniteMoeHybridForCausalLM, config, change=_sharpen)
-    return path
+    return write_model(path, GraniteMoeHybridForCausalLM, config, change=_sharpen)
 
 
 def build_falcon_h1(path: Path) -> Path:
@@ -237,8 +232,7 @@ def build_falcon_h1(path: Path) -> Path:
         mamba_n_groups=2,
         mamba_chunk_size=64,
     )
-    write_model(path, FalconH1ForCausalLM, config, change=_sharpen)
-    return path
+    return write_model(path, FalconH1ForCausalLM, config, change=_sharpen)
 
 
 def build_gemma_4(path: Path, *, window_tokens: int) -> Path:
@@ -307,8 +301,7 @@ def build_gpt_oss(path: Path, *, window_tokens: int) -> Path:
         layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    write_model(path, GptOssForCausalLM, config, change=_sharpen)
-    return path
+    return write_model(path, GptOssForCausalLM, config, change=_sharpen)
 
 
 def build_llama_4(path: Path, *, chunk_tokens: int) -> Path:
@@ -342,8 +335,7 @@ def build_gemma_3(path: Path, *, window_tokens: int) -> Path:
         query_pre_attn_scalar=32,
         layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
     )
-    write_model(path, Gemma3ForCausalLM, config, change=_sharpen)
-    return path
+    return write_model(path, Gemma3ForCausalLM, config, change=_sharpen)
 
 
 def build_step_3_5(path: Path, *, window_tokens: int) -> Path:

@@ -48,8 +48,7 @@ def build_llama(
         bos_token_id=None,
         eos_token_id=None,
     )
-    write_model(path, LlamaForCausalLM, config, seed=seed, dtype=dtype)
-    return path
+    return write_model(path, LlamaForCausalLM, config, seed=seed, dtype=dtype)
 
 
 def write_model(
@@ -60,8 +59,8 @@ def write_model(
     seed: int = 0,
     dtype: str = "float32",
     change: Callable[[Any], None] = lambda model: None,
-) -> None:
-    """Write a random model and its tokenizer to `path`.
+) -> Path:
+    """Write a random model and its tokenizer to `path`, and return it.
 
     Args:
         kind: class of transformers that makes the model of its `config`.
@@ -76,6 +75,7 @@ def write_model(
     path.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _byte_tokenizer().save_pretrained(path)
+    return path
 
 
 def _byte_tokenizer() -> Any:

@@ -34,8 +34,7 @@ def build_qwen3(path: Path) -> Path:
         bos_token_id=None,
         eos_token_id=None,
     )
-    write_model(path, Qwen3ForCausalLM, config)
-    return path
+    return write_model(path, Qwen3ForCausalLM, config)
 
 
 @dataclass(frozen=True, slots=True)

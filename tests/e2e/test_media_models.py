@@ -52,8 +52,7 @@ def build_qwen2_5_vl(path: Path) -> Path:
         vision_end_token_id=AFTER,
         **TOKENS,
     )
-    write_model(path, Qwen2_5_VLForConditionalGeneration, config)
-    return path
+    return write_model(path, Qwen2_5_VLForConditionalGeneration, config)
 
 
 def build_glm_4_1v(path: Path) -> Path:
@@ -69,8 +68,7 @@ def build_glm_4_1v(path: Path) -> Path:
         video_end_token_id=VOCAB - 5,
         **TOKENS,
     )
-    write_model(path, Glm4vForConditionalGeneration, config)
-    return path
+    return write_model(path, Glm4vForConditionalGeneration, config)
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {

@@ -77,8 +77,7 @@ def build_qwen_vl(path: Path, *, hidden: int, layers: int, heads: int, vocab: in
         vision_end_token_id=vocab - 7,
         tie_word_embeddings=False,
     )
-    write_model(path, Qwen3VLForConditionalGeneration, config, seed=0, dtype="float32")
-    return path
+    return write_model(path, Qwen3VLForConditionalGeneration, config, seed=0, dtype="float32")
 
 
 @pytest.fixture(scope="module")

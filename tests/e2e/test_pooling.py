@@ -17,8 +17,7 @@ def build_judge(llama: Path, path: Path, labels: int) -> Path:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     config = LlamaConfig.from_pretrained(llama, num_labels=labels)
-    write_model(path, LlamaForSequenceClassification, config)
-    return path
+    return write_model(path, LlamaForSequenceClassification, config)
 
 
 def vector_of(live: Live, path: str, ids: list[int], rid: str) -> tuple[np.ndarray, int]:
