@@ -171,9 +171,11 @@ class BlockRead:
             self._changed.notify_all()
 
     def end(self, *, whole: bool) -> None:
-        """The read is over. Args: whole: all bytes have arrived and passed the check."""
+        """The read is over; the first call counts. Args: whole: all bytes have arrived and passed
+        the check."""
         with self._changed:
-            self._whole = whole
+            if self._whole is None:
+                self._whole = whole
             self._changed.notify_all()
 
     @property
@@ -736,13 +738,15 @@ class Loader:
             (tier,) = read.store.sources([read.key])
             limit_s = self._fits.limit_s(tier, started_s)
             read_until_s.set(started_s + limit_s)  # in this task
-            async with asyncio.timeout(limit_s):
+            limit = asyncio.get_running_loop().call_later(limit_s, self._late, read)
+            try:
                 await read.store.get_into(read.key, buffer.view, read.block_read.received)
-        except TimeoutError:
-            self._give_up(read, buffer, reason=LATE)
+            finally:
+                limit.cancel()
         except asyncio.CancelledError:
-            # An upper bound: how much of the block had been read is not known here.
-            self._waste(buffer, "cancelled")
+            if not read.block_read.is_over:  # it is not late
+                # An upper bound: how much of the block had been read is not known here.
+                self._waste(buffer, "cancelled")
             raise
         except StoreError as error:
             known = error.reason in FAILURE_REASONS
@@ -759,6 +763,18 @@ class Loader:
         # Not in `_fetch`, which a task that is cancelled at once never enters.
         if task.cancelled():
             self._give_up(read, buffer, reason=None)
+        self._over(read)
+
+    def _late(self, read: _SharedRead) -> None:
+        """The time limit of a read has passed. Its buffer comes back when the store has let go of
+        it: on a disk that hangs, a cancellation takes as long as the read."""
+        assert read.task is not None
+        read.task.cancel()
+        self._lose(read, LATE)
+        self._over(read)
+        read.waiters = []  # they have been told
+
+    def _over(self, read: _SharedRead) -> None:
         self._retire(read)
         self._pump()
         if not all(queue.reads or queue.asks for queue, _ in read.waiters):
@@ -793,6 +809,10 @@ class Loader:
         self._outbox.append(event)
 
     def _give_up(self, read: _SharedRead, buffer: Buffer, reason: str | None) -> None:
+        self._lose(read, reason)
+        self._staging.give(buffer)
+
+    def _lose(self, read: _SharedRead, reason: str | None) -> None:
         if reason is not None:
             self._counters.add("load_failures", label=reason)
             for queue, block in read.waiters:
@@ -802,7 +822,6 @@ class Loader:
                     queue.todo = []
                 self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
-        self._staging.give(buffer)
 
     def _freed(self, key: BlockKey, staged: StagedBlock) -> None:
         """A staged block's buffer went back to the pool. Any thread."""

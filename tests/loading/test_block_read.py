@@ -178,6 +178,13 @@ def test_block_read_restarted_during_a_wait_after_use_is_never_valid() -> None:
     assert not whole.ended()
 
 
+def test_block_read_that_was_given_up_stays_failed() -> None:
+    reading = new_reading()
+    reading.end(whole=False)
+    reading.end(whole=True)
+    assert not reading.wait_whole(NOW_S)
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_block_read_restarted_before_use_is_valid(waits: bool) -> None:
     reading = new_reading()

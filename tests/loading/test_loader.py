@@ -37,6 +37,7 @@ from sglang_cake.loading.loader import (
 )
 from sglang_cake.stores.base import LentBlock, Store, read_until_s
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource
+from sglang_cake.stores.threads import wait_uncancelled
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
@@ -1546,6 +1547,66 @@ def test_loader_stuck_source_loses_all_blocks_of_its_prompt_as_late(
     assert began_s < stuck.until_s <= time.monotonic()
     assert d.failures() == {"late": 2}
     assert d.pool.free == d.pool.capacity
+
+
+class HungStore(WrapperStore):
+    """Reads of `hung` do not end before `answered`, also if they are cancelled: a thread waits for
+    a disk."""
+
+    def __init__(self, inner: Store, hung: Iterable[BlockKey], *, raises: bool) -> None:
+        """Args: raises: a cancelled read raises its cancellation at its end, as it should."""
+        super().__init__(inner)
+        self.hung = set(hung)
+        self.raises = raises
+        self.answered = asyncio.Event()
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        if key in self.hung:
+            answer = asyncio.ensure_future(self.answered.wait())
+            try:
+                await asyncio.shield(answer)
+            except asyncio.CancelledError:
+                await wait_uncancelled(answer)
+                if self.raises:
+                    raise
+        return await self.inner.get_into(key, out, progress)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
+    harness: LoaderHarness, raises: bool
+) -> None:
+    d = harness
+    known, tokens = tokens_of(1, 2), tokens_of(2, 40)
+    d.fill(known)
+    hung = HungStore(d.memory, d.fill(tokens), raises=raises)
+    d.loader = d.new_loader(hung, least_limit_s=0.0)
+    d.begin("known", known)
+    while len(d.held) < 2:
+        d.news()
+    d.release()
+    d.loader.cancel("known")
+    wakes = d.wakes
+    d.begin("late", tokens)
+    lost: list[Lost] = []
+    while len(lost) < 40:
+        lost += [event for event in d.news() if isinstance(event, Lost)]
+    assert {event.reason for event in lost} == {"late"}
+    assert d.wakes > wakes + 1  # at the lookup, and at the end
+    assert d.failures() == {"late": 2}
+    assert (d.loader.stats.reads, d.pool.free) == (0, d.pool.capacity - 2)
+    d.begin("again", known)  # nothing stands in its way
+    while len(d.held) < 2:
+        d.news()
+    d.release()
+    d.io.post(hung.answered.set)
+    while d.pool.free < d.pool.capacity:
+        d.settle()
+    assert d.news() == []
+    assert d.failures() == {"late": 2}
+    assert d.loader.stats == LoaderStats(prompts=2, reads=0, staged_blocks=0)
 
 
 def test_loader_wasted_bytes_are_counted_in_encoded_size(harness: LoaderHarness) -> None:
