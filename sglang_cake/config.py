@@ -286,8 +286,8 @@ class CakeConfig:
 
     def allows_loading(self, stored: Sequence[bool], block_tokens: int) -> bool:
         """Whether enough of a prompt's next blocks are stored to load any of them."""
-        least = max(1, self.min_load_tokens // block_tokens)
-        return self.mode != "compute" and sum(stored) >= least
+        tokens = sum(stored) * block_tokens
+        return self.mode != "compute" and tokens >= max(1, self.min_load_tokens)
 
 
 _FIELDS: Final = {field.name: field for field in fields(CakeConfig)}

@@ -342,8 +342,9 @@ class _PromptQueue:
 
     @property
     def asks(self) -> bool:
-        """Whether a block that is not being read is worth loading."""
-        return bool(self.todo) and self.todo[-1] >= self.load_from
+        """Whether a block that is not being read is worth loading. Any thread."""
+        last = self.todo[-1:]
+        return bool(last) and last[0] >= self.load_from
 
     def count_ahead(self) -> None:
         """Count `ahead` again, if it has changed. Blocks that are being read count until they have
@@ -491,6 +492,14 @@ class Loader:
         """The prompt's reads that have begun and are not over, by block."""
         queue = self._by_id.get(load_id)
         return {} if queue is None else queue.reads.copy()
+
+    def rests(self, load_id: str) -> bool:
+        """Whether blocks of the prompt are wanted, and the link has a place, but none is being
+        read: there is no buffer, or enough lent blocks wait for their copies."""
+        queue = self._by_id.get(load_id)
+        if queue is None or queue.reads or len(self._reads) >= self._depth:
+            return False
+        return queue.asks
 
     def order(self, load_ids: Sequence[str]) -> None:
         """The link serves these prompts in this order; the first may use every buffer."""

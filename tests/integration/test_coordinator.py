@@ -1,9 +1,10 @@
 """The coordinator, driven as SGLang drives it, with a store whose reads the test releases."""
 
 import itertools
+import math
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,11 +22,14 @@ from held_reads import PATIENCE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.priority import TURN_TOKENS
+from sglang_cake.stores.base import LentBlock, Store
+from sglang_cake.stores.wrapper_store import WrapperStore
 
 
 @pytest.fixture
@@ -258,6 +262,67 @@ def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
     auto.leave(req)
     auto.open(*keys)
     auto.all_back()
+
+
+class Lender(WrapperStore):
+    """Lends every block, as host memory does."""
+
+    def lend(self, key: BlockKey) -> LentBlock | None:
+        data = bytearray(self.inner.blocks[key])  # type: ignore[attr-defined]
+        return LentBlock(Buffer(memoryview(data)), lambda: None)
+
+
+@pytest.mark.parametrize("store", [None, Lender])
+def test_coordinator_prompt_that_waits_for_device_memory_keeps_its_loads(
+    store: Callable[[Store], Store] | None,
+) -> None:
+    """Its staging is full, or its lent blocks wait for their copies: no read is late."""
+    load = LoadCost(0.0, 1e-3, error=0.0, depth=2)
+    harness = CoordinatorHarness(mode="auto", load=load, slots=40 * BLOCK, store=store)
+    harness.loader.known_cost = load
+    harness.coordinator.spare_slots = 0  # running requests have all of it
+    req = req_of(20.5)
+    keys = harness.fill(req.origin_input_ids, set(range(20)))
+    harness.open(*keys)
+    harness.arrive(req)
+    record = harness.coordinator.live[req.rid]
+    for _ in range(4):
+        harness.poll(req)
+        record.local.served_since_s -= 1000.0  # a long time passes
+        record.local.last_fetched_s -= 1000.0
+    assert 0 < record.meet.landed_blocks < 20
+    harness.coordinator.spare_slots = math.inf
+    for _ in range(20):
+        harness.poll(req)
+    assert record.meet.landed_blocks == 20
+    harness.leave(req)
+    harness.all_back()
+    harness.io.close()
+
+
+def test_coordinator_late_reads_that_have_all_places_of_the_link_end_the_loads() -> None:
+    """Those of a prompt before it: no block of this one is being read."""
+    load = LoadCost(0.0, 1e-3, error=0.0, depth=2)
+    harness = CoordinatorHarness(mode="auto", load=load)
+    harness.loader.known_cost = load
+    other, req = FakeReq("other", array("q", range(1000, 1072))), req_of(4.5)
+    keys = [
+        key for each in (other, req) for key in harness.fill(each.origin_input_ids, {0, 1, 2, 3})
+    ]
+    harness.arrive(other)
+    harness.arrive(req)
+    harness.poll(req, other)
+    record = harness.coordinator.live[req.rid]
+    assert len(harness.slow.waiting) == 2
+    assert not set(harness.slow.waiting) & set(keys[4:])
+    record.local.served_since_s -= 1000.0
+    harness.poll(req, other)
+    assert not harness.coordinator.loading(req)
+    for each in (req, other):
+        harness.leave(each)
+    harness.open(*keys)
+    harness.all_back()
+    harness.io.close()
 
 
 @pytest.mark.parametrize("has_keys", [True, False])

@@ -281,6 +281,39 @@ def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_i
     assert list(right.live) == [req.rid]
 
 
+@pytest.mark.parametrize("adapter", ["unknown", "other"])
+def test_decode_server_that_cannot_name_an_adapter_stores_nothing_of_that_adapter_alone(
+    hooks: Hooks, harness: CoordinatorHarness, adapter: str
+) -> None:
+    """Its files are still being hashed, or tensors were sent, which each server names by itself."""
+    coordinator = harness.coordinator
+
+    def answers(rid: str, prefill_adapter: str | None, decode_adapter: str | None) -> None:
+        req: Any = req_of(2.5, rid)
+        req.metadata_buffer_index = 1
+        req.lora_id = prefill_adapter
+        harness.arrive(req)
+        metadata = Metadata()
+        sent(hooks, coordinator, req, metadata)
+        coordinator.release(rid)
+        answering = generating(req)
+        answering.lora_id = decode_adapter
+        received(hooks, coordinator, answering, metadata)
+
+    answers("before", "other", "other")
+    answers("a", "adapter", adapter)
+    answers("b", None, None)
+    answers("c", adapter, adapter)
+    answers("d", "adapter", "adapter")
+    assert not coordinator.suspended
+    # Where the adapter is its own, the tree may give it the other server's KV.
+    kept = ["before"] if adapter == "unknown" else []
+    assert list(coordinator.live) == [*kept, "b", "d"]
+    coordinator.emptied()
+    answers("e", "other", "other")
+    assert list(coordinator.live) == ["e"]
+
+
 @pytest.mark.parametrize("detached", ["prefill", "decode"])
 def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_keeps_its_namespace(
     hooks: Hooks, harness: CoordinatorHarness, detached: str

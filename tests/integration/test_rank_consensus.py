@@ -116,6 +116,16 @@ def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
     assert int(before_s) <= one.now_s <= time.monotonic()
 
 
+def test_rank_consensus_rank_whose_link_rests_leaves_the_wait_to_the_others() -> None:
+    """It may rest since its buffers have the blocks that another rank's link does not bring."""
+    resting, waiting = record(1, waited_s=1000.0), record(1, waited_s=2000.0)
+    resting.local.rests = True
+    for facts, *_ in agree([[resting], [waiting]], [ANY] * 2):
+        assert facts[0].elapsed_s >= 2000.0
+    for facts, *_ in agree([[resting], [resting]], [ANY] * 2):
+        assert facts[0].elapsed_s == 0.0
+
+
 @st.composite
 def views(draw: st.DrawFn) -> list[list[PromptRecord]]:
     """The same requests as several ranks see them."""

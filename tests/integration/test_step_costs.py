@@ -136,9 +136,12 @@ def test_step_costs_plan_is_made_for_the_moment_at_which_the_device_is_free() ->
         assert step_costs.costs(LIVE).backlog_s == pytest.approx(COST.step_s(0, 640))
 
 
-def test_step_costs_less_than_min_load_tokens_is_not_worth_loading(step_costs: StepCosts) -> None:
+@pytest.mark.parametrize("least_tokens", [33, 48])  # more than two blocks of 16 tokens
+def test_step_costs_less_than_min_load_tokens_is_not_worth_loading(
+    step_costs: StepCosts, least_tokens: int
+) -> None:
     live = record_of(4, block=16)
-    least = replace(AUTO, min_load_tokens=48)
+    least = replace(AUTO, min_load_tokens=least_tokens)
     assert not step_costs.should_load_at_arrival(live, least, QUEUE)(
         (False, False, True, True), LIVE.agreed.cost
     )

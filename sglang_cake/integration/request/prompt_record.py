@@ -61,7 +61,8 @@ class LoadUpdate:
         ends: after which of them an end state is stored; empty for a model without end states.
         fetched: blocks that every rank has fetched, ascending.
         lost: blocks that a rank could not fetch, ascending.
-        elapsed_s: the shortest wait of all ranks, see `PromptRecord.local_elapsed_s`.
+        elapsed_s: the shortest wait of all ranks whose link does not rest, see
+            `PromptRecord.local_elapsed_s`; 0: all rest.
         now_s: a clock that all ranks share.
         cost: of the loads that the prompt has ahead of it, each number the smallest of all ranks.
     """
@@ -83,7 +84,9 @@ class LocalLoads:
     Attributes:
         cost: of the loads that the prompt has ahead of it, as measured here.
         served_since_s: the start of the present wait: of the lookup, and then of the time in which
-            the link serves this prompt first. Each poll sets it anew while others are served first.
+            the link serves this prompt first. Each poll sets it anew while others are served first,
+            or the link rests.
+        rests: the link reads nothing for this prompt, since there is no room for a block.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
@@ -95,6 +98,7 @@ class LocalLoads:
 
     cost: LoadCost
     served_since_s: float
+    rests: bool = False
     fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     late: bool = False
@@ -117,7 +121,7 @@ class AgreedLoads:
         begun: a block has landed.
         elapsed_s: length of the present wait. Until the lookup has answered: since it began. Then:
             since the last fetched block, or since the link put this prompt first, whichever is
-            later. 0 while the link serves other prompts first.
+            later. 0 while the link serves other prompts first, or has no room for a block.
         first_poll_s: the shared clock at the first update.
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.

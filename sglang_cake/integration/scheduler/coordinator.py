@@ -126,6 +126,8 @@ class Coordinator:
         self._counters = counters
         self._reporter = reporter
         self._namespace: Digest | None = None  # seeds every key; None: no request is loaded
+        # LoRA adapters of which the tree has KV that may be of other files or weights.
+        self._foreign_adapters: set[str] = set()
         self._records: dict[str, PromptRecord] = {}  # in order of arrival, the same on every rank
         # What prompts without keys have still to compute: the device's work for them counts, too.
         self._without_keys: dict[str, Span] = {}
@@ -221,8 +223,8 @@ class Coordinator:
         the prompt stored. Those of the prompt are the prefill server's to store.
 
         Args:
-            prompt_digest: as the prefill server found it. If this server finds another one, the
-                tree has KV of another namespace from now on.
+            prompt_digest: as the prefill server found it. If this server finds another one, or none
+                yet, the tree has KV from now on that no key may name.
         """
         if self.off_here:
             return
@@ -233,17 +235,33 @@ class Coordinator:
             if media is not None:
                 self._counters.add("unnamed_requests")
             if prompt_digest != self._namespace and not self.suspended:
-                self.rebase(self._namespace, suspended=True)
-                logger.warning(
-                    "cake: the KV of a prompt is of another namespace than this server's: prefill "
-                    "and decode servers must have the same weights and settings, and both cake; "
-                    "nothing is stored until /flush_cache"
-                )
+                self._received_other_kv(req)
         elif not self.store_detached and not self._is_taken(req):
             self.release(req.rid)
             stored = (True,) * key_chain.block_count(len(tokens))
             record = self._record_of(req, key_chain, tokens, limit=0, stored=stored)
             self._keep(record)
+
+    def _received_other_kv(self, req: "Req") -> None:
+        """Until the tree is emptied, nothing is stored of prompts that could go on from the KV of
+        this one: those with its LoRA adapter, since SGLang's tree keeps adapters apart, or all."""
+        if req.lora_id is None:
+            self.rebase(self._namespace, suspended=True)
+            logger.warning(
+                "cake: the KV of a prompt is of another namespace than this server's: prefill "
+                "and decode servers must have the same weights and settings, both cake, and must "
+                "have logged their namespaces; nothing is stored until /flush_cache"
+            )
+        elif req.lora_id not in self._foreign_adapters:
+            self._foreign_adapters.add(req.lora_id)
+            for record in self.live.values():
+                if record.req.lora_id == req.lora_id:
+                    self.release(record.rid)
+            logger.warning(
+                "cake: the KV of a prompt with LoRA adapter %s is not known to be of this server's "
+                "weights and files: nothing of this adapter is stored until /flush_cache",
+                req.lora_id,
+            )
 
     def release(self, rid: str) -> None:
         """The request is over, aborted or retracted: return all that it holds. Unknown ids are
@@ -264,6 +282,7 @@ class Coordinator:
         """The tree is being emptied."""
         self.release_all()
         self.suspended = False
+        self._foreign_adapters.clear()
 
     def rebase(self, namespace: Digest | None, *, suspended: bool) -> None:
         """From now on KV means something else. Live requests end, and are never stored.
@@ -745,6 +764,8 @@ class Coordinator:
         """The keys of this request; None: they are not known, or the tree holds other KV."""
         adapter = None if req.lora_id is None else self._adapter(req.lora_id)
         if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
+            return None
+        if req.lora_id in self._foreign_adapters:
             return None
         seed = seed_of(req, self._namespace, adapter)
         return KeyChain(seed, self.block_tokens, media, self.next_tokens, self._end_rank)

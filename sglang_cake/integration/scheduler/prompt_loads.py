@@ -1,6 +1,7 @@
 """Writes the loader's events into the prompts' records, and tells the loader which blocks are
 wanted."""
 
+import time
 from collections.abc import Sequence
 
 from sglang_cake.config import CakeConfig
@@ -52,9 +53,14 @@ class PromptLoads:
             self._receive(event)
 
     def measure(self, records: Sequence[PromptRecord]) -> None:
-        """Take this rank's costs of the blocks that `records` have ahead of them."""
+        """Take this rank's costs of the blocks that `records` have ahead of them, and whether its
+        link rests."""
         for record in records:
-            record.local.cost = self._loader.cost_of(record.load_id)
+            local = record.local
+            local.cost = self._loader.cost_of(record.load_id)
+            local.rests = record.agreed.lookup_done and self._loader.rests(record.load_id)
+            if local.rests:
+                local.served_since_s = time.monotonic()
 
     def apply(self, record: PromptRecord, update: LoadUpdate) -> None:
         """Bring the record up to date with what all ranks agreed on."""

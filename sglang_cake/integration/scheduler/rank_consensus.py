@@ -133,7 +133,8 @@ def _pack(record: PromptRecord) -> list[float]:
     ends...]. The stored blocks and ends are left out once the lookup is done."""
     local = record.local
     blocks = record.meet.indices
-    numbers: list[float] = [record.local_elapsed_s(), time.monotonic(), local.stored is not None]
+    elapsed_s = _NEUTRAL if local.rests else record.local_elapsed_s()
+    numbers: list[float] = [elapsed_s, time.monotonic(), local.stored is not None]
     numbers += astuple(local.cost)[:_LOAD_NUMBERS]
     numbers += [b in local.fetched for b in blocks]
     numbers += [b not in local.failed for b in blocks]
@@ -156,7 +157,7 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         ends=found[full:],
         fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
         lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
-        elapsed_s=elapsed_s,
+        elapsed_s=0.0 if elapsed_s == _NEUTRAL else elapsed_s,
         now_s=now_s,
         cost=LoadCost(latency_s, block_s, copy_s, error, coming_s, record.local.cost.depth),
     )
