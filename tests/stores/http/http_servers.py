@@ -121,7 +121,8 @@ class OurServer:
     """`sglang-cake store serve` in a process of its own.
 
     It has a port that no connection gets meanwhile, so another one can take it over.
-    With `limits`, further fields of `ServeSettings`, it has no other options.
+    With `limits`, further fields of `ServeSettings`, it has no other options. A context ends it
+    with exit status 0.
     """
 
     def __init__(self, root, *options, port=None, limits=None):
@@ -140,6 +141,13 @@ class OurServer:
         assert " is served at " in line, f"{line!r}, exit status {self.process.poll()}"
         self.base = line.split()[-1]
         self.port = int(self.base.rsplit(":", 1)[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        status = self.stop()
+        assert kind is not None or status == 0, status
 
     def stop(self):
         """End it as an operator would; the exit status."""
@@ -168,9 +176,13 @@ class OurServer:
 
 
 class ServerInProcess:
-    """A server in a thread of this process, with its own limits and one event loop."""
+    """A server in a thread of this process, with its own limits and one event loop.
 
-    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None):
+    With `send_bytes`, the system holds about so many bytes that the client has not taken; otherwise
+    several MB, as it finds right.
+    """
+
+    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None, send_bytes=None):
         self._root = root
         self._stuck_s = stuck_s
         self._keepalive_s = keepalive_s
@@ -180,6 +192,8 @@ class ServerInProcess:
         self._listening = socket.create_server(("127.0.0.1", 0))
         # As in `serving`: inherited by every connection.
         self._listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stuck_s))
+        if send_bytes:
+            self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         self.port = self._listening.getsockname()[1]
 
     def __enter__(self):

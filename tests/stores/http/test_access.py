@@ -56,8 +56,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
-    server = OurServer(tmp_path / "root")
-    try:
+    with OurServer(tmp_path / "root") as server:
         (path,) = home.rglob("store-token*")
         assert path == own_token_path()
         assert path.stat().st_mode & 0o777 == 0o600
@@ -74,8 +73,6 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
             assert ask(server, "DELETE", PATH, headers=headers, token=None)[0] == 401
         assert ask(server, "GET", "/health", token=None)[0] == 200
         assert ask(server, "GET", PATH)[2] == framed("a")
-    finally:
-        assert server.stop() == 0
 
 
 def opened_url(url):
@@ -134,14 +131,15 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
     """A client that has no other goes on reading, however many writes are refused."""
     (tmp_path / "readers").mkdir()
     readers, writers = write_token(tmp_path / "readers", OTHER), write_token(tmp_path)
-    server = OurServer(*(tmp_path / "root", "--token-file", writers, "--read-token-file", readers))
+    with OurServer(
+        *(tmp_path / "root", "--token-file", writers, "--read-token-file", readers)
+    ) as server:
 
-    def received():
-        return parse_metrics(ask(server, "GET", "/metrics", token=OTHER)[2].decode())[
-            "received_bytes_total"
-        ]
+        def received():
+            return parse_metrics(ask(server, "GET", "/metrics", token=OTHER)[2].decode())[
+                "received_bytes_total"
+            ]
 
-    try:
         async with opened_url(f"{server.base}?token_file={writers}") as store:
             assert await store.put(A, block_of("a"))
         before = received()
@@ -159,8 +157,6 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
         assert received() == before
         path = description_path(FRAME.digest)
         assert ask(server, "PUT", path, b"{}", token=OTHER)[0] == 403
-    finally:
-        assert server.stop() == 0
 
 
 def replace_token(path, text):
@@ -173,16 +169,15 @@ def replace_token(path, text):
 
 def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, capfd):
     path = write_token(tmp_path)
-    server = OurServer(tmp_path / "root", "--token-file", path, "--workers", 2)
+    with OurServer(tmp_path / "root", "--token-file", path, "--workers", 2) as server:
 
-    def are_let_in(*tokens):
-        """Several connections: both workers."""
-        return all(ask(server, "GET", "/stats", token=t)[0] == 200 for t in tokens * 4)
+        def are_let_in(*tokens):
+            """Several connections: both workers."""
+            return all(ask(server, "GET", "/stats", token=t)[0] == 200 for t in tokens * 4)
 
-    def are_kept_out(*tokens):
-        return all(ask(server, "GET", "/stats", token=t)[0] == 401 for t in tokens * 4)
+        def are_kept_out(*tokens):
+            return all(ask(server, "GET", "/stats", token=t)[0] == 401 for t in tokens * 4)
 
-    try:
         assert are_let_in(TOKEN)
         assert are_kept_out(OTHER)
         replace_token(path, f"{OTHER}\n{TOKEN}\n")
@@ -201,8 +196,6 @@ def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, c
         assert f"token file {path} is open to others" in "".join(said)
         assert OTHER not in "".join(said)
         assert are_let_in(OTHER)
-    finally:
-        assert server.stop() == 0
 
 
 async def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
@@ -210,8 +203,7 @@ async def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
     for folder in (served, known):
         folder.mkdir()
     server_file, client_file = write_token(served), write_token(known)
-    server = OurServer(tmp_path / "root", "--token-file", server_file, "--workers", 1)
-    try:
+    with OurServer(tmp_path / "root", "--token-file", server_file, "--workers", 1) as server:
         async with opened_url(f"{server.base}?token_file={client_file}") as store:
             assert await store.put(A, block_of("a"))
             replace_token(server_file, f"{OTHER}\n")
@@ -233,25 +225,22 @@ async def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
             assert one == two == block_of("a")
             assert await read(store, B) == block_of("b")
             assert store.counters.failures == failures
-    finally:
-        assert server.stop() == 0
 
 
 async def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
     (tmp_path / "next").mkdir()
     cert, key = make_certificate(tmp_path)
     next_cert, next_key = make_certificate(tmp_path / "next")
-    server = OurServer(
+    with OurServer(
         *(tmp_path / "root", "--tls-cert", cert, "--tls-key", key, "--workers", 1),
-    )
-    ca = tmp_path / "ca.pem"
-    ca.write_bytes(cert.read_bytes())
+    ) as server:
+        ca = tmp_path / "ca.pem"
+        ca.write_bytes(cert.read_bytes())
 
-    def shown():
-        return ssl.get_server_certificate(("127.0.0.1", server.port)).strip()
+        def shown():
+            return ssl.get_server_certificate(("127.0.0.1", server.port)).strip()
 
-    url = f"{server.base}?ca={ca}"
-    try:
+        url = f"{server.base}?ca={ca}"
         async with opened_url(url) as store:
             assert await store.put(A, block_of("a"))
             assert shown() == cert.read_text().strip()
@@ -268,22 +257,17 @@ async def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
             assert await read(other, A) == block_of("a")
             assert other.counters.failures == failures
             await other.close()
-    finally:
-        assert server.stop() == 0
 
 
 def test_store_serve_restarted_worker_uses_the_current_tokens(tmp_path):
     path = write_token(tmp_path)
-    server = OurServer(tmp_path / "root", "--token-file", path, "--workers", 1)
-    try:
+    with OurServer(tmp_path / "root", "--token-file", path, "--workers", 1) as server:
         replace_token(path, f"{OTHER}\n")
         (worker,) = server.workers()
         os.kill(worker, 9)
         poll(lambda: server.workers() and worker not in server.workers(), "it is replaced")
         assert ask(server, "GET", "/stats", token=TOKEN)[0] == 401
         assert ask(server, "GET", "/stats", token=OTHER)[0] == 200
-    finally:
-        assert server.stop() == 0
 
 
 HALF = "\ud800"
@@ -291,8 +275,7 @@ HALF = "\ud800"
 
 def test_store_serve_request_facts_with_invalid_text_get_400(tmp_path):
     """Half a surrogate pair, which JSON can hold."""
-    server = OurServer(tmp_path / "root", "--workers", 1)
-    try:
+    with OurServer(tmp_path / "root", "--workers", 1) as server:
         put_description(server)
         put_block(server, "a")
         good = RequestFacts("id", 1, "good", 7).to_json()
@@ -304,8 +287,6 @@ def test_store_serve_request_facts_with_invalid_text_get_400(tmp_path):
         headers = {FACTS_HEADER: bad_id}
         assert ask(server, "POST", touched_path(FRAME.digest), A + B, headers)[0] == 400
         assert put_block(server, "b") == 201
-    finally:
-        assert server.stop() == 0
 
 
 def test_store_serve_report_does_not_hold_other_requests(tmp_path, monkeypatch):

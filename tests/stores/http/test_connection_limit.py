@@ -156,8 +156,7 @@ def test_store_serve_wrong_token_on_a_known_connection_closes_it(small):
 
 def test_store_serve_full_closes_the_longest_idle_connection(tmp_path):
     limits = {"workers": 1, "max_connections": 4}
-    server = OurServer(tmp_path / "root", limits=limits)
-    try:
+    with OurServer(tmp_path / "root", limits=limits) as server:
         known = [connected(server) for _ in range(4)]
         for connection in (*known, known[0]):
             assert get(connection, "/stats")[0] == 200
@@ -167,14 +166,11 @@ def test_store_serve_full_closes_the_longest_idle_connection(tmp_path):
         for connection in (known[0], known[2], known[3], fresh):
             assert get(connection, "/health")[0] == 200
             connection.close()
-    finally:
-        assert server.stop() == 0
 
 
 def test_store_serve_full_never_drops_a_connection_being_answered(tmp_path):
     limits = {"workers": 1, "max_connections": 2}
-    server = OurServer(tmp_path / "root", limits=limits)
-    try:
+    with OurServer(tmp_path / "root", limits=limits) as server:
         put_description(server, BIG_FRAME)
         put_block(server, "a", BIG_FRAME)
         asked = f"GET {block_path(BIG_FRAME.digest, A)} HTTP/1.1\nHost: x\n"
@@ -188,5 +184,3 @@ def test_store_serve_full_never_drops_a_connection_being_answered(tmp_path):
             assert body == framed("a", frame=BIG_FRAME)
         poll(lambda: ask(server, "GET", "/stats")[0] == 200, "a reader makes room")
         assert metrics(server)["refused_connections_total"] >= 1
-    finally:
-        assert server.stop() == 0

@@ -239,8 +239,7 @@ LINKS = {
 def test_store_serve_file_that_is_not_the_block_is_not_sent(tmp_path, what):
     outside = tmp_path / "secret"
     outside.write_bytes(SECRET * 1000)
-    server = OurServer(tmp_path / "root")
-    try:
+    with OurServer(tmp_path / "root") as server:
         put_description(server)
         put_block(server, "a")
         name = A.hex()
@@ -252,14 +251,11 @@ def test_store_serve_file_that_is_not_the_block_is_not_sent(tmp_path, what):
         assert outside.read_bytes() == SECRET * 1000
         assert put_block(server, "a") == 201  # it has made way
         assert ask(server, "GET", PATH)[2] == GOOD
-    finally:
-        assert server.stop() == 0
 
 
 @pytest.mark.parametrize("above", [1, 2, 3])
 def test_store_serve_folder_that_is_a_symlink_is_not_entered(tmp_path, above):
-    server = OurServer(tmp_path / "root")
-    try:
+    with OurServer(tmp_path / "root") as server:
         put_description(server)
         put_block(server, "a")
         name = A.hex()
@@ -272,5 +268,3 @@ def test_store_serve_folder_that_is_a_symlink_is_not_entered(tmp_path, above):
         ask(server, "DELETE", PATH)
         ask(server, "PUT", PATH, GOOD)
         assert visible(tmp_path / "outside") == before
-    finally:
-        assert server.stop() == 0

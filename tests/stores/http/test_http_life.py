@@ -70,16 +70,13 @@ def test_store_serve_killed_during_a_put_stores_no_block(tmp_path):
     poll(is_being_written, "the block is being written")
     server.kill()
     connection.close()
-    server = OurServer(tmp_path / "root")
-    try:
+    with OurServer(tmp_path / "root") as server:
         contains = contains_path(BIG_FRAME.digest, BIG_FRAME.framed_bytes)
         assert ask(server, "GET", BIG_PATH)[0] == 404
         assert ask(server, "POST", contains, A)[2] == b"\0"
         poll(lambda: not list(tmp_path.rglob(".tmp-*")), "what was begun is swept away")
         assert put_block(server, "a", BIG_FRAME) == 201
         assert ask(server, "GET", BIG_PATH)[2] == framed("a", frame=BIG_FRAME)
-    finally:
-        assert server.stop() == 0
 
 
 async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_path):

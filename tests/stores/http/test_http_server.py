@@ -294,8 +294,7 @@ async def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{TOKEN}\n\nan-older-token-still-good\n")
     tokens.chmod(0o600)
-    server = OurServer(tmp_path / "root", "--token-file", tokens, "--host", "127.0.0.1")
-    try:
+    with OurServer(tmp_path / "root", "--token-file", tokens, "--host", "127.0.0.1") as server:
         assert ask(server, "GET", "/health", token=None)[0] == 200
         wrong = [
             None,
@@ -323,8 +322,6 @@ async def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
         async with opened_client(server.base, token=TOKEN) as store:
             assert await store.put(A, block_of("a"))
             assert await read(store, A) == block_of("a")
-    finally:
-        assert server.stop() == 0
 
 
 async def put_many(store, stored):
@@ -334,8 +331,7 @@ async def put_many(store, stored):
 
 
 async def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
-    server = OurServer(tmp_path / "root", "--namespace-quota", "60kB")
-    try:
+    with OurServer(tmp_path / "root", "--namespace-quota", "60kB") as server:
         for frame in (FRAME, BlockFrame(Namespace((("model", "other"),)), LAYOUT)):
             async with opened_client(server.base, frame=frame) as store:
                 stored = []
@@ -349,20 +345,15 @@ async def test_store_serve_namespace_quota_applies_to_each_namespace(tmp_path):
                     assert await read(store, key_of(n)) == block_of(n)
                     await store.delete(key_of(n))
                 assert await store.put(key_of(stored[0]), block_of(stored[0]))
-    finally:
-        assert server.stop() == 0
 
 
 async def test_store_serve_without_free_space_refuses_puts_as_full(tmp_path):
-    server = OurServer(tmp_path / "root", "--min-free", "900PB")
-    try:
+    with OurServer(tmp_path / "root", "--min-free", "900PB") as server:
         async with opened_client(server.base) as store:
             with pytest.raises(StoreFull):
                 await store.put(B, block_of("b"))
             assert metrics(server)["received_bytes_total"] == 0
             assert await store.contains([B]) == [False]
-    finally:
-        assert server.stop() == 0
 
 
 def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
@@ -370,11 +361,8 @@ def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
     put_description(first)
     put_block(first, "a")
     assert first.stop() == 0
-    server = OurServer(tmp_path / "root", "--min-free", "900PB")
-    try:
+    with OurServer(tmp_path / "root", "--min-free", "900PB") as server:
         poll(lambda: ask(server, "GET", PATH)[0] == 404, "it has made way")
-    finally:
-        assert server.stop() == 0
 
 
 async def test_store_serve_many_parallel_clients_read_the_right_blocks(server):

@@ -138,11 +138,8 @@ class StoreBehindProxy:
 
 @pytest.fixture(scope="module")
 def http_server(tmp_path_factory):
-    server = OurServer(tmp_path_factory.mktemp("faults") / "root")
-    try:
+    with OurServer(tmp_path_factory.mktemp("faults") / "root") as server:
         yield server.port, lambda: ""
-    finally:
-        assert server.stop() == 0
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_store_serve_reader_that_stops_reading_is_disconnected(server):
 def test_http_server_slow_reader_is_cut_off(tmp_path):
     """It takes some bytes all the time, so that the system never gives it up."""
     fill_root(tmp_path, BIG_FRAME)
-    with ServerInProcess(tmp_path, stuck_s=0.05) as server:
+    with ServerInProcess(tmp_path, stuck_s=0.05, send_bytes=1 << 16) as server:
         connection = server.connect(receive_bytes=1 << 14)
         connection.sendall(request_bytes(PATH))
         got = 0
