@@ -143,14 +143,15 @@ class CopyQueue:
             await asyncio.wait([task])
 
     async def close(self, patience_s: float) -> int:
-        """Go on for at most `patience_s`; returns the number of blocks that were then dropped."""
+        """Go on for at most `patience_s`, and wait as long for the writes that are then cancelled.
+        Returns how many these are. Writes that do not end keep their blocks."""
         if self._jobs:
             await asyncio.wait(self._jobs.values(), timeout=patience_s)
         left = list(self._jobs.values())
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left)
+            await asyncio.wait(left, timeout=patience_s)
         return len(left)
 
     async def _run(self, key: BlockKey, block: KeptBlock) -> None:
