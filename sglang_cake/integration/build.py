@@ -210,7 +210,7 @@ class CakeService:
         self._io = IoThread()
         self._tasks: set[asyncio.Task[None]] = set()
         self._namespace: Namespace | None = None  # None: not known yet
-        self._store: Store | None = None  # open while the namespace is known and one is attached
+        self._store: Store | None = None  # the last one that was attached; none after a detach
         self._trace: TraceFile | None = None
         if config.record_trace is not None and speaks:
             self._trace = TraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
@@ -310,7 +310,7 @@ class CakeService:
         self._namespace = None
         self.identity.weights_changing()
         self.coordinator.rebase(None, suspended=self.coordinator.suspended)
-        self._use(None)
+        self._serve(None)
 
     def weights_changed(
         self, files: Files | None, load_format: str | None, version: str | None, *, idle: bool
@@ -390,10 +390,14 @@ class CakeService:
     def _use(self, store: Store | None) -> None:
         old = self._store
         self._store = store
-        self.loader.use(store)
-        self.writer.use(store)
+        self._serve(store)
         if old is not None:
             self._io.post(self._start, self._close_later, old)
+
+    def _serve(self, store: Store | None) -> None:
+        """Prompts that begin from now on, and blocks that are saved, use `store`."""
+        self.loader.use(store)
+        self.writer.use(store)
 
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
@@ -472,8 +476,10 @@ class CakeService:
             self._cost_file.write(*self.step_costs.learned)
 
     async def _close_later(self, store: Store) -> None:
-        """Close a store that is no longer used, after the writes to it."""
+        """Close a store that is no longer used, after the writes to it, and once the next one has
+        been opened: a tier in memory that both have stays."""
         await self.writer.drained()
+        await self._open_now()
         await store.close()
 
 

@@ -7,10 +7,11 @@ use until the request ends, the block is not stored, and counted: serving never 
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -53,11 +54,10 @@ class Writer:
     def __init__(
         self, store: Store | None, pool: BufferPool, io: IoThread, counters: Counters
     ) -> None:
-        self._store = store
         self._pool = pool
         self._io = io
         self._counters = counters
-        self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)
+        self.use(store)
         self._jobs: set[asyncio.Task[None]] = set()
         self._quiet_until_s = 0.0
 
@@ -88,23 +88,24 @@ class Writer:
     def offer(self, job: WriteJob) -> None:
         """Take over `job` and its buffers. Without a store, its blocks are counted as unstored.
         Scheduler thread."""
-        self._io.post(self._accept, job, self._store)
+        self._io.post(self._accept, job, self._store, self._slots)
 
     def use(self, store: Store | None) -> None:
         """Set the store of later jobs; None: their blocks are not stored. Scheduler thread."""
         self._store = store
+        self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)  # a store that hangs keeps its own
 
     async def drained(self) -> None:
-        """Return when all offered blocks are stored or given up. I/O thread."""
-        while self._jobs:
+        """Return when all blocks that were offered before are stored or given up. I/O thread."""
+        if self._jobs:
             await asyncio.wait(self._jobs)
 
-    def _accept(self, job: WriteJob, store: Store | None) -> None:
-        task = asyncio.ensure_future(self._run(job, store))
+    def _accept(self, job: WriteJob, store: Store | None, slots: asyncio.Semaphore) -> None:
+        task = asyncio.ensure_future(self._run(job, store, slots))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 
-    async def _run(self, job: WriteJob, store: Store | None) -> None:
+    async def _run(self, job: WriteJob, store: Store | None, slots: asyncio.Semaphore) -> None:
         try:
             await asyncio.wrap_future(job.copied)
             keys = job.key_chain.of(job.tokens)
@@ -124,34 +125,45 @@ class Writer:
                     await store.on_access(keys, job.facts)
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
+        put = functools.partial(self._put, store, slots)
         if job.of_end:
-            await self._put_end(
-                store, job.key_chain.end_keys(keys[-1], len(job.buffers)), job.buffers
-            )
+            end_keys = job.key_chain.end_keys(keys[-1], len(job.buffers))
+            await self._put_end(put, end_keys, job.buffers)
             return
         puts = [
-            self._put(store, keys[block], buffer, first=block == 0)
+            put(keys[block], buffer, first=block == 0)
             for block, buffer in zip(job.blocks, job.buffers, strict=True)
         ]
         await asyncio.gather(*puts)
 
     async def _put_end(
-        self, store: Store, keys: Sequence[BlockKey], buffers: Sequence[Buffer]
+        self,
+        put: Callable[[BlockKey, Buffer], Awaitable[bool]],
+        keys: Sequence[BlockKey],
+        buffers: Sequence[Buffer],
     ) -> None:
         """Put the first end block last, and only if the others are stored: a lookup that finds it
         may rely on the others."""
         pairs = zip(keys[1:], buffers[1:], strict=True)
-        puts = [self._put(store, key, buffer, first=False) for key, buffer in pairs]
+        puts = [put(key, buffer) for key, buffer in pairs]
         if all(await asyncio.gather(*puts)):
-            await self._put(store, keys[0], buffers[0], first=False)
+            await put(keys[0], buffers[0])
         else:
             self._counters.add("unstored_blocks", label="unavailable")
             self._pool.give(buffers[0])
 
-    async def _put(self, store: Store, key: BlockKey, buffer: Buffer, *, first: bool) -> bool:
+    async def _put(
+        self,
+        store: Store,
+        slots: asyncio.Semaphore,
+        key: BlockKey,
+        buffer: Buffer,
+        *,
+        first: bool = False,
+    ) -> bool:
         """Returns whether the block is stored."""
         try:
-            async with self._slots:
+            async with slots:
                 put = store.put_first(key, buffer.view) if first else store.put(key, buffer.view)
                 fresh = await put
             if fresh:

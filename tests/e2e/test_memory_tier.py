@@ -46,6 +46,12 @@ def test_memory_tier_loads_from_memory_and_after_a_restart_from_the_file_tier(
         until_read(live, 2 * BLOCKS)
         assert counted(live, 1, "read") == 2 * BLOCKS
         assert counted(live, 1, "put") == counted(live, 2, "put") == BLOCKS
+        live.post("/update_weights_from_disk", model_path=str(models["first"]))
+        answer = live.ask_flushed(ids)
+        assert_same(answer, plain.reference(ids))
+        assert answer.loaded == BLOCKS * BLOCK
+        until_read(live, 3 * BLOCKS)
+        assert counted(live, 1, "read") == 3 * BLOCKS, "memory has survived the update"
     with start(models["first"], flags(store, ranks), store=store, env=env) as live:
         for turn in range(2):
             answer = live.ask_flushed(ids)

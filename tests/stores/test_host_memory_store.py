@@ -578,6 +578,21 @@ async def test_memory_tier_block_evicted_before_its_turn_is_counted():
         assert await held.store.contains([key_of(n) for n in lost]) == [False] * 3
 
 
+async def test_memory_tier_block_put_again_after_its_eviction_is_written_once():
+    async with opened_memory() as held:
+        held.gate.clear()
+        await held.put("p", "q", "a", "b")  # p and q are being written, a and b wait
+        await held.put("c")  # in the place of a
+        assert await held.in_memory("abc") == ["b", "c"]
+        await held.put("a")
+        held.gate.set()
+        await held.quiet()
+        assert held.is_below("a")
+        assert held.calls.keys_of("put").count(key_of("a")) == 1
+        await held.put("d", "e", "f", "g")
+        assert await held.in_memory("a") == [], "it waits for no write any more"
+
+
 async def test_memory_tier_evicts_written_blocks_before_others():
     async with opened_memory() as held:
         await held.put("a", "b")

@@ -10,6 +10,7 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from sglang_cake.stores.threads import wait_uncancelled
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW
 from sglang_cake.stores.tiers.tiered_store import REREAD_S
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -162,6 +163,34 @@ async def test_tiered_store_close_drops_copies_of_a_hanging_tier():
         assert tiers.store.tiers[1].counts.dropped_blocks == 2
         with pytest.raises(StoreUnavailable):
             await tiers.memory[1].contains([])
+
+
+class HungStore(WrapperStore):
+    """Puts do not end before `answered`, also if they are cancelled: a thread waits for a disk."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.begun, self.answered = asyncio.Event(), asyncio.Event()
+
+    async def put(self, key, data):
+        self.begun.set()
+        await wait_uncancelled(asyncio.ensure_future(self.answered.wait()))
+        raise StoreUnavailable("too late")
+
+
+@pytest.mark.parametrize("room", [0, 4], ids=["copied", "kept in memory"])
+async def test_tiered_store_close_does_not_wait_for_a_write_that_cannot_be_cancelled(room):
+    async with opened_tiers(drain_s=0.05, room=room) as tiers:
+        hung = tiers.store.tiers[1].store = HungStore(tiers.memory[1])
+        await tiers.put("a")
+        await hung.begun.wait()
+        await tiers.store.close()
+        assert tiers.store.tiers[1].counts.dropped_blocks == 1
+        for store in (tiers.calls[0], tiers.memory[1]):
+            with pytest.raises(StoreUnavailable):
+                await store.contains([])
+        hung.answered.set()
+        await tiers.quiet()
 
 
 # ---- moving up ----

@@ -261,6 +261,52 @@ def test_block_writer_replaced_store_gets_later_jobs_only(harness: BlockWriterHa
     assert list(harness.stored(other)) == [KEYS[1]]
 
 
+class GatedStore(WrapperStore):
+    """Puts hang until `go`."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(inner)
+        self.begun, self.go = threading.Event(), asyncio.Event()
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        self.begun.set()
+        await self.go.wait()
+        return await super().put(key, data)
+
+
+def test_block_writer_store_that_hangs_does_not_hold_up_the_next_one(
+    harness: BlockWriterHarness,
+) -> None:
+    hung, other = GatedStore(harness.memory), GatedStore(MemoryStore())
+    harness.writer.use(hung)
+    harness.offer(TOKENS, tuple(range(PUTS_IN_FLIGHT)))
+    assert hung.begun.wait(PATIENCE_S)
+    harness.writer.use(other)
+    harness.offer(TOKENS, (3,))
+    assert other.begun.wait(PATIENCE_S)
+    harness.io.post(hung.go.set)
+    harness.io.post(other.go.set)
+    harness.drain()
+    assert harness.count("stored_blocks") == PUTS_IN_FLIGHT + 1
+
+
+def test_block_writer_drained_does_not_wait_for_jobs_offered_later(
+    harness: BlockWriterHarness,
+) -> None:
+    old, new = GatedStore(harness.memory), GatedStore(MemoryStore())
+    harness.writer.use(old)
+    harness.offer(TOKENS, (0,))
+    drained = asyncio.run_coroutine_threadsafe(harness.writer.drained(), harness.io.loop)
+    harness.writer.use(new)
+    harness.offer(TOKENS, (1,))
+    assert new.begun.wait(PATIENCE_S)
+    harness.io.post(old.go.set)
+    drained.result(PATIENCE_S)
+    assert list(harness.stored()) == [KEYS[0]]
+    harness.io.post(new.go.set)
+    harness.drain()
+
+
 def test_block_writer_without_a_store_counts_offered_blocks(harness: BlockWriterHarness) -> None:
     harness.writer.use(None)
     harness.offer(TOKENS, (0, 1))

@@ -80,6 +80,7 @@ class CopyQueue:
         self._places = asyncio.Semaphore(COPIES_AT_ONCE)
         self._filling: set[BlockKey] = set()  # being encoded, or copied into a buffer
         self._jobs: dict[BlockKey, asyncio.Task[None]] = {}  # waiting, or being written
+        self._waiting: dict[BlockKey, KeptBlock] = {}
 
     @property
     def pending(self) -> int:
@@ -122,7 +123,11 @@ class CopyQueue:
 
     def keep(self, key: BlockKey, block: KeptBlock) -> bool:
         """Queue a block that a tier in memory keeps, and release it later; False if the queue is
-        full."""
+        full. It takes the place of a block of that key that waits, which may be evicted by now."""
+        if (before := self._waiting.get(key)) is not None:
+            self._waiting[key] = block
+            before.release()
+            return True
         if len(self._jobs) >= MOST_KEPT or key in self._jobs or key in self._filling:
             block.release()
             return len(self._jobs) < MOST_KEPT
@@ -130,9 +135,10 @@ class CopyQueue:
         return True
 
     def _start(self, key: BlockKey, block: KeptBlock) -> None:
-        task = asyncio.ensure_future(self._run(key, block))
+        self._waiting[key] = block
+        task = asyncio.ensure_future(self._run(key))
         self._jobs[key] = task
-        task.add_done_callback(lambda task: self._done(key, block))
+        task.add_done_callback(lambda task: self._done(key))
 
     async def forget(self, key: BlockKey) -> None:
         """Drop the copy of a block. After the return none is waiting or being written."""
@@ -143,24 +149,30 @@ class CopyQueue:
             await asyncio.wait([task])
 
     async def close(self, patience_s: float) -> int:
-        """Go on for at most `patience_s`; returns the number of blocks that were then dropped."""
+        """Go on for at most `patience_s`, and wait as long for the writes that are then cancelled.
+        Returns how many these are. Writes that do not end keep their blocks."""
         if self._jobs:
             await asyncio.wait(self._jobs.values(), timeout=patience_s)
         left = list(self._jobs.values())
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left)
+            await asyncio.wait(left, timeout=patience_s)
         return len(left)
 
-    async def _run(self, key: BlockKey, block: KeptBlock) -> None:
+    async def _run(self, key: BlockKey) -> None:
         async with self._places:
-            await self._write(key, block.pin())
+            block = self._waiting.pop(key)
+            try:
+                await self._write(key, block.pin())
+            finally:
+                block.release()
 
-    def _done(self, key: BlockKey, block: KeptBlock) -> None:
-        # Not in `_run`, which a task that is cancelled before its start never enters.
+    def _done(self, key: BlockKey) -> None:
         del self._jobs[key]
-        block.release()
+        block = self._waiting.pop(key, None)
+        if block is not None:  # it was cancelled before its turn
+            block.release()
 
 
 @dataclass(slots=True)
