@@ -341,6 +341,22 @@ def test_memory_block_that_is_not_written_below_is_evicted_last():
         each.release()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_block_that_was_passed_over_keeps_its_place_in_the_order(policy):
+    memory = memory_of(4, policy)
+    names = list("abcd")
+    for name in names:
+        assert stored(memory, name)
+    unwritten = memory.keep(DIGEST, key_of("a"))
+    left = []
+    for number in range(4):
+        assert stored(memory, f"new {number}")
+        if not number:
+            unwritten.release()
+        left.append("".join(names_in(memory, names)))
+    assert left == ["acd", "cd", "d", ""]
+
+
 def test_memory_passes_over_a_bounded_number_of_unwritten_blocks():
     memory = memory_of(MOST_PASSED + 2)
     for name in range(MOST_PASSED + 2):

@@ -337,7 +337,7 @@ class BlockMemory:
             victim = unwritten
         for number, usage in passed:
             if number != before and (victim is None or number != victim.ident):
-                self._policy.add(number, usage)
+                self._policy.give_back(number, usage)
         if victim is not None:
             self._remove(victim)
             self._evicted_blocks += 1
