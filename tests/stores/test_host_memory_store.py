@@ -181,6 +181,26 @@ async def test_memory_is_freed_with_its_last_store():
     await third.close()
 
 
+async def test_memory_closed_while_another_one_is_pinned_holds_no_other_call():
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def pin(arena):
+        begun.set()
+        ended.append(may_end.wait(20.0))  # False: the event loop was held
+        return True
+
+    (source,) = parse_sources("memory://64KiB", pin=pin)
+    old = opened("memory://32KiB")
+    opening = asyncio.create_task(asyncio.to_thread(source.open, FRAME, depth=1))
+    assert await asyncio.to_thread(begun.wait)
+    closing_old = asyncio.create_task(old.close())
+    await asyncio.sleep(0)
+    may_end.set()
+    await closing_old
+    await (await opening).close()
+    assert ended == [True]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
     async with closing(opened(f"memory://32KiB?policy={policy}")) as store:
