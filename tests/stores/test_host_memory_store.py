@@ -496,6 +496,20 @@ def test_memory_block_in_use_of_a_tenant_within_its_share_is_passed_over():
     memory.release(block)
 
 
+@pytest.mark.parametrize("rules", [TenantRules(fair=True), TenantRules(quota_bytes=100 * PAGE)])
+def test_memory_put_finds_a_block_if_the_first_ones_of_the_tenant_above_its_share_are_in_use(rules):
+    memory = memory_of(200, rules=rules)
+    for tenant, count in ((1, 99), (2, 101)):
+        for number in range(count):
+            touch(memory, [(tenant, number)], (tenant, number), tenant)
+            assert stored(memory, (tenant, number))
+            if tenant == 2 and number < 2:
+                memory.use(DIGEST, key_of((tenant, number)), counts=False)
+    touch(memory, ["c"], "c", tenant=3)
+    assert stored(memory, "c")
+    assert len(names_in(memory, [(1, number) for number in range(99)])) >= 98
+
+
 NAMES = st.integers(0, 5)
 STEPS = st.lists(
     st.tuples(
