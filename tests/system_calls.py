@@ -19,6 +19,13 @@ def failing(number: int) -> Callable[..., Any]:
     return fail
 
 
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory at the address."""
+    with open("/proc/self/maps") as file:
+        ranges = [line.split()[0].split("-") for line in file]
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
 def unlink_failing(number: int, name: str) -> Callable[..., None]:
     """An `os.unlink` that removes no file of this name, as that of a damaged or immutable one.
 

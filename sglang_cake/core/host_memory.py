@@ -60,6 +60,20 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
             yield max(0, limit_bytes - used_bytes + (int(cached[1]) if cached else 0))
 
 
+class Mapping(mmap.mmap):
+    """Memory that tells its end. Weak references are called when it is unmapped already.
+
+    Attributes:
+        before_unmap: called when nothing refers to the memory any more, before it is unmapped.
+    """
+
+    before_unmap: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmap is not None:
+            self.before_unmap()
+
+
 class HostArena:
     """One anonymous, private mapping, divided into buffers that start on pages.
 
@@ -88,7 +102,7 @@ class HostArena:
         strides = [whole_pages(size) for size in sizes_bytes]
         *starts, self.size_bytes = accumulate(strides, initial=0)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self.mapping = mmap.mmap(-1, self.size_bytes, flags=flags)
+        self.mapping = Mapping(-1, self.size_bytes, flags=flags)
         self.mapping.madvise(mmap.MADV_DONTFORK)
         self.huge_pages = _advise_huge_pages(self.mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))

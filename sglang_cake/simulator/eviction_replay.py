@@ -320,7 +320,7 @@ class Replay:
             if self._leaf:
                 self._orphan(block, pinned, spared)
         for number, usage in spared.values():
-            self._policy.add(number, usage)
+            self._policy.give_back(number, usage)
         self.outcome.evicting_s += time.perf_counter() - began_s
 
     def _orphan(self, block: int, pinned: set[int], spared: dict[int, tuple[int, Usage]]) -> None:
@@ -332,7 +332,7 @@ class Replay:
         if not self._children[parent]:
             del self._children[parent]
             if parent in spared and parent not in pinned:
-                self._policy.add(*spared.pop(parent))
+                self._policy.give_back(*spared.pop(parent))
 
 
 class BeladyPolicy(RankedPolicy):

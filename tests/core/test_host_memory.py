@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from system_calls import is_mapped
 
 from sglang_cake.core.buffers import PAGE_BYTES, BufferPool, is_on_page
 from sglang_cake.core.errors import ConfigError
@@ -130,17 +131,11 @@ def test_host_arena_prefaulted_memory_is_resident() -> None:
 
 def test_host_arena_forked_child_does_not_have_it() -> None:
     arena = HostArena([PAGE_BYTES], prefault=True)
-
-    def is_mapped() -> bool:
-        with open("/proc/self/maps") as file:
-            ranges = [line.split()[0].split("-") for line in file]
-        return any(int(start, 16) <= arena.address < int(stop, 16) for start, stop in ranges)
-
     child = os.fork()
     if child == 0:
-        os._exit(is_mapped())
+        os._exit(is_mapped(arena.address))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert is_mapped()
+    assert is_mapped(arena.address)
 
 
 def test_host_arena_too_large_is_an_oserror() -> None:

@@ -78,6 +78,7 @@ class S3Fifo(Model):
 
     def add(self, block, usage):
         if block not in self.usage:
+            self.ghosts = self.ghosts[-max(1, len(self.main)) :]
             queue = self.small
             if usage.ident in self.ghosts:
                 self.ghosts.remove(usage.ident)
@@ -107,7 +108,6 @@ class S3Fifo(Model):
                     continue
                 ident = self.usage[block].ident
                 self.ghosts = [g for g in self.ghosts if g != ident] + [ident]
-                self.ghosts = self.ghosts[-max(1, len(self.main)) :]
                 return block
             block = self.main.pop(0)
             if self.frequency[block] == 0:
@@ -125,6 +125,10 @@ class Arc(Model):
         if block in self.usage:
             self.on_touch(block, usage)
             return
+        while self.b1 and len(self.t1) + len(self.b1) > self.c:
+            self.b1.pop(0)
+        while self.b2 and sum(map(len, (self.t1, self.t2, self.b1, self.b2))) > 2 * self.c:
+            self.b2.pop(0)
         self.usage[block] = usage
         self.c = max(self.c, len(self.usage))
         if usage.ident in self.b1:
@@ -159,10 +163,6 @@ class Arc(Model):
         if ident in ghosts:
             ghosts.remove(ident)
         ghosts.append(ident)
-        while self.b1 and len(self.t1) + len(self.b1) > self.c:
-            self.b1.pop(0)
-        while self.b2 and sum(map(len, (self.t1, self.t2, self.b1, self.b2))) > 2 * self.c:
-            self.b2.pop(0)
         return block
 
 

@@ -158,6 +158,34 @@ def test_eviction_policy_random_steps_match_its_reference_model(name, steps):
     assert policy.pop(now_s) is None
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@settings(deadline=None)
+@given(steps=STEPS)
+def test_eviction_policy_block_given_back_changes_no_later_decision(name, steps):
+    policy, other = new_policy(name, BENEFIT), new_policy(name, BENEFIT)
+    numbers, there = iter(range(10_000)), {}
+    for now_s, (step, ident, _, context) in enumerate(steps, 100):
+        if step == "add" and ident not in there:
+            there[ident] = next(numbers)
+            usage = Usage(100 + ident, now_s, now_s, 0, ident, context)
+            policy.add(there[ident], usage)
+            other.add(there[ident], usage)
+        elif step == "touch":
+            for each in (policy, other):
+                each.touch(there.get(ident, -1), now_s, 1 + ident % 2, context)
+        elif step == "remove":
+            for each in (policy, other):
+                each.remove(there.get(ident, -1))
+            there.pop(ident, None)
+        elif step == "pop" and there:
+            other.give_back(*other.pop(now_s))
+            popped = policy.pop(now_s)
+            assert other.pop(now_s) == popped
+            del there[popped[1].ident]
+    for _ in there:
+        assert policy.pop(1e3) == other.pop(1e3)
+
+
 def left(name, touched):
     policy = new_policy(name)
     for now_s, block in enumerate("abc"):
@@ -219,6 +247,14 @@ def test_arc_policy_readded_evicted_block_grows_the_recency_list():
     assert policy.pop(1.0)[0] == 0
     policy.add(4, Usage(1, 2.0, 2.0, 0, 0))  # what was block 0
     assert [policy.pop(3.0)[0] for _ in range(4)] == [1, 2, 4, 3]
+
+
+def test_arc_policy_touch_without_a_use_is_no_second_use():
+    policy = new_policy("arc")
+    for block in range(3):
+        policy.add(block, Usage(1, block, block, 0, block))
+    policy.touch(0, 0.0, 0, AccessContext("summaries", 1, 0, 4))
+    assert [policy.pop(10.0)[0] for _ in range(3)] == [0, 1, 2]
 
 
 def test_workload_policy_likelier_class_outlives_a_more_recent_block():

@@ -3,16 +3,16 @@
 import errno
 import gc
 import logging
-import mmap
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from kv_pools import mha
-from system_calls import failing
+from system_calls import failing, is_mapped
 
 from sglang_cake.config import CakeConfig
+from sglang_cake.core import host_memory
 from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
@@ -40,6 +40,7 @@ class FakeCudart:
         return self._code
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert is_mapped(address)
         self.unregistered.append(address)
         return 0
 
@@ -186,6 +187,6 @@ def test_host_pools_of_a_machine_with_little_memory_say_so(
 def test_host_pools_that_cannot_be_mapped_are_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mmap, "mmap", failing(errno.ENOMEM))
+    monkeypatch.setattr(host_memory, "Mapping", failing(errno.ENOMEM))
     with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-bytes"):
         host_pools(kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES)

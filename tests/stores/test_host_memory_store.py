@@ -181,6 +181,26 @@ async def test_memory_is_freed_with_its_last_store():
     await third.close()
 
 
+async def test_memory_closed_while_another_one_is_pinned_holds_no_other_call():
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def pin(arena):
+        begun.set()
+        ended.append(may_end.wait(20.0))  # False: the event loop was held
+        return True
+
+    (source,) = parse_sources("memory://64KiB", pin=pin)
+    old = opened("memory://32KiB")
+    opening = asyncio.create_task(asyncio.to_thread(source.open, FRAME, depth=1))
+    assert await asyncio.to_thread(begun.wait)
+    closing_old = asyncio.create_task(old.close())
+    await asyncio.sleep(0)
+    may_end.set()
+    await closing_old
+    await (await opening).close()
+    assert ended == [True]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
     async with closing(opened(f"memory://32KiB?policy={policy}")) as store:
@@ -341,6 +361,22 @@ def test_memory_block_that_is_not_written_below_is_evicted_last():
         each.release()
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_block_that_was_passed_over_keeps_its_place_in_the_order(policy):
+    memory = memory_of(4, policy)
+    names = list("abcd")
+    for name in names:
+        assert stored(memory, name)
+    unwritten = memory.keep(DIGEST, key_of("a"))
+    left = []
+    for number in range(4):
+        assert stored(memory, f"new {number}")
+        if not number:
+            unwritten.release()
+        left.append("".join(names_in(memory, names)))
+    assert left == ["acd", "cd", "d", ""]
+
+
 def test_memory_passes_over_a_bounded_number_of_unwritten_blocks():
     memory = memory_of(MOST_PASSED + 2)
     for name in range(MOST_PASSED + 2):
@@ -458,6 +494,20 @@ def test_memory_block_in_use_of_a_tenant_within_its_share_is_passed_over():
     assert stored(memory, "d")
     assert names_in(memory, "abcd") == ["a", "c", "d"]
     memory.release(block)
+
+
+@pytest.mark.parametrize("rules", [TenantRules(fair=True), TenantRules(quota_bytes=100 * PAGE)])
+def test_memory_put_finds_a_block_if_the_first_ones_of_the_tenant_above_its_share_are_in_use(rules):
+    memory = memory_of(200, rules=rules)
+    for tenant, count in ((1, 99), (2, 101)):
+        for number in range(count):
+            touch(memory, [(tenant, number)], (tenant, number), tenant)
+            assert stored(memory, (tenant, number))
+            if tenant == 2 and number < 2:
+                memory.use(DIGEST, key_of((tenant, number)), counts=False)
+    touch(memory, ["c"], "c", tenant=3)
+    assert stored(memory, "c")
+    assert len(names_in(memory, [(1, number) for number in range(99)])) >= 98
 
 
 NAMES = st.integers(0, 5)

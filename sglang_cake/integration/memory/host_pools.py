@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import resource
-import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def pin(arena: HostArena, device: torch.device) -> bool:
     cudart: Any = torch.cuda.cudart()
     result = cudart.cudaHostRegister(arena.address, arena.size_bytes, 0)
     if int(result) == 0:
-        weakref.finalize(arena.mapping, cudart.cudaHostUnregister, arena.address)
+        arena.mapping.before_unmap = partial(cudart.cudaHostUnregister, arena.address)
         return True
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)  # the first launch after the failure reports it once more

@@ -65,16 +65,36 @@ class GdfsPolicy(RankedPolicy):
     def __init__(self, benefit: Benefit) -> None:
         super().__init__(self._priority)
         self._benefit = benefit
-        self._clock = 0.0
+        self._first_clock = 0.0  # before `_popped`
+        self._popped: dict[int, Rank] = {}  # by block, since the last new block
 
     def set_benefit(self, benefit: Benefit) -> None:
         self._benefit = benefit
 
+    def add(self, block: int, usage: Usage) -> None:
+        if block not in self._usage:
+            self._first_clock = self._clock
+            self._popped.clear()
+        super().add(block, usage)
+
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
         victim = self._heap.first()
         if victim is not None:
-            self._clock = victim.rank[0]
+            self._popped[victim.block] = victim.rank
         return super().pop(now_s)
+
+    def give_back(self, block: int, usage: Usage) -> None:
+        rank = self._popped.pop(block, None)
+        if rank is None:
+            self.add(block, usage)
+            return
+        self._usage[block] = usage
+        self._heap.put(block, rank)
+
+    @property
+    def _clock(self) -> float:
+        last = next(reversed(self._popped.values()), None)
+        return self._first_clock if last is None else max(self._first_clock, last[0])
 
     def _priority(self, block: int, usage: Usage) -> Rank:
         cost_s = self._benefit.compute_s(usage.context.position)
@@ -96,14 +116,21 @@ class S3FifoPolicy(EvictionPolicy):
         self._small: OrderedDict[int, int] = OrderedDict()  # block -> frequency
         self._main: OrderedDict[int, int] = OrderedDict()  # block -> frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()  # ident
+        # By block, since the last new block: the queue from which it was popped, its frequency.
+        self._popped: dict[int, tuple[OrderedDict[int, int], int]] = {}
 
     def add(self, block: int, usage: Usage) -> None:
-        if block not in self._usage:
-            queue = self._small
-            if usage.ident in self._ghosts:
-                del self._ghosts[usage.ident]
-                queue = self._main
-            queue[block] = 0
+        if block in self._usage:
+            self.on_touch(block, usage)
+            return
+        self._popped.clear()
+        while len(self._ghosts) > max(1, len(self._main)):
+            self._ghosts.popitem(last=False)
+        queue = self._small
+        if usage.ident in self._ghosts:
+            del self._ghosts[usage.ident]
+            queue = self._main
+        queue[block] = 0
         self._usage[block] = usage
 
     def on_touch(self, block: int, usage: Usage) -> None:
@@ -123,23 +150,32 @@ class S3FifoPolicy(EvictionPolicy):
                 if frequency > 1:
                     self._main[block] = 0
                     continue
-                self._add_ghost(self._usage[block].ident)
+                ident = self._usage[block].ident
+                self._ghosts[ident] = None
+                self._ghosts.move_to_end(ident)
+                self._popped[block] = self._small, frequency
             else:
                 block, frequency = self._main.popitem(last=False)
                 if frequency > 0:
                     self._main[block] = frequency - 1
                     continue
+                self._popped[block] = self._main, 0
             return block, self._usage.pop(block)
         return None
 
+    def give_back(self, block: int, usage: Usage) -> None:
+        if block not in self._popped:
+            self.add(block, usage)
+            return
+        queue, frequency = self._popped.pop(block)
+        queue[block] = frequency
+        queue.move_to_end(block, last=False)
+        if queue is self._small:
+            self._ghosts.pop(usage.ident, None)
+        self._usage[block] = usage
+
     def _queue_of(self, block: int) -> OrderedDict[int, int]:
         return self._small if block in self._small else self._main
-
-    def _add_ghost(self, ident: int) -> None:
-        self._ghosts[ident] = None
-        self._ghosts.move_to_end(ident)
-        while len(self._ghosts) > max(1, len(self._main)):
-            self._ghosts.popitem(last=False)
 
 
 class ArcPolicy(EvictionPolicy):
@@ -163,20 +199,18 @@ class ArcPolicy(EvictionPolicy):
         self._size = 0  # c
 
     def add(self, block: int, usage: Usage) -> None:
-        known = self._usage.get(block)
-        if known is None:
-            self._insert(block, usage)
-        elif usage.uses > known.uses:
+        if block in self._usage:
             self.on_touch(block, usage)
-        else:  # the same accesses, reported again
-            self._usage[block] = usage
-            order = self._once if block in self._once else self._often
-            order.put(block, (usage.used_s,))
+        else:
+            self._trim_ghosts()
+            self._insert(block, usage)
 
     def on_touch(self, block: int, usage: Usage) -> None:
+        is_used = usage.uses > self._usage[block].uses  # otherwise only its facts are new
+        order = self._once if block in self._once and not is_used else self._often
         self._usage[block] = usage
         self._once.remove(block)
-        self._often.put(block, (usage.used_s,))
+        order.put(block, (usage.used_s,))
 
     def remove(self, block: int) -> None:
         if self._usage.pop(block, None) is not None:
@@ -193,8 +227,19 @@ class ArcPolicy(EvictionPolicy):
         ghosts = self._once_ghosts if from_once else self._often_ghosts
         ghosts[usage.ident] = None
         ghosts.move_to_end(usage.ident)
-        self._trim_ghosts()
         return entry.block, usage
+
+    def give_back(self, block: int, usage: Usage) -> None:
+        for ghosts, order in (
+            (self._once_ghosts, self._once),
+            (self._often_ghosts, self._often),
+        ):
+            if usage.ident in ghosts:
+                del ghosts[usage.ident]
+                self._usage[block] = usage
+                order.put(block, (usage.used_s,))
+                return
+        self.add(block, usage)
 
     def _insert(self, block: int, usage: Usage) -> None:
         self._usage[block] = usage

@@ -104,9 +104,19 @@ class EvictionPolicy:
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
         """Remove and return the block to evict next, with its usage. None: no block is left.
 
-        The caller gives a block that it cannot evict, because a reader holds it, back to `add`.
+        The caller gives a block that it does not evict after all back to `give_back`.
         """
         raise NotImplementedError
+
+    def give_back(self, block: int, usage: Usage) -> None:
+        """Insert a block again that `pop` returned and that was not evicted, in its old place.
+
+        If a block was added since, the policy may take this one for a new block.
+
+        Args:
+            usage: as `pop` returned it.
+        """
+        self.add(block, usage)
 
     def record_rejected(self, usage: Usage) -> None:
         """Record an access to a block that admission rejected.

@@ -89,6 +89,10 @@ class TenantPolicy(EvictionPolicy):
         self.remove(first.block)
         return first.block, usage
 
+    def give_back(self, block: int, usage: Usage) -> None:
+        self._count(block, usage)
+        self._inner.give_back(block, usage)
+
     @property
     def breaks_rule(self) -> bool:
         """Whether a tenant breaks a rule: `pop` takes its blocks first."""

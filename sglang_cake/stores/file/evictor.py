@@ -187,6 +187,7 @@ class Evictor:
                     continue
                 if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     del kept[block]
+                    self._policy.give_back(block, usage)
                     self._add(block, stored.usage)
                     continue
                 try:
@@ -207,7 +208,7 @@ class Evictor:
                     self.counts["evicted_blocks"] += 1
         finally:
             for block, usage in kept.items():
-                self._add(block, usage)
+                self._policy.give_back(block, usage)
         return freed
 
     @contextlib.contextmanager

@@ -301,7 +301,8 @@ class BlockMemory:
         are not written below are passed over if there is another one among the first MOST_PASSED.
         With tenant rules, only one tenant loses a block: the one that breaks a rule, or else that
         of the first block that is not in use. So a tenant that stores faster than the disk writes
-        costs no other tenant a block.
+        costs no other tenant a block. If all blocks of that tenant that were looked at are in use,
+        a put of another tenant takes one of any tenant.
 
         Args:
             own: the tenant that the block is evicted for, which may lose one, too.
@@ -313,6 +314,7 @@ class BlockMemory:
         passed: list[tuple[int, Usage]] = []
         victim: HeldBlock | None = None
         unwritten: HeldBlock | None = None  # the first that was passed over
+        foreign: HeldBlock | None = None  # the first that was passed over for its tenant alone
         in_use = 0  # of those that were passed over
         bound = self._tenants is not None and self._tenants.breaks_rule
         tenant: int | None = None
@@ -329,15 +331,17 @@ class BlockMemory:
                 victim = block
             elif same and not block.users:
                 unwritten = unwritten or block
+            elif not block.users and not block.unwritten and own not in (None, tenant):
+                foreign = foreign or block
             in_use += block.users > 0
             must_find = before is None and unwritten is None
             if len(passed) - (in_use if must_find else 0) >= MOST_PASSED:
                 break
         if victim is None and before is None:
-            victim = unwritten
+            victim = unwritten or foreign
         for number, usage in passed:
             if number != before and (victim is None or number != victim.ident):
-                self._policy.add(number, usage)
+                self._policy.give_back(number, usage)
         if victim is not None:
             self._remove(victim)
             self._evicted_blocks += 1

@@ -4,6 +4,7 @@ The memory is private to its process and is freed when that ends, so a killed se
 behind. Schedulers on one machine divide the capacity.
 """
 
+import asyncio
 import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -109,7 +110,7 @@ class HostMemoryStore(Store):
             self._memory = None
             for pool in (self._readers, self._writers):
                 pool.shutdown(wait=False, cancel_futures=True)
-            self._shared.leave()
+            await asyncio.to_thread(self._shared.leave)
 
     def _opened(self) -> BlockMemory:
         if self._memory is None:
@@ -250,7 +251,7 @@ class _SharedMemory:
 
     @classmethod
     def joined(cls, source: HostMemorySource, block_bytes: int) -> "_SharedMemory":
-        """With one more open store. Raises: ConfigError."""
+        """With one more open store. Blocks as `leave` does. Raises: ConfigError."""
         place = source, block_bytes
         with cls._lock:
             shared = cls._open.get(place) or cls(place)
@@ -259,7 +260,8 @@ class _SharedMemory:
             return shared
 
     def leave(self) -> None:
-        """One open store less."""
+        """One open store less. Blocks while another memory is made or freed, which can take tens of
+        seconds."""
         with self._lock:
             self._stores -= 1
             if not self._stores:
