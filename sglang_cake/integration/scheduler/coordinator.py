@@ -418,6 +418,10 @@ class Coordinator:
         self.waiting |= waits
         return waits
 
+    def admissible(self, req: "Req", has_memory: bool) -> None:
+        """SGLang has, or lacks, the memory to admit a waiting request whose prefix is locked."""
+        self._own(req).queue.has_memory = has_memory
+
     def attach_islands(
         self, req: "Req", attach: Callable[..., None], memory: "CakeRadixCache | None" = None
     ) -> None:
@@ -774,7 +778,12 @@ class Coordinator:
         all others that have slots."""
         own = len(record.memory.reserved) + len(record.memory.slots)
         needed = record.needed_slots - own * self.block_tokens
-        return needed < self.spare_slots - self.placed_tokens
+        if record.queue.has_memory is None:
+            # `spare_slots` may count its own prefix in the tree, which must not be evicted for it.
+            needed += record.meet.front
+        return record.queue.has_memory is not False and needed < (
+            self.spare_slots - self.placed_tokens
+        )
 
     def _media(self, req: "Req") -> Media | None:
         """The media that keys of this request cover; None, and counted: they do not cover all."""
