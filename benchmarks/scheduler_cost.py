@@ -54,6 +54,9 @@ class _Loader:
     def cost_of(self, load_id: str) -> LoadCost:
         return self.cost
 
+    def rests(self, load_id: str) -> bool:
+        return False
+
     def begin(self, prompt: Any) -> None:
         self.load_id = prompt.load_id
 

@@ -272,6 +272,14 @@ class LoadRequest:
 
 
 @dataclass(slots=True, eq=False)
+class _Link:
+    """A store, and its reads under way, which the I/O thread writes."""
+
+    store: Store
+    reads: "dict[BlockKey, _SharedRead]" = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class _PromptQueue:
     """The blocks that one prompt still wants.
 
@@ -297,7 +305,7 @@ class _PromptQueue:
     """
 
     request: LoadRequest
-    store: Store
+    link: _Link
     cost: LoadCost
     keys: list[BlockKey] = field(default_factory=list)
     first_loadable: int = 0
@@ -313,6 +321,10 @@ class _PromptQueue:
     lookup: "asyncio.Task[None] | None" = None
     lent: int = 0
     lender: int = 0
+
+    @property
+    def store(self) -> Store:
+        return self.link.store
 
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
@@ -361,10 +373,14 @@ class _SharedRead:
     """One block being read, for every prompt that wants it."""
 
     key: BlockKey
-    store: Store
+    link: _Link
     block_read: BlockRead
     waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
+
+    @property
+    def store(self) -> Store:
+        return self.link.store
 
     def join(self, queue: _PromptQueue, block: int) -> None:
         self.waiters.append((queue, block))
@@ -377,7 +393,8 @@ class _SharedRead:
 
 
 class Loader:
-    """Loads of all live prompts: one queue depth, one pool of buffers, one read per block.
+    """Loads of all live prompts: one queue depth, one pool of buffers, one read per block. After
+    `use`, prompts of the store before have reads and a queue depth of their own: it may hang.
 
     Args:
         store: None: no prompt may begin before `use`.
@@ -402,7 +419,7 @@ class Loader:
         least_limit_s: float = LEAST_LIMIT_S,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
-        self._store = store
+        self._link = None if store is None else _Link(store)
         self._staging = staging
         self._io = io
         self._counters = counters
@@ -410,7 +427,6 @@ class Loader:
         self._gate = threading.Lock()  # makes "computed" and "being read" exclude each other
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
-        self._reads: dict[BlockKey, _SharedRead] = {}
         self._staged: dict[BlockKey, StagedBlock] = {}
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
         self._wake = wake
@@ -428,8 +444,8 @@ class Loader:
 
     def begin(self, request: LoadRequest) -> None:
         """Look the prompt up (answered by a LookedUp) and load it at once, if it should be."""
-        assert self._store is not None
-        queue = _PromptQueue(request, self._store, self.cost, first_loadable=request.first_block)
+        assert self._link is not None
+        queue = _PromptQueue(request, self._link, self.cost, first_loadable=request.first_block)
         self._by_id[request.load_id] = queue
         self._io.post(self._open, queue)
 
@@ -497,9 +513,9 @@ class Loader:
         """Whether blocks of the prompt are wanted, and the link has a place, but none is being
         read: there is no buffer, or enough lent blocks wait for their copies."""
         queue = self._by_id.get(load_id)
-        if queue is None or queue.reads or len(self._reads) >= self._depth:
+        if queue is None or queue.reads:
             return False
-        return queue.asks
+        return self._has_place(queue) and queue.asks
 
     def order(self, load_ids: Sequence[str]) -> None:
         """The link serves these prompts in this order; the first may use every buffer."""
@@ -518,7 +534,9 @@ class Loader:
     @property
     def stats(self) -> LoaderStats:
         """What the loader holds now. Any thread."""
-        return LoaderStats(len(self._queues), len(self._reads), len(self._staged))
+        links = {queue.link for queue in list(self._queues)}
+        reads = sum(len(link.reads) for link in links)
+        return LoaderStats(len(self._queues), reads, len(self._staged))
 
     def close(self) -> None:
         """Start no more reads. The process is about to end or the I/O thread to stop."""
@@ -526,7 +544,7 @@ class Loader:
 
     def use(self, store: Store | None) -> None:
         """Prompts that begin from now on are served by `store`; None: none may begin."""
-        self._store = store
+        self._link = None if store is None else _Link(store)
 
     def drain(self) -> list[LoaderEvent]:
         """Events since the last call, in order. The caller releases the bytes of every Fetched."""
@@ -614,7 +632,7 @@ class Loader:
     def _start_reads(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
         left to read."""
-        while len(self._reads) < self._depth and not self._closed:
+        while not self._closed:
             found = self._next_block()
             if found is None:
                 return
@@ -631,7 +649,7 @@ class Loader:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
         # Only the prompt that is served first may use the last quarter of the buffers.
         for queue in self._queues:
-            if queue.asks:
+            if self._has_place(queue) and queue.asks:
                 first = self._ranks.get(queue.request.load_id) == 0
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
@@ -640,6 +658,10 @@ class Loader:
                 if has_buffers and (place := self._next_place(queue)) is not None:
                     return queue, place
         return None
+
+    def _has_place(self, queue: _PromptQueue) -> bool:
+        """Whether another read may be under way for prompts of the same store."""
+        return len(queue.link.reads) < self._depth
 
     def _next_place(self, queue: _PromptQueue) -> int | None:
         """The place in `todo` of the block of a prompt to start next: the last one. While enough
@@ -677,7 +699,7 @@ class Loader:
         if staged is not None and staged.hold():
             self._arrived(queue, block, staged)
             return True
-        read = self._reads.get(key)
+        read = queue.link.reads.get(key)
         if read is not None:
             read.join(queue, block)
             return True
@@ -686,9 +708,9 @@ class Loader:
         buffer = self._staging.take()
         if buffer is None:
             return False
-        read = _SharedRead(key, queue.store, BlockRead(buffer))
+        read = _SharedRead(key, queue.link, BlockRead(buffer))
         read.join(queue, block)
-        self._reads[key] = read
+        queue.link.reads[key] = read
         read.task = asyncio.ensure_future(self._fetch(read, buffer))
         read.task.add_done_callback(lambda task: self._done(read, buffer, task))
         return True
@@ -722,7 +744,7 @@ class Loader:
         now_s = self._last_fetched_s = time.monotonic()
         # The copies to the device are all that such blocks wait for, one after another.
         # 0: none was measured yet
-        if (copy_s := self.cost.copy_s) and queue.store is self._store:
+        if (copy_s := self.cost.copy_s) and queue.link is self._link:
             self._fits.fetched(tier, max(now_s - started_s, copy_s), now_s, first=False)
         return True
 
@@ -801,7 +823,7 @@ class Loader:
         # A read that found the link idle for a while pays its latency.
         idle = idle_s > 2 * self._fits.of({tier: 1}, now_s).block_s + IDLE_S
         coming_s = read.block_read.coming_s()
-        if read.store is self._store:  # otherwise the costs are those of a later store
+        if read.link is self._link:  # otherwise the costs are those of a later store
             self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
         self._count_costs((queue for queue, _ in read.waiters), now_s)
         staged = StagedBlock(buffer, self._staging.give, lambda block: self._freed(read.key, block))
@@ -871,7 +893,7 @@ class Loader:
         """Of reads under way, the prompt waits for those of `blocks` only."""
         for block in [b for b in queue.reads if b not in blocks]:
             del queue.reads[block]
-        for read in list(self._reads.values()):
+        for read in list(queue.link.reads.values()):
             before = len(read.waiters)
             read.waiters = [(q, b) for q, b in read.waiters if q is not queue or b in blocks]
             if before and not read.waiters and read.task is not None:
@@ -880,8 +902,8 @@ class Loader:
         self._pump()
 
     def _retire(self, read: _SharedRead) -> None:
-        if self._reads.get(read.key) is read:
-            del self._reads[read.key]
+        if read.link.reads.get(read.key) is read:
+            del read.link.reads[read.key]
 
     def _close(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)

@@ -972,6 +972,41 @@ def test_coordinator_request_that_failed_to_arrive_is_no_request_of_its_tenant(
         harness.io.close()
 
 
+@pytest.mark.parametrize("why", ["embeddings", "store", "namespace", "id"])
+def test_coordinator_fair_priority_charges_prompts_without_keys(why: str) -> None:
+    harness = CoordinatorHarness(priority="fair")
+    coordinator = harness.coordinator
+    same: Any = req_of(4.5, "same")
+    same.finished = lambda: False
+    harness.arrive(same)
+    coordinator.store_detached = why == "store"
+    if why == "namespace":
+        coordinator.rebase(None, suspended=False)
+    poor = req_of(4.5, "poor")
+    poor.cache_salt = "poor"
+    rich: Any = req_of(4.5, "same" if why == "id" else "rich")
+    rich.cache_salt = "rich"
+    if why == "embeddings":
+        rich.input_embeds = [[0.0]]
+    for req in (poor, rich):
+        harness.arrive(req)
+    harness.poll(same, poor, rich)
+    coordinator.claimed(rich, TURN_TOKENS + 1)
+    assert coordinator.record(rich) is None
+    assert coordinator.queue_entry(rich).turn == 1
+    assert coordinator.queue_entry(poor).turn == 0
+    coordinator.claimed(poor, 2 * TURN_TOKENS)
+    harness.leave(same)
+    harness.poll(poor)  # the prefill of the other one is over
+    new = req_of(4.5, "new")
+    new.cache_salt = "new"
+    assert coordinator.queue_entry(new).turn == 2, "as the one tenant that is left"
+    for req in (poor, rich):
+        harness.leave(req)
+    harness.all_back()
+    harness.io.close()
+
+
 def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
     harness = CoordinatorHarness(priority="fair")
     try:

@@ -631,12 +631,14 @@ def test_coordinator_prompt_without_memory_to_its_end_stays_in_host_memory(
 def test_waiting_request_without_memory_to_its_end_attaches_nothing(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it attached could be evicted before it is admitted."""
+    """What it attached could be evicted before it is admitted, and so could its prefix, for slots
+    that it would get in a poll."""
     sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
     monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
     monkeypatch.setattr(f"{sglangs}.add_one_req", lambda *args: AddReqResult.NO_TOKEN)
     admission = admissions()
     coordinator = admission.base.coordinator
+    coordinator.spare_slots = 0
     stored = admission.req("stored", stored=True)
     admission.land(stored)
     stored.last_node = None
@@ -648,9 +650,40 @@ def test_waiting_request_without_memory_to_its_end_attaches_nothing(
         adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
         adder.add_one_req(stored, False, None)
         assert stored.prefix_len == attached
+        coordinator.poll([stored.rid])
+        assert coordinator.placed_tokens == 0
     record = coordinator.record(stored)
     assert record is not None
     assert record.stats.loaded_tokens == 4 * BLOCK
+
+
+def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -> None:
+    """SGLang counts a prefix as memory that can be evicted while its prompt waits, and locks it to
+    admit the prompt."""
+    harness = CoordinatorHarness(mode="load", slots=20 * BLOCK)
+    coordinator = harness.coordinator
+    req = req_of(14.5)
+    req.prefix_len = 8 * BLOCK
+    harness.open(*harness.fill(req.origin_input_ids, set(range(14))))
+    coordinator.arrive(req, lambda tokens, limit: req.prefix_len, most_slots=15 * BLOCK)
+    harness.settle()
+    coordinator.spare_slots = (4 + 8) * BLOCK  # free ones, and those of the prefix
+    for _ in range(3):
+        harness.poll(req)
+    record = coordinator.live[req.rid]
+    assert record.meet.landed_blocks == 6
+    assert coordinator.placed_tokens == 0
+    coordinator.admissible(req, False)
+    coordinator.spare_slots = 20 * BLOCK  # the prompt is not asked, since another one goes first
+    harness.poll(req)
+    assert coordinator.placed_tokens == 0
+    coordinator.admissible(req, True)
+    coordinator.spare_slots = 12 * BLOCK  # other running requests have locked the prefix
+    harness.poll(req)
+    assert coordinator.placed_tokens == 6 * BLOCK
+    harness.leave(req)
+    harness.all_back()
+    harness.io.close()
 
 
 def test_coordinator_admitted_prompt_takes_slots_of_one_that_waits(admissions: Make) -> None:

@@ -1370,6 +1370,26 @@ def test_loader_replaced_store_serves_only_later_prompts(harness: LoaderHarness)
     assert other.keys_of("get") == []
 
 
+def test_loader_prompt_after_a_swap_does_not_wait_for_reads_of_the_store_before(
+    harness: LoaderHarness,
+) -> None:
+    """That store may hang, and have been replaced for that."""
+    tokens = tokens_of(0, 4)
+    keys = harness.fill(tokens)
+    harness.begin("a", tokens)
+    assert len(harness.waiting()) == 2  # as many as may be under way
+    harness.loader.use(harness.memory)
+    harness.begin("b", tokens)
+    assert harness.landed() == [("b", 3), ("b", 2), ("b", 1), ("b", 0)]
+    assert harness.loader.stats.reads == 2
+    harness.loader.cancel("a")
+    harness.release()
+    assert harness.waiting() == []
+    assert harness.loader.stats == LoaderStats(1, 0, 0)
+    assert harness.pool.free == harness.pool.capacity
+    harness.open(*keys)
+
+
 def test_loader_closed_finishes_open_reads_and_starts_no_more(harness: LoaderHarness) -> None:
     tokens = tokens_of(0, 4)
     keys = harness.fill(tokens)

@@ -175,6 +175,8 @@ class QueueState:
     Attributes:
         yielded: the request left the device to others, and has not computed since.
         planned: a step of the request was planned since the last poll.
+        has_memory: whether it could be admitted, with its prefix locked, in the last step that
+            asked; None: none has.
         times_requeued: how often it went back to the queue between two chunks.
         remaining_s: predicted time to the end of its prefill; None: to be predicted anew.
         relied_from: as in `LoadProgress`.
@@ -183,6 +185,7 @@ class QueueState:
 
     yielded: bool = False
     planned: bool = False
+    has_memory: bool | None = None
     times_requeued: int = 0
     remaining_s: float | None = None
     relied_from: int | None = None

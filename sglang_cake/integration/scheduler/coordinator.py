@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sglang_cake.config import CakeConfig
@@ -62,6 +62,13 @@ RECONSIDERED = 8
 # After an eviction, so many of the requests that wait are looked for in the tree, the first ones
 # first: each costs a comparison of its tokens.
 MATCHED = 8
+
+
+class _WithoutKeys(NamedTuple):
+    """A prompt without keys: the number of its tenant, and what it has still to compute."""
+
+    tenant: int
+    rest: Span
 
 
 class Coordinator:
@@ -129,8 +136,8 @@ class Coordinator:
         # LoRA adapters of which the tree has KV that may be of other files or weights.
         self._foreign_adapters: set[str] = set()
         self._records: dict[str, PromptRecord] = {}  # in order of arrival, the same on every rank
-        # What prompts without keys have still to compute: the device's work for them counts, too.
-        self._without_keys: dict[str, Span] = {}
+        # In prefill, or waiting for it: the device's work for them counts, too.
+        self._without_keys: dict[str, _WithoutKeys] = {}
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
         # The shared clock when a request that has no record was first looked at.
@@ -170,7 +177,10 @@ class Coordinator:
             matched: `(tokens, limit)` gives the number of leading tokens that the tree holds.
             most_slots: device memory that the request may need until its end.
         """
-        if self.store_detached or self.off_everywhere:
+        if self.off_everywhere:
+            return
+        if self.store_detached:
+            self._arrive_without_keys(req, 0)
             return
         tokens = req.origin_input_ids + req.output_ids
         limit = self._limit(req, len(tokens))
@@ -180,6 +190,7 @@ class Coordinator:
             return
         if self._is_taken(req):
             self._counters.add("unkeyed_requests", label="id")
+            self._arrive_without_keys(req, front)
             return
         self.release(req.rid)  # a retracted request comes back under the same id
         media = self._media(req)
@@ -187,7 +198,7 @@ class Coordinator:
         if media is None or key_chain is None:
             if media is not None:
                 self._counters.add("unnamed_requests")
-            self._without_keys[req.rid] = Span(front, len(tokens))
+            self._arrive_without_keys(req, front)
             return
         overlap = may_overlap_last_step(req) and not media
         record = self._record_of(
@@ -202,6 +213,18 @@ class Coordinator:
         )
         self._look_up(record)
         self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
+
+    def _arrive_without_keys(self, req: "Req", front: int) -> None:
+        """Its first `front` tokens are in the tree, as far as known."""
+        self._leave_without_keys(req.rid)
+        tenant = tenant_of(req)
+        self._tenants.arrives(tenant)
+        rest = Span(front, len(req.origin_input_ids) + len(req.output_ids))
+        self._without_keys[req.rid] = _WithoutKeys(tenant, rest)
+
+    def _leave_without_keys(self, rid: str) -> None:
+        if (prompt := self._without_keys.pop(rid, None)) is not None:
+            self._tenants.leaves(prompt.tenant)
 
     def _limit(self, req: "Req", tokens: int) -> int:
         """How many of a request's first `tokens` tokens may be loaded."""
@@ -266,6 +289,7 @@ class Coordinator:
     def release(self, rid: str) -> None:
         """The request is over, aborted or retracted: return all that it holds. Unknown ids are
         fine."""
+        self._leave_without_keys(rid)
         if (record := self._records.pop(rid, None)) is not None:
             with contextlib.ExitStack() as steps:  # each of them runs, even if another one raises
                 steps.callback(self._reporter.ended, record)
@@ -346,10 +370,9 @@ class Coordinator:
         serving = list(dict.fromkeys(serving))  # several requests may have one id
         if not self._consensus.alone:
             self._polled = frozenset(serving)
-        if self._without_keys:
-            self._without_keys = {
-                rid: self._without_keys[rid] for rid in serving if rid in self._without_keys
-            }
+        left = self._without_keys.keys() - set(serving)
+        for rid in [rid for rid in self._without_keys if rid in left]:  # as on the other ranks
+            self._leave_without_keys(rid)
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
@@ -394,6 +417,10 @@ class Coordinator:
         waits |= not self._consensus.alone and req.rid not in self._polled
         self.waiting |= waits
         return waits
+
+    def admissible(self, req: "Req", has_memory: bool) -> None:
+        """SGLang has, or lacks, the memory to admit a waiting request whose prefix is locked."""
+        self._own(req).queue.has_memory = has_memory
 
     def attach_islands(
         self, req: "Req", attach: Callable[..., None], memory: "CakeRadixCache | None" = None
@@ -464,8 +491,10 @@ class Coordinator:
         start = req.prefix_len
         self.step_costs.claimed(start, stop)
         if (record := self.record(req)) is None:
-            if (span := self._without_keys.get(req.rid)) is not None:
-                self._without_keys[req.rid] = Span(stop, span.stop)
+            if (prompt := self._without_keys.get(req.rid)) is not None:
+                self._tenants.charge(prompt.tenant, stop - start)
+                rest = Span(stop, prompt.rest.stop)
+                self._without_keys[req.rid] = prompt._replace(rest=rest)
             return
         record.queue.yielded = False
         self._computed(record, Span(start, stop))
@@ -629,7 +658,6 @@ class Coordinator:
         for rid, same in zip(rids, alike, strict=True):
             if not same:
                 self.release(rid)
-                self._without_keys.pop(rid, None)
         if failed and rids:
             self._begin_anew()
         live = (self._records.get(rid) for rid in rids)
@@ -750,7 +778,12 @@ class Coordinator:
         all others that have slots."""
         own = len(record.memory.reserved) + len(record.memory.slots)
         needed = record.needed_slots - own * self.block_tokens
-        return needed < self.spare_slots - self.placed_tokens
+        if record.queue.has_memory is None:
+            # `spare_slots` may count its own prefix in the tree, which must not be evicted for it.
+            needed += record.meet.front
+        return record.queue.has_memory is not False and needed < (
+            self.spare_slots - self.placed_tokens
+        )
 
     def _media(self, req: "Req") -> Media | None:
         """The media that keys of this request cover; None, and counted: they do not cover all."""
@@ -854,7 +887,8 @@ class Coordinator:
                 yield live
 
     def _work_without_keys(self, rid: str) -> StepWork:
-        return work_of(*self._without_keys.get(rid, Span(0, 0)))
+        prompt = self._without_keys.get(rid)
+        return StepWork() if prompt is None else work_of(*prompt.rest)
 
     def _load_end(
         self, req: "Req", record: PromptRecord, memory: "CakeRadixCache", end: EndSlots

@@ -271,7 +271,9 @@ class CakePrefillAdder(PrefillAdder):
             recorded = coordinator.record(req) is not None
             if recorded:
                 with lock_node(self, req.last_node):
-                    if not self._has_memory_for(req):
+                    has_memory = self._has_memory_for(req)
+                    coordinator.admissible(req, has_memory)
+                    if not has_memory:
                         # SGLang refuses it, as below. What has landed must not join the tree yet:
                         # it could be evicted before the request is admitted.
                         return AS_SGLANG
