@@ -176,13 +176,9 @@ class OurServer:
 
 
 class ServerInProcess:
-    """A server in a thread of this process, with its own limits and one event loop.
+    """A server in a thread of this process, with its own limits and one event loop."""
 
-    With `send_bytes`, the system holds about so many bytes that the client has not taken; otherwise
-    several MB, as it finds right.
-    """
-
-    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None, send_bytes=None):
+    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None):
         self._root = root
         self._stuck_s = stuck_s
         self._keepalive_s = keepalive_s
@@ -192,8 +188,6 @@ class ServerInProcess:
         self._listening = socket.create_server(("127.0.0.1", 0))
         # As in `serving`: inherited by every connection.
         self._listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stuck_s))
-        if send_bytes:
-            self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
         self.port = self._listening.getsockname()[1]
 
     def __enter__(self):
