@@ -768,6 +768,8 @@ class Loader:
     def _late(self, read: _SharedRead) -> None:
         """The time limit of a read has passed. Its buffer comes back when the store has let go of
         it: on a disk that hangs, a cancellation takes as long as the read."""
+        if not read.waiters:  # it is cancelled already
+            return
         assert read.task is not None
         read.task.cancel()
         self._lose(read, LATE)

@@ -1541,6 +1541,7 @@ def test_loader_stuck_source_loses_all_blocks_of_its_prompt_as_late(
     lost: list[Lost] = []
     while len(lost) < 40:
         lost += [event for event in d.news() if isinstance(event, Lost)]
+    d.settle()  # the buffers come back after that
     assert sorted(event.block for event in lost) == list(range(40))
     assert {event.reason for event in lost} == {"late"}
     assert stuck.asked == 2  # one wait for all, not one for each two blocks
@@ -1559,11 +1560,15 @@ class HungStore(WrapperStore):
         self.hung = set(hung)
         self.raises = raises
         self.answered = asyncio.Event()
+        self.at_read: Callable[[], object] = lambda: None
+        self.until_s = 0.0  # the caller of the last read waits so long
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         if key in self.hung:
+            self.until_s = read_until_s.get()
+            self.at_read()
             answer = asyncio.ensure_future(self.answered.wait())
             try:
                 await asyncio.shield(answer)
@@ -1593,6 +1598,7 @@ def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
     lost: list[Lost] = []
     while len(lost) < 40:
         lost += [event for event in d.news() if isinstance(event, Lost)]
+    d.settle()
     assert {event.reason for event in lost} == {"late"}
     assert d.wakes > wakes + 1  # at the lookup, and at the end
     assert d.failures() == {"late": 2}
@@ -1607,6 +1613,35 @@ def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
     assert d.news() == []
     assert d.failures() == {"late": 2}
     assert d.loader.stats == LoaderStats(prompts=2, reads=0, staged_blocks=0)
+
+
+def test_loader_cancelled_read_is_not_late_as_well(harness: LoaderHarness) -> None:
+    d = harness
+    known, tokens = tokens_of(1, 2), tokens_of(2, 1)
+    d.fill(known)
+    hung = HungStore(d.memory, d.fill(tokens), raises=True)
+    d.loader = d.new_loader(hung, least_limit_s=0.0)
+    d.begin("known", known)
+    while len(d.held) < 2:
+        d.news()
+    d.release()
+    begun = threading.Event()
+
+    def end_prompt() -> None:
+        d.loader.cancel("gone")  # takes effect before the limit, however short that is
+        begun.set()
+
+    hung.at_read = end_prompt
+    d.begin("gone", tokens)
+    assert begun.wait(PATIENCE_S)
+    while time.monotonic() < hung.until_s:
+        d.settle()
+    d.settle()
+    d.io.post(hung.answered.set)
+    while d.pool.free < d.pool.capacity:
+        d.settle()
+    assert d.failures() == {}
+    assert d.wasted() == {"cancelled": BYTES}
 
 
 def test_loader_wasted_bytes_are_counted_in_encoded_size(harness: LoaderHarness) -> None:
