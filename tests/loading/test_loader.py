@@ -1561,6 +1561,7 @@ def test_loader_stuck_source_loses_all_blocks_of_its_prompt_as_late(
     lost: list[Lost] = []
     while len(lost) < 40:
         lost += [event for event in d.news() if isinstance(event, Lost)]
+    d.settle()  # the buffers come back after that
     assert sorted(event.block for event in lost) == list(range(40))
     assert {event.reason for event in lost} == {"late"}
     assert stuck.asked == 2  # one wait for all, not one for each two blocks
@@ -1617,6 +1618,7 @@ def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
     lost: list[Lost] = []
     while len(lost) < 40:
         lost += [event for event in d.news() if isinstance(event, Lost)]
+    d.settle()
     assert {event.reason for event in lost} == {"late"}
     assert d.wakes > wakes + 1  # at the lookup, and at the end
     assert d.failures() == {"late": 2}
