@@ -30,7 +30,7 @@ from storetools import (
 )
 
 import sglang_cake
-from sglang_cake.cli import PIPE_STATUS
+from sglang_cake.cli import PIPE_STATUS, store_maintenance
 from sglang_cake.cli.store_cp import lacking
 from sglang_cake.stores.file.paths import new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
@@ -276,16 +276,20 @@ def test_store_gc_removes_corrupt_and_stale_files_only(root, capsys):
     assert held(root, ALICE) == {key_of("a"), key_of("c")}
 
 
-def test_store_gc_to_a_size_evicts_least_recently_used_blocks(root, capsys):
-    for age, (frame, name) in enumerate([(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]):
+def used_at(root, blocks):
+    """Sets the times of use: of the first block the oldest."""
+    for age, (frame, name) in enumerate(blocks):
         at_s = 1_600_000_000 + age
         os.utime(file_of(root, frame, name), (at_s, at_s))
     for path in root.glob("index.db*"):  # made anew, from the times of the files
         path.unlink()
-    assert store("gc", url_of(root)) == 0  # makes it
+    held(root, ALICE)  # makes it
+
+
+def test_store_gc_to_a_size_evicts_least_recently_used_blocks(root, capsys):
     left = [(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]
+    used_at(root, left)
     while left:
-        capsys.readouterr()
         (before,) = told(capsys, "stat", url_of(root))["stores"]
         to_bytes = before["used_bytes"] - FRAMED // 2
         (answer,) = told(capsys, "gc", url_of(root), "--to", to_bytes)["stores"]
@@ -297,6 +301,19 @@ def test_store_gc_to_a_size_evicts_least_recently_used_blocks(root, capsys):
         for frame in (ALICE, BOB):
             assert held(root, frame) == {key_of(name) for of, name in left if of is frame}
     assert told(capsys, "gc", url_of(root), "--to", "1GB")["stores"][0]["evicted_blocks"] == 0
+
+
+def test_store_gc_that_holds_few_blocks_at_once_evicts_the_same(root, capsys, monkeypatch):
+    monkeypatch.setattr(store_maintenance, "MOST_HELD", 1)
+    in_order = [(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]
+    used_at(root, in_order)
+    (before,) = told(capsys, "stat", url_of(root))["stores"]
+    to_bytes = before["used_bytes"] - 5 * FRAMED // 2  # a block also has two folders
+    (answer,) = told(capsys, "gc", url_of(root), "--to", to_bytes)["stores"]
+    assert answer["evicted_blocks"] == 2
+    for frame in (ALICE, BOB):
+        assert held(root, frame) == {key_of(name) for of, name in in_order[2:] if of is frame}
+    assert told(capsys, "gc", url_of(root), "--to", 1, status=1)["stores"][0]["evicted_blocks"] == 2
 
 
 def test_store_clear_deletes_one_namespace_or_all(root, capsys):
