@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filestore import closing
 from namespace_folder import NamespaceFolder
 from storetools import (
     ALICE,
@@ -32,6 +33,10 @@ from storetools import (
 import sglang_cake
 from sglang_cake.cli import PIPE_STATUS, store_maintenance
 from sglang_cake.cli.store_cp import lacking
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.paths import new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -438,9 +443,29 @@ def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, caps
     target = f"file://{tmp_path}/full?min_free=999PB"
     assert store("cp", url_of(root), target) == 1
     captured = capsys.readouterr()
-    assert "would leave less than" in captured.err
+    assert "more would evict blocks" in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out.splitlines()[1].split()[0] == "0"
+
+
+def test_store_cp_to_a_store_with_a_capacity_evicts_none_of_its_blocks(tmp_path, capsys):
+    large = BlockLayout.plain(1, (("k", (1 << 20,)),), "uint8", 1)
+    big = BlockFrame(Namespace((("layout", large.describe()),)), large)
+
+    async def fill_origin():
+        async with closing(FileSource(tmp_path / "from").open(big, depth=1)) as origin:
+            for name in range(40):
+                await origin.put(key_of(name), block_of(name, large))
+
+    asyncio.run(fill_origin())
+    fill(tmp_path / "to", BOB, *range(60))
+    target = f"{url_of(tmp_path / 'to')}&capacity=30MB"
+    answer = told(capsys, "cp", url_of(tmp_path / "from"), target, status=1)
+    assert answer["full"]
+    assert 0 < answer["copied"] == len(held(tmp_path / "to", big)) < 30
+    assert len(held(tmp_path / "to", BOB)) == 60
+    assert store("cp", url_of(tmp_path / "from"), target.replace("30MB", "80MB")) == 0
+    assert len(held(tmp_path / "to", big)) == 40
 
 
 # ---- mistakes ----
