@@ -278,7 +278,7 @@ def memory_finding(
 
 def stores_of(config: CakeConfig) -> list[NamedStore]:
     """The stores of the settings, a tier each. Raises: ConfigError."""
-    sources = parse_sources(config.store, config.eviction_policy)
+    sources = parse_sources(config.store, config.eviction_policy, reads_count=False)
     if config.store is None:
         return [NamedStore("default", source) for source in sources]
     urls = split_urls(config.store)

@@ -4,6 +4,8 @@ run several calls at a time.
 
 import argparse
 import asyncio
+import math
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -11,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sglang_cake.codecs import frame as frames
-from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.stores.file.disk import FOLDER_BYTES
+from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.url import redacted, split_urls
@@ -23,6 +27,8 @@ from sglang_cake.stores.url import redacted, split_urls
 T = TypeVar("T")
 DEFAULT_DEPTH = 8
 SHORT_DIGEST = 12  # hex digits of a namespace in tables; as a prefix, they select it again
+BESIDE_BLOCK_BYTES = HEADER_BYTES + 4 * FOLDER_BYTES  # at most, with what rounding up takes
+BESIDE_ALL_BYTES = 1 << 20  # the description of the namespace, and the growth of the index
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,17 @@ async def stats_of(named: NamedStore, frames: list[BlockFrame]) -> StoreStats:
         async with opened(named.source, frame, 1) as store:
             return await store.stats()
     return StoreStats()
+
+
+def room_bytes(named: NamedStore, stats: StoreStats) -> float:
+    """Bytes that a store takes before it evicts blocks; infinite if it tells no limit."""
+    room = math.inf
+    if named.files is not None:
+        room = shutil.disk_usage(named.files.path).free - named.files.min_free_bytes
+    if stats.capacity_bytes is not None and stats.used_bytes is not None:
+        capacity_bytes = stats.capacity_bytes - ahead_bytes(stats.capacity_bytes)
+        room = min(room, capacity_bytes - stats.used_bytes)
+    return room
 
 
 async def for_each(

@@ -8,15 +8,16 @@ import json
 import math
 import os
 import secrets
-import shutil
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_cake.cli.named_stores import (
+    BESIDE_ALL_BYTES,
+    BESIDE_BLOCK_BYTES,
     NamedStore,
     checked,
     depth,
@@ -24,20 +25,17 @@ from sglang_cake.cli.named_stores import (
     one_store,
     opened,
     progress,
+    room_bytes,
     run_tool,
 )
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text, table
-from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
+from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreError, StoreFull
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.stores.base import Store, StoreStats
-from sglang_cake.stores.file.disk import FOLDER_BYTES
-from sglang_cake.stores.file.evictor import ahead_bytes
-from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.paths import block_names
 from sglang_cake.stores.url import parse_size
 
@@ -46,8 +44,6 @@ DEFAULT_DEPTHS = "1,4,16"
 DEFAULT_BYTES = "256MiB"
 MAX_SIZE_BYTES = 2**30
 MIN_BLOCKS = 2
-BESIDE_BLOCK_BYTES = HEADER_BYTES + 4 * FOLDER_BYTES  # at most, with what rounding up takes
-BESIDE_ALL_BYTES = 1 << 20  # the description of the namespace, and the growth of the index
 FROM_DISK = 0.9  # if a smaller share of the bytes came from the disk, the page cache served them
 
 
@@ -182,12 +178,9 @@ async def measure_size(
     frame = BlockFrame(namespace, layout)
     found: list[Measured] = []
     for at_once in reversed(depths):  # the largest may be refused
-        most_blocks = math.inf
-        if not may_evict and named.files is not None:
-            # Before the folder is opened: a store above its capacity would evict at once.
-            most_blocks = _room_blocks(named, frame, at_once, await _folder_stats(named.files))
         async with opened(named.source, frame, at_once) as store:
-            if not may_evict and named.files is None:
+            most_blocks = math.inf
+            if not may_evict:
                 most_blocks = _room_blocks(named, frame, at_once, await store.stats())
             wanted = max(MIN_BLOCKS * at_once, budget_bytes // size_bytes)
             keys = _keys(at_once, int(min(wanted, most_blocks)))
@@ -207,35 +200,16 @@ def _room_blocks(named: NamedStore, frame: BlockFrame, at_once: int, stats: Stor
     Raises: FullStore, if less than MIN_BLOCKS for each of `at_once` calls; ConfigError if so in an
     empty store.
     """
-    room_bytes = math.inf
-    if named.files is not None:
-        room_bytes = shutil.disk_usage(named.files.path).free - named.files.min_free_bytes
-    if stats.capacity_bytes is not None and stats.used_bytes is not None:
-        capacity_bytes = stats.capacity_bytes - ahead_bytes(stats.capacity_bytes)
-        room_bytes = min(room_bytes, capacity_bytes - stats.used_bytes)
+    room = room_bytes(named, stats)
     block_bytes = frame.payload_bytes + BESIDE_BLOCK_BYTES
     needed_bytes = MIN_BLOCKS * at_once * block_bytes + BESIDE_ALL_BYTES
-    if room_bytes >= needed_bytes:
-        return (room_bytes - BESIDE_ALL_BYTES) // block_bytes
-    text = f"{named.url}: no room to measure: {size_text(max(0, room_bytes))} are free, and "
+    if room >= needed_bytes:
+        return (room - BESIDE_ALL_BYTES) / block_bytes
+    text = f"{named.url}: no room to measure: {size_text(max(0, room))} are free, and "
     text += f"{size_text(needed_bytes)} are needed"
     if stats.blocks == 0:
         raise ConfigError(text)
     raise FullStore(f"{text}: more would evict blocks of the store")
-
-
-async def _folder_stats(files: FileSource) -> StoreStats:
-    """How full a folder is, also without an index. Changes nothing. Raises: StoreUnavailable."""
-    stats = files.stats()
-    if stats.used_bytes is not None:
-        return stats
-    sizes = [
-        block.stored_bytes + 2 * FOLDER_BYTES  # as if each were alone in its folders
-        for stored in await files.namespaces()
-        for block in files.blocks_in(stored.digest)
-    ]
-    used_bytes = sum(sizes) + overhead_bytes(files.path)
-    return replace(stats, blocks=len(sizes), used_bytes=used_bytes)
 
 
 async def _measure(

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_cake.cli.named_stores import (
+    BESIDE_ALL_BYTES,
+    BESIDE_BLOCK_BYTES,
     DEFAULT_DEPTH,
     SHORT_DIGEST,
     NamedStore,
@@ -18,6 +20,7 @@ from sglang_cake.cli.named_stores import (
     progress,
     readable,
     refuse_memory,
+    room_bytes,
     run_tool,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
@@ -39,7 +42,7 @@ class Copied:
     there_already: int = 0
     missing: int = 0  # deleted from the source between listing and reading
     corrupt: int = 0  # in the source, and not copied
-    full: bool = False  # the destination refused a block, since it is full
+    full: bool = False  # the destination would evict blocks for more, or refused a block
     unreadable_namespaces: dict[str, str] = field(default_factory=dict)
 
 
@@ -48,7 +51,8 @@ def add_cp(subparsers: Any) -> None:
         "cp",
         help="copy what another store lacks",
         description="Copy every block of FROM that TO lacks. Stopped, it goes on where it was when "
-        "it is started again. Exit status 1 if something could not be copied, also if a namespace "
+        "it is started again. No block of TO is evicted for that: name it with the capacity= that "
+        "servers give it. Exit status 1 if something could not be copied, also if a namespace "
         "could not be read.",
     )
     parser.add_argument("url", metavar="FROM", help="the store to copy from")
@@ -111,7 +115,24 @@ async def _copy(
                 result.there_already += blocks
                 bar.update(blocks)
 
-            await for_each(lacking(origin, there, passed), copy, at_once)
+            async def with_room() -> AsyncIterator[BlockKey]:
+                """The blocks to copy, while the destination has room for them."""
+                blocks = 0
+                async for key in lacking(origin, there, passed):
+                    if not blocks:
+                        room = room_bytes(destination, await there.stats()) - BESIDE_ALL_BYTES
+                        # Less what other workers may be copying now.
+                        fitting = room / (frame.payload_bytes + BESIDE_BLOCK_BYTES) - at_once + 1
+                        if fitting < 1:
+                            result.full = True
+                            return
+                        blocks = int(min(fitting, ASK_AT_ONCE))
+                    blocks -= 1
+                    yield key
+
+            await for_each(with_room(), copy, at_once)
+            if result.full:
+                raise StoreFull("no room: more would evict blocks (`store gc --to` makes room)")
 
 
 async def lacking(

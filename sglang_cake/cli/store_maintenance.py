@@ -35,6 +35,7 @@ from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.url import parse_size
 
 MAX_CORRUPT_NAMED = 100  # keys in a report
+MOST_HELD = 500_000  # blocks that `gc` holds in memory, about 240 bytes each, and twice so many
 
 
 @dataclass(slots=True)
@@ -204,12 +205,13 @@ async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
     complain(named, bad)
     result["unreadable_namespaces"] = bad
     frames = [frame for _, frame in good]
-    blocks = await _by_use(named, frames)
+    left_bytes, blocks = await _least_used(named, frames)
     while True:
-        left_bytes = sum(block.stored_bytes for _, block in blocks)
         used_bytes = (await stats_of(named, frames)).used_bytes or left_bytes
         if used_bytes <= keep_bytes:
             break
+        if left_bytes and not blocks:  # there were more than MOST_HELD
+            left_bytes, blocks = await _least_used(named, frames)
         if not blocks:
             result["excess_bytes"] = used_bytes - keep_bytes
             text = f"{size_text(used_bytes)} are used, and no block is left to evict"
@@ -223,6 +225,7 @@ async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
             index, block = blocks.popleft()
             victims[index].append(block)
             wanted_bytes -= block.stored_bytes
+            left_bytes -= block.stored_bytes
         for frame, evicted in zip(frames, victims, strict=True):
             if evicted:
                 await _delete(named, frame, _each(evicted), total=len(evicted))
@@ -231,16 +234,28 @@ async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
     return result
 
 
-async def _by_use(named: NamedStore, frames: list[BlockFrame]) -> deque[tuple[int, BlockInfo]]:
-    """All blocks with the number of their namespace, the least recently used first. Blocks without
-    a time of use are the first."""
-    found = []
+async def _least_used(
+    named: NamedStore, frames: list[BlockFrame]
+) -> tuple[int, deque[tuple[int, BlockInfo]]]:
+    """The bytes of all blocks, and at most MOST_HELD blocks with the number of their namespace: the
+    least recently used first, and before them those without a time of use."""
+    all_bytes = 0
+    found: list[tuple[int, BlockInfo]] = []
+
+    def keep_least_used() -> None:
+        found.sort(key=lambda entry: entry[1].used_s or 0.0)
+        del found[MOST_HELD:]
+
     with progress("looking") as bar:
         for index, frame in enumerate(frames):
             async for block in blocks_in(named, frame):
+                all_bytes += block.stored_bytes
                 found.append((index, block))
+                if len(found) == 2 * MOST_HELD:
+                    keep_least_used()
                 bar.update(1)
-    return deque(sorted(found, key=lambda entry: entry[1].used_s or 0.0))
+    keep_least_used()
+    return all_bytes, deque(found)
 
 
 async def _each(blocks: list[BlockInfo]) -> AsyncIterator[BlockInfo]:

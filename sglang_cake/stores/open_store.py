@@ -217,14 +217,14 @@ def parse_sources(
     Args:
         text: None is a file store in the user's cache folder.
         policy: eviction policy of file and memory stores whose URL names none.
-        reads_count: reads are accesses for eviction.
+        reads_count: reads are accesses for eviction; False for tools, which never lead it.
         sharers: processes of this machine that open the stores.
         pin: for host memory that a device copies from.
 
     Raises: ConfigError, one line that names the bad part and the allowed values.
     """
     if text is None:
-        return [default_source(policy)]
+        return [replace(default_source(policy), reads_count=reads_count)]
     return [
         _source(replace(url, policy=policy, reads_count=reads_count, sharers=sharers, pin=pin))
         for url in split_urls(text)

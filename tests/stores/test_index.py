@@ -3,8 +3,10 @@
 import re
 import sqlite3
 import time
+import tracemalloc
 from contextlib import closing, suppress
 from functools import partial
+from itertools import islice
 
 import pytest
 from test_capacity import CAPACITY_BYTES, opened, put
@@ -15,7 +17,8 @@ from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.index import BlockIndex, Reservation, ScannedFile, Touch
 from sglang_cake.stores.file.index_file import DamagedIndexError
-from sglang_cake.stores.file.scan import listed_blocks_in, stats_in
+from sglang_cake.stores.file.paths import block_names
+from sglang_cake.stores.file.scan import LIST_AT_ONCE, listed_blocks_in, stats_in
 from sglang_cake.testing.store_contract import key_of
 
 DIGEST, OTHER = Digest(b"\1" * 32), Digest(b"\2" * 32)
@@ -73,7 +76,6 @@ LONG = {
     "check_sums": {"SCAN blocks"},  # once, in the background, and without a lock
     "stored_totals": {"SCAN blocks USING INDEX unsettled"},  # of these there are few
     "stats_in": {"SCAN blocks USING INDEX unsettled"},
-    "listed_blocks_in": {"SEARCH blocks USING INDEX sqlite_autoindex_blocks_1 (namespace=?)"},
     "with_aside": {"USE TEMP B-TREE FOR GROUP BY"},
 }
 
@@ -135,6 +137,45 @@ def test_index_stored_in_gives_every_block_of_its_namespace_once(tmp_path):
             found += [block.key for block in batch]
             after = found[-1]
     assert found == keys
+
+
+def indexed(root, count):
+    """A store of `count` blocks, as far as its index tells; returns their keys in order."""
+    root.mkdir(exist_ok=True)
+    keys = sorted(key_of(number) for number in range(count))
+    with closing(BlockIndex(root / "index.db")) as index:
+        index.add_found(DIGEST, 0, [ScannedFile(key, 4096, 1e9, 1e9) for key in keys[::-1]])
+    return keys
+
+
+def test_index_listing_holds_a_part_of_the_blocks_in_memory(tmp_path):
+    def peak_bytes(root):
+        tracemalloc.start()
+        for _ in listed_blocks_in(root, DIGEST):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    few, many = tmp_path / "few", tmp_path / "many"
+    indexed(few, LIST_AT_ONCE)
+    keys = indexed(many, 4 * LIST_AT_ONCE + 7)
+    assert [block.key for block in listed_blocks_in(many, DIGEST)] == keys
+    assert peak_bytes(many) < 2.5 * peak_bytes(few)  # while the next part is read, two are held
+
+
+def test_index_listing_goes_on_with_the_files_if_the_index_vanishes(tmp_path):
+    keys = indexed(tmp_path, LIST_AT_ONCE + 7)
+    for key in (keys[0], keys[-1]):
+        path = tmp_path.joinpath(*block_names(DIGEST, key))
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x")
+    listed = listed_blocks_in(tmp_path, DIGEST)
+    first = list(islice(listed, LIST_AT_ONCE))
+    for path in tmp_path.glob("index.db*"):
+        path.unlink()
+    assert [block.key for block in first] == keys[:LIST_AT_ONCE]
+    assert [block.key for block in listed] == [keys[-1]]
 
 
 DAMAGES = {

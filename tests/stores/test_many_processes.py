@@ -25,6 +25,7 @@ from test_capacity import (
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.eviction.policy import Usage
 from sglang_cake.stores.file.disk import Amount, FreeSpace
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.scan import STALE_S
 from sglang_cake.testing.store_contract import key_of
 
@@ -215,6 +216,14 @@ def test_evictor_of_four_instances_exactly_one_leads(tmp_path, disk):
         until_room_is_made(folders[0])
         assert [folder.evictions().evicted_blocks for folder in folders] == [2, 0, 0, 0]
         assert [folder.evictor.leads for folder in folders] == [True, False, False, False]
+
+
+def test_evictor_of_a_tool_leaves_the_lead_to_a_server(tmp_path):
+    with contextlib.closing(FileSource(tmp_path, reads_count=False).folder()) as tool:
+        tool.stats()  # waits for the index
+        with contextlib.closing(FileSource(tmp_path).folder()) as server:
+            server.stats()
+            assert [folder.evictor.leads for folder in (tool, server)] == [False, True]
 
 
 def test_free_space_inodes_are_limited_like_bytes(tmp_path, disk):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filestore import closing
 from namespace_folder import NamespaceFolder
 from storetools import (
     ALICE,
@@ -30,8 +31,12 @@ from storetools import (
 )
 
 import sglang_cake
-from sglang_cake.cli import PIPE_STATUS
+from sglang_cake.cli import PIPE_STATUS, store_maintenance
 from sglang_cake.cli.store_cp import lacking
+from sglang_cake.codecs.frame import BlockFrame
+from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.paths import new_tmp_name
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -276,16 +281,20 @@ def test_store_gc_removes_corrupt_and_stale_files_only(root, capsys):
     assert held(root, ALICE) == {key_of("a"), key_of("c")}
 
 
-def test_store_gc_to_a_size_evicts_least_recently_used_blocks(root, capsys):
-    for age, (frame, name) in enumerate([(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]):
+def used_at(root, blocks):
+    """Sets the times of use: of the first block the oldest."""
+    for age, (frame, name) in enumerate(blocks):
         at_s = 1_600_000_000 + age
         os.utime(file_of(root, frame, name), (at_s, at_s))
     for path in root.glob("index.db*"):  # made anew, from the times of the files
         path.unlink()
-    assert store("gc", url_of(root)) == 0  # makes it
+    held(root, ALICE)  # makes it
+
+
+def test_store_gc_to_a_size_evicts_least_recently_used_blocks(root, capsys):
     left = [(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]
+    used_at(root, left)
     while left:
-        capsys.readouterr()
         (before,) = told(capsys, "stat", url_of(root))["stores"]
         to_bytes = before["used_bytes"] - FRAMED // 2
         (answer,) = told(capsys, "gc", url_of(root), "--to", to_bytes)["stores"]
@@ -297,6 +306,19 @@ def test_store_gc_to_a_size_evicts_least_recently_used_blocks(root, capsys):
         for frame in (ALICE, BOB):
             assert held(root, frame) == {key_of(name) for of, name in left if of is frame}
     assert told(capsys, "gc", url_of(root), "--to", "1GB")["stores"][0]["evicted_blocks"] == 0
+
+
+def test_store_gc_that_holds_few_blocks_at_once_evicts_the_same(root, capsys, monkeypatch):
+    monkeypatch.setattr(store_maintenance, "MOST_HELD", 1)
+    in_order = [(ALICE, "c"), (BOB, "d"), (ALICE, "a"), (ALICE, "b")]
+    used_at(root, in_order)
+    (before,) = told(capsys, "stat", url_of(root))["stores"]
+    to_bytes = before["used_bytes"] - 5 * FRAMED // 2  # a block also has two folders
+    (answer,) = told(capsys, "gc", url_of(root), "--to", to_bytes)["stores"]
+    assert answer["evicted_blocks"] == 2
+    for frame in (ALICE, BOB):
+        assert held(root, frame) == {key_of(name) for of, name in in_order[2:] if of is frame}
+    assert told(capsys, "gc", url_of(root), "--to", 1, status=1)["stores"][0]["evicted_blocks"] == 2
 
 
 def test_store_clear_deletes_one_namespace_or_all(root, capsys):
@@ -421,9 +443,29 @@ def test_store_cp_to_a_full_store_stops_with_one_error_line(root, tmp_path, caps
     target = f"file://{tmp_path}/full?min_free=999PB"
     assert store("cp", url_of(root), target) == 1
     captured = capsys.readouterr()
-    assert "would leave less than" in captured.err
+    assert "more would evict blocks" in captured.err
     assert len(captured.err.splitlines()) == 1
     assert captured.out.splitlines()[1].split()[0] == "0"
+
+
+def test_store_cp_to_a_store_with_a_capacity_evicts_none_of_its_blocks(tmp_path, capsys):
+    large = BlockLayout.plain(1, (("k", (1 << 20,)),), "uint8", 1)
+    big = BlockFrame(Namespace((("layout", large.describe()),)), large)
+
+    async def fill_origin():
+        async with closing(FileSource(tmp_path / "from").open(big, depth=1)) as origin:
+            for name in range(40):
+                await origin.put(key_of(name), block_of(name, large))
+
+    asyncio.run(fill_origin())
+    fill(tmp_path / "to", BOB, *range(60))
+    target = f"{url_of(tmp_path / 'to')}&capacity=30MB"
+    answer = told(capsys, "cp", url_of(tmp_path / "from"), target, status=1)
+    assert answer["full"]
+    assert 0 < answer["copied"] == len(held(tmp_path / "to", big)) < 30
+    assert len(held(tmp_path / "to", BOB)) == 60
+    assert store("cp", url_of(tmp_path / "from"), target.replace("30MB", "80MB")) == 0
+    assert len(held(tmp_path / "to", big)) == 40
 
 
 # ---- mistakes ----

@@ -71,6 +71,7 @@ class BlockFolder:
         policy: str = DEFAULT_POLICY,
         tenant_rules: TenantRules = NO_TENANT_RULES,
         min_benefit_ratio: float = 0.0,
+        may_lead: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the folder, and make it if it is absent. Blocks on the disk for a moment.
@@ -84,6 +85,8 @@ class BlockFolder:
             policy: eviction policy, a key of `eviction.POLICIES`.
             tenant_rules: quota and fair sharing among tenants.
             min_benefit_ratio: which blocks are written at all, as for `eviction.policy.admits`.
+            may_lead: this process may become the leader of eviction; False for tools, which would
+                hold all blocks in memory, and keep servers from it.
             clock: seconds, monotonic; for pauses after failed writes and for free space.
 
         Raises: StoreUnavailable.
@@ -110,7 +113,7 @@ class BlockFolder:
             clock=clock,
         )
         self.supervisor = IndexSupervisor(
-            root, self.evictor, self._descriptions, self._allocated_bytes
+            root, self.evictor, self._descriptions, self._allocated_bytes, may_lead=may_lead
         )
 
     def set_description(self, digest: Digest, fields: Mapping[str, str]) -> None:

@@ -165,7 +165,7 @@ class FileSource:
     min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
     capacity_bytes: int | None = None
     policy: str = DEFAULT_POLICY
-    reads_count: bool = True  # reads are accesses, for eviction
+    reads_count: bool = True  # reads are accesses; False for tools, which never lead eviction
     tenant_rules: TenantRules = NO_TENANT_RULES
     min_benefit_ratio: float = 0.0  # as for `eviction.policy.admits`
     direct_writes: bool = False  # past the page cache
@@ -250,6 +250,7 @@ class FileSource:
             policy=self.policy,
             tenant_rules=self.tenant_rules,
             min_benefit_ratio=self.min_benefit_ratio,
+            may_lead=self.reads_count,
         )
 
 

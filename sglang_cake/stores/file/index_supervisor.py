@@ -60,17 +60,21 @@ class IndexSupervisor:
         evictor: Evictor,
         descriptions: NamespaceDescriptions,
         allocated_bytes: int,
+        *,
+        may_lead: bool,
     ) -> None:
         """Start the background thread.
 
         Args:
             allocated_bytes: files take multiples of it on the disk.
+            may_lead: as for `BlockFolder`.
         """
         self._root = root
         self._path = root / INDEX
         self._evictor = evictor
         self._descriptions = descriptions
         self._allocated_bytes = allocated_bytes
+        self._may_lead = may_lead
         self._lead: int | None = None  # a descriptor: the process that locks it is the leader
         self._index: BlockIndex | None = None
         self._opened = threading.Event()
@@ -300,7 +304,8 @@ class IndexSupervisor:
                 self.reclaim(index)
                 # Opened again, since the root may have been removed and made again.
                 self._release_lead()
-                self._lead = open_private(self._root / EVICTION_LOCK)
+                if self._may_lead:
+                    self._lead = open_private(self._root / EVICTION_LOCK)
             except BaseException:
                 index.close()
                 raise

@@ -28,8 +28,10 @@ from sglang_cake.stores.file.paths import (
 )
 
 STALE_S = 3600.0  # a live writer appends to its file far more often
+LIST_AT_ONCE = 10_000  # blocks that a listing holds in memory
 _BLOCKS = f"""SELECT key, stored_bytes, used_s FROM blocks WHERE state = {State.STORED}
-AND namespace = (SELECT id FROM namespaces WHERE digest = ?)"""
+AND namespace = (SELECT id FROM namespaces WHERE digest = ?) AND key > ?
+ORDER BY key LIMIT {LIST_AT_ONCE}"""
 
 
 def namespaces_in(root: Path) -> list[Digest]:
@@ -85,19 +87,26 @@ def stats_in(root: Path) -> StoreStats:
 
 
 def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
-    """The blocks of one namespace, from the index, or from the files if it cannot be read."""
+    """The blocks of one namespace, from the index by key, or from the files if it cannot be
+    read."""
+    after = b""
     try:
-        with _reading(root / INDEX) as db:
-            listed = [
-                BlockInfo(BlockKey(bytes(key)), int(stored_bytes), float(used_s))
-                for key, stored_bytes, used_s in db.execute(_BLOCKS, (digest,))
-            ]
+        while True:
+            with _reading(root / INDEX) as db:
+                batch = [
+                    BlockInfo(BlockKey(bytes(key)), int(stored_bytes), float(used_s))
+                    for key, stored_bytes, used_s in db.execute(_BLOCKS, (digest, after))
+                ]
+            if not batch:
+                return
+            yield from batch
+            after = batch[-1].key
     except (sqlite3.Error, OSError, ValueError):
         for shard in shards_in(root, digest):
             for key, status in _block_files(root, shard):
-                yield BlockInfo(key, status.st_blocks * 512, max(status.st_atime, status.st_mtime))
-        return
-    yield from listed
+                if key > after:
+                    used_s = max(status.st_atime, status.st_mtime)
+                    yield BlockInfo(key, status.st_blocks * 512, used_s)
 
 
 @contextlib.contextmanager
