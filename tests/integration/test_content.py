@@ -1,11 +1,14 @@
 """The digest of a model's files depends on all bytes and names, and on nothing else."""
 
 import logging
+import mmap
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ from sglang_cake.integration.identity.content import (
 )
 
 LARGE_BYTES = (1 << 30) + (8 << 20)
-EXT4, SQUASHFS, OVERLAY, NFS = 0xEF53, 0x73717368, 0x794C7630, 0x6969
+EXT4, SQUASHFS, OVERLAY, NFS, TMPFS = 0xEF53, 0x73717368, 0x794C7630, 0x6969, 0x01021994
 RECORDS = DigestRecords(settled_s=-1.0)  # for files of any age
 
 
@@ -118,6 +121,9 @@ def test_content_digest_hashed_file_is_not_read_again(tmp_path: Path) -> None:
     assert unhashed_bytes(_states(folder), RECORDS) == 5000
 
 
+COARSE_CLOCK = 5  # CLOCK_REALTIME_COARSE, from which file systems take times
+
+
 @pytest.mark.parametrize(
     ("kind", "ctime_ns", "recorded"),
     [
@@ -128,6 +134,7 @@ def test_content_digest_hashed_file_is_not_read_again(tmp_path: Path) -> None:
         (SQUASHFS, 1_700_000_000_000_000_000, False),
         (SQUASHFS, 1_700_000_000_123_456_789, False),
         (OVERLAY, 1_700_000_000_123_456_789, False),
+        (TMPFS, 1_700_000_000_123_456_789, False),
     ],
 )
 def test_content_digest_files_of_two_images_with_equal_times_are_both_hashed(
@@ -149,6 +156,28 @@ def test_content_digest_files_of_two_images_with_equal_times_are_both_hashed(
         assert unhashed_bytes(_states(other), RECORDS) == (0 if recorded else 1)
         assert (_digest(other) == first) == recorded
     assert caplog.text.count("hashed at each start") == (not recorded)
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_content_digest_file_written_through_a_mapping_has_another_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Such a write sets the times of a file on a disk if its page was clean, and never in tmpfs."""
+    parent = tmp_path
+    if place == "memory":
+        parent = Path("/dev/shm")
+        monkeypatch.setattr(content, "file_system_type", lambda path: TMPFS)
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        folder = _write(Path(name) / "m", a=b"1" * 8192)
+        (file,) = folder.glob("a.*")
+        with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as pages:
+            pages[0] = 2
+            first = _digest(folder)
+            changed_ns = file.stat().st_ctime_ns
+            while time.clock_gettime_ns(COARSE_CLOCK) <= changed_ns:
+                pass  # else the file system would give the next change the same time
+            pages[0] = 3
+            assert _digest(folder) != first
 
 
 def test_content_digest_recently_changed_file_is_hashed_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,56 @@ def test_fields_that_one_rank_does_not_know_are_unknown_to_all() -> None:
     assert finished.fields is None
 
 
+class TwoRanks:
+    """Each rank has a thread, and waits for the other one in a reduction."""
+
+    def __init__(self) -> None:
+        self._said: list[torch.Tensor] = [torch.empty(0)] * 2
+        self._met = threading.Barrier(2, timeout=60)
+
+    def reduce_min(self, rank: int) -> Callable[[torch.Tensor], None]:
+        def reduce(tensor: torch.Tensor) -> None:
+            self._said[rank] = tensor.clone()
+            self._met.wait()
+            tensor.copy_(torch.minimum(*self._said))
+            self._met.wait()
+
+        return reduce
+
+    def finished(self, *fields: dict[str, str] | None) -> list[DigestJob]:
+        """What each rank takes of a job that found these fields there."""
+
+        def take(rank: int) -> DigestJob:
+            jobs = DigestJobs(self.reduce_min(rank))
+            jobs.start(DigestJob("weights", lambda job: fields[rank]))
+            (job,) = jobs.take_finished()
+            return job
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(take, range(2)))
+
+
+@pytest.mark.parametrize(
+    ("found", "known"),
+    [
+        (({"weights": "a"}, {"weights": "a"}), True),
+        (({"weights": "a"}, {"weights": "b"}), False),
+        (({"weights": "a"}, {"config": "a"}), False),
+        (({"weights": "a"}, None), False),
+        ((None, None), False),
+    ],
+)
+def test_digest_jobs_ranks_know_the_same_fields_or_share_a_private_name(
+    found: tuple[dict[str, str] | None, ...], known: bool
+) -> None:
+    ranks = TwoRanks()
+    jobs = ranks.finished(*found)
+    assert [job.fields for job in jobs] == ([found[0]] * 2 if known else [None, None])
+    one, other = (job.private_name for job in jobs)
+    assert one == other
+    assert one not in [job.private_name for job in ranks.finished(*found)]
+
+
 def test_ranks_reduce_only_while_a_job_is_unfinished() -> None:
     def never(tensor: torch.Tensor) -> None:
         raise AssertionError("no other rank reduces now")
@@ -153,12 +204,16 @@ def test_update_search_two_updates_from_one_folder_have_two_digests(tmp_path: Pa
     assert _fields(update_job(_files(place), complete)) == digests[0]
 
 
-def test_update_search_pushed_weights_are_private_and_different() -> None:
-    one, other = (_fields(update_job(None, frozenset({"a"}))) for _ in range(2))
-    assert one is not None
-    assert other is not None
-    assert one["weights"].startswith(PRIVATE)
-    assert one != other
+def test_update_search_pushed_weights_have_no_fields_and_different_names() -> None:
+    names = set()
+    for _ in range(2):
+        jobs = DigestJobs(None)
+        jobs.start(update_job(None, frozenset({"a"})))
+        (finished,) = jobs.take_finished()
+        assert finished.fields is None
+        assert finished.private_name.startswith(PRIVATE)
+        names.add(finished.private_name)
+    assert len(names) == 2
 
 
 def test_update_search_partial_tensors_have_no_facts(tmp_path: Path) -> None:
@@ -179,13 +234,12 @@ def test_adapter_search_names_content_and_settings(tmp_path: Path) -> None:
             (elsewhere, ""),
             (changed, ""),
             (files, "max_lora_rank=8"),
-            (None, ""),
-            (None, ""),
         )
     ]
     assert found[0] == found[1]
-    assert len({str(each) for each in found}) == 5
+    assert len({str(each) for each in found}) == 3
     assert None not in found
+    assert _fields(adapter_job("id", None, "")) is None
 
 
 def test_weights_folder_source_without_weights_is_none(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.identity import content, identity, weight_hooks
 from sglang_cake.integration.identity.content import Files, file_states
 from sglang_cake.integration.identity.identity import (
+    LOADED,
     Identity,
     LoadedDraft,
     LoadedFiles,
@@ -659,6 +660,33 @@ def test_weight_hooks_session_changes_the_weights(updater: Any) -> None:
     assert updater.calls == ["changing"]
     hooks["end_weight_update"](end, updater, SimpleNamespace())
     assert updater.calls[1:] == ["changing", "changed None"]
+
+
+def test_weight_hooks_update_from_disk_inside_a_session_leaves_the_weights_unknown(
+    updater: Any, tmp_path: Path
+) -> None:
+    """Tensors that are pushed later in the session come without a hook."""
+    updater._session = "open"
+    updater.scheduler.tree_cache.service.identity.update_source = ModelSource
+    update = hooks_of(weight_hooks.install)["update_weights_from_disk"]
+    request = SimpleNamespace(model_path=str(_checkpoint(tmp_path, 1.0)), load_format="auto")
+    update(lambda *args: SimpleNamespace(success=True), updater, request)
+    assert updater.calls == ["changing"]
+
+
+@pytest.mark.parametrize("name", ["_load_lora_adapter", "_load_lora_adapter_from_tensors"])
+def test_weight_hooks_adapter_that_failed_to_load_here_is_recorded_as_on_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """They may have loaded it, and all ranks reduce their results together."""
+    recorded: list[str] = []
+    monkeypatch.setattr(LOADED, "adapters", {})
+    monkeypatch.setattr(LOADED, "on_adapter", recorded.append)
+    load = hooks_of(weight_hooks.install)[name]
+    ref = SimpleNamespace(lora_path=str(tmp_path / "none"), lora_id="a")
+    assert not load(lambda *args: SimpleNamespace(success=False), None, ref).success
+    assert recorded == ["a"]
+    assert LOADED.adapters == {"a": None}
 
 
 def test_identity_update_after_tensors_were_lost_is_private(tmp_path: Path) -> None:

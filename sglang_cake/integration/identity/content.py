@@ -43,7 +43,7 @@ _TEXT_JSON = {
 # `f_type` in statfs(2) of file systems whose kernel, or whose server, sets the ctime of a file by
 # its clock at each change. Others are left out: in squashfs, EROFS and ISO 9660, the builder of an
 # image has chosen all times, and with FUSE, 9p and virtiofs a program does. An overlay hides which
-# one is below it.
+# one is below it. tmpfs sets no time when a file is written through a mapping.
 _LUSTRE = 0x0BD00BD0
 _CLOCKED = {
     0xEF53,  # ext2, ext3, ext4
@@ -51,7 +51,6 @@ _CLOCKED = {
     0x9123683E,  # Btrfs
     0xF2F52010,  # F2FS
     0x2FC12FC1,  # ZFS
-    0x01021994,  # tmpfs
     0x6969,  # NFS
     0x00C36400,  # CephFS
     _LUSTRE,
@@ -92,7 +91,19 @@ Files = dict[Path, FileState]
 
 def file_states(paths: Iterable[Path]) -> Files:
     """The current states of files, sorted by path. Raises: OSError if one cannot be read."""
-    return {path: FileState.of(path.stat()) for path in sorted(paths)}
+    return {path: _state_of(path) for path in sorted(paths)}
+
+
+def _state_of(file: Path) -> FileState:
+    """The state of a file whose next change sets its ctime. A page of a mapping that is dirty
+    already takes further writes without that; once the file is synced, none is dirty."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe must not block
+    try:
+        with contextlib.suppress(OSError):  # a file system that is mounted read-only, or a pipe
+            os.fsync(fd)
+        return FileState.of(os.fstat(fd))
+    finally:
+        os.close(fd)
 
 
 def model_folder(path: str, *, revision: str | None, download_dir: str | None) -> Path:

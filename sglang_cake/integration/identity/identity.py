@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import queue
+import secrets
 import sys
 import threading
 import uuid
@@ -46,11 +47,6 @@ WEIGHT_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
 # Names of the jobs for the model: the digest of its weights, and what no update changes.
 WEIGHTS = "weights"
 CONFIGURATION = "configuration"
-
-
-def private_name() -> str:
-    """A new name for content that is unknown. No other process has it."""
-    return f"{PRIVATE}{uuid.uuid4().hex}"
 
 
 # ---- what the server was started with ----
@@ -325,19 +321,22 @@ class DigestJob:
 
     Attributes:
         name: for the log. Of two jobs with one name, only the later one counts.
-        compute: returns the fields. Raises ContentChanged, ConfigError, OSError or ValueError if
-            they cannot be known.
+        compute: returns the fields; None if they cannot be known. Raises ContentChanged,
+            ConfigError, OSError or ValueError if they cannot be known, and that is to be logged.
         size_bytes: how much `compute` reads.
         adapter: the LoRA id, if the files are those of an adapter.
         fields: the result; None if the fields cannot be known.
+        private_name: a new name for content that cannot be known: the same on all ranks of the
+            group, and of no other process.
         tensors: names of all tensors of a model, if known.
     """
 
     name: str
-    compute: Callable[["DigestJob"], NamespaceFields]
+    compute: Callable[["DigestJob"], NamespaceFields | None]
     size_bytes: int = 0
     adapter: str | None = None
     fields: NamespaceFields | None = None
+    private_name: str = ""
     tensors: frozenset[str] | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -405,30 +404,39 @@ class DigestJobs:
 
     def take_finished(self) -> list[DigestJob]:
         """Jobs that are done on every rank, each returned once. `fields` is None on all ranks if
-        one rank does not know them.
+        one rank does not know them, or if two know other ones: the KV of each rank depends on the
+        weights of all.
 
         Every rank must call this at the same point of the same step.
         """
         if not self._unfinished:
             return []
         jobs = list(self._unfinished.values())
-        # 0: running; 1: done, the fields are unknown; 2: done, the fields are known.
-        levels = [j.done.is_set() + (j.done.is_set() and j.fields is not None) for j in jobs]
+        tensor = torch.tensor([_vote(job) for job in jobs], dtype=torch.int64)
         if self._reduce_min is not None:
-            tensor = torch.tensor(levels, dtype=torch.int64)
             self._reduce_min(tensor)
-            levels = tensor.tolist()
         finished = []
-        for job, level in zip(jobs, levels, strict=True):
+        for job, (level, least, most, *name) in zip(jobs, tensor.tolist(), strict=True):
             if level:
                 del self._unfinished[job.name]
-                job.fields = job.fields if level == 2 else None
+                job.private_name = PRIVATE + "".join(f"{number:016x}" for number in name)
+                job.fields = job.fields if level == 2 and least == -most else None
                 finished.append(job)
         return finished
 
     def _work(self) -> None:
         while True:
             self._queue.get().run()
+
+
+def _vote(job: DigestJob) -> list[int]:
+    """What the ranks reduce of a job: 0: it is running; 1: the fields are unknown; 2: they are
+    known; a number of them, and its negative; two random numbers."""
+    done = job.done.is_set()
+    text = repr(sorted((job.fields or {}).items())) if done else ""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    level = done + (done and job.fields is not None)
+    return [level, number, -number, secrets.randbits(62), secrets.randbits(62)]
 
 
 def model_jobs(
@@ -480,11 +488,11 @@ def model_jobs(
             fields["draft"] = " ".join(content_digest(each, job.cancelled) for each in drafts)
         return fields
 
-    def compute_weights(job: DigestJob) -> NamespaceFields:
+    def compute_weights(job: DigestJob) -> NamespaceFields | None:
         if unreadable is not None:
             raise ConfigError(unreadable)
         if private is not None:
-            return {"weights": private_name()}
+            return None
         return {"weights": content_digest(weights, job.cancelled)}
 
     others = sum(map(content.unhashed_bytes, [configs, *beside, *drafts]))
@@ -504,9 +512,9 @@ def update_job(files: Files | None, complete: frozenset[str] | None) -> DigestJo
             value, so the files do not tell the content of the model.
     """
 
-    def compute(job: DigestJob) -> NamespaceFields:
+    def compute(job: DigestJob) -> NamespaceFields | None:
         if files is None:
-            return {"weights": private_name()}
+            return None
         names = content.tensor_names(files)
         if names is None or complete is None or not names >= complete:
             raise ContentChanged("the files do not hold all of the model's tensors")
@@ -518,9 +526,9 @@ def update_job(files: Files | None, complete: frozenset[str] | None) -> DigestJo
 def adapter_job(lora_id: str, files: Files | None, settings: str) -> DigestJob:
     """The job for an adapter: its files, and the settings that it was loaded with."""
 
-    def compute(job: DigestJob) -> NamespaceFields:
+    def compute(job: DigestJob) -> NamespaceFields | None:
         if files is None:
-            return {"adapter": private_name()}
+            return None
         return {"adapter": f"{content_digest(files, job.cancelled)} {settings}".strip()}
 
     size_bytes = 0 if files is None else content.unhashed_bytes(files)
@@ -561,7 +569,7 @@ class Identity:
         self._jobs = DigestJobs(reduce_min)
         self._configuration: DigestJob | None = None  # since `start`
         self._weights: str | None = None  # None: not known
-        self._rest: NamespaceFields | None = None  # None: not known yet; empty: never known
+        self._rest: NamespaceFields | None = None  # None: not known yet
         self._lost = False
         self._adapters: dict[str, str] = {}
         self._model = ctx.model_config.model_path
@@ -574,8 +582,10 @@ class Identity:
 
     @property
     def is_private(self) -> bool:
-        """Whether the namespace belongs to this process alone."""
-        return self._weights is None or self._weights.startswith(PRIVATE)
+        """Whether the namespace belongs to this server alone, or is not known."""
+        if self._weights is None or self._rest is None:
+            return True
+        return any(text.startswith(PRIVATE) for text in (self._weights, *self._rest.values()))
 
     def wait(self) -> None:
         """Wait for all jobs, and take their results."""
@@ -642,17 +652,15 @@ class Identity:
         """Take the results of finished jobs. Called once a step, on all ranks."""
         for job in self._jobs.take_finished():
             if job.adapter is not None:
-                self._adapters[job.adapter] = (job.fields or {}).get("adapter", private_name())
+                self._adapters[job.adapter] = (job.fields or {}).get("adapter", job.private_name)
                 if len(self._adapters) > MAX_ADAPTERS:
                     del self._adapters[next(iter(self._adapters))]
                 continue
             if job.name == WEIGHTS:
-                self._weights = (job.fields or {}).get("weights", private_name())
+                self._weights = (job.fields or {}).get("weights", job.private_name)
             else:
-                self._rest = job.fields or {}
+                self._rest = job.fields or {"config": job.private_name}
             if self._weights is not None and self._rest is not None:
-                if not self._rest:
-                    self._weights = private_name()
                 fields = {**self._fields, "weights": self._weights, **self._rest}
                 self._on_known(Namespace(tuple(fields.items())))
 

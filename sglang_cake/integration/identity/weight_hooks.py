@@ -76,13 +76,14 @@ def _load_adapter(original: Any, manager: Any, ref: Any) -> Any:
         # have no digest.
         earlier = LOADED.adapters.get(ref.lora_id, after)
         _record_adapter(ref.lora_id, after if before == after == earlier else None)
+    else:
+        _record_adapter(ref.lora_id, None)  # it may have been loaded on other ranks
     return result
 
 
 def _push_adapter(original: Any, manager: Any, ref: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(manager, ref, *args, **kwargs)
-    if result.success:
-        _record_adapter(ref.lora_id, None)
+    _record_adapter(ref.lora_id, None)  # also after a failure: other ranks may have it
     return result
 
 
@@ -144,6 +145,8 @@ def _update_from_disk(original: Any, updater: Any, request: Any) -> Any:
 def _changed(
     service: "CakeService", updater: Any, request: Any, files: Files | None, load_format: str | None
 ) -> None:
+    if weights_are_being_pushed(updater):  # more may come, of which no hook tells: until the end
+        return
     # A running request adds KV of the old weights to the tree, even if the tree is empty now.
     idle = updater.is_fully_idle(ignore_waiting=True)
     version = getattr(request, "weight_version", None)
