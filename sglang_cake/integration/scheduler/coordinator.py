@@ -466,6 +466,11 @@ class Coordinator:
             self._advance(record, req)  # the tree may have matched more by now
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
+    def waits_still(self, req: "Req") -> bool:
+        """Whether the last plan for a request was to wait, and only time has passed since."""
+        record = self.record(req)
+        return record is not None and record.queue.waits and req.prefix_len <= record.meet.front
+
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a request, after `attach_islands`; None: compute as usual, since no
         block is to come."""
@@ -685,6 +690,7 @@ class Coordinator:
             self.prompt_loads.apply(record, update)
             if (update.stored or update.fetched or update.lost) and record.loading:
                 record.queue.remaining_s = None
+                record.queue.waits = False
         return [
             record
             for record, update in zip(open_records, updates, strict=True)
@@ -713,6 +719,7 @@ class Coordinator:
                 ahead += self._work_without_keys(rid)
                 continue
             if rid in chosen and record.meet.pending:
+                record.queue.waits = False
                 loads = self.step_costs.should_load(record, self._config.mode, ahead)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
