@@ -3,6 +3,8 @@
 import copy
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from kv_pools import record_of
 
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
-from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus, Vote
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 BLOCK = 4
@@ -19,19 +21,39 @@ BLOCK = 4
 ANY = PrefillCost(0.01, 1e-4, 1e-9, 0.0, 0.1)
 
 
+def reduced(
+    ranks: list[list[PromptRecord]], action: Callable[[RankConsensus, int], Any]
+) -> list[Any]:
+    """The result of each rank. A first call collects the numbers of all, a second reduces them."""
+    said: list[torch.Tensor] = []
+    for rank in range(len(ranks)):
+        action(RankConsensus(lambda tensor: said.append(tensor.clone())), rank)
+    assert len({len(tensor) for tensor in said}) <= 1, "ranks reduce tensors of different length"
+    least = torch.stack(said).min(dim=0).values if said else None
+
+    def reduce_min(tensor: torch.Tensor) -> None:
+        assert least is not None
+        tensor.copy_(least)
+
+    return [action(RankConsensus(reduce_min), rank) for rank in range(len(ranks))]
+
+
+def vote(ranks: list[list[PromptRecord]]) -> list[Vote]:
+    """The result of each rank."""
+    return reduced(
+        ranks, lambda consensus, rank: consensus.vote(ranks[rank], failed=False, evicts=False)
+    )
+
+
 def agree(
     ranks: list[list[PromptRecord]], own: list[PrefillCost]
 ) -> list[tuple[list[LoadUpdate], PrefillCost, float]]:
-    """The result of each rank. A first call collects the numbers of all, a second reduces them."""
-    said: list[torch.Tensor] = []
-    for records, mine in zip(ranks, own, strict=True):
-        RankConsensus(lambda tensor: said.append(tensor.clone())).agree(records, mine, 0.5)
-    assert len({len(tensor) for tensor in said}) == 1, "ranks reduce tensors of different length"
-    least = torch.stack(said).min(dim=0).values
-    return [
-        RankConsensus(lambda tensor: tensor.copy_(least)).agree(records, mine, 0.5)
-        for records, mine in zip(ranks, own, strict=True)
-    ]
+    """The result of each rank, after a vote."""
+    votes = vote(ranks)
+    return reduced(
+        ranks,
+        lambda consensus, rank: consensus.agree(ranks[rank], votes[rank].news, own[rank], 0.5),
+    )
 
 
 def record(
@@ -102,7 +124,7 @@ def test_rank_consensus_costs_are_the_minimum_of_all_ranks() -> None:
 
 def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
     one = record(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
-    facts, agreed, _ = RankConsensus(None).agree([one], ANY, 0.0)
+    facts, agreed, _ = RankConsensus(None).agree([one], [True], ANY, 0.0)
     assert (facts[0].stored, facts[0].fetched, facts[0].lost) == ((True,) * 3, (1,), (2,))
     assert agreed == ANY
 
@@ -124,6 +146,22 @@ def test_rank_consensus_rank_whose_link_rests_leaves_the_wait_to_the_others() ->
         assert facts[0].elapsed_s >= 2000.0
     for facts, *_ in agree([[resting], [resting]], [ANY] * 2):
         assert facts[0].elapsed_s == 0.0
+
+
+def test_rank_consensus_blocks_without_news_are_not_reduced() -> None:
+    """A poll with many waiting prompts would take longer than a step."""
+    known = record(4, known=True)
+    ranks = [
+        [known, record(4), record(4, known=True), record(4, known=True)],
+        [known, record(4, answer=(True,) * 4), record(4, known=True, arrived=(1,)), known],
+        [known, record(4), record(4, known=True), record(4, known=True, failed=(2,))],
+    ]
+    assert [each.news for each in vote(ranks)] == [[False, True, True, True]] * 3
+    sizes: list[int] = []
+    for news in ([False], [True]):
+        consensus = RankConsensus(lambda tensor: sizes.append(len(tensor)))
+        consensus.agree([known], news, ANY, 0.5)
+    assert sizes[1] == sizes[0] + 2 * 4
 
 
 @st.composite
@@ -186,7 +224,7 @@ def test_rank_consensus_load_costs_are_per_prompt_minima() -> None:
             LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
             LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
         ]
-    alone, *_ = RankConsensus(None).agree(ranks[0], ANY, 0.0)
+    alone, *_ = RankConsensus(None).agree(ranks[0], [True] * 2, ANY, 0.0)
     assert [fact.cost for fact in alone] == [made.local.cost for made in ranks[0]]
 
 
@@ -216,8 +254,9 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
         answer=stored if answered else None,
         known=known,
     )
-    own, agreed, _ = RankConsensus(None).agree([alone], ANY, 0.0)
-    among, agreed_among, _ = RankConsensus(lambda tensor: None).agree([alone], ANY, 0.0)
+    [voted] = vote([[alone]])
+    own, agreed, _ = RankConsensus(None).agree([alone], [True], ANY, 0.0)
+    among, agreed_among, _ = RankConsensus(lambda tensor: None).agree([alone], voted.news, ANY, 0.0)
     assert agreed == agreed_among == ANY
     for field in ("stored", "fetched", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

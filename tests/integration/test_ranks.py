@@ -227,7 +227,7 @@ def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: 
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     one = ranks.harnesses[0].coordinator.live.get("r")
     assert one is not None
-    one.local.failed = None  # type: ignore[assignment]
+    one.local.failed = 1  # type: ignore[assignment]
     raised = ranks.poll("r")
     assert isinstance(raised[0], TypeError)
     assert raised[1] is None

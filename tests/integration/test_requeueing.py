@@ -657,6 +657,38 @@ def test_waiting_request_without_memory_to_its_end_attaches_nothing(
     assert record.stats.loaded_tokens == 4 * BLOCK
 
 
+def test_step_plans_a_few_of_the_prompts_that_wait_and_all_of_them_in_turn(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", lambda *args: AddReqResult.NO_TOKEN)
+    admission = admissions()
+    coordinator = admission.base.coordinator
+    tree: Any = BareTree(coordinator)
+    read_first, *others = [admission.req(f"r{number}", stored=True) for number in range(12)]
+    reqs = [*others, read_first]
+    for req in reqs:
+        req.last_node = None
+        req.full_untruncated_fill_ids = req.origin_input_ids
+
+    def planned() -> list[int]:
+        """The places in the queue of those that are planned in the next step."""
+        coordinator.poll([req.rid for req in reqs])
+        adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64)
+        results = [adder.add_one_req(req, False, None) for req in reqs]
+        assert results == [AddReqResult.CONTINUE] * 12
+        live = coordinator.live
+        return [place for place, req in enumerate(reqs) if live[req.rid].queue.planned]
+
+    assert planned() == [*range(12)]
+    assert planned() == [*range(8)]
+    assert planned() == [*range(12)], "the poll has decided on the others"
+    reqs[9].prefix_len = 4  # the tree has a part of it
+    admission.base.open(read_first.keys[3])  # it lands
+    assert planned() == [*range(8), 9, 11]
+
+
 def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -> None:
     """SGLang counts a prefix as memory that can be evicted while its prompt waits, and locks it to
     admit the prompt."""

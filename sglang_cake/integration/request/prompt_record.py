@@ -175,6 +175,8 @@ class QueueState:
     Attributes:
         yielded: the request left the device to others, and has not computed since.
         planned: a step of the request was planned since the last poll.
+        waits: its last plan was to wait. Set back when it is decided anew whether to load it, and
+            when one of its blocks has landed or is lost.
         has_memory: whether it could be admitted, with its prefix locked, in the last step that
             asked; None: none has.
         times_requeued: how often it went back to the queue between two chunks.
@@ -185,6 +187,7 @@ class QueueState:
 
     yielded: bool = False
     planned: bool = False
+    waits: bool = False
     has_memory: bool | None = None
     times_requeued: int = 0
     remaining_s: float | None = None
@@ -344,6 +347,7 @@ class PromptRecord:
         queue, view = self.queue, self.meet.view()
         edge = min(view.front + chunk_tokens, view.prompt_tokens)
         queue.planned = True
+        queue.waits = step.wait
         queue.yielded |= step.wait
         if queue.relied_from is None and step.stop < edge:
             queue.relied_from = view.front

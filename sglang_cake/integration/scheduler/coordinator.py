@@ -377,14 +377,16 @@ class Coordinator:
         self.step_s = 0.0
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._take_events(step_s))
-        open_records = self._vote(serving)
+        open_records, news = self._vote(serving)
         if self.tree_evicts:  # on all ranks, after the vote, whose records are alike
             self.tree_evicts = False
             waiting = [rid for rid in serving if rid != chunked]
             self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
-            open_records = self._vote(serving)
+            open_records, news = self._vote(serving)
         if open_records:  # the reduction comes first, and takes place whatever fails
-            self._attempt(failures, lambda: self._reconsider(self._agree(open_records), serving))
+            self._attempt(
+                failures, lambda: self._reconsider(self._agree(open_records, news), serving)
+            )
         self._attempt(failures, lambda: self._serve(serving))
         if open_records:
             if not self._consensus.alone:
@@ -465,6 +467,11 @@ class Coordinator:
             response_stats.loaded(req, span)
             self._advance(record, req)  # the tree may have matched more by now
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
+
+    def waits_still(self, req: "Req") -> bool:
+        """Whether the last plan for a request was to wait, and only time has passed since."""
+        record = self.record(req)
+        return record is not None and record.queue.waits and req.prefix_len <= record.meet.front
 
     def plan(self, req: "Req", chunk_tokens: int) -> StepPlan | None:
         """The next step of a request, after `attach_islands`; None: compute as usual, since no
@@ -644,24 +651,29 @@ class Coordinator:
                 self._look_up(anew)
                 self._counters.add("repeated_lookups")
 
-    def _vote(self, serving: Sequence[str]) -> list[PromptRecord]:
-        """The requests that await the loader, in the same order on every rank. Requests that are
-        not in the same state on every rank end on all, and count as work ahead on none. If a rank
-        has failed, all begin anew."""
+    def _vote(self, serving: Sequence[str]) -> tuple[list[PromptRecord], list[bool]]:
+        """The requests that await the loader, in the same order on every rank, and for each of them
+        whether a rank has news of its blocks. Requests that are not in the same state on every rank
+        end on all, and count as work ahead on none. If a rank has failed, all begin anew."""
         if self._consensus.alone:
-            return [record for record in self._records.values() if record.awaits_loader]
+            live = [record for record in self._records.values() if record.awaits_loader]
+            return live, [True] * len(live)
         rids = sorted(serving)
         records = [self._records.get(rid) for rid in rids]
-        alike, failed, self.tree_evicts = self._consensus.vote(
-            records, failed=self.failed, evicts=self.tree_evicts
-        )
-        for rid, same in zip(rids, alike, strict=True):
+        vote = self._consensus.vote(records, failed=self.failed, evicts=self.tree_evicts)
+        self.tree_evicts = vote.evicts
+        for rid, same in zip(rids, vote.alike, strict=True):
             if not same:
                 self.release(rid)
-        if failed and rids:
+        if vote.failed and rids:
             self._begin_anew()
-        live = (self._records.get(rid) for rid in rids)
-        return [record for record in live if record is not None and record.awaits_loader]
+        open_records, news = [], []
+        for rid, new in zip(rids, vote.news, strict=True):
+            record = self._records.get(rid)
+            if record is not None and record.awaits_loader:
+                open_records.append(record)
+                news.append(new)
+        return open_records, news
 
     def _begin_anew(self) -> None:
         """A rank has failed: all ranks end their requests, those that decode too, and forget what
@@ -674,17 +686,20 @@ class Coordinator:
         self._reconsidered = 0
         self.prompt_loads.now_s = 0.0
 
-    def _agree(self, open_records: Sequence[PromptRecord]) -> list[PromptRecord]:
+    def _agree(
+        self, open_records: Sequence[PromptRecord], news: Sequence[bool]
+    ) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
         costs = self.step_costs
         updates, prefill, busy_s = self._consensus.agree(
-            open_records, costs.own.prefill, costs.busy_s
+            open_records, news, costs.own.prefill, costs.busy_s
         )
         costs.agree(prefill, busy_s)
         for record, update in zip(open_records, updates, strict=True):
             self.prompt_loads.apply(record, update)
             if (update.stored or update.fetched or update.lost) and record.loading:
                 record.queue.remaining_s = None
+                record.queue.waits = False
         return [
             record
             for record, update in zip(open_records, updates, strict=True)
@@ -713,6 +728,7 @@ class Coordinator:
                 ahead += self._work_without_keys(rid)
                 continue
             if rid in chosen and record.meet.pending:
+                record.queue.waits = False
                 loads = self.step_costs.should_load(record, self._config.mode, ahead)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None

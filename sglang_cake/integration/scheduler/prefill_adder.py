@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _CHUNKED = "CakePrefillAdder.add_chunked_req"
 _WAITING = "CakePrefillAdder.add_one_req"
+# Of prompts that wait for their loads, so many are planned again in each step: each costs a
+# prediction. Polls decide on the others in rotation, and each of those is planned in the next step.
+_PLANNED = 8
 
 
 # ---- decisions ----
@@ -96,6 +99,7 @@ class CakePrefillAdder(PrefillAdder):
     # Slots that the chunked request still needs. SGLang reserves none: its chunked request takes
     # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
+    _waiting: int = 0  # prompts that were planned in this step and wait for their loads
 
     def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -269,6 +273,8 @@ class CakePrefillAdder(PrefillAdder):
             return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
         with coordinator.timed():
             recorded = coordinator.record(req) is not None
+            if self._waiting >= _PLANNED and tree.helpers is None and coordinator.waits_still(req):
+                return Skip(AddReqResult.CONTINUE)
             if recorded:
                 with lock_node(self, req.last_node):
                     has_memory = self._has_memory_for(req)
@@ -285,6 +291,7 @@ class CakePrefillAdder(PrefillAdder):
                 return AS_SGLANG
             step = coordinator.plan(req, self._step_tokens)
             if step is not None and step.wait:
+                self._waiting += 1
                 span = None
                 if not has_chunked_req:
                     with lock_node(self, req.last_node):

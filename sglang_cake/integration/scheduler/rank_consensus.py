@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,24 @@ _LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
 _HEAD = 3 + _LOAD_NUMBERS  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
+
+
+class Vote(NamedTuple):
+    """What all ranks say of some requests.
+
+    Attributes:
+        alike: for each request, whether it is in the same state on all ranks: all have a record of
+            it in that state, or none has one.
+        news: for each request, whether a rank knows more of its blocks than the ranks have agreed
+            on.
+        failed: whether one of the ranks failed.
+        evicts: whether the tree of one evicts.
+    """
+
+    alike: list[bool]
+    news: list[bool]
+    failed: bool
+    evicts: bool
 
 
 class RankConsensus:
@@ -46,12 +65,8 @@ class RankConsensus:
         self._reduce_min(tensor)
         return bool(tensor.item())
 
-    def vote(
-        self, records: Sequence[PromptRecord | None], *, failed: bool, evicts: bool
-    ) -> tuple[list[bool], bool, bool]:
-        """For each request, whether it is in the same state on all ranks: all have a record of it
-        in that state, or none has one. It keeps ranks whose records differ from reducing different
-        lists. Then, whether one of the ranks failed, and whether the tree of one evicts.
+    def vote(self, records: Sequence[PromptRecord | None], *, failed: bool, evicts: bool) -> Vote:
+        """Keep ranks whose records differ from reducing different lists.
 
         Every rank must call this at the same point of the same step with the same requests.
 
@@ -59,33 +74,48 @@ class RankConsensus:
             records: for each request, this rank's record.
         """
         if self._reduce_min is None or not records:
-            return [True] * len(records), failed, evicts
+            every = [True] * len(records)
+            return Vote(every, every, failed, evicts)
         own = [_GONE if record is None else _state(record) for record in records]
+        own += [record is not None and _has_news(record) for record in records]
         own += [failed, evicts]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
-        same = [low == -high for low, high in zip(least, most, strict=True)]
-        return same[:-2], bool(most[-2]), bool(most[-1])
+        count = len(records)
+        alike = [low == -high for low, high in zip(least[:count], most[:count], strict=True)]
+        news = [bool(number) for number in most[count:-2]]
+        return Vote(alike, news, bool(most[-2]), bool(most[-1]))
 
     def agree(
-        self, records: Sequence[PromptRecord], prefill: PrefillCost, busy_s: float
+        self,
+        records: Sequence[PromptRecord],
+        news: Sequence[bool],
+        prefill: PrefillCost,
+        busy_s: float,
     ) -> tuple[list[LoadUpdate], PrefillCost, float]:
         """An update for each record, and what to decide on: the cost of steps, and the time until
         the device is free.
 
         Every rank must call this at the same point of the same step with the same requests. A rank
         that raises takes part in the reduction all the same, with neutral numbers.
+
+        Args:
+            news: as in `Vote`. Only for these requests are numbers of their blocks reduced.
         """
         if self._reduce_min is None:
             return [_own(record) for record in records], prefill, busy_s
         shared = len(prefill.numbers) + 1
-        sizes = [_size(record) for record in records]
+        sizes = [
+            _HEAD + _blocks_size(record) * new for record, new in zip(records, news, strict=True)
+        ]
         tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.float64)
         try:
             numbers = [*prefill.numbers, busy_s]
-            for record in records:
-                numbers += _pack(record)
+            for record, new in zip(records, news, strict=True):
+                numbers += _pack_head(record)
+                if new:
+                    numbers += _pack_blocks(record)
             tensor = torch.tensor(numbers, dtype=torch.float64)
         finally:
             self._reduce_min(tensor)
@@ -119,24 +149,36 @@ def _state(record: PromptRecord) -> int:
     return record.awaits_loader + 2 * record.agreed.lookup_done
 
 
+def _has_news(record: PromptRecord) -> bool:
+    local = record.local
+    answered = local.stored is not None and not record.agreed.lookup_done
+    return answered or bool(local.fetched) or bool(local.failed)
+
+
 def _full_blocks(record: PromptRecord) -> int:
     return record.key_chain.block_count(len(record.tokens))
 
 
-def _size(record: PromptRecord) -> int:
+def _blocks_size(record: PromptRecord) -> int:
     asked = 0 if record.agreed.lookup_done else _full_blocks(record)
-    return _HEAD + 2 * len(record.meet.indices) + asked * (2 if record.meet.end_blocks else 1)
+    return 2 * len(record.meet.indices) + asked * (2 if record.meet.end_blocks else 1)
 
 
-def _pack(record: PromptRecord) -> list[float]:
-    """[elapsed, now, lookup answered, cost of loads, fetched..., not failed..., stored...,
-    ends...]. The stored blocks and ends are left out once the lookup is done."""
+def _pack_head(record: PromptRecord) -> list[float]:
+    """[elapsed, now, lookup answered, cost of loads]."""
     local = record.local
-    blocks = record.meet.indices
     elapsed_s = _NEUTRAL if local.rests else record.local_elapsed_s()
     numbers: list[float] = [elapsed_s, time.monotonic(), local.stored is not None]
     numbers += astuple(local.cost)[:_LOAD_NUMBERS]
-    numbers += [b in local.fetched for b in blocks]
+    return numbers
+
+
+def _pack_blocks(record: PromptRecord) -> list[float]:
+    """[fetched..., not failed..., stored..., ends...]. The stored blocks and ends are left out once
+    the lookup is done."""
+    local = record.local
+    blocks = record.meet.indices
+    numbers: list[float] = [b in local.fetched for b in blocks]
     numbers += [b not in local.failed for b in blocks]
     if not record.agreed.lookup_done:
         numbers += local.stored or [0] * _full_blocks(record)
@@ -147,7 +189,7 @@ def _pack(record: PromptRecord) -> list[float]:
 
 def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
     elapsed_s, now_s, answered, latency_s, block_s, copy_s, error, coming_s = numbers[:_HEAD]
-    blocks = record.meet.indices
+    blocks = record.meet.indices if len(numbers) > _HEAD else ()
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
     not_failed = numbers[_HEAD + count : _HEAD + 2 * count]
