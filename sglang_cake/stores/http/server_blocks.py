@@ -95,13 +95,14 @@ class BlockService:
         stuck_s: float,
     ) -> None:
         """Args:
-        stuck_s: time limit of a transfer that hardly moves (see `request_body`).
+        stuck_s: time limit of a transfer that hardly moves (see `request_body`), and of a put that
+            waits for others.
         """
         self._folder = folder
         self._metrics = metrics
         self._quota_bytes = namespace_quota_bytes
         self._stuck_s = stuck_s
-        self._puts = 0  # in progress
+        self._put_places = asyncio.Semaphore(MAX_PUTS)
         self._readers = LimitedThreads(READ_THREADS, "cake-http-read")
         self._writers = LimitedThreads(MAX_PUTS, "cake-http-write")
 
@@ -184,18 +185,29 @@ class BlockService:
             raise RefusedRequest(411, "write the Content-Length")
         if not HEADER_BYTES < size <= MAX_BLOCK_BYTES:
             raise RefusedRequest(413, f"a block has {HEADER_BYTES + 1} to {MAX_BLOCK_BYTES} bytes")
-        if self._puts >= MAX_PUTS:
-            raise RefusedRequest(503, "too many puts at once", {"Retry-After": "1"})
-        self._puts += 1
-        try:
+        async with self._put_place():
             with self._metrics.puts.track_inprogress():
                 async with entered(self._writers, self._writing(digest, key, size)) as file:
                     if file is None:
                         return web.Response(status=204)
                     await self._receive(request, BlockCheck(digest, key, size), file)
                 return web.Response(status=201)
+
+    @contextlib.asynccontextmanager
+    async def _put_place(self) -> AsyncIterator[None]:
+        """One of the MAX_PUTS places. Waits for it, before the body is asked for.
+
+        Raises: RefusedRequest if no place becomes free in time.
+        """
+        try:
+            async with asyncio.timeout(self._stuck_s):
+                await self._put_places.acquire()
+        except TimeoutError:
+            raise RefusedRequest(503, "too many puts at once", {"Retry-After": "1"}) from None
+        try:
+            yield
         finally:
-            self._puts -= 1
+            self._put_places.release()
 
     async def _receive(self, request: web.BaseRequest, check: BlockCheck, file: NewFile) -> None:
         def keep(piece: bytearray, stop: threading.Event) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from http_servers import (
     BIG_LAYOUT,
     FRAMED_BYTES,
     TOKEN,
+    WAIT_S,
     A,
     B,
     OurServer,
+    ServerInProcess,
     ask,
     framed,
     metrics,
@@ -279,15 +282,54 @@ def test_store_serve_parallel_puts_are_bounded_in_number_and_memory(tmp_path):
     before, almost = peak_bytes(), BIG_FRAME.framed_bytes - 1
     puts = [start_put(server, f"big{n}", BIG_FRAME, almost) for n in range(MAX_PUTS)]
     poll(lambda: metrics(server)["puts_in_progress"] == MAX_PUTS, "all have begun")
-    busy = ask(server, "PUT", PATH, GOOD)
-    assert busy[0] == 503
-    assert busy[1]["retry-after"] == "1"
+    body = framed("next", frame=BIG_FRAME)
+    path = block_path(BIG_FRAME.digest, key_of("next"))
+    head = f"PUT {path} HTTP/1.1\nHost: x\nContent-Length: {len(body)}\nExpect: 100-continue\n"
+    waiting = start_request(server, head)
+    assert metrics(server)["puts_in_progress"] == MAX_PUTS
     for connection, rest in puts:
         connection.sendall(rest)
         assert read_status(connection) == 201
         connection.close()
+    assert waiting.recv(100).startswith(b"HTTP/1.1 100 ")
+    waiting.sendall(body)
+    assert read_status(waiting) == 201
+    waiting.close()
     assert peak_bytes() - before < 50e6 < MAX_PUTS * BIG_FRAME.framed_bytes
     assert server.stop() == 0
+
+
+async def test_http_store_more_puts_than_the_server_has_places_need_no_second_try(tmp_path):
+    count = 3 * MAX_PUTS
+    with OurServer(tmp_path / "root", "--workers", 1) as server:
+        async with opened_client(server.base, frame=BIG_FRAME, depth=count) as store:
+            names = [f"big{n}" for n in range(count)]
+            puts = (store.put(key_of(name), block_of(name, BIG_LAYOUT)) for name in names)
+            assert await asyncio.gather(*puts) == [True] * count
+            assert store.counters.retries == 0
+
+
+def test_http_server_put_that_waits_too_long_for_other_puts_gets_503(tmp_path, monkeypatch):
+    is_well = threading.Event()
+    writing = BlockFolder.writing
+
+    @contextlib.contextmanager
+    def wait(*args):
+        assert is_well.wait(WAIT_S)
+        with writing(*args) as file:
+            yield file
+
+    monkeypatch.setattr(BlockFolder, "writing", wait)  # a disk that hangs
+    with ServerInProcess(tmp_path / "root", stuck_s=2.0) as server:
+        put_description(server)
+        puts = [start_put(server, n, FRAME, FRAMED_BYTES)[0] for n in range(MAX_PUTS)]
+        poll(lambda: server.metrics()["puts_in_progress"] == MAX_PUTS, "all have begun")
+        status, headers, _ = ask(server, "PUT", PATH, GOOD)
+        assert (status, headers["retry-after"]) == (503, "1")
+        is_well.set()
+        for connection in puts:
+            assert read_status(connection) == 201
+            connection.close()
 
 
 async def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
