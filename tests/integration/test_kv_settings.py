@@ -223,3 +223,12 @@ def test_kv_facts_adapter_settings_are_empty_by_default() -> None:
     assert "lora_strict_loading=True" in kv_settings.adapter_settings(
         _values(lora_strict_loading=True), DEFAULTS
     )
+
+
+def test_kv_facts_set_of_target_modules_has_one_text_in_every_process() -> None:
+    """SGLang makes a set of them. The order of a set of texts depends on the process."""
+    names = {"v_proj", "q_proj", "o_proj", "k_proj"}
+    assert (
+        kv_settings.adapter_settings(_values(lora_target_modules=names), DEFAULTS)
+        == "lora_target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj']"
+    )

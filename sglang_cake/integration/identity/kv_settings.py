@@ -178,4 +178,6 @@ def _digest(text: str) -> str:
 
 def _text(value: object) -> str:
     value = getattr(value, "value", value)  # of an enumeration
+    if isinstance(value, Set):  # its own order is another one in each process
+        value = sorted(map(str, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
