@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -572,6 +573,67 @@ def test_identity_pushed_adapters_are_all_different(tmp_path: Path) -> None:
     one.identity.start()
     assert None not in (one.identity.adapter("x"), one.identity.adapter("y"))
     assert one.identity.adapter("x") != one.identity.adapter("y")
+
+
+def test_identity_pushed_weights_are_private_and_different(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    for _ in range(2):
+        one.identity.weights_changed(None, None, None)
+        assert one.identity.is_private
+    assert len({each.digest() for each in one.published}) == 3
+
+
+class TwoRanks:
+    """Two ranks of one server. Each reduces in a thread of its own, as processes do."""
+
+    def __init__(self, folder: Path) -> None:
+        self._barrier = threading.Barrier(2)
+        self._tensors: dict[int, torch.Tensor] = {}
+        self.ranks = [Named(folder, reduce_min=partial(self._reduce_min, n)) for n in range(2)]
+
+    def _reduce_min(self, rank: int, tensor: torch.Tensor) -> None:
+        self._tensors[rank] = tensor.clone()
+        self._barrier.wait(60)
+        tensor.copy_(torch.minimum(self._tensors[0], self._tensors[1]))
+        self._barrier.wait(60)  # before the next reduction replaces the tensors
+
+    def poll(self) -> None:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda rank: rank.identity.poll(), self.ranks))
+
+
+def test_identity_ranks_have_one_name_for_pushed_content(tmp_path: Path) -> None:
+    """With MLA, ranks take turns at storing blocks that all of them load."""
+    both = TwoRanks(_checkpoint(tmp_path / "a", 1.0))
+    for rank in both.ranks:
+        rank.loaded.adapters.update(x=None, y=None)
+        rank.identity.start()
+    both.poll()
+    for _ in range(2):
+        for rank in both.ranks:
+            rank.identity.weights_changed(None, None, None)
+        both.poll()
+    one, other = both.ranks
+    assert [each.digest() for each in one.published] == [each.digest() for each in other.published]
+    assert len({each.digest() for each in one.published}) == 3
+    for name in "xy":
+        assert one.identity.adapter(name) == other.identity.adapter(name) is not None
+    assert one.identity.adapter("x") != one.identity.adapter("y")
+
+
+def test_identity_weights_that_one_rank_does_not_know_are_private_on_all(tmp_path: Path) -> None:
+    """An update from disk that failed on one rank. KV of each rank depends on all weights."""
+    both = TwoRanks(_checkpoint(tmp_path / "a", 1.0))
+    for rank in both.ranks:
+        rank.identity.start()
+    both.poll()
+    files = file_states(_checkpoint(tmp_path / "b", 2.0, config=False).glob("*"))
+    for rank, known in zip(both.ranks, (files, None), strict=True):
+        rank.identity.weights_changed(known, "auto", None)
+    both.poll()
+    assert [rank.identity.is_private for rank in both.ranks] == [True, True]
+    assert both.ranks[0].digest == both.ranks[1].digest
 
 
 @pytest.mark.parametrize(
