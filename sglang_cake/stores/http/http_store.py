@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import ssl
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, Sto
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
-from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
+from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits, one_line
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.stores.http.http_transport import (
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 REPORT_S = 5.0  # time limit of a report of a corrupt block
 HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
 HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
+LIST_MEMORY_BYTES = 16 << 20  # a longer list is kept on a disk
 PIECE_BYTES = 1 << 18  # of a block, copied and sent at a time
 NOT_OURS = frozenset((404, 405, 501))  # status of `contains` on a plain server
 # A proxy may have answered so while the server restarted, which mostly takes some seconds. A plain
@@ -339,7 +341,11 @@ class HttpStore(Store):
         await self._small(attempt, self._transport.descriptions)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        """As in `Store`. Raises: StoreUnavailable, always on a plain server."""
+        """As in `Store`. The list is kept in a temporary file: the server does not wait for a
+        reader who works on each block.
+
+        Raises: StoreUnavailable, always on a plain server, and if there is no room for the file.
+        """
 
         async def attempt() -> aiohttp.ClientResponse:
             async with self._transport.request("GET", path, keep=True) as response:
@@ -349,11 +355,22 @@ class HttpStore(Store):
 
         path = protocol.list_path(self._frame.digest)
         response = await self._small(attempt)
-        try:
-            async for line in read_lines(response, protocol.MAX_LIST_LINE_BYTES, self._limits):
-                yield protocol.read_block_line(line)
-        finally:
-            response.close()
+        failure: StoreUnavailable | None = None
+        with tempfile.SpooledTemporaryFile(LIST_MEMORY_BYTES) as kept:
+            try:
+                async for line in read_lines(response, protocol.MAX_LIST_LINE_BYTES, self._limits):
+                    kept.write(line + b"\n")
+            except StoreUnavailable as error:
+                failure = error
+            except OSError as error:
+                failure = StoreUnavailable(f"the list cannot be kept: {one_line(error)}")
+            finally:
+                response.close()
+            kept.seek(0)
+            for line in kept:
+                yield protocol.read_block_line(line.rstrip(b"\n"))
+        if failure is not None:  # what came before it is listed
+            raise failure
 
     async def stats(self) -> StoreStats:
         """As in `Store`; all fields are unknown on a plain server."""

@@ -196,8 +196,13 @@ class ServerInProcess:
         return self
 
     def __exit__(self, *_):
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self.stop()
+
+    def stop(self):
+        """Blocks until the server has ended. Does nothing once it has."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
 
     async def _serve(self):
         self._loop = asyncio.get_running_loop()

@@ -13,6 +13,7 @@ from http_servers import (
     WAIT_S,
     A,
     OurServer,
+    ServerInProcess,
     ask,
     connects,
     framed,
@@ -29,6 +30,9 @@ from http_servers import (
 
 from sglang_cake.cli import main
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.stores.base import BlockInfo
+from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http.protocol import block_path, contains_path
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
@@ -111,6 +115,23 @@ async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_pa
             body = await asyncio.to_thread(lambda path=path: ask(server, "GET", path)[2])
             assert len(body) == FRAMED_BYTES
     assert server.stop() == 0
+
+
+async def test_http_store_list_is_whole_after_its_server_has_stopped(tmp_path, monkeypatch):
+    """A reader who works on each block takes minutes, and the server limits its waiting."""
+    count = 200_000  # of more bytes than the buffers of the connection
+
+    def many(folder, digest):
+        return (BlockInfo(BlockKey(i.to_bytes(32, "big")), 9, 1.0) for i in range(count))
+
+    monkeypatch.setattr(BlockFolder, "list_blocks", many)
+    with ServerInProcess(tmp_path / "root") as server:
+        async with opened_client(f"http://127.0.0.1:{server.port}") as store:
+            blocks = store.list_blocks()
+            first = await anext(blocks)
+            await asyncio.to_thread(server.stop)
+            keys = {first.key} | {block.key async for block in blocks}
+    assert len(keys) == count
 
 
 async def test_http_store_after_server_restarts_reads_and_puts_again(tmp_path):
