@@ -296,7 +296,14 @@ def test_block_writer_drained_does_not_wait_for_jobs_offered_later(
     old, new = GatedStore(harness.memory), GatedStore(MemoryStore())
     harness.writer.use(old)
     harness.offer(TOKENS, (0,))
-    drained = asyncio.run_coroutine_threadsafe(harness.writer.drained(), harness.io.loop)
+    waits = threading.Event()
+
+    async def drain() -> None:
+        waits.set()
+        await harness.writer.drained()
+
+    drained = asyncio.run_coroutine_threadsafe(drain(), harness.io.loop)
+    assert waits.wait(PATIENCE_S)
     harness.writer.use(new)
     harness.offer(TOKENS, (1,))
     assert new.begun.wait(PATIENCE_S)

@@ -7,8 +7,8 @@ from typing import Any
 
 # A poll holds the interpreter, which the threads that load need too. So the scheduler thread sleeps
 # for so many times as long as it was awake: it is awake for a twentieth of the time. With a tenth,
-# and 5 ms at most, a server on two cores loaded at 0.9 of the rate (`benchmarks load_rate`). It does not sleep for longer
-# than `_LONGEST_S`: decisions also depend on the time that loads take.
+# and 5 ms at most, a server on two cores loaded at 0.9 of the rate (`benchmarks load_rate`). The
+# longest sleep is `_LONGEST_S`: decisions also depend on the time that loads take.
 _TIMES_AWAKE = 19
 _LONGEST_S = 0.05
 
