@@ -26,6 +26,7 @@ from sglang_cake.integration.identity.content import (
     file_states,
     unhashed_bytes,
 )
+from sglang_cake.stores.file.disk import file_system_type
 
 LARGE_BYTES = (1 << 30) + (8 << 20)
 EXT4, SQUASHFS, OVERLAY, NFS, TMPFS = 0xEF53, 0x73717368, 0x794C7630, 0x6969, 0x01021994
@@ -163,10 +164,8 @@ def test_content_digest_file_written_through_a_mapping_has_another_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Such a write sets the times of a file on a disk if its page was clean, and never in tmpfs."""
-    parent = tmp_path
-    if place == "memory":
-        parent = Path("/dev/shm")
-        monkeypatch.setattr(content, "file_system_type", lambda path: TMPFS)
+    monkeypatch.setattr(content, "file_system_type", file_system_type)
+    parent = tmp_path if place == "disk" else Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = _write(Path(name) / "m", a=b"1" * 8192)
         (file,) = folder.glob("a.*")
