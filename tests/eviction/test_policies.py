@@ -118,6 +118,21 @@ def test_eviction_policies_all_have_a_reference_model():
     assert PAIRS.keys() == POLICIES.keys()
 
 
+def change(policies, there, numbers, step, ident, now_s, context):
+    """Add a block to all policies, touch it or remove it. Args: there: their blocks, by ident."""
+    if step == "add" and ident not in there:
+        there[ident] = next(numbers)
+        for each in policies:
+            each.add(there[ident], Usage(100 + ident, now_s, now_s, 0, ident, context))
+    elif step == "touch":
+        for each in policies:
+            each.touch(there.get(ident, -1), now_s, 1 + ident % 2, context)
+    elif step == "remove":
+        for each in policies:
+            each.remove(there.get(ident, -1))
+        there.pop(ident, None)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 @settings(deadline=None)
 @given(steps=STEPS)
@@ -135,19 +150,8 @@ def test_eviction_policy_random_steps_match_its_reference_model(name, steps):
         elif later_s:
             last = {}
         now_s += later_s
-        if step == "add" and ident not in there:
-            there[ident] = next(numbers)
-            usage = Usage(100 + ident, now_s, now_s, 0, ident, context)
-            policy.add(there[ident], usage)
-            model.add(there[ident], usage)
-        elif step == "touch":
-            for each in (policy, model):
-                each.touch(there.get(ident, -1), now_s, 1 + ident % 2, context)
-        elif step == "remove":
-            for each in (policy, model):
-                each.remove(there.get(ident, -1))
-            there.pop(ident, None)
-        elif step == "pop":
+        change((policy, model), there, numbers, step, ident, now_s, context)
+        if step == "pop":
             popped = policy.pop(now_s)
             assert popped == model.pop(now_s)
             if popped:
@@ -165,19 +169,8 @@ def test_eviction_policy_block_given_back_changes_no_later_decision(name, steps)
     policy, other = new_policy(name, BENEFIT), new_policy(name, BENEFIT)
     numbers, there = iter(range(10_000)), {}
     for now_s, (step, ident, _, context) in enumerate(steps, 100):
-        if step == "add" and ident not in there:
-            there[ident] = next(numbers)
-            usage = Usage(100 + ident, now_s, now_s, 0, ident, context)
-            policy.add(there[ident], usage)
-            other.add(there[ident], usage)
-        elif step == "touch":
-            for each in (policy, other):
-                each.touch(there.get(ident, -1), now_s, 1 + ident % 2, context)
-        elif step == "remove":
-            for each in (policy, other):
-                each.remove(there.get(ident, -1))
-            there.pop(ident, None)
-        elif step == "pop" and there:
+        change((policy, other), there, numbers, step, ident, now_s, context)
+        if step == "pop" and there:
             other.give_back(*other.pop(now_s))
             popped = policy.pop(now_s)
             assert other.pop(now_s) == popped

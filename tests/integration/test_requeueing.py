@@ -705,11 +705,11 @@ def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -
     record = coordinator.live[req.rid]
     assert record.meet.landed_blocks == 6
     assert coordinator.placed_tokens == 0
-    coordinator.admissible(req, False)
+    coordinator.memory_checked(req, False)
     coordinator.spare_slots = 20 * BLOCK  # the prompt is not asked, since another one goes first
     harness.poll(req)
     assert coordinator.placed_tokens == 0
-    coordinator.admissible(req, True)
+    coordinator.memory_checked(req, True)
     coordinator.spare_slots = 12 * BLOCK  # other running requests have locked the prefix
     harness.poll(req)
     assert coordinator.placed_tokens == 6 * BLOCK

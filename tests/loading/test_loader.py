@@ -1599,12 +1599,9 @@ class HungStore(WrapperStore):
         return await self.inner.get_into(key, out, progress)
 
 
-@pytest.mark.parametrize("raises", [True, False])
-def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
-    harness: LoaderHarness, raises: bool
-) -> None:
-    d = harness
-    known, tokens = tokens_of(1, 2), tokens_of(2, 40)
+def hung_after(d: LoaderHarness, known: array, tokens: array, *, raises: bool) -> HungStore:
+    """Have the harness load `known`, so that its reads have a short limit. Those of `tokens` hang
+    in the store, which is returned."""
     d.fill(known)
     hung = HungStore(d.memory, d.fill(tokens), raises=raises)
     d.loader = d.new_loader(hung, least_limit_s=0.0)
@@ -1612,6 +1609,16 @@ def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
     while len(d.held) < 2:
         d.news()
     d.release()
+    return hung
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
+    harness: LoaderHarness, raises: bool
+) -> None:
+    d = harness
+    known, tokens = tokens_of(1, 2), tokens_of(2, 40)
+    hung = hung_after(d, known, tokens, raises=raises)
     d.loader.cancel("known")
     wakes = d.wakes
     d.begin("late", tokens)
@@ -1637,14 +1644,8 @@ def test_loader_read_that_cannot_be_cancelled_is_late_and_keeps_only_its_buffer(
 
 def test_loader_cancelled_read_is_not_late_as_well(harness: LoaderHarness) -> None:
     d = harness
-    known, tokens = tokens_of(1, 2), tokens_of(2, 1)
-    d.fill(known)
-    hung = HungStore(d.memory, d.fill(tokens), raises=True)
-    d.loader = d.new_loader(hung, least_limit_s=0.0)
-    d.begin("known", known)
-    while len(d.held) < 2:
-        d.news()
-    d.release()
+    tokens = tokens_of(2, 1)
+    hung = hung_after(d, tokens_of(1, 2), tokens, raises=True)
     begun = threading.Event()
 
     def end_prompt() -> None:

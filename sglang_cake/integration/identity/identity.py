@@ -2,7 +2,7 @@
 
 Digests of weights and adapters are computed in the background if that takes more than a moment.
 All ranks of a group learn a digest in the same step. Nothing is loaded or stored before the digest
-of the weights is known. If it cannot be known, the namespace belongs to this process alone.
+of the weights is known. If it cannot be known, the namespace belongs to this server alone.
 """
 
 import hashlib
@@ -327,7 +327,7 @@ class DigestJob:
         adapter: the LoRA id, if the files are those of an adapter.
         fields: the result; None if the fields cannot be known.
         private_name: a new name for content that cannot be known: the same on all ranks of the
-            group, and of no other process.
+            group, and of no other group.
         tensors: names of all tensors of a model, if known.
     """
 
@@ -473,7 +473,7 @@ def model_jobs(
         unreadable = str(error)
     if private is not None:
         logger.warning(
-            "cake: the content of the weights is unknown, so no other process uses their KV: %s",
+            "cake: the content of the weights is unknown, so no other server uses their KV: %s",
             private,
         )
 

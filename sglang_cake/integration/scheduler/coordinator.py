@@ -368,11 +368,11 @@ class Coordinator:
         """
         self.waiting = False
         serving = list(dict.fromkeys(serving))  # several requests may have one id
+        served = frozenset(serving)
         if not self._consensus.alone:
-            self._polled = frozenset(serving)
-        left = self._without_keys.keys() - set(serving)
-        for rid in [rid for rid in self._without_keys if rid in left]:  # as on the other ranks
-            self._leave_without_keys(rid)
+            self._polled = served
+        for rid in [rid for rid in self._without_keys if rid not in served]:
+            self._leave_without_keys(rid)  # in order of arrival, as on the other ranks
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
@@ -420,7 +420,7 @@ class Coordinator:
         self.waiting |= waits
         return waits
 
-    def admissible(self, req: "Req", has_memory: bool) -> None:
+    def memory_checked(self, req: "Req", has_memory: bool) -> None:
         """SGLang has, or lacks, the memory to admit a waiting request whose prefix is locked."""
         self._own(req).queue.has_memory = has_memory
 
@@ -797,9 +797,9 @@ class Coordinator:
         if record.queue.has_memory is None:
             # `spare_slots` may count its own prefix in the tree, which must not be evicted for it.
             needed += record.meet.front
-        return record.queue.has_memory is not False and needed < (
-            self.spare_slots - self.placed_tokens
-        )
+        elif not record.queue.has_memory:
+            return False
+        return needed < self.spare_slots - self.placed_tokens
 
     def _media(self, req: "Req") -> Media | None:
         """The media that keys of this request cover; None, and counted: they do not cover all."""

@@ -278,7 +278,7 @@ class CakePrefillAdder(PrefillAdder):
             if recorded:
                 with lock_node(self, req.last_node):
                     has_memory = self._has_memory_for(req)
-                    coordinator.admissible(req, has_memory)
+                    coordinator.memory_checked(req, has_memory)
                     if not has_memory:
                         # SGLang refuses it, as below. What has landed must not join the tree yet:
                         # it could be evicted before the request is admitted.
