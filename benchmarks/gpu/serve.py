@@ -22,6 +22,7 @@ import math
 import multiprocessing
 import shutil
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -46,6 +47,8 @@ BEGINNINGS = (0.19, 0.43, 0.71, 0.93)
 # Of the largest gap of answers that were computed in other chunks: Cake has several borders more.
 MOST_GAPS = 2.0
 COMPUTING = ("off", "compute")
+CAKE = ("compute", "load", "auto")
+NAMED_TIMEOUT_S = 300.0
 LLAMA = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8}
 SMALL_LLAMA = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 2}
 DEEPSEEK = {"hidden": 2048, "layers": 27, "heads": 16, "latent": 512, "head_dim": 128}
@@ -168,10 +171,12 @@ def measure(
     found: dict[str, Any] = {"case": name, "arm": arm, "prompts": {}}
     with server:
         progress.say(f"{name}, {arm}: healthy after {server.start_s:.0f} s")
+        if arm in CAKE:
+            _until_named(server)
         for length in args.lengths:
             prompt = servers.random_prompt(length + 1, seed=length)
             cold = _asked(server, prompt)
-            if arm not in ("off", "compute"):
+            if arm not in COMPUTING:
                 least = math.floor(0.9 * length * kv_token_bytes(model, "bfloat16"))
                 if "fp8" in " ".join(case.flags):
                     least //= 2
@@ -323,6 +328,15 @@ def _first_logprobs(reply: Reply) -> list[float]:
 def _same(one: Sequence[int], other: Sequence[int]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _until_named(server: SglangServer) -> None:
+    """Wait until the weights are hashed: no prompt is stored before. Raises: TimeoutError."""
+    until_s = time.monotonic() + NAMED_TIMEOUT_S
+    while "cake: namespace " not in server.logs():
+        if time.monotonic() > until_s:
+            raise TimeoutError("the digest of the weights is not known")
+        time.sleep(0.5)
 
 
 def _until_stored(store: Path, least_bytes: int, progress: ProgressLog) -> None:

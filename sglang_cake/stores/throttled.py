@@ -1,6 +1,7 @@
 """A limit on the bandwidth of reads, in front of another store."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
+from sglang_cake.stores.threads import wait_uncancelled
 from sglang_cake.stores.wrapper_store import WrapperStore
 
 # Progress is reported in pieces of PIECE_BYTES, or of the bytes of PIECE_S if that is more.
@@ -18,10 +20,11 @@ PIECE_S = 0.002
 
 
 class ThrottledStore(WrapperStore):
-    """Implements `Store`: reads run one after another, in order of arrival.
+    """Implements `Store`: reads hold a link one after another, in order of arrival.
 
-    A read holds the link for at least its bytes divided by `bytes_per_s`. A cancelled read releases
-    the link at once, and so does a read of a missing block. Other calls are not delayed.
+    A read holds the link for at least its bytes divided by `bytes_per_s`, and until the inner store
+    has answered. All reads that were asked for run in the inner store meanwhile. A cancelled read
+    releases the link at once, and so does a read of a missing block. Other calls are not delayed.
     """
 
     def __init__(
@@ -45,28 +48,50 @@ class ThrottledStore(WrapperStore):
         self._block_bytes = block_bytes
         self._piece_bytes = max(PIECE_BYTES, int(bytes_per_s * PIECE_S))
         self._link = asyncio.Lock()  # fair: in order of arrival
+        self._free_s = -math.inf  # when the last read gave the link back
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        async with self._link:
-            begun_s = self._clock()
-            try:
-                size_bytes = await self.inner.get_into(key, out)
-            except BlockCorrupt:  # found only after the bytes had crossed the link
-                await self._keep_link(begun_s + self._block_bytes / self._bytes_per_s)
-                raise
-            if progress is not None:
-                for at_bytes in range(0, size_bytes, self._piece_bytes):
-                    await self._keep_link(begun_s + at_bytes / self._bytes_per_s)
-                    progress(at_bytes)
-            await self._keep_link(begun_s + size_bytes / self._bytes_per_s)
-            return size_bytes
+        asked_s = self._clock()
+        reading = asyncio.ensure_future(self.inner.get_into(key, out))
+        try:
+            async with self._link:
+                begun_s = max(asked_s, self._free_s)
+                try:
+                    size_bytes, self._free_s = await self._cross(reading, begun_s, progress)
+                except BaseException:
+                    self._free_s = self._clock()
+                    raise
+                return size_bytes
+        finally:
+            reading.cancel()
+            await wait_uncancelled(reading)
+            if not reading.cancelled():
+                reading.exception()  # of a read that nobody waited for: it is not logged
 
-    async def _keep_link(self, until_s: float) -> None:
-        left_s = until_s - self._clock()
-        if left_s > 0:
-            await self._sleep(left_s)
+    async def _cross(
+        self, reading: "asyncio.Future[int]", begun_s: float, progress: TellBytes | None
+    ) -> tuple[int, float]:
+        """Returns the size in bytes, and when the link was free again."""
+        try:
+            size_bytes = await reading
+        except BlockCorrupt:  # found only after the bytes had crossed the link
+            await self._keep_link(begun_s + self._block_bytes / self._bytes_per_s)
+            raise
+        if progress is not None:
+            for at_bytes in range(0, size_bytes, self._piece_bytes):
+                await self._keep_link(begun_s + at_bytes / self._bytes_per_s)
+                progress(at_bytes)
+        return size_bytes, await self._keep_link(begun_s + size_bytes / self._bytes_per_s)
+
+    async def _keep_link(self, until_s: float) -> float:
+        """Returns when the link is free: `until_s`, or now if that is later. A sleep ends late: the
+        next read does not begin later by that."""
+        now_s = self._clock()
+        if now_s < until_s:
+            await self._sleep(until_s - now_s)
+        return max(now_s, until_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,49 @@ async def test_throttled_store_time_of_the_inner_store_is_included():
     assert ended[1] == clock.now_s
 
 
+async def test_throttled_store_slow_inner_store_serves_reads_at_once():
+    inner, clock, start, ended = await paced_reads()
+    slow = SlowStore(inner)
+    store = paced(slow, clock)
+    for name in range(3):
+        start(store, name)
+    await slow.until_waiting(3)
+    await clock.advance(3 * READ_S)
+    slow.release(*map(key_of, range(3)))
+    await clock.advance(10)
+    assert ended == {0: 3 * READ_S, 1: 4 * READ_S, 2: 5 * READ_S}
+
+
+async def test_throttled_store_sleeps_that_end_late_do_not_slow_the_link():
+    inner, clock, start, ended = await paced_reads()
+    store = ThrottledStore(
+        inner,
+        bytes_per_s=LAYOUT.block_bytes / READ_S,
+        block_bytes=LAYOUT.block_bytes,
+        clock=clock.time,
+        sleep=lambda delay_s: clock.sleep(delay_s + READ_S / 4),
+    )
+    for name in range(4):
+        start(store, name)
+    await clock.advance(20)
+    assert ended == {name: (name + 1) * READ_S + READ_S / 4 for name in range(4)}
+
+
+async def test_throttled_store_read_cancelled_in_the_queue_leaves_the_inner_store():
+    inner, clock, start, ended = await paced_reads()
+    slow = SlowStore(inner)
+    store = paced(slow, clock)
+    start(store, 0)
+    second = start(store, 1)
+    await slow.until_waiting(2)
+    second.cancel()
+    await settle()
+    assert second.done()
+    slow.release(key_of(0))
+    await clock.advance(10)
+    assert ended == {0: READ_S, 1: 0.0}
+
+
 async def test_throttled_store_read_cancelled_in_the_queue_takes_no_time():
     inner, clock, start, ended = await paced_reads()
     store = paced(inner, clock)
