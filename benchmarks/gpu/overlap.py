@@ -7,16 +7,14 @@ checks on the device what it finds in the slots of all earlier tokens, and in th
 the prompt's slots are compared.
 """
 
-import asyncio
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,9 +37,11 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import PLAN_S
 from sglang_cake.simulator.ideal_ttft import Ideal, ideal_meet
+from sglang_cake.stores.threads import DaemonPool, run_stoppable
 from sglang_cake.testing.scheduler_loop import LoopRequest, PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_gpu import VirtualStore
 
+Copied = TypeVar("Copied")
 MODES: tuple[Mode, ...] = ("compute", "load", "auto")
 QUEUE_DEPTH = 8
 LATENCY_S = 0.0005
@@ -79,7 +79,7 @@ class LinkedMemory(VirtualStore):
         super().__init__(io, block_bytes, link_bytes_per_s, LATENCY_S)
         self.blocks = blocks
         self.keys = set(blocks)
-        self._threads = ThreadPoolExecutor(COPY_THREADS, "link")
+        self._threads = DaemonPool(COPY_THREADS, "link")
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -88,31 +88,32 @@ class LinkedMemory(VirtualStore):
         if block is None:
             raise BlockMissing(key.hex())
         target = np.frombuffer(out, np.uint8)[: len(block)]
-        loop = asyncio.get_running_loop()
-        copying = loop.run_in_executor(self._threads, np.copyto, target, block)
-        try:
-            await self._cross(0, progress, len(block))
-        finally:
-            await asyncio.shield(copying)  # the buffer may belong to somebody else from now on
+        await self._cross_in_thread(0, partial(np.copyto, target, block))
         self.read_s.append(time.monotonic())
         return len(block)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         if key in self.blocks:
             return False
-        loop = asyncio.get_running_loop()
         source = np.frombuffer(data, np.uint8)
-        copying = loop.run_in_executor(self._threads, source.copy)
-        try:
-            await self._cross(1, None, len(data))
-        finally:
-            block = await asyncio.shield(copying)
-        self.blocks[key] = block
+        self.blocks[key] = await self._cross_in_thread(1, source.copy)
         self.keys.add(key)
         return True
 
     async def close(self) -> None:
         self._threads.shutdown()
+
+    async def _cross_in_thread(self, way: int, copy: Callable[[], Copied]) -> Copied:
+        """Copy a block, and wait in the same thread until it has crossed the link, as a thread of a
+        file store waits for the disk."""
+        end_s = self._reserve(way)
+
+        def cross(stop: threading.Event) -> Copied:
+            copied = copy()
+            stop.wait(end_s - time.monotonic())
+            return copied
+
+        return await run_stoppable(self._threads, cross)
 
 
 @dataclass(eq=False)
@@ -161,6 +162,12 @@ class Model:
             made(1, self._heads, longest + size.chunk_tokens, form.dim) for _ in range(2)
         )
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        # Few launches beside those of a Llama: they need the interpreter too.
+        self._first_of_plane = [
+            torch.tensor(plane * rows.shape[1], device=device).to(rows.dtype)
+            for plane, rows in enumerate(kv.rows)
+        ]
+        self._ends = [rows[:, :: rows.shape[1] - 1] for rows in kv.rows]  # first and last word
 
     def launch(self, first: int, tokens: int, row: Sequence[torch.Tensor]) -> None:
         """Compute the last part of a row on the current stream.
@@ -172,24 +179,27 @@ class Model:
         """
         new, before = row[-1], row[:-1]
         start = tokens - len(new)
-        ids = torch.arange(first, first + tokens, device=new.device)
         old = torch.cat(list(before)) if before else new[:0]
+        rows = self._kv.rows[0]
+        ids = torch.arange(first, first + tokens, device=new.device)
+        words = _words_of(ids[start:], rows)
+        ends = _words_of(ids[:start], rows, every=rows.shape[1] - 1)
         for layer in range(self._form.layers):
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 self._layer(len(new), start)
             for plane in (2 * layer, 2 * layer + 1):
-                rows = self._kv.rows[plane]
-                for word in (0, rows.shape[1] - 1):
-                    found = rows[:, word].index_select(0, old)
-                    self.wrong += (found != _word_of(ids[:start], plane, word, rows)).sum()
-                rows.index_copy_(0, new, _words_of(ids[start:], plane, rows))
+                number = self._first_of_plane[plane]
+                found = self._ends[plane].index_select(0, old)
+                self.wrong += (found != ends + number).sum()
+                self._kv.rows[plane].index_copy_(0, new, words + number)
 
     def check(self, first: int, row: Sequence[torch.Tensor]) -> None:
         """Compare all KV of a row."""
         slots = torch.cat(list(row))
         ids = torch.arange(first, first + len(slots), device=slots.device)
         for plane, rows in enumerate(self._kv.rows):
-            self.wrong += (rows.index_select(0, slots) != _words_of(ids, plane, rows)).sum()
+            words = _words_of(ids, rows) + self._first_of_plane[plane]
+            self.wrong += (rows.index_select(0, slots) != words).sum()
 
     def _layer(self, count: int, start: int) -> None:
         x = self._x[:count]  # the same for all layers: its values stay those of a normal input
@@ -202,16 +212,11 @@ class Model:
         (silu(gate) * up) @ self._down
 
 
-def _words_of(ids: torch.Tensor, plane: int, rows: torch.Tensor) -> torch.Tensor:
-    """What the rows of these tokens hold, `[tokens, words]`: all different."""
-    columns = torch.arange(rows.shape[1], device=ids.device)
-    return _word_of(ids.unsqueeze(1), plane, columns, rows)
-
-
-def _word_of(
-    ids: torch.Tensor, plane: int, word: torch.Tensor | int, rows: torch.Tensor
-) -> torch.Tensor:
-    return (ids * MANY + plane * rows.shape[1] + word).to(rows.dtype)
+def _words_of(ids: torch.Tensor, rows: torch.Tensor, every: int = 1) -> torch.Tensor:
+    """What the rows of these tokens hold in the first plane, `[tokens, words]`: all different. In
+    another plane it is more by the number of its first word."""
+    columns = torch.arange(0, rows.shape[1], every, device=ids.device)
+    return (ids.unsqueeze(1) * MANY + columns).to(rows.dtype)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import FAILURE_REASONS, LATE, Counters
@@ -69,6 +70,11 @@ class StagedBlock:
         self._on_free = on_free
         self._lock = threading.Lock()
         self._holders = 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has a holder."""
+        return self._holders > 0
 
     def hold(self) -> bool:
         """Become one more holder; False if the last one has just released it."""
@@ -428,6 +434,11 @@ class Loader:
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
         self._staged: dict[BlockKey, StagedBlock] = {}
+        # What is left to do for blocks whose memory came back. I/O thread, once a read is started.
+        self._freed: deque[Callable[[], object]] = deque()
+        # Whether memory that comes back wakes the I/O thread: a read waits for it, or none is under
+        # way, whose end would look for it.
+        self._awaits_memory = True
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
         self._wake = wake
         self._closed = False
@@ -536,7 +547,8 @@ class Loader:
         """What the loader holds now. Any thread."""
         links = {queue.link for queue in list(self._queues)}
         reads = sum(len(link.reads) for link in links)
-        return LoaderStats(len(self._queues), reads, len(self._staged))
+        staged = sum(each.is_held for each in list(self._staged.values()))
+        return LoaderStats(len(self._queues), reads, staged)
 
     def close(self) -> None:
         """Start no more reads. The process is about to end or the I/O thread to stop."""
@@ -632,18 +644,30 @@ class Loader:
     def _start_reads(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
         left to read."""
-        while not self._closed:
-            found = self._next_block()
-            if found is None:
+        while True:
+            self._take_freed()
+            while not self._closed and self._start_next():
+                pass
+            wanted = any(self._has_place(queue) and queue.asks for queue in self._queues)
+            reading = any(queue.link.reads for queue in self._queues)
+            self._awaits_memory = wanted or not reading
+            if not self._freed:
                 return
-            queue, place = found
-            with self._gate:
-                if queue.todo[place] < queue.first_loadable:
-                    del queue.todo[: place + 1]
-                    continue
-                if not self._start(queue, queue.todo[place]):
-                    return  # no buffer: `_forget` calls again when one comes back
+
+    def _start_next(self) -> bool:
+        """Returns whether there may be another block to start."""
+        found = self._next_block()
+        if found is None:
+            return False
+        queue, place = found
+        with self._gate:
+            if queue.todo[place] < queue.first_loadable:
+                del queue.todo[: place + 1]
+            elif self._start(queue, queue.todo[place]):
                 del queue.todo[place]
+            else:
+                return False
+        return True
 
     def _next_block(self) -> tuple[_PromptQueue, int] | None:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
@@ -736,7 +760,7 @@ class Loader:
             self._forget(key, staged)
 
         staged = StagedBlock(
-            lent.buffer, lambda _: lent.release(), lambda staged: self._io.post(back, staged)
+            lent.buffer, lambda _: lent.release(), lambda staged: self._give_back(back, staged)
         )
         self._staged[key] = staged
         self._borrowers.add(queue)
@@ -814,6 +838,7 @@ class Loader:
             self._wake()
 
     def _fetched(self, read: _SharedRead, buffer: Buffer, started_s: float, tier: int) -> None:
+        self._take_freed()  # an entry of this key would be that of an earlier load
         now_s = time.monotonic()
         idle_s = started_s - self._last_fetched_s
         took_s = now_s - max(self._last_fetched_s, started_s)
@@ -826,7 +851,7 @@ class Loader:
         if read.link is self._link:  # otherwise the costs are those of a later store
             self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
         self._count_costs((queue for queue, _ in read.waiters), now_s)
-        staged = StagedBlock(buffer, self._staging.give, lambda block: self._freed(read.key, block))
+        staged = StagedBlock(buffer, self._staging.give, partial(self._came_back, read.key))
         self._staged[read.key] = staged
         takers = [waiter for waiter in read.waiters if staged.hold()]
         # The read was the first holder; the prompts decide whether the bytes are used.
@@ -856,11 +881,23 @@ class Loader:
                 self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
 
-    def _freed(self, key: BlockKey, staged: StagedBlock) -> None:
+    def _came_back(self, key: BlockKey, staged: StagedBlock) -> None:
         """A staged block's buffer went back to the pool. Any thread."""
         if not staged.used:
             self._waste(staged.buffer, staged.reason)
-        self._io.post(self._forget, key, staged)
+        self._give_back(self._forget, key, staged)
+
+    def _give_back(self, forget: Callable[..., object], *args: object) -> None:
+        """Have the I/O thread call `forget(*args)` before it starts another read. Any thread. It is
+        woken only if it must be: a wake-up takes the interpreter from the scheduler thread."""
+        self._freed.append(partial(forget, *args))
+        if self._awaits_memory:
+            self._awaits_memory = False  # once is enough
+            self._io.post(self._pump)
+
+    def _take_freed(self) -> None:
+        while self._freed:
+            self._freed.popleft()()
 
     def _waste(self, buffer: Buffer, reason: str) -> None:
         size_bytes = self._counters.link_bytes(len(buffer.view))
@@ -871,7 +908,6 @@ class Loader:
             del self._staged[key]
         if staged.copy_s:
             self._fits.copied(staged.copy_s)
-        self._pump()
 
     def _pause(self, queue: _PromptQueue) -> None:
         """Stop all reads of a prompt; they may begin again."""

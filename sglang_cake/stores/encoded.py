@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from sglang_cake.codecs.block_arrays import takes_lossy
@@ -21,7 +20,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.base import FormOf, LentBlock, Store
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore, count_read, count_written
 
@@ -78,8 +77,8 @@ class EncodedStore(WrapperStore):
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
-        self._decoders = ThreadPoolExecutor(decode_threads(depth), "cake-decode")
-        self._encoders = ThreadPoolExecutor(1, "cake-encode")
+        self._decoders = DaemonPool(decode_threads(depth), "cake-decode")
+        self._encoders = DaemonPool(1, "cake-encode")
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

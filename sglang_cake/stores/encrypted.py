@@ -5,7 +5,6 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import Namespace, digest_of
 from sglang_cake.core.secret_file import read_key
 from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
-from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import WrapperStore
 
 # One thread encrypts some GB/s where the CPU has AES instructions. The second thread is for the
@@ -122,7 +121,7 @@ class EncryptedStore(WrapperStore):
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
-        self._threads = ThreadPoolExecutor(THREADS, "cake-seal")
+        self._threads = DaemonPool(THREADS, "cake-seal")
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +20,7 @@ from sglang_cake.stores.base import (
     StoreStats,
 )
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import check_stop, run_stoppable, wait_uncancelled
+from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable, wait_uncancelled
 
 MAX_THREADS = 4  # that copy between blocks and slices
 _COUNTED_ALL = ("read_bytes", "stored_bytes")
@@ -63,7 +62,7 @@ class HeadSliceStore(Store):
         self._writing = asyncio.Semaphore(depth)
         self._putting = asyncio.Semaphore(depth)
         self._idle: list[list[memoryview]] = []
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, 2 * depth), "cake-slice")
+        self._threads = DaemonPool(min(MAX_THREADS, 2 * depth), "cake-slice")
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         found = await _all(store.contains(keys) for store in self._stores)

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Any, TypeVar
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -69,8 +69,8 @@ class DaemonPool(Executor):
             with contextlib.suppress(queue.Empty):
                 while cancel_futures:
                     waiting = self._jobs.get_nowait()
-                    if waiting is not None:
-                        waiting[0].cancel()
+                    if waiting is not None and waiting[0].cancel():
+                        waiting[0].set_running_or_notify_cancel()  # for `concurrent.futures.wait`
             if not self._closed or cancel_futures:
                 self._closed = True
                 for _ in self._threads:
@@ -93,24 +93,18 @@ class DaemonPool(Executor):
                 self._idle += 1
 
 
-def submit(pool: Executor, work: Callable[..., T], *args: Any) -> "Future[T]":
+def submit(pool: DaemonPool, work: Callable[..., T], *args: Any) -> "Future[T]":
     """Queue `work(*args)` in `pool`.
 
     Raises: StoreUnavailable if the pool is shut down or gets no thread. The work never runs then.
     """
-    future: Future[T] = Future()
     try:
-        queued = pool.submit(_run_into, future, functools.partial(work, *args))
+        return pool.submit(work, *args)
     except RuntimeError as error:
-        # A `ThreadPoolExecutor` has queued the work before it asks the system for a thread.
-        if future.cancel():
-            raise StoreUnavailable(f"no thread runs the call ({error})") from error
-        return future  # another thread of the pool has begun it
-    queued.add_done_callback(lambda _: future.cancel())  # by a shutdown
-    return future
+        raise StoreUnavailable(f"no thread runs the call ({error})") from error
 
 
-async def run_stoppable(pool: Executor, work: Callable[[threading.Event], T]) -> T:
+async def run_stoppable(pool: DaemonPool, work: Callable[[threading.Event], T]) -> T:
     """Run `work(stop)` in `pool` and return what it returns.
 
     Raises: the errors of `work`; StoreUnavailable as in `submit`.
@@ -146,7 +140,7 @@ class LimitedThreads:
         """Args:
         most: number of threads.
         """
-        self.pool = ThreadPoolExecutor(most, name)
+        self.pool = DaemonPool(most, name)
         self._free = asyncio.Semaphore(most)
 
     async def run(self, work: Callable[[threading.Event], T]) -> T:

@@ -513,13 +513,18 @@ class VirtualStore(Store):
 
     async def close(self) -> None: ...
 
-    async def _cross(self, way: int, progress: TellBytes | None, size: int) -> None:
+    def _reserve(self, way: int) -> float:
+        """When a block that is asked for now has crossed the link."""
         begin_s = max(self._io.now_s + self._latency_s, self._free_s[way])
         self._free_s[way] = begin_s + self._block_s
+        return self._free_s[way]
+
+    async def _cross(self, way: int, progress: TellBytes | None, size: int) -> None:
+        end_s = self._reserve(way)
         if progress is not None:
-            await self._until(begin_s)
+            await self._until(end_s - self._block_s)
             progress(0)
-        await self._until(begin_s + self._block_s)
+        await self._until(end_s)
         if progress is not None:
             progress(size)
 

@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from sglang_cake.codecs.frame import IncomingBlock
@@ -25,7 +25,7 @@ from sglang_cake.core.errors import BlockMissing
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.paths import CORRUPT, block_names, new_tmp_name
-from sglang_cake.stores.threads import check_stop, submit
+from sglang_cake.stores.threads import DaemonPool, check_stop, submit
 
 MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
 MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
@@ -165,7 +165,7 @@ def _open_to_read(root: Path, names: Sequence[str], *, counts: bool) -> int:
 
 
 def read_framed(
-    fd: int, block: IncomingBlock, framed_bytes: int, stop: threading.Event, checkers: Executor
+    fd: int, block: IncomingBlock, framed_bytes: int, stop: threading.Event, checkers: DaemonPool
 ) -> int:
     """Fill `block` from the start of the file and check it; returns the bytes of the payload.
 

@@ -8,7 +8,6 @@ import asyncio
 import functools
 import threading
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,7 +29,7 @@ from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory.block_memory import BlockMemory
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
 
 MOST_THREADS: Final = 4  # for each direction: so many saturate the memory of one socket
@@ -51,8 +50,8 @@ class HostMemoryStore(Store):
         self._memory: BlockMemory | None = shared.memory
         self._frame = frame
         self._reads_count = reads_count
-        self._readers = ThreadPoolExecutor(threads, "cake-memory-read")
-        self._writers = ThreadPoolExecutor(threads, "cake-memory-write")
+        self._readers = DaemonPool(threads, "cake-memory-read")
+        self._writers = DaemonPool(threads, "cake-memory-write")
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return self._opened().has(self._frame.digest, keys)

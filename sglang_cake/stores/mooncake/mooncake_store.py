@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from sglang_cake.stores.mooncake.mooncake_client import (
     MooncakePlace,
     RegisteredBuffers,
 )
-from sglang_cake.stores.threads import Stopped, submit, wait_uncancelled
+from sglang_cake.stores.threads import DaemonPool, Stopped, submit, wait_uncancelled
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class CallThreads:
     """
 
     def __init__(self, name: str, threads: int, *, patience_s: float) -> None:
-        self._pool = ThreadPoolExecutor(threads, name)
+        self._pool = DaemonPool(threads, name)
         self._threads = threads
         self.patience_s = patience_s
         self._abandoned: dict[Future[Any], float] = {}  # start of each call; at most `threads`

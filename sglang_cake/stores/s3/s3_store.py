@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -31,7 +30,7 @@ from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLaye
 from sglang_cake.stores.circuit_breaker import TimeoutLimits, one_line
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
 from sglang_cake.stores.s3.bucket import S3Bucket, S3Error, S3Place
-from sglang_cake.stores.threads import run_stoppable
+from sglang_cake.stores.threads import DaemonPool, run_stoppable
 from sglang_cake.stores.url import StoreUrl, matching
 
 LOOKUPS_AT_ONCE = 32  # lookups in one round trip: 1024 blocks are known after two
@@ -88,7 +87,7 @@ class S3Store(Store):
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
-        self._framer = ThreadPoolExecutor(1, "cake-s3-frame")
+        self._framer = DaemonPool(1, "cake-s3-frame")
         self._clock = clock
         self._describe_s = -math.inf  # time to write the description again
         self._closed = False

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ from sglang_cake.stores.base import KeptBlock, LentBlock, Store, StoreStats
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
-from sglang_cake.stores.threads import check_stop, run_stoppable
+from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import LazyStore
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class CopyQueue:
         self,
         write: Callable[[BlockKey, memoryview | None], Awaitable[object]],
         buffers: BufferPool,
-        threads: Executor,
+        threads: DaemonPool,
     ) -> None:
         """Args:
         write: stores one block in the tier; must not raise. None: the block was evicted before its
@@ -233,7 +232,7 @@ class Tier:
         store: Store,
         index: int,
         buffers: BufferPool,
-        threads: Executor,
+        threads: DaemonPool,
         clock: Callable[[], float],
         copied: Callable[["Tier", BlockKey], None],
     ) -> None:

@@ -20,7 +20,6 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +45,7 @@ from sglang_cake.stores.base import (
 )
 from sglang_cake.stores.link_speed import LinkSpeed, quickest, soonest
 from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.stores.threads import DaemonPool
 from sglang_cake.stores.tiers.tier import ProgressOfTries, Tier
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class TieredStore(Store):
         """
         self._clock = clock
         self._block_bytes = block_bytes
-        self._threads = ThreadPoolExecutor(1, "cake-tier-copy")
+        self._threads = DaemonPool(1, "cake-tier-copy")
         blocks = min(max(MIN_COPY_BLOCKS, copy_bytes // block_bytes), MAX_COPY_BLOCKS)
         self.tiers = [
             Tier(
