@@ -55,8 +55,7 @@ class TreeHarness(CoordinatorHarness):
         """Another server computes and stores a document, with the ends in its middle and behind
         it. Returns all keys."""
         side, block = self.side, self.block_tokens
-        req = side.arrive([*document, 1])
-        assert side.admit(req)
+        req = side.start([*document, 1])
         for blocks in (BLOCKS // 2, BLOCKS):
             assert side.compute(req, blocks * block)
             assert side.save(req, blocks * block)
@@ -385,9 +384,8 @@ def test_coordinator_trees_slots_that_another_prompt_needs_are_given_up(kind: st
             harness.poll(req)
         placed = harness.coordinator.placed_tokens
         assert placed == len(harness.document)
-        other = side.arrive(range(50_000, 50_000 + side.full_allocator.available_size()))
-        assert side.admit(other)
-        assert side.compute(other, len(other.full_untruncated_fill_ids) // block * block)
+        free = side.full_allocator.available_size()
+        other = side.start(range(50_000, 50_000 + free), free // block * block)
         assert side.room(block)
         assert harness.coordinator.placed_tokens < placed
         side.check_books()
