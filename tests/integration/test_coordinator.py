@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +17,9 @@ from coordinator_harness import (
     FakeReq,
     req_of,
 )
-from held_reads import PATIENCE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from polling import until
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest
@@ -153,10 +152,12 @@ def test_coordinator_loads_that_never_land_leave_the_prompt_to_compute(
     req = req_of(4.5)
     harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req)
-    until_s = time.monotonic() + PATIENCE_S
-    while not harness.step(req):  # the lookup answers in a thread of its own
-        assert time.monotonic() < until_s
-        harness.coordinator.poll([req.rid])
+
+    def is_computed() -> bool:
+        harness.poll(req)
+        return harness.step(req)
+
+    until(is_computed, "its prefill is over")
     sides = harness.counters.snapshot()
     assert (sides["fallback", "compute"], sides["fallback", "load"]) == (1, 0)
 
