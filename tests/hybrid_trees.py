@@ -315,6 +315,39 @@ class HybridTree:
         req.init_next_round_input(self.tree)
         return req
 
+    def start(self, tokens: Sequence[int], front: int = 0) -> Any:
+        """A request that arrives, is admitted, and is computed up to `front`."""
+        req = self.arrive(tokens)
+        assert self.admit(req)
+        assert not front or self.compute(req, front)
+        return req
+
+    def restore(self, tokens: Sequence[int], stop: int, front: int | None = None) -> Any:
+        """A request that is admitted, and has what is stored up to `stop`.
+
+        Args: front: it runs, and has computed so many tokens before; None: it waits.
+        """
+        req = self.arrive(tokens) if front is None else self.start(tokens, front)
+        assert self.load(req, stop, running=front is not None)
+        assert req.prefix_len == stop
+        assert front is not None or self.admit(req)
+        self.check_books()
+        return req
+
+    def finish(self, req: Any) -> None:
+        """The rest of a prompt is computed, for which what is before it has to be right, and the
+        request ends."""
+        assert self.compute(req, len(req.full_untruncated_fill_ids))
+        self.check_books()
+        self.release(req)
+        self.check_books()
+
+    def landed(self, tokens: Sequence[int], span: Span) -> torch.Tensor:
+        """Slots with the KV of this span, as blocks bring it."""
+        slots = self.full_allocator.alloc(span.tokens)
+        self.write("full", digests_of(tokens)[span.start : span.stop], slots)
+        return slots
+
     def room(self, tokens: int) -> bool:
         """Have slots for so many tokens free, in each pool."""
         self.allocator.evict_to_free_tokens(self.tree, tokens)

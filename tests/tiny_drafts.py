@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from tiny_hybrids import LAYERS, QWEN3_NEXT, SHAPE
 
 from sglang_cake.demo.models import write_model
@@ -22,9 +25,6 @@ def build_eagle(target: Path, draft: Path) -> tuple[Path, Path]:
     the prompt. SGLang's draft normalizes neither its embeddings nor its output: the embeddings of
     this target are normalized already, and the output's size does not change the best token.
     """
-    import torch
-    from safetensors.torch import load_file, save_file
-
     _write_llama(target)
     tensors = load_file(target / "model.safetensors")
     copied = {
@@ -56,9 +56,6 @@ def build_eagle3(target: Path, draft: Path) -> tuple[Path, Path]:
 
 
 def _write_eagle3_draft(llama: Path, draft: Path) -> None:
-    import torch
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(llama / "model.safetensors")
     copied = {
         "norm.weight": tensors["model.norm.weight"],
@@ -91,15 +88,15 @@ def _write_eagle3_draft(llama: Path, draft: Path) -> None:
 
 def _write_llama(path: Path, *, embedding_size: float = 1.0) -> None:
     """Write a random Llama of two layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**_SHAPE | {"num_hidden_layers": 2}, intermediate_size=4 * HIDDEN)
+    config = transformers.LlamaConfig(
+        **_SHAPE | {"num_hidden_layers": 2}, intermediate_size=4 * HIDDEN
+    )
 
     def change(model: Any) -> None:
         _sharpen(model)
         model.model.embed_tokens.weight.data *= embedding_size
 
-    write_model(path, LlamaForCausalLM, config, change=change)
+    write_model(path, transformers.LlamaForCausalLM, config, change=change)
 
 
 def build_dflash(target: Path, draft: Path) -> tuple[Path, Path]:
@@ -110,10 +107,6 @@ def build_dflash(target: Path, draft: Path) -> tuple[Path, Path]:
     keys. The first layer adds nothing. So all that the draft model proposes for a block of masks is
     accepted, if it has its own KV of the prompt, which is made of what the first layer passes on.
     """
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     # The parts of HIDDEN: a constant, the code of a token, the code that was found, nothing.
     width, hidden = HIDDEN // 4, HIDDEN
     heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
@@ -154,8 +147,8 @@ def build_dflash(target: Path, draft: Path) -> tuple[Path, Path]:
         for name, weights in attention(distance, (peak * width**0.5) ** 0.5).items():
             getattr(model.model.layers[1].self_attn, name).weight.data = weights
 
-    config = LlamaConfig(**_SHAPE | {"num_hidden_layers": 2}, intermediate_size=hidden)
-    write_model(target, LlamaForCausalLM, config, change=change)
+    config = transformers.LlamaConfig(**_SHAPE | {"num_hidden_layers": 2}, intermediate_size=hidden)
+    write_model(target, transformers.LlamaForCausalLM, config, change=change)
     # Queries and keys are normalized, which doubles the squares of these.
     normed = torch.full((width,), (peak * width**0.5 / 2) ** 0.5)
     layer = {f"self_attn.{name}": each for name, each in attention(distance + 1, 1.0).items()}
@@ -184,11 +177,10 @@ def build_mimo(path: Path) -> Path:
     tokens but the first one. transformers does not know MiMo: to it, this is a Qwen2 with weights
     that it leaves out.
     """
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(**_SHAPE | {"num_hidden_layers": 1}, intermediate_size=4 * HIDDEN)
-    write_model(path, Qwen2ForCausalLM, config, change=_sharpen)
+    config = transformers.Qwen2Config(
+        **_SHAPE | {"num_hidden_layers": 1}, intermediate_size=4 * HIDDEN
+    )
+    write_model(path, transformers.Qwen2ForCausalLM, config, change=_sharpen)
     mtp = "model.mtp_layers.0."
     _copy_weights(
         path,
@@ -213,7 +205,6 @@ def build_qwen3_next_mtp(path: Path) -> Path:
     The MTP layer is the target's last one, with full attention. It does not use the target's hidden
     states, and sees all tokens but the first one, so most of its tokens are accepted.
     """
-    import torch
 
     def change(model: Any) -> None:
         embeddings = model.model.embed_tokens.weight.data
@@ -244,10 +235,6 @@ def build_qwen3_next_of_llama(target: Path, llama: Path, eagle3: Path) -> tuple[
     rotations of parts of an embedding, which are normalized. So the norms of queries and keys,
     which a Llama lacks, change nothing.
     """
-    import torch
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     parts, kv_parts = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
     width, hidden = HIDDEN // parts, HIDDEN
     peak = 3.0  # a peaked softmax
@@ -271,8 +258,8 @@ def build_qwen3_next_of_llama(target: Path, llama: Path, eagle3: Path) -> tuple[
         layer.mlp.down_proj.weight.data *= 12
 
     own = {"num_hidden_layers": 1, "initializer_range": 0.15}
-    config = LlamaConfig(**_SHAPE | own, intermediate_size=64)
-    write_model(llama, LlamaForCausalLM, config, change=change_llama)
+    config = transformers.LlamaConfig(**_SHAPE | own, intermediate_size=64)
+    write_model(llama, transformers.LlamaForCausalLM, config, change=change_llama)
     _write_eagle3_draft(llama, eagle3)
     given = load_file(llama / "model.safetensors")
 
@@ -310,11 +297,8 @@ def _write_qwen3_next(
 
     Args: change: what is particular to the model.
     """
-    import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
     own = {"vocab_size": VOCAB, "partial_rotary_factor": partial_rotary_factor}
-    config = Qwen3NextConfig(**QWEN3_NEXT | own)
+    config = transformers.Qwen3NextConfig(**QWEN3_NEXT | own)
     config.full_attention_interval = LAYERS  # SGLang reads these, and transformers drops them
     config.partial_rotary_factor = partial_rotary_factor
 
@@ -328,14 +312,12 @@ def _write_qwen3_next(
                 weight.data *= 0.01
         change(model)
 
-    write_model(path, Qwen3NextForCausalLM, config, change=change_all)
+    write_model(path, transformers.Qwen3NextForCausalLM, config, change=change_all)
 
 
 def _copy_weights(path: Path, prefixes: dict[str, str], more: dict[str, Any]) -> None:
     """Add weights to a model: those whose names begin with a prefix, under another prefix, and
     `more`."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(path / "model.safetensors")
     copies = {
         name.replace(old, new, 1): tensor.clone()

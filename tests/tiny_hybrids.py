@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
 from sglang_cake.demo.models import write_model
 
 VOCAB = 32000  # as SGLang's own test kits expect
@@ -29,6 +33,7 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+WINDOWS = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]  # kinds of layers
 _GATED_DELTA = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -49,26 +54,21 @@ QWEN3_NEXT = {
 
 def build_mellum(path: Path, *, window_tokens: int) -> Path:
     """Write a dense Mellum to `path`. Its windows include the token that looks."""
-    from transformers import MellumConfig, MellumForCausalLM
-
-    kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
-    config = MellumConfig(
+    config = transformers.MellumConfig(
         **SHAPE,
         intermediate_size=256,
         sliding_window=window_tokens,
-        layer_types=kinds,
+        layer_types=WINDOWS,
         mlp_layer_types=["dense"] * LAYERS,
     )
-    return write_model(path, MellumForCausalLM, config, change=_sharpen)
+    return write_model(path, transformers.MellumForCausalLM, config, change=_sharpen)
 
 
 def build_qwen3_next(path: Path) -> Path:
     """Write a Qwen3-Next to `path`: gated delta rule, and a mixture of four experts."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(**QWEN3_NEXT)
+    config = transformers.Qwen3NextConfig(**QWEN3_NEXT)
     config.full_attention_interval = LAYERS  # SGLang reads it, and transformers drops it
-    return write_model(path, Qwen3NextForCausalLM, config, change=_sharpen)
+    return write_model(path, transformers.Qwen3NextForCausalLM, config, change=_sharpen)
 
 
 def build_qwen3_5(path: Path) -> Path:
@@ -76,9 +76,7 @@ def build_qwen3_5(path: Path) -> Path:
 
     Its image token is `VOCAB - 10`, behind which are those for videos and around images.
     """
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    config = Qwen3_5Config(
+    config = transformers.Qwen3_5Config(
         text_config=SHAPE
         | {
             "intermediate_size": 256,
@@ -109,28 +107,23 @@ def build_qwen3_5(path: Path) -> Path:
     )
     # SGLang reads it, and transformers drops it.
     config.text_config.full_attention_interval = LAYERS
-    return write_model(path, Qwen3_5ForConditionalGeneration, config, change=_sharpen)
+    return write_model(path, transformers.Qwen3_5ForConditionalGeneration, config, change=_sharpen)
 
 
 def build_lfm2(path: Path) -> Path:
     """Write an LFM2 to `path`: short convolutions, whose states are their last inputs."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    config = Lfm2Config(
+    config = transformers.Lfm2Config(
         **SHAPE,
         intermediate_size=256,
         block_auto_adjust_ff_dim=False,
         pad_token_id=None,
         layer_types=["conv"] * (LAYERS - 1) + ["full_attention"],
     )
-    return write_model(path, Lfm2ForCausalLM, config, change=_sharpen)
+    return write_model(path, transformers.Lfm2ForCausalLM, config, change=_sharpen)
 
 
 def build_kimi_linear(path: Path) -> Path:
     """Write a dense Kimi Linear to `path`: delta rule with a gate for each channel, and MLA."""
-    from safetensors.torch import load_file, save_file
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM
-
     layers = range(1, LAYERS + 1)  # as the model's own configuration counts them
     kda = {
         "kda_layers": list(layers)[:-1],
@@ -139,7 +132,7 @@ def build_kimi_linear(path: Path) -> Path:
         "num_heads": 4,
         "short_conv_kernel_size": 4,
     }
-    config = KimiLinearConfig(
+    config = transformers.KimiLinearConfig(
         **{name: value for name, value in SHAPE.items() if name != "head_dim"}
         | {"num_key_value_heads": 4},
         intermediate_size=256,
@@ -154,7 +147,7 @@ def build_kimi_linear(path: Path) -> Path:
         first_k_dense_replace=LAYERS,
         linear_attn_config=kda,
     )
-    write_model(path, KimiLinearForCausalLM, config, change=_sharpen)
+    write_model(path, transformers.KimiLinearForCausalLM, config, change=_sharpen)
     # What SGLang reads, and what this version of transformers writes in another way.
     _add_facts(
         path,
@@ -177,9 +170,7 @@ def build_kimi_linear(path: Path) -> Path:
 
 def build_nemotron_h(path: Path) -> Path:
     """Write a dense Nemotron-H to `path`: Mamba2."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
-    config = NemotronHConfig(
+    config = transformers.NemotronHConfig(
         **{name: value for name, value in SHAPE.items() if name != "num_hidden_layers"},
         hybrid_override_pattern="M-M-M-*-",
         intermediate_size=256,
@@ -191,16 +182,14 @@ def build_nemotron_h(path: Path) -> Path:
         time_step_min=1e-9,
         pad_token_id=None,
     )
-    write_model(path, NemotronHForCausalLM, config, change=_sharpen)
+    write_model(path, transformers.NemotronHForCausalLM, config, change=_sharpen)
     _add_facts(path, hybrid_override_pattern="M-M-M-*-", mamba_n_groups=2)
     return path
 
 
 def build_granite_4(path: Path) -> Path:
     """Write a Granite 4 to `path`: Mamba2, and a mixture of four experts beside a shared one."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
-    config = GraniteMoeHybridConfig(
+    config = transformers.GraniteMoeHybridConfig(
         **{name: value for name, value in SHAPE.items() if name != "head_dim"},
         intermediate_size=64,
         shared_intermediate_size=128,
@@ -215,14 +204,12 @@ def build_granite_4(path: Path) -> Path:
         mamba_chunk_size=64,
         attention_multiplier=32**-0.5,
     )
-    return write_model(path, GraniteMoeHybridForCausalLM, config, change=_sharpen)
+    return write_model(path, transformers.GraniteMoeHybridForCausalLM, config, change=_sharpen)
 
 
 def build_falcon_h1(path: Path) -> Path:
     """Write a Falcon-H1 to `path`: each layer has attention and Mamba2 side by side."""
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
-    config = FalconH1Config(
+    config = transformers.FalconH1Config(
         **SHAPE,
         intermediate_size=256,
         mamba_d_ssm=256,
@@ -232,24 +219,22 @@ def build_falcon_h1(path: Path) -> Path:
         mamba_n_groups=2,
         mamba_chunk_size=64,
     )
-    return write_model(path, FalconH1ForCausalLM, config, change=_sharpen)
+    return write_model(path, transformers.FalconH1ForCausalLM, config, change=_sharpen)
 
 
 def build_gemma_4(path: Path, *, window_tokens: int) -> Path:
     """Write the text of a Gemma 4 to `path`: heads of full attention are wider than those of
     windows, and an embedding of each layer is added."""
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-
-    config = Gemma4TextConfig(
+    config = transformers.Gemma4TextConfig(
         **SHAPE,
         intermediate_size=256,
         sliding_window=window_tokens,
-        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        layer_types=WINDOWS,
         global_head_dim=64,
         hidden_size_per_layer_input=32,
         vocab_size_per_layer_input=VOCAB,
     )
-    write_model(path, Gemma4ForCausalLM, config, change=_sharpen)
+    write_model(path, transformers.Gemma4ForCausalLM, config, change=_sharpen)
     shapes = {"swa_head_dim": 32, "swa_v_head_dim": 32, "swa_num_key_value_heads": 2}
     _add_form(path, per_layer_config=None, head_dim=64, **shapes)
     return path
@@ -258,20 +243,17 @@ def build_gemma_4(path: Path, *, window_tokens: int) -> Path:
 def build_mimo_v2(path: Path, *, window_tokens: int) -> Path:
     """Write a dense MiMo V2 to `path`: V is narrower than K, and windows have sinks, and twice as
     many KV heads as full attention."""
-    from transformers import MiMoV2FlashConfig, MiMoV2FlashForCausalLM
-
-    kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    config = MiMoV2FlashConfig(
+    config = transformers.MiMoV2FlashConfig(
         **SHAPE,
         intermediate_size=256,
         v_head_dim=16,
         sliding_window=window_tokens,
-        layer_types=kinds,
+        layer_types=WINDOWS,
         mlp_layer_types=["dense"] * LAYERS,
-        rope_parameters=dict.fromkeys(kinds, rope),
+        rope_parameters=dict.fromkeys(WINDOWS, rope),
     )
-    write_model(path, MiMoV2FlashForCausalLM, config, change=_sharpen)
+    write_model(path, transformers.MiMoV2FlashForCausalLM, config, change=_sharpen)
     shapes = {"swa_head_dim": 32, "swa_v_head_dim": 16, "swa_num_key_value_heads": 4}
     _add_form(
         path,
@@ -290,26 +272,22 @@ def build_mimo_v2(path: Path, *, window_tokens: int) -> Path:
 
 def build_gpt_oss(path: Path, *, window_tokens: int) -> Path:
     """Write a gpt-oss to `path`: windows with sinks, and a mixture of four experts."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    config = GptOssConfig(
+    config = transformers.GptOssConfig(
         **SHAPE,
         intermediate_size=64,
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=window_tokens,
-        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        layer_types=WINDOWS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    return write_model(path, GptOssForCausalLM, config, change=_sharpen)
+    return write_model(path, transformers.GptOssForCausalLM, config, change=_sharpen)
 
 
 def build_llama_4(path: Path, *, chunk_tokens: int) -> Path:
     """Write the text of a dense Llama 4 to `path`: a token sees those of its own chunk, and in the
     layer with full attention, which has no positions, all."""
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    config = Llama4TextConfig(
+    config = transformers.Llama4TextConfig(
         **SHAPE,
         intermediate_size=64,
         intermediate_size_mlp=256,
@@ -318,7 +296,7 @@ def build_llama_4(path: Path, *, chunk_tokens: int) -> Path:
         floor_scale=256,
         use_qk_norm=False,  # SGLang computes it in bfloat16, if there is no GPU
     )
-    write_model(path, Llama4ForCausalLM, config, change=_sharpen)
+    write_model(path, transformers.Llama4ForCausalLM, config, change=_sharpen)
     # Under its own name, SGLang makes no pool of windows for it.
     _add_facts(path, architectures=["Llama4ForConditionalGeneration"])
     return path
@@ -326,38 +304,33 @@ def build_llama_4(path: Path, *, chunk_tokens: int) -> Path:
 
 def build_gemma_3(path: Path, *, window_tokens: int) -> Path:
     """Write the text of a Gemma 3 to `path`."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
+    config = transformers.Gemma3TextConfig(
         **(SHAPE | {"tie_word_embeddings": True}),  # SGLang reads no other head
         intermediate_size=256,
         sliding_window=window_tokens,
         query_pre_attn_scalar=32,
-        layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        layer_types=WINDOWS,
     )
-    return write_model(path, Gemma3ForCausalLM, config, change=_sharpen)
+    return write_model(path, transformers.Gemma3ForCausalLM, config, change=_sharpen)
 
 
 def build_step_3_5(path: Path, *, window_tokens: int) -> Path:
     """Write the text of a dense Step 3.5 to `path`: a gate for each head, and windows with more
     heads than full attention."""
-    from transformers import Step3p7Config, Step3p7ForConditionalGeneration, Step3p7TextConfig
-
-    kinds = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
-    text = Step3p7TextConfig(
+    text = transformers.Step3p7TextConfig(
         **SHAPE,
         intermediate_size=256,
         sliding_window=window_tokens,
-        layer_types=kinds,
+        layer_types=WINDOWS,
         mlp_layer_types=["dense"] * LAYERS,
         num_sliding_attention_heads=8,
         pad_token_id=0,
     )
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56}
-    config = Step3p7Config(
+    config = transformers.Step3p7Config(
         text_config=text.to_dict(), vision_config=vision, image_token_id=VOCAB - 10
     )
-    write_model(path, Step3p7ForConditionalGeneration, config, change=_sharpen)
+    write_model(path, transformers.Step3p7ForConditionalGeneration, config, change=_sharpen)
     facts = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
     _set_form(
         path,
@@ -368,7 +341,7 @@ def build_step_3_5(path: Path, *, window_tokens: int) -> Path:
             "intermediate_size": 256,
             "num_attention_groups": 2,
             "sliding_window": window_tokens - 1,  # without the token that looks
-            "layer_types": kinds,
+            "layer_types": WINDOWS,
             "moe_layers_enum": "99",
             "rope_theta": [10000.0] * LAYERS,
             "partial_rotary_factors": [1.0] * LAYERS,
@@ -407,8 +380,6 @@ def _add_facts(path: Path, **facts: object) -> None:
 
 
 def _sharpen(model: Any) -> None:
-    import torch
-
     for name, weight in model.named_parameters():
         if name.endswith(("q_norm.weight", "q_layernorm.weight")):
             weight.data += 2  # a peaked softmax
@@ -436,21 +407,18 @@ class Transformers:
     """
 
     def __init__(self, path: Path, *, seeing: bool = False) -> None:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
         torch.set_num_threads(1)
-        config = AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             path / TRANSFORMERS if (path / TRANSFORMERS).exists() else path
         )
         seeing |= config.model_type == "step3p7"  # it has no class for text alone
-        kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        kind: Any = transformers.AutoModelForCausalLM
+        if seeing:
+            kind = transformers.AutoModelForImageTextToText
         self._model = kind.from_pretrained(path, config=config, dtype=torch.float32).eval()
 
     def answer(self, ids: Sequence[int], new_tokens: int, **media: Any) -> Expected:
         """The media are what the model's processor would return beside the tokens."""
-        import torch
-
         given = torch.tensor([list(ids)])
         made = self._model.generate(
             given,

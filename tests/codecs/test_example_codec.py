@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import distributions
 import pytest
 
 from sglang_cake.cli import main
@@ -33,11 +34,8 @@ def install(tmp_path_factory, monkeypatch):
     monkeypatch.syspath_prepend(str(site))
 
     def install(entry_point, module="", code=""):
-        info = site / f"package_{len(list(site.glob('*.dist-info')))}-1.0.dist-info"
-        info.mkdir()
-        name = info.name.removesuffix("-1.0.dist-info")
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[sglang_cake.codecs]\n{entry_point}\n")
+        name = f"package_{len(list(site.glob('*.dist-info')))}"
+        distributions.install(site, name, "sglang_cake.codecs", entry_point)
         if module:
             (site / f"{module}.py").write_text(code)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from distributions import install
 
 from sglang_cake.codecs.catalogue import chain_of, decode, prepare
 from sglang_cake.codecs.codec_choice import AutoCodec
@@ -106,12 +107,8 @@ def test_plane_groups_lossy_codecs_are_refused_in_one_line(codec: str, kind: str
 def test_plane_groups_codecs_of_other_packages_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    info = tmp_path / "own_codec-1.0.dist-info"  # a distribution as pip installs it
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own_codec\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang_cake.codecs]\nown = sglang_cake.codecs.pipeline:RAW_CHAIN\n"
-    )
+    entry_point = "own = sglang_cake.codecs.pipeline:RAW_CHAIN"
+    install(tmp_path, "own_codec", "sglang_cake.codecs", entry_point)
     monkeypatch.syspath_prepend(tmp_path)
     assert chain_of("own", BlockLayout((KV,), 128)) == Chain(Raw())
     with pytest.raises(ConfigError, match="use raw or zstd"):

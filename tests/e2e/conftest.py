@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+from distributions import install
 from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
 from warm import ONE_THREAD, Forked
 
@@ -68,27 +69,27 @@ def models(folder: Path) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def standins(folder: Path) -> dict[str, str]:
     """Environment of a server that uses tests/e2e/standins."""
-    info = folder / "plugins" / "cake_test_standins-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cake-test-standins\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\ncake_test_standins = cake_test_standins:register\n"
-        "cake_test_layers = cake_test_layers:register\n"
-        "cake_test_decoders = cake_test_decoders:register\n"
-        "cake_test_slow = cake_test_slow:register\n"
-        "cake_test_faults = cake_test_faults:register\n"
-        "cake_test_digests = cake_test_digests:register\n"
-        "cake_test_images = cake_test_images:register\n"
-        "cake_test_recurrent = cake_test_recurrent:register\n"
-        "cake_test_kda_mamba2 = cake_test_kda_mamba2:register\n"
-        "cake_test_sinks = cake_test_sinks:register\n"
-        "cake_test_chunked_attention = cake_test_chunked_attention:register\n"
-        "cake_test_any_backend = cake_test_any_backend:register\n"
-        "cake_test_disaggregation = cake_test_disaggregation:register\n"
-        "cake_test_speculative = cake_test_speculative:register\n"
+    site, module = folder / "plugins", Path(__file__).parent / "standins"
+    install(
+        site,
+        "cake_test_standins",
+        "sglang.srt.plugins",
+        "cake_test_standins = cake_test_standins:register",
+        "cake_test_layers = cake_test_layers:register",
+        "cake_test_decoders = cake_test_decoders:register",
+        "cake_test_slow = cake_test_slow:register",
+        "cake_test_faults = cake_test_faults:register",
+        "cake_test_digests = cake_test_digests:register",
+        "cake_test_images = cake_test_images:register",
+        "cake_test_recurrent = cake_test_recurrent:register",
+        "cake_test_kda_mamba2 = cake_test_kda_mamba2:register",
+        "cake_test_sinks = cake_test_sinks:register",
+        "cake_test_chunked_attention = cake_test_chunked_attention:register",
+        "cake_test_any_backend = cake_test_any_backend:register",
+        "cake_test_disaggregation = cake_test_disaggregation:register",
+        "cake_test_speculative = cake_test_speculative:register",
     )
-    module = Path(__file__).parent / "standins"
-    paths = [str(info.parent), str(module), os.environ.get("PYTHONPATH", "")]
+    paths = [str(site), str(module), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -96,13 +97,9 @@ def standins(folder: Path) -> dict[str, str]:
 def patience(folder: Path) -> tuple[str, str]:
     """What the PYTHONPATH of a server that waits for what is late begins with. It does not bring
     the other stand-ins along."""
-    info = folder / "patience" / "cake_test_patience-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cake-test-patience\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\ncake_test_patience = cake_test_patience:register\n"
-    )
-    return str(info.parent), str(Path(__file__).parent / "standins")
+    site, entry_point = folder / "patience", "cake_test_patience = cake_test_patience:register"
+    install(site, "cake_test_patience", "sglang.srt.plugins", entry_point)
+    return str(site), str(Path(__file__).parent / "standins")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import requests
 from namespace_folder import NamespaceFolder
+from polling import until
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, payload_checksum
 from sglang_cake.core.errors import StoreUnavailable
@@ -53,15 +53,6 @@ _ALARMS = re.compile(
     r"|broke its contract|a lookup failed|could not be copied|AssertionError|KeyError",
     re.IGNORECASE,
 )
-
-
-def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """The first true value of `condition`; fails after the deadline."""
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"not within {deadline_s:.0f} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 # The `start` fixture: (model, flags, *, store, bandwidth, env) runs a server.

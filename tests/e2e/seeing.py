@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from live import BLOCK, CHUNK, NEW_TOKENS, TOLERANCE, VOCAB, Answer, Live, distance, falsify, until
+from live import BLOCK, CHUNK, NEW_TOKENS, TOLERANCE, VOCAB, Answer, Live, distance, falsify
+from polling import until
 from tiny_hybrids import Expected, Transformers
 
 PAD, BEFORE, AFTER = VOCAB - 10, VOCAB - 8, VOCAB - 7  # tokens of an image, and around it

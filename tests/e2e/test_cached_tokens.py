@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import requests
-from live import BLOCK, CHUNK, DEADLINE_S, Live, until
+from live import BLOCK, CHUNK, DEADLINE_S, Live
+from polling import until
 
 Make = Callable[[int], list[int]]
 

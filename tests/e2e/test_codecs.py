@@ -8,17 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live import (
-    BLOCK,
-    TOLERANCE,
-    Live,
-    Start,
-    StoreView,
-    assert_same,
-    distance,
-    layout_of,
-    until,
-)
+from live import BLOCK, TOLERANCE, Live, Start, StoreView, assert_same, distance, layout_of
+from polling import until
 
 from sglang_cake.codecs.block_arrays import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode

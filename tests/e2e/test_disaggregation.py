@@ -12,17 +12,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from live import (
-    BLOCK,
-    Answer,
-    Live,
-    PendingRequest,
-    Start,
-    assert_same,
-    falsify,
-    request,
-    until,
-)
+from live import BLOCK, Answer, Live, PendingRequest, Start, assert_same, falsify, request
+from polling import until
 from server_pair import COMMON, NO_DECODE_SERVER, ROOMS, Pair
 
 from sglang_cake.demo.sglang_server import free_port

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import requests
-from live import BLOCK, DEADLINE_S, Live, assert_same, request, until
+from live import BLOCK, DEADLINE_S, Live, assert_same, request
+from polling import until
 
 from sglang_cake.demo.sglang_server import generate
 

@@ -4,7 +4,8 @@ import shutil
 from collections.abc import Callable
 
 import pytest
-from live import BLOCK, CHUNK, TOLERANCE, Answer, Live, assert_same, distance, falsify, until
+from live import BLOCK, CHUNK, TOLERANCE, Answer, Live, assert_same, distance, falsify
+from polling import until
 
 Make = Callable[[int], list[int]]
 

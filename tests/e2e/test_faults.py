@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import ADMIN, ADMIN_KEY, BLOCK, DEADLINE_S, VOCAB, Answer, Live, Start, assert_same, until
+from live import ADMIN, ADMIN_KEY, BLOCK, DEADLINE_S, VOCAB, Answer, Live, Start, assert_same
+from polling import until
 from test_shared_store import SharedStore
 
 from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy

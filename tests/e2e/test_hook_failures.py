@@ -6,17 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from live import (
-    ADMIN,
-    ADMIN_KEY,
-    BLOCK,
-    CHUNK,
-    Live,
-    PendingRequest,
-    Start,
-    assert_same,
-    until,
-)
+from live import ADMIN, ADMIN_KEY, BLOCK, CHUNK, Live, PendingRequest, Start, assert_same
+from polling import until
 
 Make = Callable[[int], list[int]]
 POOL = 2560

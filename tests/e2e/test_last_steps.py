@@ -21,8 +21,8 @@ from live import (
     assert_same,
     distance,
     falsify,
-    until,
 )
+from polling import until
 from test_shared_store import SharedStore
 
 from benchmarks.harness.slow_link import SlowLink

@@ -20,8 +20,8 @@ from live import (
     abort_at_every_stage,
     assert_same,
     request,
-    until,
 )
+from polling import until
 
 Make = Callable[[int], list[int]]
 

@@ -10,17 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live import (
-    BLOCK,
-    TOLERANCE,
-    Answer,
-    Live,
-    PendingRequest,
-    Start,
-    assert_same,
-    falsify,
-    until,
-)
+from live import BLOCK, TOLERANCE, Answer, Live, PendingRequest, Start, assert_same, falsify
+from polling import until
 from warm import run_forked
 
 from benchmarks.harness.deepseek import build_deepseek

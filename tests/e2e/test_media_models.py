@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from live import VOCAB, Live, Start
 from seeing import AFTER, BEFORE, PAD, check_images
 from tiny_hybrids import Transformers
@@ -43,23 +44,19 @@ def rope(*section: int, **more: float) -> dict[str, Any]:
 
 def build_qwen2_5_vl(path: Path) -> Path:
     """Write a random Qwen2.5-VL to `path`: one layer of its tower sees windows of the image."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    config = Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         text_config=TEXT | {"rope_parameters": rope(4, 6, 6)},
         vision_config=VISION | {"intermediate_size": 128, "fullatt_block_indexes": [1]},
         vision_start_token_id=BEFORE,
         vision_end_token_id=AFTER,
         **TOKENS,
     )
-    return write_model(path, Qwen2_5_VLForConditionalGeneration, config)
+    return write_model(path, transformers.Qwen2_5_VLForConditionalGeneration, config)
 
 
 def build_glm_4_1v(path: Path) -> Path:
     """Write a random GLM-4.1V to `path`."""
-    from transformers import Glm4vConfig, Glm4vForConditionalGeneration
-
-    config = Glm4vConfig(
+    config = transformers.Glm4vConfig(
         text_config=TEXT | {"rope_parameters": rope(2, 3, 3, partial_rotary_factor=0.5)},
         vision_config=VISION | {"intermediate_size": 256, "image_size": 16 * PATCH},
         image_start_token_id=BEFORE,
@@ -68,7 +65,7 @@ def build_glm_4_1v(path: Path) -> Path:
         video_end_token_id=VOCAB - 5,
         **TOKENS,
     )
-    return write_model(path, Glm4vForConditionalGeneration, config)
+    return write_model(path, transformers.Glm4vForConditionalGeneration, config)
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {

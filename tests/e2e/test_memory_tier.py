@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from live import BLOCK, Live, Start, assert_same, until
+from live import BLOCK, Live, Start, assert_same
+from polling import until
 
 Make = Callable[[int], list[int]]
 BLOCKS = 12

@@ -20,8 +20,8 @@ from live import (
     assert_same,
     distance,
     falsify,
-    until,
 )
+from polling import until
 
 from sglang_cake.demo.models import write_model
 

@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import (
-    BLOCK,
-    DRAFT_CHAIN,
-    NEW_TOKENS,
-    PendingRequest,
-    Start,
-    accepted,
-    falsify_draft,
-    until,
-)
+from live import BLOCK, DRAFT_CHAIN, NEW_TOKENS, PendingRequest, Start, accepted, falsify_draft
+from polling import until
 from server_pair import COMMON, NO_DECODE_SERVER, ROOMS, Pair
 from tiny_drafts import VOCAB, build_mimo
 from tiny_hybrids import Transformers

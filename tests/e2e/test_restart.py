@@ -21,8 +21,8 @@ from live import (
     StoreView,
     assert_same,
     check_block,
-    until,
 )
+from polling import until
 
 ADAPTER = {"lora_path": "a"}
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import requests
-from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, PendingRequest, Start, assert_same, until
+from live import BLOCK, DEADLINE_S, VOCAB, Answer, Live, PendingRequest, Start, assert_same
+from polling import until
 
 from sglang_cake.cli import main
 from sglang_cake.demo.sglang_server import free_port

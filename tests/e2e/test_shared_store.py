@@ -22,9 +22,9 @@ from live import (
     Start,
     StoreView,
     assert_same,
-    until,
 )
 from patient import SGLANG_CAKE
+from polling import until
 
 from sglang_cake.codecs.frame import HEADER_BYTES, read_header
 from sglang_cake.demo.sglang_server import free_port

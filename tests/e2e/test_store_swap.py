@@ -19,8 +19,8 @@ from live import (
     Start,
     StoreView,
     assert_same,
-    until,
 )
+from polling import until
 
 from sglang_cake.simulator.request_traces import read_trace
 from sglang_cake.stores.file.block_folder import BlockFolder

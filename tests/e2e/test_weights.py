@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import BLOCK, VOCAB, Answer, Live, Start, assert_same, until
+from live import BLOCK, VOCAB, Answer, Live, Start, assert_same
+from polling import until
 
 from sglang_cake.demo.models import build_llama
 

@@ -4,7 +4,6 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
 import torch
+from polling import until
 
 from sglang_cake.demo.models import build_llama
 from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, free_port, generate
@@ -114,13 +114,6 @@ def test_ipc_engine_written_part_is_in_the_memory_of_the_other_process() -> None
         child.kill()
 
 
-def _until(condition: Callable[[], bool], what: str, deadline_s: float = 120.0) -> None:
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s, f"waited in vain: {what}"
-        time.sleep(0.1)
-
-
 def _server(model: Path, folder: Path, rank: int, peers: str, transport: str) -> SglangServer:
     flags = (
         *("--enable-cake", "--cake-store", f"file://{folder}/store-{rank}"),
@@ -164,7 +157,7 @@ def test_runahead_two_servers_give_the_answer_of_one(tmp_path: Path, transport: 
         _server(model, tmp_path, 1, peers, transport) as owner,
     ):
         for server in (helper, owner):
-            _until(lambda one=server: "is here" in one.logs(), "both members are there")
+            until(lambda one=server: "is here" in one.logs(), "both members are there")
         alone = generate(owner.base_url, ids, custom_params={"cake_runahead": "alone"})
         for _ in range(3):
             reply = _shared(owner.base_url, ids)

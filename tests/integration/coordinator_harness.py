@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from held_reads import HeldReads
@@ -84,7 +84,10 @@ class CountedStepCosts(StepCosts):
 
 
 class CoordinatorHarness(HeldReads):
-    """One rank's coordinator over a small KV pool on a CPU."""
+    """One rank's coordinator over a small KV pool on a CPU.
+
+    As a context manager: all requests leave at its end, and nothing of theirs may be left.
+    """
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class CoordinatorHarness(HeldReads):
             own.
         """
         super().__init__(io)
+        self.arrived: list[FakeReq] = []
         self.end_blocks = end_blocks
         self.next_tokens = next_tokens
         self.no_end_memory = False
@@ -169,6 +173,16 @@ class CoordinatorHarness(HeldReads):
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if failure is None:
+                self.all_back()
+        finally:
+            self.io.close()
+
     def reduce(self, numbers: torch.Tensor) -> None:
         """What another rank says, if a test has one."""
         if self.peer is not None:
@@ -208,13 +222,15 @@ class CoordinatorHarness(HeldReads):
         if matched:
             req.owned.append(self.allocator.alloc(matched))
         req.prefix_len = matched
+        self.arrived.append(req)
         self.coordinator.arrive(req, lambda tokens, limit: min(limit, req.prefix_len))
         self.settle()
 
-    def poll(self, *reqs: FakeReq) -> None:
-        """A poll of these requests, all of which wait, and the I/O thread's work after it."""
-        self.coordinator.poll([req.rid for req in reqs])
-        self.settle()
+    def poll(self, *reqs: FakeReq, times: int = 1) -> None:
+        """Polls of these requests, all of which wait, and the I/O thread's work after each."""
+        for _ in range(times):
+            self.coordinator.poll([req.rid for req in reqs])
+            self.settle()
 
     def evict(self, req: FakeReq, kept: int = 0) -> None:
         """The tree evicts what it has of a waiting request, but for `kept` tokens."""
@@ -293,9 +309,11 @@ class CoordinatorHarness(HeldReads):
         req.owned.clear()
 
     def all_back(self) -> None:
+        """Every request leaves, and everything that they had is free again."""
+        for req in self.arrived:
+            self.leave(req)
         self.settle()
-        self.coordinator.poll([])
-        self.settle()
+        self.poll()
         self.coordinator.poll([])
         assert self.coordinator.placed_tokens == 0
         assert self.allocator.available_size() == self.size

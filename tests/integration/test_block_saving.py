@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -28,6 +28,8 @@ BLOCK, PATIENCE_S = 16, 60.0
 
 
 class SavingHarness:
+    """As a context manager: everything is written at its end, and all buffers are free again."""
+
     def __init__(self, *, buffers: int = 8, shard: KvShard = SOLE) -> None:
         self.pool = mha(256, dtype=torch.bfloat16)
         scramble(self.pool, 1)
@@ -43,6 +45,17 @@ class SavingHarness:
         # SGLang's rows of slots are int32, and slots come in no order.
         order = torch.randperm(256, generator=torch.Generator().manual_seed(2)) + 1
         self.row = order.to(torch.int32)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if failure is None:
+                self.io.run(self.writer.drained(), PATIENCE_S)
+                assert self.buffers.free == self.buffers.capacity
+        finally:
+            self.io.close()
 
     def checkpoint(
         self, record: PromptRecord, upto: int, *, last: bool = False, held: int | None = None
@@ -73,9 +86,8 @@ class SavingHarness:
 
 @pytest.fixture
 def harness() -> Iterator[SavingHarness]:
-    made = SavingHarness()
-    yield made
-    made.io.close()
+    with SavingHarness() as made:
+        yield made
 
 
 def known(blocks: int, *stored: int, next_tokens: int = 0) -> PromptRecord:
@@ -173,8 +185,7 @@ def test_block_saving_output_tokens_make_blocks_beyond_the_prompt(harness: Savin
 
 
 def test_block_saving_blocks_without_a_buffer_are_saved_at_later_checkpoints_and_polls() -> None:
-    harness = SavingHarness(buffers=2)
-    try:
+    with SavingHarness(buffers=2) as harness:
         record = known(6)
         assert harness.checkpoint(record, 4 * BLOCK) == [0, 1]
         assert harness.checkpoint(record, 5 * BLOCK) == [2, 3]
@@ -184,8 +195,6 @@ def test_block_saving_blocks_without_a_buffer_are_saved_at_later_checkpoints_and
         for block in range(6):
             harness.expect(record, block)
         assert not harness.counters.snapshot()["unstored_blocks", "queue_full"]
-    finally:
-        harness.io.close()
 
 
 def no_memory() -> Fence:
@@ -205,8 +214,7 @@ def test_block_saving_without_device_memory_is_tried_again(
 
 
 def test_block_saving_blocks_without_a_buffer_at_the_end_are_given_up_and_counted() -> None:
-    harness = SavingHarness(buffers=2)
-    try:
+    with SavingHarness(buffers=2) as harness:
         record = known(5)
         assert harness.checkpoint(record, 5 * BLOCK, last=True) == [0, 1]
         assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 3
@@ -216,23 +224,18 @@ def test_block_saving_blocks_without_a_buffer_at_the_end_are_given_up_and_counte
         harness.saving.released(released)
         assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 6
         assert harness.poll(released) == []
-    finally:
-        harness.io.close()
 
 
 def test_block_saving_blocks_of_an_aborted_request_are_given_up_and_counted_at_the_next_poll() -> (
     None
 ):
     """However the request ended: nobody told the saving."""
-    harness = SavingHarness(buffers=2)
-    try:
+    with SavingHarness(buffers=2) as harness:
         record = known(5)
         assert harness.checkpoint(record, 5 * BLOCK) == [0, 1]
         assert harness.poll(record, live=False) == []
         assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == 3
         assert harness.poll(record) == []
-    finally:
-        harness.io.close()
 
 
 def test_block_saving_slots_overwritten_after_return_keep_the_stored_bytes(
@@ -253,9 +256,8 @@ def test_block_saving_slots_overwritten_after_return_keep_the_stored_bytes(
 @pytest.fixture(params=[0, 1])
 def one_of_two(request: pytest.FixtureRequest) -> Iterator[tuple[int, SavingHarness]]:
     """One of two ranks that hold the same KV, with its number."""
-    made = SavingHarness(buffers=1, shard=KvShard(turn=request.param, turns=2))
-    yield request.param, made
-    made.io.close()
+    with SavingHarness(buffers=1, shard=KvShard(turn=request.param, turns=2)) as made:
+        yield request.param, made
 
 
 def test_block_saving_ranks_with_the_same_kv_take_turns(

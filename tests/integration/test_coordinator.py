@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,12 +17,12 @@ from coordinator_harness import (
     FakeReq,
     req_of,
 )
-from held_reads import PATIENCE_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from polling import until
 
 from sglang_cake.core.buffers import Buffer
-from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
+from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
@@ -34,36 +33,30 @@ from sglang_cake.stores.wrapper_store import WrapperStore
 
 @pytest.fixture
 def harness() -> Iterator[CoordinatorHarness]:
-    made = CoordinatorHarness()
-    yield made
-    made.io.close()
+    with CoordinatorHarness() as made:
+        yield made
 
 
 @pytest.fixture
 def two() -> Iterator[CoordinatorHarness]:
     """One of two ranks."""
-    made = CoordinatorHarness(ranks=True)
-    yield made
-    made.io.close()
+    with CoordinatorHarness(ranks=True) as made:
+        yield made
 
 
 def test_coordinator_blocks_that_land_with_a_lookup_of_too_little_are_given_up() -> None:
     """The prompt was computed for a while without its lookup, so that less is left to load."""
-    harness = CoordinatorHarness(min_load_tokens=2 * BLOCK)
-    req = req_of(3.5)
-    harness.open(*harness.fill(req.origin_input_ids, {0, 1, 2}))
-    harness.arrive(req)  # the lookup and the reads end before the next poll
-    req.prefix_len = 2 * BLOCK
-    harness.coordinator.attach_islands(req, harness.attach)
-    harness.poll(req)
-    assert list(harness.coordinator.live) == [req.rid]
-    assert not harness.coordinator.loading(req)
-    harness.poll(req)
-    assert harness.coordinator.placed_tokens == 0
-    harness.coordinator.release(req.rid)
-    harness.settle()
-    assert harness.staging.free == harness.staging.capacity
-    harness.io.close()
+    with CoordinatorHarness(min_load_tokens=2 * BLOCK) as harness:
+        req = req_of(3.5)
+        harness.open(*harness.fill(req.origin_input_ids, {0, 1, 2}))
+        harness.arrive(req)  # the lookup and the reads end before the next poll
+        req.prefix_len = 2 * BLOCK
+        harness.coordinator.attach_islands(req, harness.attach)
+        harness.poll(req)
+        assert list(harness.coordinator.live) == [req.rid]
+        assert not harness.coordinator.loading(req)
+        harness.poll(req)
+        assert harness.coordinator.placed_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -77,9 +70,7 @@ def test_coordinator_wholly_stored_prompt_is_loaded(
     full = int(blocks)
     harness.open(*harness.fill(req.origin_input_ids, set(range(full))))
     harness.arrive(req, matched)
-    for _ in range(3):
-        harness.coordinator.poll([req.rid])
-        harness.settle()
+    harness.poll(req, times=3)
     assert harness.step(req)
     limit = (len(req.origin_input_ids) - 1) // PAGE * PAGE
     loaded = max(0, min(full * BLOCK, limit) - matched)
@@ -90,8 +81,6 @@ def test_coordinator_wholly_stored_prompt_is_loaded(
     sides = harness.counters.snapshot()
     assert sides["fallback", "load"] == (loaded >= BLOCK)
     assert sides["fallback", "compute"] == 0
-    harness.leave(req)
-    harness.all_back()
 
 
 @pytest.mark.parametrize("failing", [{0}, {2}, {1, 3}, {0, 1, 2, 3}])
@@ -104,8 +93,7 @@ def test_coordinator_blocks_without_device_memory_are_computed(
     harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
     harness.arrive(req)
     for _ in range(20):
-        harness.coordinator.poll([req.rid])
-        harness.settle()
+        harness.poll(req)
         if harness.step(req):
             break
     [report] = req.customized_info["cake"]
@@ -113,8 +101,6 @@ def test_coordinator_blocks_without_device_memory_are_computed(
     assert report["loaded_tokens"] + computed == 4.5 * BLOCK
     assert len(failing) * BLOCK + BLOCK // 2 <= computed
     assert harness.counters.snapshot()["wasted_bytes", "memory"] > 0
-    harness.leave(req)
-    harness.all_back()
 
 
 @pytest.mark.parametrize("ranks", [False, True])
@@ -123,24 +109,17 @@ def test_coordinator_blocks_without_device_memory_are_computed(
 def test_coordinator_blocks_whose_keys_cover_next_tokens_are_loaded_up_to_those_before(
     blocks: float, next_tokens: int, ranks: bool
 ) -> None:
-    harness = CoordinatorHarness(ranks=ranks, next_tokens=next_tokens)
-    try:
+    with CoordinatorHarness(ranks=ranks, next_tokens=next_tokens) as harness:
         req = req_of(blocks)
         tokens = len(req.origin_input_ids)
         stored = (tokens - next_tokens) // BLOCK
         harness.open(*harness.fill(req.origin_input_ids, set(range(stored))))
         harness.arrive(req)
-        for _ in range(3):
-            harness.coordinator.poll([req.rid])
-            harness.settle()
+        harness.poll(req, times=3)
         assert harness.step(req)
         [report] = req.customized_info["cake"]
         limit = (tokens - 1 - next_tokens) // PAGE * PAGE
         assert report["loaded_tokens"] == min(stored * BLOCK, limit)
-        harness.leave(req)
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 @pytest.mark.parametrize(
@@ -156,39 +135,31 @@ def test_coordinator_blocks_whose_keys_cover_next_tokens_are_loaded_up_to_those_
 def test_coordinator_prompt_is_loaded_up_to_its_last_window_unless_all_of_it_is_read(
     data: dict[str, Any], loaded: int
 ) -> None:
-    harness = CoordinatorHarness(tail_tokens=PAGE)
-    try:
+    with CoordinatorHarness(tail_tokens=PAGE) as harness:
         req = req_of(4)
         vars(req).update({"return_logprob": False, "return_hidden_states": False} | data)
         harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
         harness.arrive(req)
-        for _ in range(3):
-            harness.coordinator.poll([req.rid])
-            harness.settle()
+        harness.poll(req, times=3)
         assert any(harness.step(req) for _ in range(2))
         [report] = req.customized_info["cake"]
         assert report["loaded_tokens"] == loaded
-        harness.leave(req)
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 def test_coordinator_loads_that_never_land_leave_the_prompt_to_compute(
     harness: CoordinatorHarness,
 ) -> None:
     req = req_of(4.5)
-    keys = harness.fill(req.origin_input_ids, set(range(4)))
+    harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req)
-    until_s = time.monotonic() + PATIENCE_S
-    while not harness.step(req):  # the lookup answers in a thread of its own
-        assert time.monotonic() < until_s
-        harness.coordinator.poll([req.rid])
+
+    def is_computed() -> bool:
+        harness.poll(req)
+        return harness.step(req)
+
+    until(is_computed, "its prefill is over")
     sides = harness.counters.snapshot()
     assert (sides["fallback", "compute"], sides["fallback", "load"]) == (1, 0)
-    harness.open(*keys)
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_computing_and_loading_meet_in_one_prompt(harness: CoordinatorHarness) -> None:
@@ -200,8 +171,7 @@ def test_coordinator_computing_and_loading_meet_in_one_prompt(harness: Coordinat
     assert req.prefix_len == 40  # the meet is far: a whole chunk
     harness.open(*keys)
     for _ in range(20):  # how far each side goes is decided by how quick it was
-        harness.coordinator.poll([req.rid])
-        harness.settle()
+        harness.poll(req)
         if harness.step(req):
             break
     [report] = req.customized_info["cake"]
@@ -212,8 +182,6 @@ def test_coordinator_computing_and_loading_meet_in_one_prompt(harness: Coordinat
     assert report["meet_token"] == 136 - 8 - report["loaded_tokens"]
     sides = harness.counters.snapshot()
     assert sides["fallback", "compute"] == sides["fallback", "load"] == 0
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_prompt_planned_and_not_scheduled_is_loaded_wholly(
@@ -229,21 +197,16 @@ def test_coordinator_prompt_planned_and_not_scheduled_is_loaded_wholly(
     assert plan.load_from is not None
     assert plan.load_from > 0
     harness.open(*keys)
-    for _ in range(12):
-        harness.coordinator.poll([req.rid])
-        harness.settle()
+    harness.poll(req, times=12)
     assert harness.coordinator.placed_tokens == 8 * BLOCK
-    harness.leave(req)
-    harness.all_back()
 
 
 @pytest.fixture
 def auto() -> Iterator[CoordinatorHarness]:
     """Four blocks and a half are computed in 0.072 s, before one is loaded."""
     load = LoadCost(0.08, 0.05, error=0.0, depth=2)
-    made = CoordinatorHarness(mode="auto", load=load)
-    yield made
-    made.io.close()
+    with CoordinatorHarness(mode="auto", load=load) as made:
+        yield made
 
 
 def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
@@ -256,12 +219,8 @@ def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
     assert auto.slow.waiting == []
     assert not auto.coordinator.loading(req)
     auto.loader.known_cost = LoadCost(0.0, 1e-4, error=0.0)
-    auto.coordinator.poll([req.rid])
-    auto.settle()
+    auto.poll(req)
     assert auto.slow.waiting == [keys[3], keys[2]]
-    auto.leave(req)
-    auto.open(*keys)
-    auto.all_back()
 
 
 class Lender(WrapperStore):
@@ -278,51 +237,44 @@ def test_coordinator_prompt_that_waits_for_device_memory_keeps_its_loads(
 ) -> None:
     """Its staging is full, or its lent blocks wait for their copies: no read is late."""
     load = LoadCost(0.0, 1e-3, error=0.0, depth=2)
-    harness = CoordinatorHarness(mode="auto", load=load, slots=40 * BLOCK, store=store)
-    harness.loader.known_cost = load
-    harness.coordinator.spare_slots = 0  # running requests have all of it
-    req = req_of(20.5)
-    keys = harness.fill(req.origin_input_ids, set(range(20)))
-    harness.open(*keys)
-    harness.arrive(req)
-    record = harness.coordinator.live[req.rid]
-    for _ in range(4):
-        harness.poll(req)
-        record.local.served_since_s -= 1000.0  # a long time passes
-        record.local.last_fetched_s -= 1000.0
-    assert 0 < record.meet.landed_blocks < 20
-    harness.coordinator.spare_slots = math.inf
-    for _ in range(20):
-        harness.poll(req)
-    assert record.meet.landed_blocks == 20
-    harness.leave(req)
-    harness.all_back()
-    harness.io.close()
+    with CoordinatorHarness(mode="auto", load=load, slots=40 * BLOCK, store=store) as harness:
+        harness.loader.known_cost = load
+        harness.coordinator.spare_slots = 0  # running requests have all of it
+        req = req_of(20.5)
+        keys = harness.fill(req.origin_input_ids, set(range(20)))
+        harness.open(*keys)
+        harness.arrive(req)
+        record = harness.coordinator.live[req.rid]
+        for _ in range(4):
+            harness.poll(req)
+            record.local.served_since_s -= 1000.0  # a long time passes
+            record.local.last_fetched_s -= 1000.0
+        assert 0 < record.meet.landed_blocks < 20
+        harness.coordinator.spare_slots = math.inf
+        harness.poll(req, times=20)
+        assert record.meet.landed_blocks == 20
 
 
 def test_coordinator_late_reads_that_have_all_places_of_the_link_end_the_loads() -> None:
     """Those of a prompt before it: no block of this one is being read."""
     load = LoadCost(0.0, 1e-3, error=0.0, depth=2)
-    harness = CoordinatorHarness(mode="auto", load=load)
-    harness.loader.known_cost = load
-    other, req = FakeReq("other", array("q", range(1000, 1072))), req_of(4.5)
-    keys = [
-        key for each in (other, req) for key in harness.fill(each.origin_input_ids, {0, 1, 2, 3})
-    ]
-    harness.arrive(other)
-    harness.arrive(req)
-    harness.poll(req, other)
-    record = harness.coordinator.live[req.rid]
-    assert len(harness.slow.waiting) == 2
-    assert not set(harness.slow.waiting) & set(keys[4:])
-    record.local.served_since_s -= 1000.0
-    harness.poll(req, other)
-    assert not harness.coordinator.loading(req)
-    for each in (req, other):
-        harness.leave(each)
-    harness.open(*keys)
-    harness.all_back()
-    harness.io.close()
+    with CoordinatorHarness(mode="auto", load=load) as harness:
+        harness.loader.known_cost = load
+        other, req = FakeReq("other", array("q", range(1000, 1072))), req_of(4.5)
+        keys = [
+            key
+            for each in (other, req)
+            for key in harness.fill(each.origin_input_ids, {0, 1, 2, 3})
+        ]
+        harness.arrive(other)
+        harness.arrive(req)
+        harness.poll(req, other)
+        record = harness.coordinator.live[req.rid]
+        assert len(harness.slow.waiting) == 2
+        assert not set(harness.slow.waiting) & set(keys[4:])
+        record.local.served_since_s -= 1000.0
+        harness.poll(req, other)
+        assert not harness.coordinator.loading(req)
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
@@ -340,8 +292,7 @@ def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
     assert auto.coordinator.loading(req)
     assert (auto.coordinator.live.get("ahead") is not None) == has_keys
     auto.leave(ahead)
-    auto.coordinator.poll([req.rid])
-    auto.settle()
+    auto.poll(req)
     assert not auto.coordinator.loading(req)
     assert auto.slow.waiting == []
     late = FakeReq("late", array("q", range(1000, 3000)))
@@ -352,13 +303,8 @@ def test_coordinator_prompt_behind_others_is_loaded_until_they_leave(
     assert auto.slow.waiting == [keys[3], keys[2]]
     late.prefix_len = 1999
     auto.coordinator.claimed(late, 2000)  # its last step begins
-    auto.coordinator.poll([req.rid])
-    auto.settle()
+    auto.poll(req)
     assert not auto.coordinator.loading(req)
-    for each in (late, req):
-        auto.leave(each)
-    auto.open(*keys)
-    auto.all_back()
 
 
 def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
@@ -376,10 +322,6 @@ def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
         auto.coordinator.poll(rids)
         assert len(asked) == poll * RECONSIDERED
     assert sorted(asked) == sorted(rids)
-    for req in reqs:
-        auto.leave(req)
-    auto.open(*KeyChain(KeySeed(NAMESPACE), BLOCK).of(reqs[0].origin_input_ids))
-    auto.all_back()
 
 
 def test_coordinator_step_without_news_predicts_the_remaining_time(
@@ -387,7 +329,7 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
 ) -> None:
     """Of an unknown link nothing may come for long: a first guess must not be the last."""
     req = req_of(8.5)
-    keys = harness.fill(req.origin_input_ids, set(range(8)))
+    harness.fill(req.origin_input_ids, set(range(8)))
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
     load = harness.coordinator.record(req)
@@ -397,9 +339,6 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
     entry = harness.coordinator.queue_entry(req)
     assert entry.remaining_s is not None
     assert entry.remaining_s < 1  # 136 tokens at a millisecond each, at most
-    harness.open(*keys)
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness) -> None:
@@ -416,8 +355,6 @@ def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness)
     harness.coordinator.claimed(req, 72)
     harness.settle()
     assert harness.slow.waiting == []
-    harness.coordinator.release(req.rid)
-    harness.all_back()
 
 
 def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
@@ -434,8 +371,6 @@ def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
     )  # the patience is over before the answer is taken in
     harness.coordinator.poll([req.rid])
     assert load.agreed.lookup_done
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_waiting_prompt_that_is_evicted_is_looked_up_again(
@@ -460,9 +395,6 @@ def test_coordinator_waiting_prompt_that_is_evicted_is_looked_up_again(
     [report] = req.customized_info["cake"]
     assert (report["matched_tokens"], report["loaded_tokens"]) == (PAGE, 60)
     assert harness.counters.snapshot()["repeated_lookups", ""] == 1
-    for each in (req, *others):
-        harness.leave(each)
-    harness.all_back()
 
 
 def test_coordinator_evicted_prompt_keeps_what_is_more_than_it_lost(
@@ -481,8 +413,6 @@ def test_coordinator_evicted_prompt_keeps_what_is_more_than_it_lost(
         harness.poll(req)
     [report] = req.customized_info["cake"]
     assert (report["computed_tokens"], report["loaded_tokens"]) == (40, 64)
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_prompt_that_is_being_prefilled_is_not_looked_up_again(
@@ -495,20 +425,15 @@ def test_coordinator_prompt_that_is_being_prefilled_is_not_looked_up_again(
     harness.evict(req)
     harness.coordinator.poll([req.rid], req.rid)
     assert harness.counters.snapshot()["repeated_lookups", ""] == 0
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
-    harness = CoordinatorHarness(slots=5 * BLOCK)
-    try:
+    with CoordinatorHarness(slots=5 * BLOCK) as harness:
         req = req_of(4.5)
         harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
         hog = harness.allocator.alloc(3 * BLOCK)
         harness.arrive(req)
-        for _ in range(3):
-            harness.coordinator.poll([req.rid])
-            harness.settle()
+        harness.poll(req, times=3)
         assert harness.coordinator.placed_tokens == 2 * BLOCK
         assert harness.coordinator.reclaim(1) == BLOCK
         assert harness.coordinator.placed_tokens == BLOCK
@@ -517,10 +442,6 @@ def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
             harness.coordinator.poll([req.rid])
         [report] = req.customized_info["cake"]
         assert report["computed_tokens"] + report["loaded_tokens"] == len(req.origin_input_ids)
-        harness.leave(req)
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 def test_coordinator_block_landing_after_its_claim_is_wasted_as_overtaken(
@@ -541,20 +462,15 @@ def test_coordinator_block_landing_after_its_claim_is_wasted_as_overtaken(
         harness.counters.snapshot()["wasted_bytes", "overtaken"]
         == 2 * harness.kv.layout.block_bytes
     )
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
-    harness = CoordinatorHarness(slots=8 * BLOCK, staging=10)
-    try:
+    with CoordinatorHarness(slots=8 * BLOCK, staging=10) as harness:
         req = req_of(6.5)
         harness.open(*harness.fill(req.origin_input_ids, set(range(6))))
         hog = harness.allocator.alloc(4 * BLOCK)
         harness.arrive(req)
-        for _ in range(4):
-            harness.coordinator.poll([])
-            harness.settle()
+        harness.poll(times=4)
         load = harness.coordinator.record(req)
         assert load is not None
         assert sorted(load.memory.staged) == list(range(6))
@@ -570,10 +486,6 @@ def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
         assert req.prefix_len == 32  # compute stops at what is left of the island
         assert harness.step(req)
         assert req.customized_info["cake"][0]["loaded_tokens"] == 64
-        harness.leave(req)
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 @pytest.mark.parametrize(
@@ -598,7 +510,6 @@ def test_coordinator_request_with_more_than_keys_cover_is_ignored(
     assert harness.coordinator.plan(req, CHUNK) is None
     harness.coordinator.attach_islands(req, harness.attach)
     harness.coordinator.claimed(req, 40)
-    harness.all_back()
 
 
 def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorHarness) -> None:
@@ -606,11 +517,8 @@ def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorH
     req = req_of(4.5, "a\ud800")
     harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
     harness.arrive(req)
-    for _ in range(3):
-        harness.poll(req)
+    harness.poll(req, times=3)
     assert harness.coordinator.placed_tokens == 4 * BLOCK
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_two_live_requests_with_one_id_never_share_a_record(
@@ -634,8 +542,6 @@ def test_coordinator_two_live_requests_with_one_id_never_share_a_record(
     assert harness.coordinator.record(first) is None
     assert harness.coordinator.record(second) is None
     assert harness.coordinator.record(third) is not None
-    harness.leave(third)
-    harness.all_back()
 
 
 def test_coordinator_adapter_tenant_and_salt_seed_the_keys(harness: CoordinatorHarness) -> None:
@@ -679,8 +585,6 @@ def test_coordinator_new_weights_change_the_keys_and_may_suspend(
     assert load is not None
     harness.coordinator.poll([req.rid])
     assert load.agreed.stored == (False, False)
-    harness.coordinator.release_all()
-    harness.all_back()
 
 
 def test_coordinator_without_a_namespace_skips_and_counts_requests(
@@ -696,8 +600,6 @@ def test_coordinator_without_a_namespace_skips_and_counts_requests(
     harness.coordinator.rebase(NAMESPACE, suspended=False)
     harness.arrive(req)
     assert harness.coordinator.record(req) is not None
-    harness.coordinator.release_all()
-    harness.all_back()
 
 
 # ---- the end at every stage ----
@@ -734,7 +636,6 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
         harness.coordinator.emptied()
     elif way == "again":
         harness.arrive(req)  # retracted: comes back under its id
-    harness.leave(req)
     harness.all_back()
     values = harness.counters.snapshot()
     wasted = {label: n for (name, label), n in values.items() if name == "wasted_bytes" and n}
@@ -761,8 +662,6 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
     assert (
         harness.counters.snapshot()["wasted_bytes", "in_tree"] == 2 * harness.kv.layout.block_bytes
     )
-    harness.leave(req)
-    harness.all_back()
 
 
 # ---- another rank ----
@@ -795,9 +694,6 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     two.peer = None
     two.coordinator.poll([req.rid])
     assert sorted(load.memory.slots) == [2, 3]
-    two.peer = lags
-    two.leave(req)
-    two.all_back()
 
 
 def test_coordinator_block_missing_on_a_peer_is_freed_at_the_end(two: CoordinatorHarness) -> None:
@@ -811,7 +707,6 @@ def test_coordinator_block_missing_on_a_peer_is_freed_at_the_end(two: Coordinato
     two.arrive(req)
     two.coordinator.poll([req.rid])
     two.coordinator.poll([req.rid])
-    two.leave(req)
     two.all_back()
     assert two.counters.snapshot()["wasted_bytes", "ended"] == 4 * two.kv.layout.block_bytes
 
@@ -833,8 +728,6 @@ def test_coordinator_block_lost_on_a_peer_is_computed(two: CoordinatorHarness) -
     assert req.prefix_len == 32
     assert two.step(req)
     assert req.customized_info["cake"][0]["loaded_tokens"] == 48
-    two.leave(req)
-    two.all_back()
 
 
 # ---- anything in any order ----
@@ -871,11 +764,9 @@ def test_coordinator_random_actions_leak_nothing_and_fill_every_token(
     quick: bool,
     blocks: tuple,
 ) -> None:
-    harness = CoordinatorHarness(slots=(9 if tight else 24) * BLOCK, staging=staging, mode=mode)
-    try:
+    slots = (9 if tight else 24) * BLOCK
+    with CoordinatorHarness(slots=slots, staging=staging, mode=mode) as harness:
         drive_coordinator(harness, actions, stored, quick, blocks)
-    finally:
-        harness.io.close()
 
 
 def drive_coordinator(
@@ -942,7 +833,6 @@ def drive_coordinator(
             raise AssertionError("a request does not get on")
         live.remove(req)
         harness.leave(req)
-    harness.all_back()
 
 
 def check_report(req: FakeReq) -> None:
@@ -955,8 +845,7 @@ def test_coordinator_request_that_failed_to_arrive_is_no_request_of_its_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tenant that comes anew begins with the lowest count of those that have requests."""
-    harness = CoordinatorHarness(priority="fair")
-    try:
+    with CoordinatorHarness(priority="fair") as harness:
         one, failed, new = req_of(4.5, "one"), req_of(4.5, "failed"), req_of(4.5, "new")
         one.cache_salt, failed.cache_salt, new.cache_salt = "a", "b", "c"
         harness.arrive(one)
@@ -966,50 +855,41 @@ def test_coordinator_request_that_failed_to_arrive_is_no_request_of_its_tenant(
                 harness.arrive(failed)
         harness.coordinator.claimed(one, TURN_TOKENS + 1)
         assert harness.coordinator.queue_entry(new).turn == 1
-        harness.leave(one)
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 @pytest.mark.parametrize("why", ["embeddings", "store", "namespace", "id"])
 def test_coordinator_fair_priority_charges_prompts_without_keys(why: str) -> None:
-    harness = CoordinatorHarness(priority="fair")
-    coordinator = harness.coordinator
-    same: Any = req_of(4.5, "same")
-    same.finished = lambda: False
-    harness.arrive(same)
-    coordinator.store_detached = why == "store"
-    if why == "namespace":
-        coordinator.rebase(None, suspended=False)
-    poor = req_of(4.5, "poor")
-    poor.cache_salt = "poor"
-    rich: Any = req_of(4.5, "same" if why == "id" else "rich")
-    rich.cache_salt = "rich"
-    if why == "embeddings":
-        rich.input_embeds = [[0.0]]
-    for req in (poor, rich):
-        harness.arrive(req)
-    harness.poll(same, poor, rich)
-    coordinator.claimed(rich, TURN_TOKENS + 1)
-    assert coordinator.record(rich) is None
-    assert coordinator.queue_entry(rich).turn == 1
-    assert coordinator.queue_entry(poor).turn == 0
-    coordinator.claimed(poor, 2 * TURN_TOKENS)
-    harness.leave(same)
-    harness.poll(poor)  # the prefill of the other one is over
-    new = req_of(4.5, "new")
-    new.cache_salt = "new"
-    assert coordinator.queue_entry(new).turn == 2, "as the one tenant that is left"
-    for req in (poor, rich):
-        harness.leave(req)
-    harness.all_back()
-    harness.io.close()
+    with CoordinatorHarness(priority="fair") as harness:
+        coordinator = harness.coordinator
+        same: Any = req_of(4.5, "same")
+        same.finished = lambda: False
+        harness.arrive(same)
+        coordinator.store_detached = why == "store"
+        if why == "namespace":
+            coordinator.rebase(None, suspended=False)
+        poor = req_of(4.5, "poor")
+        poor.cache_salt = "poor"
+        rich: Any = req_of(4.5, "same" if why == "id" else "rich")
+        rich.cache_salt = "rich"
+        if why == "embeddings":
+            rich.input_embeds = [[0.0]]
+        for req in (poor, rich):
+            harness.arrive(req)
+        harness.poll(same, poor, rich)
+        coordinator.claimed(rich, TURN_TOKENS + 1)
+        assert coordinator.record(rich) is None
+        assert coordinator.queue_entry(rich).turn == 1
+        assert coordinator.queue_entry(poor).turn == 0
+        coordinator.claimed(poor, 2 * TURN_TOKENS)
+        harness.leave(same)
+        harness.poll(poor)  # the prefill of the other one is over
+        new = req_of(4.5, "new")
+        new.cache_salt = "new"
+        assert coordinator.queue_entry(new).turn == 2, "as the one tenant that is left"
 
 
 def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
-    harness = CoordinatorHarness(priority="fair")
-    try:
+    with CoordinatorHarness(priority="fair") as harness:
         one, other = req_of(4.5, "one"), req_of(4.5, "other")
         one.cache_salt, other.cache_salt = "a", "b"
         for req in (one, other):
@@ -1022,8 +902,3 @@ def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
         assert (
             harness.coordinator.queue_entry(one).turn > harness.coordinator.queue_entry(other).turn
         )
-        for req in (one, other):
-            harness.leave(req)
-        harness.all_back()
-    finally:
-        harness.io.close()

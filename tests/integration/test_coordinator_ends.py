@@ -19,21 +19,14 @@ ENDS = 2
 
 @pytest.fixture
 def harness() -> Iterator[CoordinatorHarness]:
-    made = CoordinatorHarness(end_blocks=ENDS, staging=12)
-    yield made
-    made.io.close()
-
-
-def polls(harness: CoordinatorHarness, req: FakeReq, count: int = 4) -> None:
-    for _ in range(count):
-        harness.coordinator.poll([req.rid])
-        harness.settle()
+    with CoordinatorHarness(end_blocks=ENDS, staging=12) as made:
+        yield made
 
 
 def run(harness: CoordinatorHarness, req: FakeReq, steps: int = 30) -> dict[str, int]:
     """Until prefill is over; the report."""
     for _ in range(steps):
-        polls(harness, req, 2)
+        harness.poll(req, times=2)
         if harness.step(req):
             [report] = req.customized_info["cake"]
             return report
@@ -45,13 +38,11 @@ def test_coordinator_prompt_is_loaded_up_to_its_stored_end(harness: CoordinatorH
     keys = harness.fill(req.origin_input_ids, set(range(6)))
     harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     report = run(harness, req)
     assert report["loaded_tokens"] == 4 * BLOCK
     assert report["computed_tokens"] == 2 * BLOCK + BLOCK // 2
     assert harness.counters.snapshot()["fallback", "load"] == 1
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_end_state_without_device_memory_is_computed(
@@ -62,11 +53,9 @@ def test_coordinator_end_state_without_device_memory_is_computed(
     keys = harness.fill(req.origin_input_ids, set(range(6)))
     harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     report = run(harness, req)
     assert report["loaded_tokens"] == 0
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_prompt_without_a_stored_end_is_computed(harness: CoordinatorHarness) -> None:
@@ -75,8 +64,6 @@ def test_coordinator_prompt_without_a_stored_end_is_computed(harness: Coordinato
     harness.arrive(req)
     report = run(harness, req)
     assert report["loaded_tokens"] == 0
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_missing_end_block_falls_back_to_the_lower_end(
@@ -89,11 +76,9 @@ def test_coordinator_missing_end_block_falls_back_to_the_lower_end(
     harness.faulty.fail(upper[0], BlockCorrupt("bad"))
     harness.open(*keys, *lower, *upper)
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     report = run(harness, req)
     assert report["loaded_tokens"] == 2 * BLOCK
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_computing_meets_the_run_before_the_end(harness: CoordinatorHarness) -> None:
@@ -102,7 +87,7 @@ def test_coordinator_computing_meets_the_run_before_the_end(harness: Coordinator
     keys = harness.fill(tokens, set(range(12)))
     ends = harness.fill_end(tokens, 12 * BLOCK)
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     assert not harness.step(req)
     assert req.prefix_len == 40
     harness.open(*keys, *ends)
@@ -111,8 +96,6 @@ def test_coordinator_computing_meets_the_run_before_the_end(harness: Coordinator
     assert report["loaded_tokens"] >= BLOCK
     assert report["computed_tokens"] + report["loaded_tokens"] == len(tokens)
     assert report["meet_token"] == 12 * BLOCK - report["loaded_tokens"]
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_end_that_never_lands_leaves_the_prompt_to_compute(
@@ -125,9 +108,6 @@ def test_coordinator_end_that_never_lands_leaves_the_prompt_to_compute(
     harness.open(*keys, ends[1])
     harness.arrive(req)
     assert run(harness, req, steps=1_000_000)["loaded_tokens"] == 0
-    harness.open(*ends)
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_slots_that_sglang_takes_back_shorten_the_run(
@@ -137,13 +117,11 @@ def test_coordinator_slots_that_sglang_takes_back_shorten_the_run(
     tokens = req.origin_input_ids
     harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     assert harness.coordinator.placed_tokens == 6 * BLOCK
     assert harness.coordinator.reclaim(2 * BLOCK) == 2 * BLOCK
     report = run(harness, req)
     assert report["loaded_tokens"] == 4 * BLOCK
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_all_slots_taken_back_give_up_the_end(harness: CoordinatorHarness) -> None:
@@ -151,13 +129,11 @@ def test_coordinator_all_slots_taken_back_give_up_the_end(harness: CoordinatorHa
     tokens = req.origin_input_ids
     harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     assert harness.coordinator.reclaim(6 * BLOCK) == 6 * BLOCK
     harness.settle()
     assert harness.staging.free == harness.staging.capacity
     assert run(harness, req)["loaded_tokens"] == 0
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_lost_end_frees_the_slots_that_were_reserved(
@@ -168,15 +144,13 @@ def test_coordinator_lost_end_frees_the_slots_that_were_reserved(
     harness.fill(tokens, set(range(6)))
     ends = harness.fill_end(tokens, 6 * BLOCK)
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     assert harness.coordinator.placed_tokens > 0
     harness.io.run(harness.memory.delete(ends[0]), PATIENCE_S)
     harness.open(*ends)
-    polls(harness, req)
+    harness.poll(req, times=4)
     assert harness.coordinator.placed_tokens == 0
     assert harness.slow.waiting == []
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_abort_returns_the_end_blocks(harness: CoordinatorHarness) -> None:
@@ -184,39 +158,33 @@ def test_coordinator_abort_returns_the_end_blocks(harness: CoordinatorHarness) -
     tokens = req.origin_input_ids
     harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     assert harness.staging.free == harness.staging.capacity - ENDS
-    harness.leave(req)
-    harness.all_back()
 
 
 def test_coordinator_end_slower_than_computing_is_not_loaded() -> None:
     """Six blocks are computed in 0.1 s; they would be loaded in 0.06 s, and their end in 0.1 s."""
-    harness = CoordinatorHarness(
+    with CoordinatorHarness(
         end_blocks=10,
         staging=48,
         mode="auto",
         prefill=PrefillCost(0.0, 1e-3, 1e-9, error=0.0),
         load=LoadCost(0.0, 0.01, error=0.0, depth=2),
-    )
-    req = req_of(6.5)
-    tokens = req.origin_input_ids
-    harness.fill(tokens, set(range(6)))
-    harness.fill_end(tokens, 6 * BLOCK)
-    harness.arrive(req)
-    harness.coordinator.poll([req.rid])
-    assert harness.slow.waiting == []
-    long = req_of(30.5, "long")
-    harness.fill(long.origin_input_ids, set(range(30)))
-    harness.fill_end(long.origin_input_ids, 30 * BLOCK)
-    harness.arrive(long)
-    harness.coordinator.poll([req.rid, "long"])
-    harness.settle()
-    assert harness.slow.waiting != []
-    harness.leave(req)
-    harness.leave(long)
-    harness.all_back()
-    harness.io.close()
+    ) as harness:
+        req = req_of(6.5)
+        tokens = req.origin_input_ids
+        harness.fill(tokens, set(range(6)))
+        harness.fill_end(tokens, 6 * BLOCK)
+        harness.arrive(req)
+        harness.coordinator.poll([req.rid])
+        assert harness.slow.waiting == []
+        long = req_of(30.5, "long")
+        harness.fill(long.origin_input_ids, set(range(30)))
+        harness.fill_end(long.origin_input_ids, 30 * BLOCK)
+        harness.arrive(long)
+        harness.coordinator.poll([req.rid, "long"])
+        harness.settle()
+        assert harness.slow.waiting != []
 
 
 @settings(max_examples=60, deadline=None)
@@ -224,13 +192,12 @@ def test_coordinator_end_slower_than_computing_is_not_loaded() -> None:
 def test_coordinator_random_faults_and_steps_return_everything(seed: int) -> None:
     """Bytes that are attached are checked by the harness; here: progress, and nothing is kept."""
     dice = random.Random(seed)
-    harness = CoordinatorHarness(
+    with CoordinatorHarness(
         end_blocks=dice.randint(1, 3),
         staging=dice.choice([16, 24]),
         slots=dice.choice([10, 20]) * BLOCK,
         mode=dice.choice(["both", "auto"]),
-    )
-    try:
+    ) as harness:
         reqs = [req_of(dice.randint(2, 9) + 0.5, f"r{n}") for n in range(2)]
         keys: list[BlockKey] = []
         for req in reqs:  # the second prompt begins like the first
@@ -259,10 +226,6 @@ def test_coordinator_random_faults_and_steps_return_everything(seed: int) -> Non
             elif dice.random() < 0.2:
                 waiting.reverse()
         assert not waiting, "no progress"
-        harness.open(*keys)
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 def test_ranks_that_hold_different_ends_agree_on_the_highest_that_both_have() -> None:
@@ -300,7 +263,5 @@ def test_coordinator_end_state_without_memory_leaves_the_prompt_to_compute(
     harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
     harness.no_end_memory = True
     harness.arrive(req)
-    polls(harness, req)
+    harness.poll(req, times=4)
     assert run(harness, req)["loaded_tokens"] == 0
-    harness.leave(req)
-    harness.all_back()

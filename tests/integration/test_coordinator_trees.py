@@ -4,9 +4,8 @@ runs: sliding windows beside recurrent states, DeepSeek V4 and V4.1, V3.2 and Mi
 Each step reads what a model's step would, and finds it right (`HybridTree.check_context`).
 """
 
-import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,8 +55,7 @@ class TreeHarness(CoordinatorHarness):
         """Another server computes and stores a document, with the ends in its middle and behind
         it. Returns all keys."""
         side, block = self.side, self.block_tokens
-        req = side.arrive([*document, 1])
-        assert side.admit(req)
+        req = side.start([*document, 1])
         for blocks in (BLOCKS // 2, BLOCKS):
             assert side.compute(req, blocks * block)
             assert side.save(req, blocks * block)
@@ -145,25 +143,17 @@ class TreeHarness(CoordinatorHarness):
             side.release(req, checkpoint=checkpoint)
         side.check_books()
 
-    def nothing_is_left(self) -> None:
-        """All that the coordinator had is back."""
+    def all_back(self) -> None:
+        """Every request ends, and all that the coordinator had is back."""
+        for req in [*self.side.live, *self.side.waiting]:
+            self.go(req)
         self.settle()
-        self.coordinator.poll([])
-        self.settle()
+        self.poll()
         assert list(self.coordinator.live) == []
         assert self.coordinator.placed_tokens == 0
         assert self.staging.free == self.staging.capacity
         assert self.slow.waiting == []
         self.side.check_books()
-
-
-@contextlib.contextmanager
-def harness_of(kind: str) -> Iterator[TreeHarness]:
-    made = TreeHarness(kind)
-    try:
-        yield made
-    finally:
-        made.io.close()
 
 
 def kinds() -> Any:
@@ -172,19 +162,17 @@ def kinds() -> Any:
 
 @kinds()
 def test_coordinator_trees_waiting_prompt_is_loaded_to_its_end(kind: str) -> None:
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         harness.open(*harness.keys)
         req = harness.prompt([*harness.document, *harness.question])
         report = harness.prefill(req)
         assert report["loaded_tokens"] == len(harness.document)
         assert report["computed_tokens"] == len(harness.question)
-        harness.go(req)
-        harness.nothing_is_left()
 
 
 @kinds()
 def test_coordinator_trees_running_prompt_meets_what_has_landed(kind: str) -> None:
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         req = harness.prompt([*harness.document, *harness.question])
         harness.poll(req)
         assert not harness.run_step(req)
@@ -197,8 +185,6 @@ def test_coordinator_trees_running_prompt_meets_what_has_landed(kind: str) -> No
         if isinstance(harness.side, RequestWindowTree):
             assert harness.side.replays
         assert report["loaded_tokens"] + report["computed_tokens"] == len(req.origin_input_ids)
-        harness.go(req)
-        harness.nothing_is_left()
 
 
 def running_prompt(harness: TreeHarness) -> Any:
@@ -221,7 +207,7 @@ def test_coordinator_trees_end_state_copied_in_part_leaves_the_state_of_its_requ
     kind: str, running: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One end block finds no device memory, the others are copied. The request goes on."""
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         part = harness.side.ends.parts[0]
         load, failed = part.load, []
 
@@ -239,8 +225,6 @@ def test_coordinator_trees_end_state_copied_in_part_leaves_the_state_of_its_requ
             harness.open(*harness.keys)
         harness.prefill(req)
         assert failed
-        harness.go(req)
-        harness.nothing_is_left()
 
 
 @several_end_blocks
@@ -248,7 +232,7 @@ def test_coordinator_trees_end_block_that_is_late_leaves_the_state_of_its_reques
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copier has launched the other end blocks by then."""
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         slots, copier = harness.device_slots, harness.device_slots._copier
         load_end, launch_load = slots.load_end, copier.launch_load
         launched, late = [], []
@@ -274,8 +258,6 @@ def test_coordinator_trees_end_block_that_is_late_leaves_the_state_of_its_reques
         req = running_prompt(harness)
         harness.prefill(req)
         assert late
-        harness.go(req)
-        harness.nothing_is_left()
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -283,7 +265,7 @@ def test_coordinator_trees_error_of_an_end_block_withdraws_those_after_it(
     running: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their slots are free by the time that the copier gets to them."""
-    with harness_of("window-state") as harness:
+    with TreeHarness("window-state") as harness:
         slots, copier = harness.device_slots, harness.device_slots._copier
         load_end, launch_load, later = slots.load_end, copier.launch_load, []
 
@@ -314,12 +296,14 @@ def test_coordinator_trees_error_of_an_end_block_withdraws_those_after_it(
             launch_load(copy, staged, lambda: loaded.append("a block") or Copy())
         assert len(later) > 1
         assert not loaded
+        with pytest.raises(Fault):
+            harness.poll()  # as the server hears of it
 
 
 def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with harness_of("window-state") as harness:
+    with TreeHarness("window-state") as harness:
         req = running_prompt(harness)
 
         def fail(*args: Any) -> None:
@@ -331,13 +315,11 @@ def test_coordinator_trees_failure_behind_a_loaded_end_leaves_the_state_of_its_r
         harness.coordinator.release(req.rid)  # as the boundary does: SGLang computes the request
         harness.side.check_books()
         assert harness.side.compute(req, len(req.full_untruncated_fill_ids))
-        harness.go(req)
-        harness.nothing_is_left()
 
 
 def test_coordinator_trees_forgotten_request_is_a_failure_and_an_aborted_one_is_none() -> None:
     """Other ranks hear of a failure in the next vote."""
-    with harness_of("window-state") as harness:
+    with TreeHarness("window-state") as harness:
         tree, coordinator = harness.side.tree, harness.coordinator
         req = harness.prompt(harness.document)
         tree.release_aborted_request(req)
@@ -359,7 +341,7 @@ def test_coordinator_trees_prompt_that_goes_behind_an_attached_end_returns_its_s
     kind: str, how: str
 ) -> None:
     """Before the next step, as an abort or a return to the queue between two chunks."""
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         side, req = harness.side, running_prompt(harness)
         front = req.prefix_len
         for _ in range(5):
@@ -368,7 +350,6 @@ def test_coordinator_trees_prompt_that_goes_behind_an_attached_end_returns_its_s
         assert req.prefix_len > front
         side.check_books()
         harness.go(req, checkpoint=how != "aborted")
-        harness.nothing_is_left()
 
 
 @kinds()
@@ -377,7 +358,7 @@ def test_coordinator_trees_prompt_that_goes_behind_an_attached_end_returns_its_s
 def test_coordinator_trees_abort_returns_all_of_a_prompt(
     kind: str, landed: str, running: bool
 ) -> None:
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         req = harness.prompt([*harness.document, *harness.question])
         harness.poll(req)
         if running:
@@ -391,12 +372,11 @@ def test_coordinator_trees_abort_returns_all_of_a_prompt(
         harness.side.check_books()
         harness.go(req, checkpoint=False)
         harness.open(*harness.keys)
-        harness.nothing_is_left()
 
 
 @kinds()
 def test_coordinator_trees_slots_that_another_prompt_needs_are_given_up(kind: str) -> None:
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         side, block = harness.side, harness.block_tokens
         harness.open(*harness.keys)
         req = harness.prompt([*harness.document, *harness.question])
@@ -404,17 +384,14 @@ def test_coordinator_trees_slots_that_another_prompt_needs_are_given_up(kind: st
             harness.poll(req)
         placed = harness.coordinator.placed_tokens
         assert placed == len(harness.document)
-        other = side.arrive(range(50_000, 50_000 + side.full_allocator.available_size()))
-        assert side.admit(other)
-        assert side.compute(other, len(other.full_untruncated_fill_ids) // block * block)
+        free = side.full_allocator.available_size()
+        other = side.start(range(50_000, 50_000 + free), free // block * block)
         assert side.room(block)
         assert harness.coordinator.placed_tokens < placed
         side.check_books()
         harness.go(other, checkpoint=False)
         report = harness.prefill(req)
         assert report["loaded_tokens"] < len(harness.document)
-        harness.go(req)
-        harness.nothing_is_left()
 
 
 @kinds()
@@ -427,7 +404,7 @@ def loaded_by_random_prompts(kind: str, seed: int) -> int:
     """How many tokens were loaded, for prompts that end, or are aborted, in a pool that is too
     small for the tree to keep them all."""
     dice = random.Random(f"{kind} {seed}")
-    with harness_of(kind) as harness:
+    with TreeHarness(kind) as harness:
         side, whole = harness.side, len(harness.document)
         for key in harness.keys:
             if dice.random() < 0.01:
@@ -460,6 +437,4 @@ def loaded_by_random_prompts(kind: str, seed: int) -> int:
                 harness.go(req, checkpoint=False)
         else:
             raise AssertionError("no progress")
-        harness.open(*harness.keys)
-        harness.nothing_is_left()
     return loaded

@@ -51,10 +51,8 @@ class PrefillServer:
 
 @pytest.fixture
 def harness() -> Iterator[CoordinatorHarness]:
-    made = CoordinatorHarness(mode="load")
-    yield made
-    made.coordinator.release_all()
-    made.io.close()
+    with CoordinatorHarness(mode="load") as made:
+        yield made
 
 
 @pytest.fixture
@@ -80,6 +78,7 @@ def test_prefill_server_loads_while_a_request_awaits_its_decode_server(
     server.waiting_queue.append(server.disagg_prefill_bootstrap_queue.queue.pop())
     assert harness.step(req)
     assert record.stats.loaded_tokens == 4 * BLOCK
+    harness.leave(req)
 
 
 def test_prefill_server_refused_request_is_not_looked_up(

@@ -101,9 +101,8 @@ class EndHarness(SavingHarness):
 
 @pytest.fixture
 def harness() -> Iterator[EndHarness]:
-    made = EndHarness()
-    yield made
-    made.io.close()
+    with EndHarness() as made:
+        yield made
 
 
 def known(blocks: int, *ends: int, **settings: Any) -> PromptRecord:
@@ -207,20 +206,19 @@ def test_end_saving_without_buffers_is_tried_again(harness: EndHarness) -> None:
 
 def test_end_saving_with_several_ranks_asks_the_tree_with_buffers_and_without() -> None:
     """The question changes the tree, and other ranks may have had buffers for it."""
-    harness = EndHarness(alone=False)
-    record = known(6, extra_tokens=3)
-    taken = [harness.writer.take() for _ in range(3)]
-    harness.tell(record, 6 * BLOCK + 3)
-    assert harness.asked == [6 * BLOCK]
-    assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == COUNT
-    for buffer in taken:
-        assert buffer is not None
-        harness.buffers.give(buffer)
-    harness.saving.polled(lambda each: each is record)
-    harness.io.run(harness.writer.drained(), PATIENCE_S)
-    assert harness.asked == [6 * BLOCK]
-    assert harness.stored_ends(record) == []
-    harness.io.close()
+    with EndHarness(alone=False) as harness:
+        record = known(6, extra_tokens=3)
+        taken = [harness.writer.take() for _ in range(3)]
+        harness.tell(record, 6 * BLOCK + 3)
+        assert harness.asked == [6 * BLOCK]
+        assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == COUNT
+        for buffer in taken:
+            assert buffer is not None
+            harness.buffers.give(buffer)
+        harness.saving.polled(lambda each: each is record)
+        harness.io.run(harness.writer.drained(), PATIENCE_S)
+        assert harness.asked == [6 * BLOCK]
+        assert harness.stored_ends(record) == []
 
 
 def test_end_saving_of_an_evicted_end_gives_its_buffers_back(harness: EndHarness) -> None:
@@ -253,6 +251,8 @@ def test_end_saving_given_up_at_the_end_is_counted(harness: EndHarness) -> None:
     assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == COUNT
     harness.saving.released(record)
     assert harness.counters.snapshot()["unstored_blocks", "queue_full"] == COUNT
+    for buffer in taken:
+        harness.buffers.give(buffer)
 
 
 def test_end_saving_is_ordered_before_slots_are_freed_also_of_live_requests(
@@ -320,16 +320,12 @@ def test_end_saving_ranks_with_the_same_kv_store_each_end_once() -> None:
     blocks = 3 * END_SPACING * COUNT
     stored, asked = [], []
     for turn in range(2):
-        harness = EndHarness(KvShard(turn=turn, turns=2, has_all_heads=True))
-        try:
+        with EndHarness(KvShard(turn=turn, turns=2, has_all_heads=True)) as harness:
             record = known(blocks)
             for block in range(1, blocks):
                 harness.tell(record, block * BLOCK)
             stored.append(harness.stored_ends(record))
             asked.append(harness.asked)
-            assert harness.buffers.free == harness.buffers.capacity
-        finally:
-            harness.io.close()
     spacing, last = END_SPACING * COUNT * BLOCK, (blocks - 1) * BLOCK
     assert asked == [[spacing, 2 * spacing, last]] * 2
     assert stored == [[last], [spacing, 2 * spacing]]  # behind an even block, and odd ones
@@ -339,11 +335,8 @@ def test_end_saving_ranks_that_divide_states_store_each_end_of_their_own() -> No
     blocks, stored = 3 * END_SPACING * COUNT, []
     for rank in range(2):
         shard = KvShard.of_rank(rank, 2, replicated=True, machine_ranks=2, has_own_states=True)
-        harness = EndHarness(shard)
-        try:
+        with EndHarness(shard) as harness:
             record = known(blocks)
             harness.tell(record, (blocks - 1) * BLOCK)
             stored.append(harness.stored_ends(record))
-        finally:
-            harness.io.close()
     assert stored == [[(blocks - 1) * BLOCK]] * 2

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from distributions import install
 from safetensors.torch import save_file
 
 pytest.importorskip("sglang")
@@ -38,6 +39,7 @@ from sglang_cake.integration.memory.kv_shard import KvShard
 
 LAYOUT = BlockLayout.plain(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
 (GROUP,) = LAYOUT.groups
+PLUGINS = "sglang.srt.plugins"
 INDEX = PlaneGroup(4, (("index", (8448,)),), "uint8", row_tokens=64)
 
 
@@ -196,21 +198,18 @@ def test_identity_other_plugins_of_sglang_count_with_version_and_code(
     """They may patch a model or a kernel. Those that SGLANG_PLUGINS leaves out do not count."""
     names = [_digest()]
     for folder, number, code in (
-        ("1", 1, "pass"),
-        ("2", 1, "pass"),
-        ("3", 2, "pass"),
-        ("4", 1, "1"),
+        ("1", "1", "pass"),
+        ("2", "1", "pass"),
+        ("3", "2", "pass"),
+        ("4", "1", "1"),
     ):
-        info = tmp_path / folder / f"cake_other_plugin-{number}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Name: cake-other-plugin\nVersion: {number}\n")
-        entry = "[sglang.srt.plugins]\nother = cake_other_plugin:register\n"
-        (info / "entry_points.txt").write_text(entry)
-        (info.parent / "cake_other_plugin.py").write_text(f"def register():\n    {code}\n")
-        (info.parent / "neighbour.py").write_text(f"# of {folder}, as others in site-packages\n")
+        site, entry_point = tmp_path / folder, "other = cake_other_plugin:register"
+        install(site, "cake_other_plugin", PLUGINS, entry_point, version=number)
+        (site / "cake_other_plugin.py").write_text(f"def register():\n    {code}\n")
+        (site / "neighbour.py").write_text(f"# of {folder}, as others in site-packages\n")
         monkeypatch.delitem(sys.modules, "cake_other_plugin", raising=False)
         with monkeypatch.context() as installed:
-            installed.syspath_prepend(str(info.parent))
+            installed.syspath_prepend(str(site))
             names.append(_digest())
             installed.setenv("SGLANG_PLUGINS", "cake")
             assert _digest() == names[0]
@@ -222,10 +221,7 @@ def test_identity_plugin_whose_entry_point_is_a_module_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang imports it, which may patch, and cannot call it."""
-    info = tmp_path / "cake_patches-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: cake-patches\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\npatches = cake_patches\n")
+    install(tmp_path, "cake_patches", PLUGINS, "patches = cake_patches")
     (tmp_path / "cake_patches.py").write_text("")
     before = _digest()
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -436,8 +436,7 @@ def test_media_of_no_items_with_plain_positions_has_the_keys_of_text() -> None:
 
 
 def test_coordinator_images_are_loaded_by_their_own_keys_only() -> None:
-    harness = CoordinatorHarness()
-    try:
+    with CoordinatorHarness() as harness:
         req = requested(image(1))
         chain = KeyChain(KeySeed(b"n" * 32), BLOCK, media_of(req) or Media())
         stored = chain.of(req.origin_input_ids)
@@ -451,9 +450,6 @@ def test_coordinator_images_are_loaded_by_their_own_keys_only() -> None:
             assert record.agreed.stored == found
             assert not record.may_overlap
             harness.coordinator.release(req.rid)
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 @pytest.mark.parametrize(
@@ -469,16 +465,12 @@ def test_coordinator_images_are_loaded_by_their_own_keys_only() -> None:
 def test_coordinator_request_that_keys_do_not_cover_is_counted(
     changes: dict[str, Any], reason: str
 ) -> None:
-    harness = CoordinatorHarness()
-    try:
+    with CoordinatorHarness() as harness:
         harness.arrive(replace(FakeReq("r", TEXT), **changes))
         assert harness.coordinator.live.get("r") is None
         counts = harness.counters.snapshot()
         assert counts["unkeyed_requests", reason] == 1
         assert sum(counts["unkeyed_requests", each] for each in ("media", "session")) <= 1
-        harness.all_back()
-    finally:
-        harness.io.close()
 
 
 def test_media_hook_fails_and_sglang_prepares_the_items_itself(

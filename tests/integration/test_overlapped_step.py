@@ -3,6 +3,7 @@ the KV that it would read."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
@@ -211,7 +212,6 @@ class LastStepHarness:
     def over(self) -> dict[str, Any]:
         """The report that the response tells; everything is given back."""
         [report] = self.req.customized_info["cake"]  # type: ignore[index]
-        self.base.leave(self.req)
         self.base.all_back()
         return dict(report)
 
@@ -222,16 +222,14 @@ class LastStepHarness:
 
 @pytest.fixture
 def harnesses() -> Iterator[Make]:
-    made: list[LastStepHarness] = []
+    with ExitStack() as running:
 
-    def make(**settings: Any) -> LastStepHarness:
-        made.append(LastStepHarness(**settings))
-        return made[-1]
+        def make(**settings: Any) -> LastStepHarness:
+            made = LastStepHarness(**settings)
+            running.enter_context(made.base)
+            return made
 
-    yield make
-    for harness in made:
-        harness.base.coordinator.release_all()
-        harness.base.io.close()
+        yield make
 
 
 def _fail(*args: Any, **kwargs: Any) -> None:
@@ -275,8 +273,6 @@ def test_overlapped_step_failing_part_still_gives_right_kv(
     harness.run(batch)
     assert harness.bad == 0
     assert harness.computed == computed
-    harness.base.leave(harness.req)
-    harness.base.all_back()
 
 
 def test_overlapped_step_failing_count_gives_right_kv_and_ends_the_restore(harnesses: Make) -> None:
@@ -295,8 +291,6 @@ def test_overlapped_step_failing_count_gives_right_kv_and_ends_the_restore(harne
     harness.run(batch)
     assert (harness.bad, harness.sampled) == (0, 1)
     assert harness.base.coordinator.record(req) is None
-    harness.base.leave(req)
-    harness.base.all_back()
 
 
 def test_overlapped_step_neither_loaded_nor_computed_gives_no_output(harnesses: Make) -> None:
@@ -310,8 +304,6 @@ def test_overlapped_step_neither_loaded_nor_computed_gives_no_output(harnesses: 
     assert BOUNDARY.counts.total() == before + 1
     assert req.skip_radix_cache_insert
     assert req.discard_output_reason is not None
-    harness.base.leave(req)
-    harness.base.all_back()
 
 
 def test_overlapped_step_error_of_sglang_passes(harnesses: Make) -> None:
@@ -327,8 +319,6 @@ def test_overlapped_step_error_of_sglang_passes(harnesses: Make) -> None:
     with pytest.raises(MemoryError) as caught:
         harness.run(batch)
     assert caught.value is error
-    harness.base.leave(harness.req)
-    harness.base.all_back()
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -344,8 +334,6 @@ def test_overlapped_step_leave_is_refused_only_within_the_step(harnesses: Make, 
         harness.run(batch)
         assert harness.bad == 0
     assert harness.last.leave(req.rid)
-    harness.base.leave(req)
-    harness.base.all_back()
 
 
 @pytest.mark.parametrize("blocks", [2, 2.25, 2.5])
@@ -500,7 +488,6 @@ def test_overlapped_step_second_begin_is_refused(harnesses: Make) -> None:
     assert harness.last.begin(req_of(2.5, "r"), 64) is None  # type: ignore[arg-type]
     harness.give(1.0, 0, 1)
     harness.run(batch)
-    harness.over()
 
 
 @given(
@@ -514,7 +501,7 @@ def test_overlapped_step_random_block_fates_give_right_kv(
     fates: list[Fate], matched: int, shares: list[list[float]], tail: int
 ) -> None:
     harness = LastStepHarness()
-    try:
+    with harness.base:
         req: Any = harness.arrive(2 + tail / BLOCK, matched, fates=fates)
         span = harness.begin()
         assert span == (matched, 2 * BLOCK)
@@ -542,9 +529,6 @@ def test_overlapped_step_random_block_fates_give_right_kv(
         if sure:
             assert report["loaded_tokens"] in range(stored + 1)
         assert report["loaded_tokens"] + report["computed_tokens"] + matched == 2 * BLOCK + tail
-    finally:
-        harness.base.coordinator.release_all()
-        harness.base.io.close()
 
 
 def test_overlapped_step_cake_last_step_late_does_not_begin(harnesses: Make) -> None:
@@ -579,7 +563,6 @@ def test_overlapped_step_lost_blocks_are_computed_in_chunks(
     harness.run(batch)
     assert harness.computed == [(0, 20), (20, 2 * BLOCK)]
     assert harness.bad == 0
-    harness.over()
 
 
 def test_overlapped_step_waiting_time_is_reported_apart_from_its_work(
@@ -597,4 +580,3 @@ def test_overlapped_step_waiting_time_is_reported_apart_from_its_work(
     assert load is not None
     step_s = harness.base.step_costs.costs(load).others_s  # of the step that will be observed
     assert step_s == pytest.approx(TOKEN_S * BLOCK / 2)
-    harness.over()

@@ -692,30 +692,30 @@ def test_step_plans_a_few_of_the_prompts_that_wait_and_all_of_them_in_turn(
 def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -> None:
     """SGLang counts a prefix as memory that can be evicted while its prompt waits, and locks it to
     admit the prompt."""
-    harness = CoordinatorHarness(mode="load", slots=20 * BLOCK)
-    coordinator = harness.coordinator
-    req = req_of(14.5)
-    req.prefix_len = 8 * BLOCK
-    harness.open(*harness.fill(req.origin_input_ids, set(range(14))))
-    coordinator.arrive(req, lambda tokens, limit: req.prefix_len, most_slots=15 * BLOCK)
-    harness.settle()
-    coordinator.spare_slots = (4 + 8) * BLOCK  # free ones, and those of the prefix
-    for _ in range(3):
+    with CoordinatorHarness(mode="load", slots=20 * BLOCK) as harness:
+        coordinator = harness.coordinator
+        req = req_of(14.5)
+        req.prefix_len = 8 * BLOCK
+        harness.open(*harness.fill(req.origin_input_ids, set(range(14))))
+        coordinator.arrive(req, lambda tokens, limit: req.prefix_len, most_slots=15 * BLOCK)
+        harness.settle()
+        coordinator.spare_slots = (4 + 8) * BLOCK  # free ones, and those of the prefix
+        for _ in range(3):
+            harness.poll(req)
+        record = coordinator.live[req.rid]
+        assert record.meet.landed_blocks == 6
+        assert coordinator.placed_tokens == 0
+        coordinator.memory_checked(req, False)
+        coordinator.spare_slots = (
+            20 * BLOCK
+        )  # the prompt is not asked, since another one goes first
         harness.poll(req)
-    record = coordinator.live[req.rid]
-    assert record.meet.landed_blocks == 6
-    assert coordinator.placed_tokens == 0
-    coordinator.memory_checked(req, False)
-    coordinator.spare_slots = 20 * BLOCK  # the prompt is not asked, since another one goes first
-    harness.poll(req)
-    assert coordinator.placed_tokens == 0
-    coordinator.memory_checked(req, True)
-    coordinator.spare_slots = 12 * BLOCK  # other running requests have locked the prefix
-    harness.poll(req)
-    assert coordinator.placed_tokens == 6 * BLOCK
-    harness.leave(req)
-    harness.all_back()
-    harness.io.close()
+        assert coordinator.placed_tokens == 0
+        coordinator.memory_checked(req, True)
+        coordinator.spare_slots = 12 * BLOCK  # other running requests have locked the prefix
+        harness.poll(req)
+        assert coordinator.placed_tokens == 6 * BLOCK
+        harness.leave(req)
 
 
 def test_coordinator_admitted_prompt_takes_slots_of_one_that_waits(admissions: Make) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from polling import until
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -177,10 +177,7 @@ class Setup:
         self.computed: list[tuple[int, int]] = []
 
     def agree(self) -> None:
-        end_s = time.monotonic() + 60
-        while not all(each.reachable() for each in self.transports):
-            assert time.monotonic() < end_s, "the members do not meet"
-            time.sleep(0.01)
+        until(lambda: all(each.reachable() for each in self.transports), "the members meet")
         self.owner.poll(self.scheduler)
         while (verdict := self.owner.consider(self.req, alone=True)) == "wait":
             pass
@@ -288,12 +285,13 @@ def test_runahead_scheduler_refused_offer_is_not_logged_as_served(
     prompt = array("i", range(SPLIT))
     offer = HelpOffer(new_job(), (OWNER, HELPER), (0, SPLIT, STOP), "00", None, None, prompt)
     one.transports[HELPER].send(OWNER, offer)
-    end_s = time.monotonic() + 60
+
+    def is_refused() -> bool:
+        one.owner.poll(one.scheduler)
+        return one.helper.refused.is_set()
+
     with caplog.at_level(logging.INFO):
-        while not one.helper.refused.is_set():
-            assert time.monotonic() < end_s, "no answer"
-            one.owner.poll(one.scheduler)
-            time.sleep(0.01)
+        until(is_refused, "an answer")
     assert "served member" not in caplog.text
 
 
@@ -461,7 +459,5 @@ def test_runahead_scheduler_switched_off_member_leaves_the_group(
     tree.helpers = one.owner
     tree.switch_off()
     assert tree.helpers is None
-    end_s = time.monotonic() + 60
-    while one.transports[HELPER].reachable():  # the other one would ask it in vain
-        assert time.monotonic() < end_s, "it is still there"
-        time.sleep(0.01)
+    # The other one would ask it in vain.
+    until(lambda: not one.transports[HELPER].reachable(), "it is gone")

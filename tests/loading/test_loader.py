@@ -6,8 +6,9 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from faulty_stores import RecordingStore
@@ -117,7 +118,10 @@ class HookedStore(WrapperStore):
 
 
 class LoaderHarness(HeldReads):
-    """A loader over a store whose reads the test opens, and what came of it."""
+    """A loader over a store whose reads the test opens, and what came of it.
+
+    As a context manager: all prompts end, and all buffers are free again.
+    """
 
     def __init__(self, *, buffers: int = 8, depth: int = 2) -> None:
         super().__init__()
@@ -129,6 +133,20 @@ class LoaderHarness(HeldReads):
         self.keys: dict[str, list[BlockKey]] = {}  # by load id
         self.events: list[LoaderEvent] = []
         self.held: list[Fetched] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if failure is None:
+                for load_id in self.keys:
+                    self.loader.cancel(load_id)
+                self.news()
+                self.release()
+                assert self.pool.free == self.pool.capacity
+        finally:
+            self.io.close()
 
     def new_loader(
         self,
@@ -239,22 +257,14 @@ def after_next_read_starts(
 
 @pytest.fixture
 def harness() -> Iterator[LoaderHarness]:
-    made = LoaderHarness()
-    yield made
-    made.io.close()
+    with LoaderHarness() as made:
+        yield made
 
 
 @pytest.fixture
 def harness_of() -> Iterator[Callable[..., LoaderHarness]]:
-    made = []
-
-    def make(**options: int) -> LoaderHarness:
-        made.append(LoaderHarness(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.io.close()
+    with ExitStack() as running:
+        yield lambda **options: running.enter_context(LoaderHarness(**options))
 
 
 # ---- one prompt ----
@@ -351,7 +361,6 @@ def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: Loader
     assert len(harness.landed()) == 6
     (cost,) = harness.loader.costs
     assert cost is not None
-    harness.release()
 
 
 def test_loader_computed_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
@@ -444,8 +453,6 @@ def test_loader_block_computed_before_its_read_begins_is_not_read(
     assert not started.wait_whole(time.monotonic() + PATIENCE_S)
     harness.loader.cancel("a")
     assert harness.landed() == [("a", 3)]
-    harness.release()
-    assert harness.pool.free == harness.pool.capacity
 
 
 def test_loader_read_cancelled_before_it_began_frees_its_buffer(harness: LoaderHarness) -> None:
@@ -483,8 +490,6 @@ def test_loader_prompts_with_equal_blocks_share_one_read(
         keys_there = keys if event.load_id == "a" else keys_of(b)
         assert bytes(event.staged.buffer.view) == bytes_of(keys_there[event.block])
     assert harness.pool.free == harness.pool.capacity - 4
-    harness.release()
-    assert harness.pool.free == harness.pool.capacity
 
 
 def test_loader_staged_block_serves_a_later_prompt_without_a_read(harness: LoaderHarness) -> None:
@@ -899,8 +904,6 @@ def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
     assert bytes(harness.held[0].staged.buffer.view) == bytes_of(keys[0])
-    harness.release()
-    assert harness.pool.free == harness.pool.capacity
 
 
 def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
@@ -1033,6 +1036,7 @@ def test_loader_landed_event_is_queued_before_a_whole_read_ends(
     assert first.staged is second.staged
     assert first.staged.buffer is reading.buffer
     assert bytes(reading.buffer.view) == bytes_of(keys[0])
+    harness.held += [first, second]
 
 
 @pytest.mark.parametrize("how", ["missing", "broken", "compute", "end"])
@@ -1418,11 +1422,8 @@ ACTIONS = st.lists(
 def test_loader_random_actions_return_every_buffer(
     actions: list[tuple[str, int, int]], buffers: int, depth: int
 ) -> None:
-    harness = LoaderHarness(buffers=buffers, depth=depth)
-    try:
+    with LoaderHarness(buffers=buffers, depth=depth) as harness:
         drive_loader(harness, [harness.fill(tokens) for tokens in PROMPTS], actions)
-    finally:
-        harness.io.close()
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -1435,16 +1436,13 @@ def test_loader_random_actions_return_every_buffer(
 def test_loader_random_actions_with_lent_blocks_return_all_of_them(
     actions: list[tuple[str, int, int]], buffers: int, depth: int, lent: set[tuple[int, int]]
 ) -> None:
-    harness = LoaderHarness(buffers=buffers, depth=depth)
-    try:
+    with LoaderHarness(buffers=buffers, depth=depth) as harness:
         keys = [harness.fill(tokens) for tokens in PROMPTS]
         store = LendingTier(harness.recorded, [keys[who][block] for who, block in lent])
         harness.loader = harness.new_loader(store, depth)
         drive_loader(harness, keys, actions)
         assert Counter(store.lent) == Counter(store.given_back)
         assert store.most <= depth * len(PROMPTS)
-    finally:
-        harness.io.close()
 
 
 PROMPTS = [tokens_of(n, 6, shared=3) for n in range(3)]

@@ -52,9 +52,8 @@ class EndsHarness(LoaderHarness):
 
 @pytest.fixture
 def harness() -> Iterator[EndsHarness]:
-    made = EndsHarness()
-    yield made
-    made.io.close()
+    with EndsHarness() as made:
+        yield made
 
 
 def ends(blocks: int, *targets: int) -> tuple[bool, ...]:
@@ -72,7 +71,6 @@ def test_loader_reads_the_end_first_and_nothing_right_of_it(harness: EndsHarness
     assert harness.usable == [True] * 4 + [False] * 2
     indices = [event.block for event in harness.news() if isinstance(event, Fetched)]
     assert sorted(indices) == [0, 1, 2, 3, 12, 13]
-    harness.release()
 
 
 def test_loader_reads_the_end_of_its_own_rank(harness: EndsHarness) -> None:
@@ -87,7 +85,6 @@ def test_loader_reads_the_end_of_its_own_rank(harness: EndsHarness) -> None:
     harness.open(*own, *keys)
     assert harness.read_keys() == [*reversed(own), *keys[2::-1]]
     assert harness.news()[0] == LookedUp("a", (True,) * 6, ends(6, 3))
-    harness.release()
 
 
 def test_loader_prompt_without_a_stored_end_reads_nothing(harness: EndsHarness) -> None:
@@ -104,8 +101,6 @@ def test_loader_run_that_a_hole_cuts_is_not_read_left_of_it(harness: EndsHarness
     harness.fill_end(keys, 6)
     harness.open(*harness.begin_ends("a", tokens))
     assert harness.read_keys()[ENDS:] == keys[5:1:-1]
-    harness.news()
-    harness.release()
 
 
 def test_loader_run_counts_from_the_first_block_that_the_tree_lacks(harness: EndsHarness) -> None:
@@ -115,8 +110,6 @@ def test_loader_run_counts_from_the_first_block_that_the_tree_lacks(harness: End
         harness.fill_end(keys, target)
     harness.open(*harness.begin_ends("a", tokens, first=3))
     assert harness.read_keys()[ENDS:] == [keys[6], keys[5]]  # two blocks, and not one
-    harness.news()
-    harness.release()
 
 
 class SparseLookups(WrapperStore):
@@ -165,8 +158,6 @@ def test_loader_new_target_stops_reads_of_the_old_one(harness: EndsHarness) -> N
     assert harness.waiting() == [every[6 + 2 * ENDS + 1], every[6 + 2 * ENDS]]
     harness.open(*every)
     assert sorted(harness.landed()) == [("a", b) for b in (0, 1, 2, 10, 11)]
-    harness.release()
-    assert harness.pool.free == harness.pool.capacity
 
 
 def test_loader_block_that_was_read_is_not_read_for_the_next_target(harness: EndsHarness) -> None:
@@ -183,7 +174,6 @@ def test_loader_block_that_was_read_is_not_read_for_the_next_target(harness: End
     harness.news()
     assert harness.read_keys().count(keys[2]) == 1
     assert set(harness.read_keys()) == {*keys, *end_keys(keys[3], ENDS), *end_keys(keys[2], ENDS)}
-    harness.release()
 
 
 def test_loader_empty_run_stops_all_reads(harness: EndsHarness) -> None:
@@ -206,7 +196,6 @@ def test_loader_missing_end_block_is_lost(harness: EndsHarness) -> None:
     harness.open(*every)
     news = harness.news()
     assert Lost("a", 4 + 3 * ENDS + 1, "missing") in news
-    harness.release()
 
 
 def test_loader_failed_lookup_of_ends_counts_as_a_failed_lookup(harness: EndsHarness) -> None:

@@ -1,6 +1,5 @@
 """A tree for draft models, whose key of a token is the token and the next one."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +7,11 @@ import pytest
 
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
-from hybrid_trees import BLOCK, HybridTree, config_of, digests_of
+from hybrid_trees import BLOCK, HybridTree, config_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from trees import CORES
+
+from sglang_cake.core.token_span import Span
 
 TOKENS = list(range(100, 100 + 5 * BLOCK + 3))
 STOP = 3 * BLOCK
@@ -22,26 +23,16 @@ def tree(request: pytest.FixtureRequest) -> HybridTree:
     return HybridTree(replace(config_of(page=page), is_eagle=True), core)
 
 
-def landed(tree: HybridTree, tokens: Sequence[int], start: int, stop: int) -> Any:
-    """Slots with the KV of this span, as blocks bring it."""
-    slots = tree.allocator.alloc(stop - start)
-    tree.write("full", digests_of(tokens)[start:stop], slots)
-    return slots
-
-
 def finish(tree: HybridTree, req: Any) -> None:
     """Compute the rest of the prompt on right KV, and return all slots."""
-    assert tree.compute(req, len(req.full_untruncated_fill_ids))
-    tree.check_books()
-    tree.release(req)
-    tree.check_books()
+    tree.finish(req)
     tree.tree.evict(EvictParams(num_tokens=tree.allocator.size))
     assert tree.allocator.available_size() == tree.allocator.size
 
 
 def test_radix_bigrams_blocks_of_a_waiting_request_join_whole(tree: HybridTree) -> None:
     req = tree.arrive(TOKENS)
-    tree.tree.attach_waiting(req, landed(tree, TOKENS, 0, STOP), STOP)
+    tree.tree.attach_waiting(req, tree.landed(TOKENS, Span(0, STOP)), STOP)
     assert req.prefix_len == STOP
     assert tree.admit(req)
     tree.check_books()
@@ -49,10 +40,8 @@ def test_radix_bigrams_blocks_of_a_waiting_request_join_whole(tree: HybridTree) 
 
 
 def test_radix_bigrams_blocks_of_a_running_request_join_its_row(tree: HybridTree) -> None:
-    req = tree.arrive(TOKENS)
-    assert tree.admit(req)
-    assert tree.compute(req, BLOCK)
-    tree.tree.attach_running(req, landed(tree, TOKENS, BLOCK, STOP), STOP)
+    req = tree.start(TOKENS, BLOCK)
+    tree.tree.attach_running(req, tree.landed(TOKENS, Span(BLOCK, STOP)), STOP)
     assert req.prefix_len == STOP
     tree.check_books()
     finish(tree, req)
@@ -74,9 +63,7 @@ def test_radix_bigrams_prompt_that_goes_on_otherwise_computes_the_last_token_aga
     tree: HybridTree,
 ) -> None:
     """That token has other KV in the draft model."""
-    req = tree.arrive(TOKENS)
-    assert tree.admit(req)
-    assert tree.compute(req, len(TOKENS))
+    req = tree.start(TOKENS, len(TOKENS))
     tree.release(req)
     other = tree.arrive([*TOKENS[:STOP], 1, 2, 3])
     assert other.prefix_len == STOP - tree.tree.page_size

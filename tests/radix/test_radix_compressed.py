@@ -16,53 +16,27 @@ both = pytest.mark.parametrize(("core", "kind"), [(c, k) for c in CORES for k in
 def stored(core: str = "python", kind: str = "v4") -> CompressedTree:
     """An empty tree, and a store with the end of the prompt's second page."""
     side = CompressedTree(core, kind=kind)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 2 * PAGE)
+    req = side.start(PROMPT, 2 * PAGE)
     assert side.save(req, 2 * PAGE)
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
-    side.check_books()
+    side.finish(req)
     side.empty()
     side.scramble()
     return side
 
 
 @both
-def test_radix_compressed_end_attached_to_waiting_request_serves_the_rest(
-    core: str, kind: str
+@pytest.mark.parametrize("front", [None, 0, PAGE])
+def test_radix_compressed_end_attached_to_a_request_serves_the_rest(
+    core: str, kind: str, front: int | None
 ) -> None:
+    """To one that waits, and to one that runs."""
     side = stored(core, kind)
-    other = side.arrive(range(5000, 5300))  # takes the first pages
-    assert side.admit(other)
-    assert side.compute(other, 300)
-    req = side.arrive(PROMPT)
-    assert side.load(req, 2 * PAGE, running=False)
-    assert req.prefix_len == 2 * PAGE
-    assert side.admit(req)
-    side.check_books()
-    assert side.compute(req, len(PROMPT))  # it reads what was loaded, and finds it right
-    side.release(req)
+    other = side.start(range(5000, 5300), 300)  # takes the first pages
+    req = side.restore(PROMPT, 2 * PAGE, front)
+    side.finish(req)  # it reads what was loaded, and finds it right
     side.release(other)
     side.check_books()
     assert side.arrive(PROMPT).prefix_len == 2 * PAGE
-
-
-@both
-@pytest.mark.parametrize("front", [0, PAGE])
-def test_radix_compressed_end_attached_to_running_request_serves_the_rest(
-    core: str, kind: str, front: int
-) -> None:
-    side = stored(core, kind)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert not front or side.compute(req, front)
-    assert side.load(req, 2 * PAGE, running=True)
-    assert req.prefix_len == 2 * PAGE
-    side.check_books()
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
-    side.check_books()
 
 
 @pytest.mark.parametrize("kind", COMPRESSED)
@@ -95,9 +69,7 @@ def test_radix_compressed_wrong_end_is_noticed(index: int) -> None:
     key = tuple(PROMPT[: 2 * PAGE])
     blocks = side.store.ends[key]
     blocks[index] = bytes(255 - byte for byte in blocks[index])
-    req = side.arrive(PROMPT)
-    assert side.load(req, 2 * PAGE, running=False)
-    assert side.admit(req)
+    req = side.restore(PROMPT, 2 * PAGE)
     with pytest.raises(AssertionError, match="swa"):
         side.compute(req, len(PROMPT))
 

@@ -72,9 +72,7 @@ class DraftTree(HybridTree):
 def side(request: pytest.FixtureRequest) -> DraftTree:
     """The prompt is stored, and memory has other bytes."""
     made = DraftTree(*request.param)
-    req = made.arrive(PROMPT)
-    assert made.admit(req)
-    assert made.compute(req, STOP)
+    req = made.start(PROMPT, STOP)
     assert made.save(req, STOP)
     assert made.compute(req, len(PROMPT))
     assert all(made.rows_right(req))
@@ -84,18 +82,11 @@ def side(request: pytest.FixtureRequest) -> DraftTree:
     return made
 
 
-@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("front", [None, BLOCK])
 def test_radix_drafts_rows_of_a_loaded_prompt_are_those_of_computing(
-    side: DraftTree, running: bool
+    side: DraftTree, front: int | None
 ) -> None:
-    req = side.arrive(PROMPT)
-    if running:
-        assert side.admit(req)
-        assert side.compute(req, BLOCK)
-    assert side.load(req, STOP, running=running)
-    if not running:
-        assert side.admit(req)
-    assert req.prefix_len == STOP
+    req = side.restore(PROMPT, STOP, front)
     assert side.compute(req, len(PROMPT))
     assert all(side.rows_right(req))
     side.check_books()
@@ -108,9 +99,7 @@ def test_radix_drafts_rows_that_are_missing_in_a_block_are_noticed(side: DraftTr
     drafts = sum(rows[0].nbytes for rows, _ in rows_of(side.draft)) * BLOCK
     key = tuple(PROMPT[: 2 * BLOCK])
     side.store.blocks[key] = side.store.blocks[key][:-drafts] + bytes(drafts)
-    req = side.arrive(PROMPT)
-    assert side.load(req, STOP, running=False)
-    assert side.admit(req)
+    req = side.restore(PROMPT, STOP)
     assert side.compute(req, len(PROMPT))  # the target's KV is right
     right = side.rows_right(req)
     assert [token for token, yes in enumerate(right) if not yes] == [*range(BLOCK, 2 * BLOCK)]
@@ -120,8 +109,7 @@ def test_radix_drafts_where_prompts_part_one_row_is_that_of_the_first(side: Draf
     """SGLang's own tree does so: a hit ends at a state, behind which nothing is computed again."""
     one, other = ([*PROMPT[:STOP], token, 1, 2] for token in (7, 8))
     for ids in (one, other):
-        req = side.arrive(ids)
-        assert side.admit(req)
+        req = side.start(ids)
         if ids is one:
             assert side.compute(req, STOP)
         assert req.prefix_len == STOP
@@ -131,33 +119,20 @@ def test_radix_drafts_where_prompts_part_one_row_is_that_of_the_first(side: Draf
         side.release(req)
 
 
-@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("front", [None, BLOCK])
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("kind", ["window-bigrams", "window-bigrams-pages"])
 def test_radix_drafts_window_longer_than_the_models_is_loaded(
-    kind: str, core: str, running: bool
+    kind: str, core: str, front: int | None
 ) -> None:
     """A draft model of SGLang may read more of the windows' slots than the model itself does."""
     side = HybridTree(replace(KINDS[kind], draft_swa_window=LONG_WINDOW), core)
     assert side.ends is not None
     assert side.ends.window_tokens == LONG_WINDOW
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 5 * BLOCK + side.behind)
+    req = side.start(PROMPT, 5 * BLOCK + side.behind)
     assert side.save(req, 5 * BLOCK)
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
+    side.finish(req)
     side.empty()
     side.scramble()
-    req = side.arrive(PROMPT)
-    if running:
-        assert side.admit(req)
-        assert side.compute(req, BLOCK)
-    assert side.load(req, 5 * BLOCK, running=running)
-    if not running:
-        assert side.admit(req)
-    assert req.prefix_len == 5 * BLOCK
-    assert side.compute(req, len(PROMPT))  # the tree checks the rows that the step reads
-    side.check_books()
-    side.release(req)
-    side.check_books()
+    req = side.restore(PROMPT, 5 * BLOCK, front)
+    side.finish(req)  # the tree checks the rows that the step reads

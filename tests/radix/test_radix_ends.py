@@ -50,8 +50,7 @@ def cores() -> Any:
 def stored(kind: str, core: str = "python", *ends: int) -> HybridTree:
     """An empty tree, and a store with the ends of the prompt at these tokens (default: 48)."""
     side = tree_of(kind, core)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
+    req = side.start(PROMPT)
     for end in ends or (48,):
         assert side.compute(req, min(end + side.behind, len(PROMPT)))
         assert side.save(req, end)
@@ -67,43 +66,20 @@ def stored(kind: str, core: str = "python", *ends: int) -> HybridTree:
 
 @cores()
 @kinds()
-def test_radix_ends_attached_to_waiting_request_serve_the_rest(kind: str, core: str) -> None:
+@pytest.mark.parametrize("front", [None, 0, 8, 20, 40, 44])
+def test_radix_ends_attached_to_a_request_serve_the_rest(
+    kind: str, core: str, front: int | None
+) -> None:
+    """To one that waits, and to one that runs: left of the window, and inside it."""
     side = stored(kind, core)
-    req = side.arrive(PROMPT)
-    assert side.load(req, 48, running=False)
-    assert req.prefix_len == 48
-    assert side.admit(req)
-    side.check_books()
-    assert side.compute(req, len(PROMPT))  # it reads what was loaded, and finds it right
-    side.check_books()
-    side.release(req)
-    side.check_books()
+    req = side.restore(PROMPT, 48, front)
+    side.finish(req)  # it reads what was loaded, and finds it right
     again = side.arrive(PROMPT)  # the tree has the end
     assert again.prefix_len == (
         48
         if KINDS[kind].has_mamba or side.behind
         else 49 // side.cfg.page_size * side.cfg.page_size
     )
-
-
-@cores()
-@kinds()
-@pytest.mark.parametrize("front", [0, 8, 20, 40, 44])
-def test_radix_ends_attached_to_running_request_serve_the_rest(
-    kind: str, core: str, front: int
-) -> None:
-    """Left of the window, and inside it."""
-    side = stored(kind, core)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert not front or side.compute(req, front)
-    side.check_books()
-    assert side.load(req, 48, running=True)
-    assert req.prefix_len == 48
-    side.check_books()
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
-    side.check_books()
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -114,10 +90,7 @@ def test_radix_ends_of_replayssm_have_no_later_tokens_in_their_ring(
     make = partial(fixtures.HybridReqToTokenPool, enable_linear_replayssm=True)
     monkeypatch.setattr(fixtures, "HybridReqToTokenPool", make)
     side = stored("state")
-    req = side.arrive(PROMPT)
-    if running:
-        assert side.admit(req)
-        assert side.compute(req, BLOCK)
+    req = side.start(PROMPT, BLOCK) if running else side.arrive(PROMPT)
     ring = side.requests.mamba_pool.replayssm_write_pos
     ring.fill_(3)  # as requests that decoded have left it
     assert side.load(req, 48, running=running)
@@ -151,9 +124,7 @@ def test_radix_ends_skipped_request_forgets_the_state_that_it_matched(kind: str,
     assert req.kv.mamba_cow_src_index is None
     assert side.admit(req)
     assert req.kv.mamba_needs_clear  # it begins with an empty state
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
-    side.check_books()
+    side.finish(req)
 
 
 @pytest.mark.parametrize("skips", [False, True])
@@ -164,11 +135,8 @@ def test_radix_ends_state_stays_until_the_next_chunk_has_copied_it(
 ) -> None:
     """Also with SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK: a checkpoint locks no states."""
     side = stored(kind, core)
-    req = side.arrive(PROMPT)
     with envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.override(skips):
-        assert side.admit(req)
-        assert side.compute(req, BLOCK)
-        assert side.load(req, 48, running=True)
+        req = side.restore(PROMPT, 48, BLOCK)
         other = side.arrive([*PROMPT[:48], *range(BLOCK)])
         assert other.prefix_len == 48
         assert side.admit(other)
@@ -188,13 +156,7 @@ def test_radix_ends_state_stays_until_the_next_chunk_has_copied_it(
 def test_radix_ends_of_a_prompt_shorter_than_a_window_are_attached(kind: str) -> None:
     assert WINDOW > BLOCK
     side = stored(kind, "python", 8)
-    req = side.arrive(PROMPT[:10])
-    assert side.load(req, 8, running=False)
-    assert side.admit(req)
-    side.check_books()
-    assert side.compute(req, 10)
-    side.release(req)
-    side.check_books()
+    side.finish(side.restore(PROMPT[:10], 8))
 
 
 @cores()
@@ -202,30 +164,20 @@ def test_radix_ends_of_a_prompt_shorter_than_a_window_are_attached(kind: str) ->
 def test_radix_ends_where_the_tree_has_kv_alone_are_attached(kind: str, core: str) -> None:
     """The tree has lost the windows and states, and still has the KV of full attention."""
     side = stored(kind, core)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 40)
+    req = side.start(PROMPT, 40)
     side.release(req)
     other = side.arrive([*PROMPT[:40], 1, 2, 3])
     assert side.admit(other)  # so that the tree does not drop the leaf with its window
     side.tree.evict(EvictParams(swa_num_tokens=100, mamba_num=20))
     side.release(other, checkpoint=False)
     side.tree.evict(EvictParams(swa_num_tokens=100, mamba_num=20))
-    req = side.arrive(PROMPT)
-    assert side.load(req, 48, running=False)
-    assert req.prefix_len == 48
-    assert side.admit(req)
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
-    side.check_books()
+    side.finish(side.restore(PROMPT, 48))
 
 
 @kinds()
 def test_radix_ends_without_memory_leave_the_books_balanced(kind: str) -> None:
     side = stored(kind)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 8)
+    req = side.start(PROMPT, 8)
     taken: list[Any] = []
     if SWA in side.cfg.components:
         swa = side.allocator.swa_attn_allocator
@@ -244,9 +196,7 @@ def test_radix_ends_without_memory_leave_the_books_balanced(kind: str) -> None:
 def test_radix_ends_loaded_state_of_a_running_request_is_in_its_row_in_the_next_step() -> None:
     """SGLang's next step reads the slot there."""
     side = stored("state")
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 8)
+    req = side.start(PROMPT, 8)
     former = int(req.kv.mamba_pool_idx)
     assert side.load(req, 48, running=True)
     assert int(req.kv.mamba_pool_idx) != former
@@ -260,9 +210,7 @@ def test_radix_ends_loaded_state_of_a_running_request_is_in_its_row_in_the_next_
 @kinds()
 def test_radix_ends_given_back_are_free(kind: str) -> None:
     side = stored(kind)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 8)
+    req = side.start(PROMPT, 8)
     end = side.tree.allocate_end(req, Span(8, 48))
     assert end is not None
     side.tree.free_end(req, end)
@@ -277,26 +225,19 @@ def test_radix_ends_given_back_are_free(kind: str) -> None:
 def test_radix_ends_inside_the_last_chunk_keep_their_window(kind: str, core: str) -> None:
     """SGLang frees the rows that leave the window; those of the last block boundary are kept."""
     side = tree_of(kind, core)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, len(PROMPT))
+    req = side.start(PROMPT, len(PROMPT))
     assert side.save(req, 48)
     assert not side.save(req, 32)
     side.release(req)
     side.check_books()
     side.empty()
-    req = side.arrive(PROMPT)
-    assert side.load(req, 48, running=False)
-    assert side.admit(req)
-    assert side.compute(req, len(PROMPT))
+    side.finish(side.restore(PROMPT, 48))
 
 
 @kinds()
 def test_radix_ends_that_the_tree_cannot_go_on_from_are_not_saved(kind: str) -> None:
     side = tree_of(kind)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 32 + side.behind)
+    req = side.start(PROMPT, 32 + side.behind)
     assert side.save(req, 32)
     assert not side.save(req, 8)
     assert not side.save(req, 40)
@@ -308,8 +249,7 @@ def test_radix_ends_that_the_tree_cannot_go_on_from_are_not_saved(kind: str) -> 
 
 def test_radix_ends_extra_buffer_keeps_the_state_of_the_last_block() -> None:
     side = tree_of("state-extra-buffer")
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
+    req = side.start(PROMPT)
     req.extend_end = 44
     side.tree.track_end(req)
     assert req.mamba_branching_seqlen == 40
@@ -325,9 +265,7 @@ def test_radix_ends_last_block_of_an_answer_keeps_its_window(
 ) -> None:
     """Wherever the answer ends, while SGLang frees rows that have left the window."""
     side = tree_of(kind, core)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, len(PROMPT))
+    req = side.start(PROMPT, len(PROMPT))
     side.decode(req, range(200, 200 + answer))
     side.check_books()
     computed = len(PROMPT) + answer - 1
@@ -340,9 +278,7 @@ def test_radix_ends_last_block_of_an_answer_keeps_its_window(
 
 def test_radix_ends_scarce_windows_are_not_kept_for_answers() -> None:
     side = tree_of("window")
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, len(PROMPT))
+    req = side.start(PROMPT, len(PROMPT))
     windows = side.allocator.swa_attn_allocator
     taken = windows.alloc(windows.available_size() - 12)
     side.decode(req, range(200, 219))
@@ -443,8 +379,7 @@ def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     side = stored(kind)
     page = side.cfg.page_size
     save, rows = side.ends.parts[0], side.ends.window_tokens
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
+    req = side.start(PROMPT)
     for stop in (40, 48 if side.cfg.has_mamba else len(PROMPT)):
         assert side.compute(req, stop)
     good = side.tree.end_slots(req, 48)
@@ -457,28 +392,20 @@ def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     side.store.ends[tuple(PROMPT[:48])][: save.count] = [bytes(b.view) for b in buffers]
     side.release(req, checkpoint=False)
     side.empty()
-    req = side.arrive(PROMPT)
-    assert side.load(req, 48, running=False)
-    assert side.admit(req)
+    req = side.restore(PROMPT, 48)
     with pytest.raises(AssertionError, match="swa"):
         side.compute(req, len(PROMPT))
 
 
 @pytest.mark.parametrize("kind", ["state", "state-extra-buffer", "window-state"])
-@pytest.mark.parametrize("running", [False, True])
-def test_radix_ends_wrong_state_is_noticed(kind: str, running: bool) -> None:
+@pytest.mark.parametrize("front", [None, BLOCK])
+def test_radix_ends_wrong_state_is_noticed(kind: str, front: int | None) -> None:
     side = stored(kind)
     pieces = side.store.ends[tuple(PROMPT[:48])]
     piece = bytearray(pieces[-1])
     piece[3] ^= 1
     pieces[-1] = bytes(piece)
-    req = side.arrive(PROMPT)
-    if running:
-        assert side.admit(req)
-        assert side.compute(req, 8)
-    assert side.load(req, 48, running=running)
-    if not running:
-        assert side.admit(req)
+    req = side.restore(PROMPT, 48, front)
     with pytest.raises(AssertionError, match="state"):
         side.compute(req, len(PROMPT))
 
@@ -495,9 +422,7 @@ def test_end_blocks_have_zeros_behind_their_bytes(kind: str) -> None:
         states = side.ends.parts[-1].count
         assert pieces[-1][needed - (states - 1) * size :].strip(b"\0") == b""
     again = tree_of(kind)
-    req = again.arrive(PROMPT)
-    assert again.admit(req)
-    assert again.compute(req, min(48 + again.behind, len(PROMPT)))
+    req = again.start(PROMPT, min(48 + again.behind, len(PROMPT)))
     assert again.save(req, 48)
     assert again.store.ends == side.store.ends
 

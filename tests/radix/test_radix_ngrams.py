@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
-from hybrid_trees import BLOCK, HybridTree, config_of, digests_of
+from hybrid_trees import BLOCK, HybridTree, config_of
 from sglang.srt.layers.engram import EngramHasher, EngramLayout, build_compressed_token_map
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.model_runner_components import ngram_embedding_manager
@@ -21,6 +21,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from trees import CORES
+
+from sglang_cake.core.token_span import Span
 
 TOKENS = [11 * at % 250 for at in range(1, 5 * BLOCK + 4)]
 STOP = 3 * BLOCK
@@ -116,17 +118,9 @@ def grams(tree: HybridTree, monkeypatch: pytest.MonkeyPatch) -> Ngrams:
     return Ngrams(monkeypatch, len(tree.requests.req_to_token))
 
 
-def landed(tree: HybridTree, tokens: Sequence[int], start: int, stop: int) -> Any:
-    """Slots with the KV of this span, as blocks bring it."""
-    slots = tree.allocator.alloc(stop - start)
-    tree.write("full", digests_of(tokens[:stop])[start:], slots)
-    return slots
-
-
 def whole(tree: HybridTree, grams: Ngrams) -> list[Any]:
     """The hashes of the prompt and of one more token, computed in one step."""
-    req = tree.arrive([*TOKENS, 7])
-    assert tree.admit(req)
+    req = tree.start([*TOKENS, 7])
     found = grams.hashes(grams.prepared(req, len(TOKENS) + 1), [*TOKENS, 7])
     tree.release(req)
     return found
@@ -155,7 +149,7 @@ def test_radix_ngrams_loaded_prefix_of_a_waiting_request_gives_the_ngrams_of_com
     """With a last step of one token, all but one token of its n-gram are loaded."""
     expected = whole(tree, grams)
     req = tree.arrive(TOKENS[: STOP + chunk])
-    tree.tree.attach_waiting(req, landed(tree, TOKENS, 0, STOP), STOP)
+    tree.tree.attach_waiting(req, tree.landed(TOKENS, Span(0, STOP)), STOP)
     assert tree.admit(req)
     assert req.prefix_len == STOP
     assert step(tree, grams, req, STOP + chunk) == expected[STOP : STOP + chunk]
@@ -168,11 +162,10 @@ def test_radix_ngrams_loaded_part_between_two_chunks_gives_the_ngrams_of_computi
     tree: HybridTree, grams: Ngrams, first: int
 ) -> None:
     expected = whole(tree, grams)
-    req = tree.arrive(TOKENS)
-    assert tree.admit(req)
+    req = tree.start(TOKENS)
     found = step(tree, grams, req, first)
     assert found == expected[:first]
-    tree.tree.attach_running(req, landed(tree, TOKENS, first, STOP), STOP)
+    tree.tree.attach_running(req, tree.landed(TOKENS, Span(first, STOP)), STOP)
     assert step(tree, grams, req, STOP + BLOCK) == expected[STOP : STOP + BLOCK]
     assert step(tree, grams, req, len(TOKENS)) == expected[STOP + BLOCK : len(TOKENS)]
     assert decode(grams, req) == expected[-1:]
@@ -183,7 +176,6 @@ def test_radix_ngrams_table_is_stale_in_the_steps_that_are_refused(
     tree: HybridTree, grams: Ngrams, mode: str
 ) -> None:
     """If this fails, a later SGLang fills the table in these steps too."""
-    req = tree.arrive(TOKENS)
-    assert tree.admit(req)
+    req = tree.start(TOKENS)
     grams.prepared(req, BLOCK, ForwardMode[mode])
     assert set(grams.table(req, 0, BLOCK)) == {STALE}

@@ -26,9 +26,7 @@ def stored(kind: str, core: str = "python") -> SparseTree:
     """An empty tree, and a store with the blocks of the prompt."""
     side = SparseTree(SPARSE[kind], core)
     assert side.block == BLOCK
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 2 * BLOCK)
+    req = side.start(PROMPT, 2 * BLOCK)
     assert side.compute(req, len(PROMPT))
     assert side.save(req, 3 * BLOCK)
     side.release(req)
@@ -40,20 +38,16 @@ def stored(kind: str, core: str = "python") -> SparseTree:
 
 @BOTH_CORES
 @KINDS
-def test_radix_sparse_blocks_attached_to_waiting_request_serve_the_rest(
-    kind: str, core: str
+@pytest.mark.parametrize("front", [None, 0, PAGE, BLOCK, 3 * PAGE])
+def test_radix_sparse_blocks_attached_to_a_request_serve_the_rest(
+    kind: str, core: str, front: int | None
 ) -> None:
+    """To one that waits, and to one that runs: at the start, at a boundary of blocks, and inside a
+    block."""
     side = stored(kind, core)
-    other = side.arrive(range(5000, 5100))  # takes the first pages
-    assert side.admit(other)
-    assert side.compute(other, 100)
-    req = side.arrive(PROMPT)
-    assert side.load(req, 3 * BLOCK, running=False)
-    assert req.prefix_len == 3 * BLOCK
-    assert side.admit(req)
-    side.check_books()
-    assert side.compute(req, len(PROMPT))  # it reads what was loaded, and finds it right
-    side.release(req)
+    other = side.start(range(5000, 5100), 100)  # takes the first pages
+    req = side.restore(PROMPT, 3 * BLOCK, front)
+    side.finish(req)  # it reads what was loaded, and finds it right
     side.release(other)
     side.check_books()
     assert side.arrive(PROMPT).prefix_len == 3 * BLOCK + PAGE
@@ -61,32 +55,10 @@ def test_radix_sparse_blocks_attached_to_waiting_request_serve_the_rest(
 
 @BOTH_CORES
 @KINDS
-@pytest.mark.parametrize("front", [0, PAGE, BLOCK, 3 * PAGE])
-def test_radix_sparse_blocks_attached_to_running_request_serve_the_rest(
-    kind: str, core: str, front: int
-) -> None:
-    """At the start, at a boundary of blocks, and inside a block."""
-    side = stored(kind, core)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert not front or side.compute(req, front)
-    assert side.load(req, 3 * BLOCK, running=True)
-    assert req.prefix_len == 3 * BLOCK
-    side.check_books()
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
-    side.check_books()
-
-
-@BOTH_CORES
-@KINDS
 @pytest.mark.parametrize("running", [False, True])
 def test_radix_sparse_abort_of_a_load_frees_its_pages(kind: str, core: str, running: bool) -> None:
     side = stored(kind, core)
-    req = side.arrive(PROMPT)
-    if running:
-        assert side.admit(req)
-        assert side.compute(req, PAGE)
+    req = side.start(PROMPT, PAGE) if running else side.arrive(PROMPT)
     assert not side.load(req, 3 * BLOCK, running=running, aborts=True)
     side.check_books()
     if running:
@@ -100,12 +72,8 @@ def test_radix_sparse_abort_of_a_load_frees_its_pages(kind: str, core: str, runn
 def test_radix_sparse_evicted_blocks_are_loaded_again(kind: str, core: str) -> None:
     side = stored(kind, core)
     for _ in range(2):
-        req = side.arrive(PROMPT)
-        assert req.prefix_len == 0
-        assert side.load(req, 3 * BLOCK, running=False)
-        assert side.admit(req)
-        assert side.compute(req, len(PROMPT))
-        side.release(req)
+        assert side.arrive(PROMPT).prefix_len == 0
+        side.finish(side.restore(PROMPT, 3 * BLOCK))
         side.tree.evict(EvictParams(num_tokens=len(PROMPT)))
         side.check_books()
         side.scramble()
@@ -139,7 +107,7 @@ def rows_in(side: SparseTree, block: bytearray, part: str) -> Iterator[np.ndarra
                 yield rows
 
 
-@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("front", [None, PAGE])
 @pytest.mark.parametrize(
     ("kind", "part", "noticed"),
     [
@@ -152,7 +120,7 @@ def rows_in(side: SparseTree, block: bytearray, part: str) -> Iterator[np.ndarra
     ],
 )
 def test_radix_sparse_row_of_another_token_is_noticed(
-    kind: str, part: str, noticed: str, running: bool
+    kind: str, part: str, noticed: str, front: int | None
 ) -> None:
     side = stored(kind)
     key = tuple(PROMPT[: 2 * BLOCK])
@@ -160,13 +128,7 @@ def test_radix_sparse_row_of_another_token_is_noticed(
     rows = next(rows_in(side, block, part))
     rows[[3, 40]] = rows[[40, 3]]
     side.store.blocks[key] = bytes(block)
-    req = side.arrive(PROMPT)
-    if running:
-        assert side.admit(req)
-        assert side.compute(req, PAGE)
-    assert side.load(req, 3 * BLOCK, running=running)
-    if not running:
-        assert side.admit(req)
+    req = side.restore(PROMPT, 3 * BLOCK, front)
     with pytest.raises(AssertionError, match=rf"\['{noticed}'\]"):
         side.compute(req, len(PROMPT))
 

@@ -41,56 +41,39 @@ def kinds() -> Any:
 def stored(kind: str, core: str = "python") -> UnifiedTree:
     """An empty tree, and a store with the prompt's ends at 16, 32 and 48."""
     side = UnifiedTree(KINDS[kind], core)
-    other = side.arrive([*range(300, 340)])  # its slots are freed, so that others move
-    assert side.admit(other)
-    assert side.compute(other, 40)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
+    other = side.start([*range(300, 340)], 40)  # its slots are freed, so that others move
+    req = side.start(PROMPT)
     for end in (16, 32, 48):
         assert side.compute(req, end)
         assert side.save(req, end)
     side.release(other, checkpoint=False)
     side.tree.evict(EvictParams(num_tokens=40, swa_num_tokens=40, mamba_num=4))
     side.check_books()
-    assert side.compute(req, len(PROMPT))
-    side.release(req)
-    side.check_books()
+    side.finish(req)
     side.empty()
     return side
 
 
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("front", [None, 2 * BLOCK])
 @kinds()
 def test_radix_unified_memory_loaded_blocks_and_ends_serve_the_rest(
-    kind: str, running: bool, core: str
+    kind: str, front: int | None, core: str
 ) -> None:
     side = stored(kind, core)
-    other = side.arrive([*range(300, 340)])
-    assert side.admit(other)
-    assert side.compute(other, 40)
-    req = side.arrive(PROMPT)
-    if running:
-        assert side.admit(req)
-        assert side.compute(req, 2 * BLOCK)
-    assert side.load(req, 48, running=running)
-    assert req.prefix_len == 48
-    assert running or side.admit(req)
+    other = side.start([*range(300, 340)], 40)
+    req = side.restore(PROMPT, 48, front)
     side.release(other, checkpoint=False)
     side.tree.evict(EvictParams(num_tokens=40, swa_num_tokens=40, mamba_num=4))
     side.check_books()
     assert side.moves
-    assert side.compute(req, len(PROMPT))  # it reads what was loaded, and finds it right
-    side.release(req)
-    side.check_books()
+    side.finish(req)  # it reads what was loaded, and finds it right
 
 
 @kinds()
 def test_radix_unified_memory_ends_given_back_are_free(kind: str) -> None:
     side = stored(kind)
-    req = side.arrive(PROMPT)
-    assert side.admit(req)
-    assert side.compute(req, 8)
+    req = side.start(PROMPT, 8)
     end = side.tree.allocate_end(req, Span(8, 48))
     assert end is not None
     side.tree.free_end(req, end)

@@ -1,7 +1,6 @@
 """Groups of members for tests, and a handler that records messages and parts."""
 
 import threading
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -22,14 +21,6 @@ NAMESPACE = Digest(bytes(range(32)))
 WAIT_S = 60.0  # for what takes milliseconds; generous, for machines that are busy
 JOB = "0123456789abcdef" * 2
 PATIENT = LinkTimes(silence_s=WAIT_S, send_s=WAIT_S)  # two slow cores
-
-
-def until(condition: Callable[[], Any], what: str, deadline_s: float = WAIT_S) -> Any:
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"waited in vain: {what}"
-        time.sleep(0.002)
-    return value
 
 
 class MessageRecord:

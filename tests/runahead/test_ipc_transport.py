@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from host_ipc import HostIpc
-from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_member, until
+from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_member
+from polling import until
 from system_calls import stop_child
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled

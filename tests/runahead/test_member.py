@@ -14,7 +14,8 @@ import pytest
 from fake_pool import SETTINGS, FakeRows, Worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from members import GROUPS, JOB, WAIT_S, MessageRecord, until
+from members import GROUPS, JOB, WAIT_S, MessageRecord
+from polling import until
 
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span

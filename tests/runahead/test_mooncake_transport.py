@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member, until
+from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member
+from polling import until
 
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, ReceiveBuffer
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine

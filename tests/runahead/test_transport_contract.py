@@ -5,7 +5,8 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
-from members import GROUPS, JOB, WAIT_S, MessageRecord, until
+from members import GROUPS, JOB, WAIT_S, MessageRecord
+from polling import until
 
 from sglang_cake.runahead.messages import Accept, Cancel, HelpOffer, LayerPart, Message, new_job
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport

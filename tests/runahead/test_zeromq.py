@@ -17,7 +17,8 @@ import msgspec
 import pytest
 import zmq
 import zmq.utils.monitor
-from members import JOB, PATIENT, WAIT_S, MessageRecord, addresses, member, until
+from members import JOB, PATIENT, WAIT_S, MessageRecord, addresses, member
+from polling import until
 
 from benchmarks.harness.slow_link import SlowLink
 from sglang_cake.core.keys import Digest

@@ -10,7 +10,8 @@ import os
 import socket
 import subprocess
 import sys
-import time
+
+from polling import until
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreError
@@ -19,7 +20,6 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of, read
 
-START_S = 120  # two slow cores that have other work
 CLIENT_TTL_S = 30  # how long the master believes in a client that is dead, or just busy
 LAYOUT = BlockLayout.plain(layers=1, parts=(("kv", (1024,)),), dtype="float32", block_tokens=64)
 FRAME = BlockFrame(NAMESPACE, LAYOUT)  # 256 KiB
@@ -41,13 +41,10 @@ class Master:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        until_s = time.monotonic() + START_S
-        while not self._answers():
-            assert self.process.poll() is None, "the master ended"
-            assert time.monotonic() < until_s, "the master does not answer"
-            time.sleep(0.02)
+        until(self._answers, "the master answers")
 
     def _answers(self):
+        assert self.process.poll() is None, "the master ended"
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.ports[0])) == 0
 

@@ -5,12 +5,12 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from functools import cached_property
 from http.client import HTTPConnection
 
 import boto3
+from polling import until
 
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
@@ -19,7 +19,6 @@ from sglang_cake.testing.store_contract import FRAME
 
 # Of another S3 service of this machine, to run the tests against it (docs/object-stores.md).
 OTHER_PORT = int(os.environ.get("CAKE_TEST_S3_PORT", "0"))
-START_S = 120  # two slow cores that have other work
 PATIENT = TimeoutLimits(first_s=60.0, floor_s=60.0)  # however busy the machine is
 
 
@@ -39,13 +38,10 @@ class Moto:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        until_s = time.monotonic() + START_S
-        while not self._answers():
-            assert self.process.poll() is None, "the server ended"
-            assert time.monotonic() < until_s, "the server does not answer"
-            time.sleep(0.05)
+        until(self._answers, "the server answers")
 
     def _answers(self):
+        assert self.process.poll() is None, "the server ended"
         connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", "/moto-api/")

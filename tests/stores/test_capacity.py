@@ -9,13 +9,13 @@ import os
 import signal
 import sqlite3
 import threading
-import time
 
 import killed_writers
 import pytest
 from filestore import evict, files_below, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
 from namespace_folder import NamespaceFolder
+from polling import until
 from system_calls import failing, unlink_failing
 from test_crash import SINCE, KilledWriters
 
@@ -349,15 +349,13 @@ def test_index_lost_or_damaged_is_rebuilt_from_the_files(tmp_path, how):
 def test_index_deleted_while_open_is_rebuilt(folder, tmp_path):
     put(folder, 0)
     wreck(tmp_path, "absent")
-    deadline_s = time.monotonic() + 60
-    while True:
+
+    def puts_again():
         assert there(folder, [0]) == [0]  # with an index or without
-        try:
-            assert put(folder, time.monotonic())
-            break
-        except Exception:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        with contextlib.suppress(StoreUnavailable):
+            return put(folder, 1)
+
+    until(puts_again, "it puts again")
     assert folder.stats().blocks == 2
 
 
@@ -393,13 +391,12 @@ def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path):
     with pytest.raises(StoreUnavailable, match="is being opened or rebuilt"):
         put(again, 1)
     os.close(held)
-    until_s = time.monotonic() + 60
-    while True:
+
+    def puts():
         with contextlib.suppress(StoreUnavailable):
-            assert put(again, 1)
-            break
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+            return put(again, 1)
+
+    until(puts, "the index is open")
     again.close()
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributions import install
 
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreUnavailable
 from sglang_cake.stores.open_store import open_store, parse_sources
@@ -18,12 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/own_store"
 def installed(tmp_path_factory, monkeypatch):
     """The package as `pip install examples/own_store` would install it."""
     site = tmp_path_factory.mktemp("site")
-    info = site / "cake_sqlite_store-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cake-sqlite-store\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang_cake.stores]\nsqlite = cake_sqlite_store:parse\n"
-    )
+    install(site, "cake_sqlite_store", "sglang_cake.stores", "sqlite = cake_sqlite_store:parse")
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.syspath_prepend(str(EXAMPLE))
     yield

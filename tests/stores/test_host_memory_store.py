@@ -16,8 +16,9 @@ from faulty_stores import OutageStore, RecordingStore
 from filestore import closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polling import async_until
 from storetools import ALICE, BOB, refusal_of
-from tiering import BLOCK, until
+from tiering import BLOCK
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
@@ -95,7 +96,7 @@ class Held:
         return (await self.store.stats()).tiers[tier].counts
 
     async def quiet(self):
-        await until(lambda: not any(tier.copies.pending for tier in self.store.tiers))
+        await async_until(lambda: not any(tier.copies.pending for tier in self.store.tiers))
 
 
 class Gated(WrapperStore):

@@ -2,13 +2,13 @@
 
 import re
 import sqlite3
-import time
 import tracemalloc
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice
 
 import pytest
+from polling import until
 from test_capacity import CAPACITY_BYTES, opened, put
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -209,10 +209,7 @@ def test_block_folder_with_an_implausible_number_in_its_index_counts_anew(tmp_pa
     with closing(sqlite3.connect(tmp_path / "index.db")) as index:
         index.executescript(script)
     with closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
-        until_s = time.monotonic() + 30
-        while "beginning anew" not in caplog.text or not is_open(folder):
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        until(lambda: "beginning anew" in caplog.text and is_open(folder), "a new index")
         after = folder.stats()
         assert (after.blocks, after.block_bytes) == (before.blocks, before.block_bytes)
         assert before.used_bytes <= after.used_bytes <= CAPACITY_BYTES  # with the damaged index

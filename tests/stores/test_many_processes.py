@@ -9,6 +9,7 @@ import time
 
 import pytest
 from filestore import until_room_is_made
+from polling import until
 from system_calls import Disk
 from test_capacity import (
     CAPACITY_BYTES,
@@ -32,13 +33,6 @@ from sglang_cake.testing.store_contract import key_of
 NOW = threading.Event()  # never set: nothing is given up
 
 
-def until(is_so):
-    deadline_s = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def exchange_index(root):
     """As a process does that has found damage; others have not heard of it yet."""
     for path in root.glob("index.db*"):
@@ -60,7 +54,7 @@ def test_file_index_lost_with_a_reservation_leaves_no_file_behind(tmp_path):
 
         with pytest.raises(StoreUnavailable):
             put_mine()
-        until(lambda: is_open(folder))
+        until(lambda: is_open(folder), "the index is made anew")
         assert put(folder, "later")
         blocks = [path for path in files_below(tmp_path) if path.name != "namespace.json"]
         assert [path.name for path in blocks] == [key_of("later").hex()]
@@ -158,10 +152,13 @@ def test_evictor_lead_passes_to_another_instance_after_close(tmp_path):
     for name in range(20):
         put(two, name)
     with one.supervisor.open() as index:
-        until(lambda: one.evictor.learn(index, time.sleep) and one.evictor.known_blocks == 20)
+        until(
+            lambda: one.evictor.learn(index, time.sleep) and one.evictor.known_blocks == 20,
+            "one process knows all blocks",
+        )
     assert two.evictor.known_blocks == 0
     one.close()
-    until(lambda: two.evictor.known_blocks == 20)
+    until(lambda: two.evictor.known_blocks == 20, "so does the other")
     two.close()
 
 
@@ -194,7 +191,7 @@ def test_block_folder_low_free_space_evicts_without_a_put(tmp_path, disk):
         for name in range(10):
             put(folder, name)
         disk.f_bavail = 1000 - 3 * STORED_BYTES + 1  # others fill the disk
-        until(lambda: folder.stats().blocks == 7)
+        until(lambda: folder.stats().blocks == 7, "7 blocks are left")
         disk.f_bavail = 1000
         until_room_is_made(folder)
         assert there(folder, range(10)) == list(range(3, 10))
@@ -211,7 +208,7 @@ def test_evictor_of_four_instances_exactly_one_leads(tmp_path, disk):
         for name in range(10):
             put(folders[0], name)
         disk.f_bavail = 1000 - 2 * STORED_BYTES + 1
-        until(lambda: folders[0].stats().blocks == 8)
+        until(lambda: folders[0].stats().blocks == 8, "8 blocks are left")
         disk.f_bavail = 1000
         until_room_is_made(folders[0])
         assert [folder.evictions().evicted_blocks for folder in folders] == [2, 0, 0, 0]
@@ -248,5 +245,5 @@ def test_block_folder_low_free_inodes_evict_blocks(tmp_path, disk):
         for name in range(10):
             put(folder, name)
         disk.f_favail = disk.f_files // 100 - 3
-        until(lambda: folder.stats().blocks == 7)
+        until(lambda: folder.stats().blocks == 7, "7 blocks are left")
         disk.f_favail = disk.f_files

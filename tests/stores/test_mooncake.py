@@ -18,6 +18,7 @@ from filestore import closing
 from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
+from polling import async_until, until
 from storetools import refusal_of, write_key_file
 from system_calls import stop_child
 
@@ -218,9 +219,7 @@ def test_mooncake_store_blocks_of_a_killed_writer_become_missing(own_master, cli
     assert reader.ask("read 12") == ["right"] * 12
     writer.kill()
     assert set(reader.ask("read 12")) <= {"BlockMissing", "StoreUnavailable"}
-    until_s = time.monotonic() + HEAL_S
-    while reader.ask("read 12") != ["BlockMissing"] * 12:  # once the master has noticed
-        assert time.monotonic() < until_s
+    until(lambda: reader.ask("read 12") == ["BlockMissing"] * 12, "the master notices", HEAL_S)
     assert clients(own_master).ask("put 12") == ["True"] * 12
     assert reader.ask("read 12") == ["right"] * 12
 
@@ -277,10 +276,7 @@ async def test_mooncake_store_hung_peer_times_out_and_the_loop_runs_on(own_maste
                 await read(store, key_of(3), LARGE)
         assert await store.contains([key_of("never")]) == [False]
         writer.kill()  # lets the threads go
-        until_s = time.monotonic() + HEAL_S
-        while store.reads.abandoned:
-            assert time.monotonic() < until_s
-            await asyncio.sleep(0.05)
+        await async_until(lambda: not store.reads.abandoned)
         assert not any(out), "written after the call had returned"
 
 

@@ -12,6 +12,7 @@ import pytest
 from filestore import A, B, evict, opened, until_room_is_made
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polling import until
 from system_calls import Held
 from test_capacity import DIGEST, STORED_BYTES, get, put, there
 from test_capacity import opened as opened_folder
@@ -73,10 +74,7 @@ def recording(folder, root):
     with contextlib.closing(sqlite3.connect(root / "index.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         folder.supervisor.wake()
-        deadline_s = time.monotonic() + 60
-        while folder.supervisor.pending:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until(lambda: not folder.supervisor.pending, "it is being written")
         yield
         other.execute("ROLLBACK")
 
@@ -407,11 +405,12 @@ def test_block_folder_block_put_elsewhere_long_after_a_report_gets_its_facts(tmp
         reporter.on_access(DIGEST, keys(0, 1), FACTS)
         booked(reporter, ())
         put(writer, 0)
-        deadline_s = time.monotonic() + 60
-        while booked(reporter, (0,))[0].context == UNKNOWN_CONTEXT:
-            assert time.monotonic() < deadline_s
+
+        def has_facts():
             reporter.supervisor.wake()
-            time.sleep(0.01)
+            return booked(reporter, (0,))[0].context != UNKNOWN_CONTEXT
+
+        until(has_facts, "the facts of its block")
         (usage,) = booked(reporter, (0,))
         assert usage.context == AccessContext("chat", 1, 0, 2, 7)
         assert usage.uses == 0
@@ -430,10 +429,11 @@ def test_block_folder_report_from_before_the_clock_was_set_back_is_recorded_as_o
         with folder.supervisor.open() as index:
             assert folder.evictor.learn(index, time.sleep)  # finds that the clock was set back
         put(folder, 0)
-        deadline_s = time.monotonic() + 60
-        while booked(folder, (0,))[0].uses == 0:
-            assert time.monotonic() < deadline_s
+
+        def is_used():
             folder.supervisor.wake()
-            time.sleep(0.01)
+            return booked(folder, (0,))[0].uses
+
+        until(is_used, "a use of its block")
         (usage,) = booked(folder, (0,))
         assert (usage.created_s, usage.used_s) == (now_s, now_s)

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+import distributions
 import pytest
 from storetools import ALICE, store
 
@@ -53,15 +54,12 @@ def parse(url):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install a distribution as pip would: a module, and a dist-info folder beside it."""
+    """Install a module with an entry point, as pip would."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def install(name, code, entry_points):
+    def install(name, code, entry_point):
         (tmp_path / f"{name}.py").write_text(code)
-        info = tmp_path / f"{name}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[sglang_cake.stores]\n{entry_points}\n")
+        distributions.install(tmp_path, name, "sglang_cake.stores", entry_point)
         monkeypatch.delitem(sys.modules, name, raising=False)
 
     yield install

@@ -6,7 +6,8 @@ import itertools
 import logging
 
 import pytest
-from tiering import Clock, Tiers, opened_tiers, until
+from polling import async_until
+from tiering import Clock, Tiers, opened_tiers
 
 from sglang_cake.codecs.block_arrays import relative_error
 from sglang_cake.codecs.catalogue import chain_of, decode
@@ -329,7 +330,7 @@ async def test_encoded_store_cancelled_puts_return_their_buffers(buffers):
                 await asyncio.sleep(0)
             putting.cancel()
             await asyncio.wait([putting])
-            await until(tiers.all_buffers_are_back)
+            await async_until(tiers.all_buffers_are_back)
         assert len(buffers) <= 2
         await tiers.stored("b")
         assert await tiers.loaded(key_of("b")) == BLOCK

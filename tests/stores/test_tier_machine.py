@@ -5,7 +5,8 @@ import asyncio
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tiering import BLOCK, Tiers, until
+from polling import async_until
+from tiering import BLOCK, Tiers
 
 from sglang_cake.core.errors import BlockMissing, StoreUnavailable
 from sglang_cake.stores.circuit_breaker import LAST_S
@@ -61,11 +62,11 @@ class Machine(RuleBasedStateMachine):
             found = self.call(self.tiers.store.contains(keys))
         except StoreUnavailable:  # a tier that was left out is tried, and not waited for
             assert not waited_for
-            self.call(until(lambda: not self.tiers.store.given_up_calls))
+            self.call(async_until(lambda: not self.tiers.store.given_up_calls))
             return
         for name, there in zip(names, found, strict=True):
             assert self.holders(name, self.up()) or not there
-        self.call(until(lambda: not self.tiers.store.given_up_calls))
+        self.call(async_until(lambda: not self.tiers.store.given_up_calls))
         for tier in self.tiers.store.tiers:
             assert tier.asking.is_closed or tier.index not in self.up()
         serving = [i for i in self.up() if self.tiers.store.tiers[i].serves]

@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from tiering import opened_tiers, until
+from polling import async_until
+from tiering import opened_tiers
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, OVERDUE_S
@@ -33,7 +34,7 @@ async def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
         assert len(tiers.calls[down].keys_of("contains")) == FAILURES_IN_A_ROW, "not yet"
         tiers.clock.now_s += FIRST_S
         await tiers.store.contains([key_of("a")])
-        await until(lambda: tiers.store.tiers[down].serves)
+        await async_until(lambda: tiers.store.tiers[down].serves)
         stats = await tiers.store.stats()
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
@@ -142,7 +143,7 @@ async def test_tiered_store_put_does_not_wait_for_a_probe():
         tiers.clock.now_s += FIRST_S
         asked = len(tiers.calls[0].keys_of("put"))
         await asyncio.wait_for(tiers.put("a"), 60)
-        await until(lambda: len(tiers.calls[0].keys_of("put")) == asked + 1)
+        await async_until(lambda: len(tiers.calls[0].keys_of("put")) == asked + 1)
 
 
 class FailingReads(WrapperStore):
@@ -173,7 +174,7 @@ async def prompts_of(tiers, count):
                     await read(tiers.store, key)
                 except StoreUnavailable:
                     failed += 1
-        await until(lambda: not tiers.store.given_up_calls)
+        await async_until(lambda: not tiers.store.given_up_calls)
     return failed
 
 
@@ -220,8 +221,8 @@ async def test_tiered_store_probe_of_reads_that_hangs_delays_nothing():
             tiers.clock.now_s += LAST_S
             assert await tiers.store.contains([key_of("a")]) == [True]
             await tiers.read("a")
-            await until(lambda: failing.reads == before + 1)
-        await until(lambda: tiers.store.given_up_calls == 1)
+            await async_until(lambda: failing.reads == before + 1)
+        await async_until(lambda: tiers.store.given_up_calls == 1)
     assert tiers.store.tiers[0].copies.buffers.free == tiers.store.tiers[0].copies.buffers.capacity
 
 
@@ -233,6 +234,6 @@ async def test_tiered_store_two_lookups_that_hang_in_one_tier_end_without_an_err
         tiers.outage[1].hangs = True
         lookups = [tiers.store.contains([key_of("a")]) for _ in range(2)]
         assert await asyncio.gather(*lookups) == [[True], [True]]
-        await until(lambda: not tiers.store.given_up_calls)
+        await async_until(lambda: not tiers.store.given_up_calls)
         await asyncio.sleep(0)
     assert errors == []

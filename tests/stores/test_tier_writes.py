@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from faulty_stores import FaultyStore, SlowStore
-from tiering import BLOCK, opened_tiers, until
+from polling import async_until
+from tiering import BLOCK, opened_tiers
 
 from sglang_cake.core.errors import (
     StoreFull,
@@ -123,7 +124,7 @@ async def test_tiered_store_block_deleted_during_its_put_is_in_no_tier():
             return block_of("a")
 
         putting = asyncio.create_task(tiers.store.put_forms(key_of("a"), form_of))
-        await until(lambda: tiers.store.tiers[1].copies.pending)
+        await async_until(lambda: tiers.store.tiers[1].copies.pending)
         await tiers.store.delete(key_of("a"))
         go.set()
         assert await putting

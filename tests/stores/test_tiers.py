@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 from faulty_stores import FaultyStore, SlowStore
+from polling import async_until
 from storetools import flip, write_key_file
-from tiering import BLOCK, Clock, Tiers, opened_tiers, until
+from tiering import BLOCK, Clock, Tiers, opened_tiers
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import (
@@ -122,7 +123,7 @@ async def test_tiered_store_lookup_does_not_wait_for_a_hanging_tier():
         tiers.outage[1].hangs = True
         for _ in range(FAILURES_IN_A_ROW):
             assert await tiers.store.contains([key_of("a")]) == [True]
-            await until(
+            await async_until(
                 lambda: not tiers.store.given_up_calls
             )  # the call that was given up has ended
         counts = await tiers.counts(1)
@@ -162,7 +163,7 @@ async def test_tiered_store_hanging_probe_is_abandoned_and_backs_off():
             assert not tiers.store.tiers[1].asking.may_call(tiers.clock.now_s + wait_s - 0.01)
             tiers.clock.now_s += wait_s
             await tiers.store.contains([key_of("a")])
-            await until(lambda: not tiers.store.given_up_calls)
+            await async_until(lambda: not tiers.store.given_up_calls)
         assert tiers.store.tiers[1].counts.late_answers == 3
 
 
@@ -200,7 +201,7 @@ async def test_tiered_store_cancelled_lookup_leaves_no_task():
         for outage in tiers.outage:
             outage.hangs = True
         lookup = asyncio.create_task(tiers.store.contains([key_of("a")]))
-        await until(lambda: all(calls.calls for calls in tiers.calls))
+        await async_until(lambda: all(calls.calls for calls in tiers.calls))
         lookup.cancel()
         await asyncio.wait([lookup])
         assert lookup.cancelled()
@@ -345,7 +346,7 @@ async def test_tiered_store_used_corrupt_bytes_make_a_sealed_read_not_whole(tmp_
 
     tiers = opened(parse_sources(urls))
     assert await tiers.put(key_of("a"), block_of("a"))
-    await until(lambda: not any(tier.copies.pending for tier in tiers.tiers))
+    await async_until(lambda: not any(tier.copies.pending for tier in tiers.tiers))
     (path,) = (tmp_path / "a").rglob(key_of("a").hex())
     flip(path)
     assert await tiers.get_into(key_of("a"), buffer.view, came) == BLOCK
@@ -550,7 +551,7 @@ async def test_tiered_store_tier_that_opens_late_is_used_from_then_on(tmp_path):
     (tmp_path / "a").unlink()
     clock.now_s += FIRST_S
     await store.contains([key_of("a")])
-    await until(lambda: store.tiers[1].serves)
+    await async_until(lambda: store.tiers[1].serves)
     assert await store.put(key_of("b"), block_of("b"))
     await store.close()
     below = sources[1].open(FRAME, depth=1)

@@ -1,11 +1,11 @@
 """What the tests of tiered stores share."""
 
-import asyncio
 import contextlib
 from collections.abc import MutableMapping
 from types import SimpleNamespace
 
 from faulty_stores import OutageStore, RecordingStore
+from polling import async_until
 
 from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
@@ -16,13 +16,6 @@ from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 BLOCK = LAYOUT.block_bytes
-
-
-async def until(condition):
-    """Poll; the bound is only there to fail instead of hanging."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - what is polled for has no event
-            await asyncio.sleep(0.001)
 
 
 class Clock:
@@ -114,11 +107,11 @@ class Tiers:
 
     async def until_holds(self, tier, *names):
         for name in names:
-            await until(lambda name=name: key_of(name) in self.memory[tier].blocks)
+            await async_until(lambda name=name: key_of(name) in self.memory[tier].blocks)
 
     async def quiet(self):
         """Copies in the background are done."""
-        await until(lambda: not any(tier.copies.pending for tier in self.store.tiers))
+        await async_until(lambda: not any(tier.copies.pending for tier in self.store.tiers))
 
     async def counts(self, tier):
         return (await self.store.stats()).tiers[tier].counts

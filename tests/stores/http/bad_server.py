@@ -42,12 +42,6 @@ class BadServer:
     unasked: bytes = b""  # came after a request, and are no request
 
 
-async def until(condition):
-    """Wait until `condition()` is true; the test's own time limit is the bound."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-
-
 @asynccontextmanager
 async def bad_server(answer):
     """Args: answer(asked): called for each request; what it does not send is never sent."""

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from filestore import closing
 from patient import SGLANG_CAKE
+from polling import until
 
 import sglang_cake
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -72,15 +72,6 @@ def is_open(name):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             names.append(os.readlink(fd))
     return any(name in path for path in names)
-
-
-def poll(condition, what):
-    """Wait until `condition()` is true."""
-    until_s = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < until_s, f"{what}: not within {WAIT_S} s"
-        time.sleep(0.01)
-    return found
 
 
 def write_token(folder, token=TOKEN):
@@ -166,7 +157,7 @@ class OurServer:
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        poll(lambda: not any(map(is_alive, workers)), "all of it is gone")
+        until(lambda: not any(map(is_alive, workers)), "all of it is gone")
         return self.ended()
 
     def ended(self):
@@ -302,7 +293,7 @@ class Nginx:
         config.write_text(NGINX.format(folder=folder, root=root, port=self.port, more=more))
         self.process = subprocess.Popen([program, "-p", str(folder), "-c", str(config)])
         STARTED.append(self.process)
-        poll(lambda: connects(self.port), "nginx listens")
+        until(lambda: connects(self.port), "nginx listens")
 
     def stop(self):
         self.process.terminate()

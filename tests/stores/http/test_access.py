@@ -22,11 +22,11 @@ from http_servers import (
     make_certificate,
     own_token,
     parse_metrics,
-    poll,
     put_block,
     put_description,
     write_token,
 )
+from polling import until
 from system_calls import Held
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -181,9 +181,9 @@ def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, c
         assert are_let_in(TOKEN)
         assert are_kept_out(OTHER)
         replace_token(path, f"{OTHER}\n{TOKEN}\n")
-        poll(lambda: are_let_in(TOKEN, OTHER), "both are valid")
+        until(lambda: are_let_in(TOKEN, OTHER), "both are valid")
         replace_token(path, f"{OTHER}\n")
-        poll(lambda: are_kept_out(TOKEN), "the old one is not valid any more")
+        until(lambda: are_kept_out(TOKEN), "the old one is not valid any more")
         assert are_let_in(OTHER)
         path.chmod(0o644)
         said = []
@@ -192,7 +192,7 @@ def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, c
             said.append(capfd.readouterr().err)
             return "".join(said).count("stays in force") >= 2
 
-        poll(warnings, "both workers have seen it")
+        until(warnings, "both workers have seen it")
         assert f"token file {path} is open to others" in "".join(said)
         assert OTHER not in "".join(said)
         assert are_let_in(OTHER)
@@ -208,7 +208,7 @@ async def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
             assert await store.put(A, block_of("a"))
             replace_token(server_file, f"{OTHER}\n")
             await asyncio.to_thread(
-                lambda: poll(
+                lambda: until(
                     lambda: ask(server, "GET", "/stats", token=TOKEN)[0] == 401, "it is replaced"
                 )
             )
@@ -247,7 +247,7 @@ async def test_store_serve_replaced_certificate_is_used_by_both_sides(tmp_path):
             key.write_bytes(next_key.read_bytes())  # for a moment they do not fit together
             cert.write_bytes(next_cert.read_bytes())
             new = next_cert.read_text().strip()
-            await asyncio.to_thread(lambda: poll(lambda: shown() == new, "the new one is shown"))
+            await asyncio.to_thread(lambda: until(lambda: shown() == new, "the new one is shown"))
             assert await read(store, A) == block_of("a")  # over the connection that is open
             other = parse_sources(url)[0].open(FRAME, depth=2)  # needs a new connection
             with pytest.raises(StoreUnavailable):
@@ -265,7 +265,7 @@ def test_store_serve_restarted_worker_uses_the_current_tokens(tmp_path):
         replace_token(path, f"{OTHER}\n")
         (worker,) = server.workers()
         os.kill(worker, 9)
-        poll(lambda: server.workers() and worker not in server.workers(), "it is replaced")
+        until(lambda: server.workers() and worker not in server.workers(), "it is replaced")
         assert ask(server, "GET", "/stats", token=TOKEN)[0] == 401
         assert ask(server, "GET", "/stats", token=OTHER)[0] == 200
 

@@ -16,11 +16,11 @@ from http_servers import (
     framed,
     is_open,
     make_certificate,
-    poll,
     put_block,
     put_description,
     request_bytes,
 )
+from polling import until
 
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.stores.http.server_blocks import read_into_cache, reads_at_once
@@ -71,11 +71,11 @@ def test_fast_path_one_connection_gets_several_blocks(root):
             name = f'requests_total{{method="GET",status="{status}"}}'
             return server.metrics().get(name)
 
-        poll(lambda: count(200) == 4, "all are counted")
+        until(lambda: count(200) == 4, "all are counted")
         assert count(404) == 1
         assert server.metrics()["sent_bytes_total"] == 4 * len(BLOCK)
         connection.close()
-        poll(lambda: server.metrics()["connections"] == 0, "it has ended")
+        until(lambda: server.metrics()["connections"] == 0, "it has ended")
         assert not is_open(A.hex())
 
 
@@ -115,7 +115,7 @@ def test_fast_path_idle_connection_is_closed(root):
         assert answer(connection) == (200, BLOCK)
         assert connection.recv(1) == b""
         assert silent.recv(1) == b""
-        poll(lambda: server.metrics()["connections"] == 0, "both have ended")
+        until(lambda: server.metrics()["connections"] == 0, "both have ended")
 
 
 def test_sendfile_slow_reader_gets_every_byte(root):
@@ -144,9 +144,9 @@ def test_http_server_reader_that_hangs_up_leaves_nothing_open(root):
         connection = server.connect(receive_bytes=1 << 12)
         connection.sendall(request_bytes(PATH))
         connection.recv(1000)
-        poll(lambda: is_open(A.hex()), "the block is being sent")
+        until(lambda: is_open(A.hex()), "the block is being sent")
         connection.close()
-        poll(lambda: server.metrics()["connections"] == 0, "it has ended")
+        until(lambda: server.metrics()["connections"] == 0, "it has ended")
         assert not is_open(A.hex())
         assert server.metrics()["sent_bytes_total"] == 0
 
@@ -185,7 +185,7 @@ def test_store_serve_cold_block_is_sent_whole_and_as_a_range(tmp_path):
     server = OurServer(tmp_path / "root")
     put_description(server, BIG_FRAME)
     put_block(server, "a", BIG_FRAME)
-    (file,) = poll(lambda: list(tmp_path.rglob(A.hex())), "the file")
+    (file,) = until(lambda: list(tmp_path.rglob(A.hex())), "the file")
     os.sync()
     with file.open("rb") as block:
         os.posix_fadvise(block.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

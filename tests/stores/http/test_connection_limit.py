@@ -14,13 +14,13 @@ from http_servers import (
     framed,
     metrics,
     own_token,
-    poll,
     put_block,
     put_description,
     start_request,
 )
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from polling import until
 
 from sglang_cake.stores.http.connection_limit import Places
 from sglang_cake.stores.http.protocol import block_path
@@ -125,7 +125,7 @@ def test_store_serve_connections_without_a_token_block_no_client(small):
     assert metrics(small)["dropped_connections_total"] >= 64 - 16
     assert metrics(small)["refused_connections_total"] == 0
     # 16, and the one that asks has taken another's: what closes is counted a moment later.
-    poll(lambda: metrics(small)["connections"] <= 16, "there is a bound")
+    until(lambda: metrics(small)["connections"] <= 16, "there is a bound")
     assert is_closed(strangers[0])
     for stranger in strangers:
         stranger.close()
@@ -182,5 +182,5 @@ def test_store_serve_full_never_drops_a_connection_being_answered(tmp_path):
             while len(body) < BIG_FRAME.framed_bytes:
                 body += reader.recv(1 << 20)
             assert body == framed("a", frame=BIG_FRAME)
-        poll(lambda: ask(server, "GET", "/stats")[0] == 200, "a reader makes room")
+        until(lambda: ask(server, "GET", "/stats")[0] == 200, "a reader makes room")
         assert metrics(server)["refused_connections_total"] >= 1

@@ -14,11 +14,11 @@ from http_servers import (
     fill_root,
     framed,
     own_token,
-    poll,
     put_block,
     request_bytes,
     start_put,
 )
+from polling import until
 from system_calls import Held
 
 from sglang_cake.stores.file import block_files
@@ -42,7 +42,7 @@ def hang_up(server, connections):
     """Close them; returns once the server has noticed."""
     for connection in connections:
         connection.close()
-    poll(lambda: server.metrics()["connections"] == 0, "the server has noticed")
+    until(lambda: server.metrics()["connections"] == 0, "the server has noticed")
 
 
 def test_store_serve_readers_that_left_are_not_read_for(server, monkeypatch):
@@ -51,8 +51,8 @@ def test_store_serve_readers_that_left_are_not_read_for(server, monkeypatch):
     gone = [server.connect() for _ in range(4 * READ_THREADS)]
     for connection in gone:
         connection.sendall(request_bytes(PATH))
-    poll(lambda: held.calls == READ_THREADS, "the disk holds every thread")
-    poll(lambda: server.metrics()["connections"] == len(gone), "all others wait")
+    until(lambda: held.calls == READ_THREADS, "the disk holds every thread")
+    until(lambda: server.metrics()["connections"] == len(gone), "all others wait")
     hang_up(server, gone)
     held.go.set()
     assert ask(server, "GET", PATH)[::2] == (200, framed("a", frame=BIG_FRAME))
@@ -77,7 +77,7 @@ def test_store_serve_put_whose_client_left_leaves_nothing(
         assert held.entered.wait(WAIT_S)
         hang_up(server, [connection])
         held.go.set()
-        poll(lambda: server.metrics()["puts_in_progress"] == 0, "it has ended")
+        until(lambda: server.metrics()["puts_in_progress"] == 0, "it has ended")
     assert ask(server, "GET", STATS)[2] == before
     assert [path.name for path in (tmp_path / "root").rglob("*") if ".tmp-" in path.name] == []
     assert ask(server, "HEAD", block_path(BIG_FRAME.digest, B))[0] == 404
@@ -91,7 +91,7 @@ def test_store_serve_put_whose_client_left_during_the_commit_is_stored(server, m
     assert held.entered.wait(WAIT_S)
     hang_up(server, [connection])
     held.go.set()
-    poll(lambda: server.metrics()["puts_in_progress"] == 0, "it has ended")
+    until(lambda: server.metrics()["puts_in_progress"] == 0, "it has ended")
     stored = ask(server, "GET", block_path(BIG_FRAME.digest, B))
     assert stored[::2] == (200, framed("b", frame=BIG_FRAME))
     assert put_block(server, "b", BIG_FRAME) == 204
@@ -112,7 +112,7 @@ def test_store_serve_check_whose_client_left_sets_the_corrupt_block_aside(
     assert held.entered.wait(WAIT_S)
     hang_up(server, [connection])
     held.go.set()
-    poll(lambda: not file.exists(), "it is set aside")
+    until(lambda: not file.exists(), "it is set aside")
 
 
 def test_shared_file_close_waits_for_a_read_in_another_thread():
@@ -121,7 +121,7 @@ def test_shared_file_close_waits_for_a_read_in_another_thread():
     reading = threading.Thread(target=file.readinto, args=(got,))
     closing = threading.Thread(target=file.close)
     reading.start()
-    poll(file._in_use.locked, "it reads")
+    until(file._in_use.locked, "it reads")
     closing.start()
     closing.join(0.1)
     assert closing.is_alive()

@@ -6,7 +6,6 @@ import random
 import time
 
 import pytest
-from bad_server import until
 from http_servers import (
     BIG_FRAME,
     FRAMED_BYTES,
@@ -20,13 +19,13 @@ from http_servers import (
     metrics,
     opened,
     opened_client,
-    poll,
     put_block,
     put_description,
     read_status,
     start_put,
     start_request,
 )
+from polling import async_until, until
 
 from sglang_cake.cli import main
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
@@ -50,7 +49,7 @@ def test_store_serve_stopped_finishes_its_open_requests(tmp_path):
     got = reading.recv(100_000)
     writing, rest = start_put(server, "b", BIG_FRAME, BIG_FRAME.framed_bytes // 2)
     server.process.terminate()
-    poll(lambda: not connects(server.port), "no more connections are taken")
+    until(lambda: not connects(server.port), "no more connections are taken")
     writing.sendall(rest)
     assert read_status(writing) == 201
     while piece := reading.recv(1 << 20):
@@ -71,14 +70,14 @@ def test_store_serve_killed_during_a_put_stores_no_block(tmp_path):
     def is_being_written():
         return any(path.stat().st_size > 1 << 20 for path in tmp_path.rglob(".tmp-*"))
 
-    poll(is_being_written, "the block is being written")
+    until(is_being_written, "the block is being written")
     server.kill()
     connection.close()
     with OurServer(tmp_path / "root") as server:
         contains = contains_path(BIG_FRAME.digest, BIG_FRAME.framed_bytes)
         assert ask(server, "GET", BIG_PATH)[0] == 404
         assert ask(server, "POST", contains, A)[2] == b"\0"
-        poll(lambda: not list(tmp_path.rglob(".tmp-*")), "what was begun is swept away")
+        until(lambda: not list(tmp_path.rglob(".tmp-*")), "what was begun is swept away")
         assert put_block(server, "a", BIG_FRAME) == 201
         assert ask(server, "GET", BIG_PATH)[2] == framed("a", frame=BIG_FRAME)
 
@@ -99,7 +98,7 @@ async def test_store_serve_killed_at_random_keeps_all_acknowledged_blocks(tmp_pa
         server = OurServer(tmp_path / "root")
         store = opened(server.base)
         writing = asyncio.create_task(write(store, turn))
-        await until(lambda turn=turn: (turn, 0) in stored)
+        await async_until(lambda turn=turn: (turn, 0) in stored)
         await asyncio.sleep(moments.uniform(0, 0.1))  # random moments are the point of this test
         await asyncio.to_thread(server.kill)
         await writing
@@ -196,7 +195,7 @@ async def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_pat
     assert ask(server, "POST", block_path(FRAME.digest, A))[0] == 204  # whole: left where it is
     assert ask(server, "POST", block_path(FRAME.digest, key_of("nobody")))[0] == 404
     assert path.exists()
-    poll(lambda: metrics(server)["corrupt_blocks_total"] == 1, "it is counted")
+    until(lambda: metrics(server)["corrupt_blocks_total"] == 1, "it is counted")
     assert server.stop() == 0
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "WARNING" in line)
     assert "a corrupt block was set aside, 1 so far: " in line

@@ -5,8 +5,9 @@ import contextlib
 import itertools
 
 import pytest
-from bad_server import bad_server, until
+from bad_server import bad_server
 from http_servers import FRAMED_BYTES, A, framed, opened_client
+from polling import async_until
 
 from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.buffers import Buffer, on_page
@@ -125,7 +126,7 @@ async def test_http_store_cancelled_read_returns_and_leaves_its_buffer_alone():
     async with client_and_server(answer) as (store, _):
         out = bytearray(LAYOUT.block_bytes)
         task = asyncio.create_task(store.get_into(A, memoryview(out)))
-        await until(lambda: any(out))
+        await async_until(lambda: any(out))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -147,10 +148,10 @@ async def test_http_store_reads_are_bounded_by_depth_and_delay_no_lookup():
     waiting = []
     async with client_and_server(answer, depth=3) as (store, server):
         tasks = [asyncio.create_task(read(store, A)) for _ in range(10)]
-        await until(lambda: len(waiting) == 3)
+        await async_until(lambda: len(waiting) == 3)
         assert await store.contains([A]) == [True]
         for turn in range(10):
-            await until(lambda turn=turn: len(waiting) > turn)
+            await async_until(lambda turn=turn: len(waiting) > turn)
             assert len(waiting) <= turn + 3
             waiting[turn].answer(200, GOOD)
         assert await asyncio.gather(*tasks) == [block_of("a")] * 10
@@ -174,7 +175,9 @@ async def test_http_store_progress_is_reported_while_bytes_arrive():
     async def answer(asked):
         asked.answer(200, GOOD[:100], length=FRAMED_BYTES)
         for begin, end in itertools.pairwise((100, *parts)):
-            await until(lambda begin=begin: told.counts[-1:] == [max(0, begin - HEADER_BYTES)])
+            await async_until(
+                lambda begin=begin: told.counts[-1:] == [max(0, begin - HEADER_BYTES)]
+            )
             asked.send(GOOD[begin:end])
 
     parts = (HEADER_BYTES + 1, HEADER_BYTES + 2, HEADER_BYTES + 700, FRAMED_BYTES)
@@ -195,7 +198,7 @@ async def test_http_store_retried_read_restarts_its_progress(used):
             asked.answer(200, GOOD)
             return
         asked.answer(200, BAD[:-50], length=FRAMED_BYTES)
-        await until(lambda: reading.has(LAYOUT.block_bytes - 50))
+        await async_until(lambda: reading.has(LAYOUT.block_bytes - 50))
         assert not used or reading.wait(LAYOUT.block_bytes - 50, 0.0)
         asked.reset()
 

@@ -23,7 +23,6 @@ from http_servers import (
     metrics,
     opened,
     opened_client,
-    poll,
     put_block,
     put_description,
     read_status,
@@ -32,6 +31,7 @@ from http_servers import (
     start_request,
     write_token,
 )
+from polling import until
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -134,13 +134,13 @@ async def test_store_serve_half_written_block_is_not_stored_until_it_is_put_agai
                 await read(store, A, BIG_LAYOUT)
             return not [block async for block in store.list_blocks()]
 
-    poll(is_half_written, "half of the body is written")
+    until(is_half_written, "half of the body is written")
     assert await has_no_block()
     assert not list(tmp_path.rglob(A.hex()))
     second, _ = start_put(server, "a", BIG_FRAME, 0)
     assert read_status(second) == 204  # it is being written
     writing.close()
-    poll(lambda: metrics(server)["puts_in_progress"] == 0, "the put is given up")
+    until(lambda: metrics(server)["puts_in_progress"] == 0, "the put is given up")
     assert not list(tmp_path.rglob(".tmp-*"))
     assert await has_no_block()
     assert put_block(server, "a", BIG_FRAME) == 201
@@ -253,7 +253,7 @@ def test_store_serve_health_stats_and_metrics_report_the_usage(server):
     assert stats["used_bytes"] >= FRAMED_BYTES
     assert stats["capacity_bytes"] is None
 
-    poll(lambda: metrics(server)["sent_bytes_total"] >= FRAMED_BYTES, "what was sent is counted")
+    until(lambda: metrics(server)["sent_bytes_total"] >= FRAMED_BYTES, "what was sent is counted")
     numbers = metrics(server)
     assert numbers["connections"] >= 1
     assert numbers["received_bytes_total"] >= FRAMED_BYTES
@@ -268,7 +268,7 @@ def test_store_serve_health_stats_and_metrics_report_the_usage(server):
 def test_http_server_unknown_method_is_counted_as_other(server):
     ask(server, "PROPFIND", PATH)
     name = 'requests_total{method="other",status="405"}'
-    poll(lambda: metrics(server).get(name), "it is counted")
+    until(lambda: metrics(server).get(name), "it is counted")
 
 
 def test_store_serve_parallel_puts_are_bounded_in_number_and_memory(tmp_path):
@@ -281,7 +281,7 @@ def test_store_serve_parallel_puts_are_bounded_in_number_and_memory(tmp_path):
     put_description(server, BIG_FRAME)
     before, almost = peak_bytes(), BIG_FRAME.framed_bytes - 1
     puts = [start_put(server, f"big{n}", BIG_FRAME, almost) for n in range(MAX_PUTS)]
-    poll(lambda: metrics(server)["puts_in_progress"] == MAX_PUTS, "all have begun")
+    until(lambda: metrics(server)["puts_in_progress"] == MAX_PUTS, "all have begun")
     body = framed("next", frame=BIG_FRAME)
     path = block_path(BIG_FRAME.digest, key_of("next"))
     head = f"PUT {path} HTTP/1.1\nHost: x\nContent-Length: {len(body)}\nExpect: 100-continue\n"
@@ -323,7 +323,7 @@ def test_http_server_put_that_waits_too_long_for_other_puts_gets_503(tmp_path, m
     with ServerInProcess(tmp_path / "root", stuck_s=2.0) as server:
         put_description(server)
         puts = [start_put(server, n, FRAME, FRAMED_BYTES)[0] for n in range(MAX_PUTS)]
-        poll(lambda: server.metrics()["puts_in_progress"] == MAX_PUTS, "all have begun")
+        until(lambda: server.metrics()["puts_in_progress"] == MAX_PUTS, "all have begun")
         status, headers, _ = ask(server, "PUT", PATH, GOOD)
         assert (status, headers["retry-after"]) == (503, "1")
         is_well.set()
@@ -404,7 +404,7 @@ def test_store_serve_low_free_space_evicts_blocks_without_puts(tmp_path):
     put_block(first, "a")
     assert first.stop() == 0
     with OurServer(tmp_path / "root", "--min-free", "900PB") as server:
-        poll(lambda: ask(server, "GET", PATH)[0] == 404, "it has made way")
+        until(lambda: ask(server, "GET", PATH)[0] == 404, "it has made way")
 
 
 async def test_store_serve_many_parallel_clients_read_the_right_blocks(server):

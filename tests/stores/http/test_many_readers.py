@@ -5,16 +5,8 @@ import re
 from pathlib import Path
 
 import xxhash
-from http_servers import (
-    BIG_FRAME,
-    A,
-    OurServer,
-    framed,
-    poll,
-    put_block,
-    put_description,
-    start_request,
-)
+from http_servers import BIG_FRAME, A, OurServer, framed, put_block, put_description, start_request
+from polling import until
 
 from sglang_cake.stores.http.protocol import block_path
 
@@ -63,7 +55,7 @@ def test_store_serve_256_parallel_readers_use_little_memory(tmp_path):
         connection.close()
     more = peak_bytes(server) - before
     assert more < READERS * MEMORY_A_READER_BYTES < READERS * BIG_FRAME.framed_bytes / 10
-    poll(lambda: not sum(map(open_blocks, server.workers())), "every block is let go")
+    until(lambda: not sum(map(open_blocks, server.workers())), "every block is let go")
     assert server.stop() == 0
 
 

@@ -14,12 +14,12 @@ from http_servers import (
     ServerInProcess,
     fill_root,
     is_open,
-    poll,
     read_status,
     request_bytes,
     start_put,
     start_request,
 )
+from polling import until
 
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.stores.http.request_body import STUCK_S, while_it_moves
@@ -59,14 +59,14 @@ def server(tmp_path):
 def test_store_serve_stuck_put_is_ended_with_408(server, tmp_path):
     connection, _ = start_put(server, "b", BIG_FRAME, 1 << 16)  # the system takes it all
     assert read_status(connection) == 408
-    poll(lambda: server.metrics()["puts_in_progress"] == 0, "the place is free")
+    until(lambda: server.metrics()["puts_in_progress"] == 0, "the place is free")
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
 def test_store_serve_reader_that_stops_reading_is_disconnected(server):
     connection = start_request(server, f"GET {PATH} HTTP/1.1\nHost: x\n")
     got = len(connection.recv(1000))
-    poll(lambda: not is_open(A.hex()), "the block is let go")
+    until(lambda: not is_open(A.hex()), "the block is let go")
     with contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(1 << 20):
             got += len(piece)
@@ -115,9 +115,9 @@ def test_fast_path_unread_last_bytes_hold_no_file_and_no_connection(tmp_path):
             assert piece
             left -= len(piece)
         sent = BIG_FRAME.framed_bytes
-        poll(lambda: server.metrics()["sent_bytes_total"] == sent, "all has left")
-        poll(lambda: not is_open(A.hex()), "the block is let go")
+        until(lambda: server.metrics()["sent_bytes_total"] == sent, "all has left")
+        until(lambda: not is_open(A.hex()), "the block is let go")
         with end_of_server(connection) as end:  # the time until then is the machine's
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000)
-        poll(lambda: server.metrics()["connections"] == 0, "the connection is given up")
+        until(lambda: server.metrics()["connections"] == 0, "the connection is given up")
         connection.close()

@@ -17,13 +17,13 @@ from http_servers import (
     is_alive,
     metrics,
     own_token,
-    poll,
     put_block,
     put_description,
     read_status,
     start_put,
     start_request,
 )
+from polling import until
 
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.stores.http.server_metrics import ServerMetrics
@@ -61,14 +61,14 @@ def test_workers_count_together_and_one_that_dies_is_replaced(server):
     for _ in range(2):
         for reader in readers:
             assert get(reader) == framed("a")
-    poll(lambda: sent_blocks(server) == 12, "all are counted")
+    until(lambda: sent_blocks(server) == 12, "all are counted")
     found = metrics(server)
     assert found["workers"] == len(server.workers()) == 3
     assert found["connections"] >= 6
     for victim in server.workers():
         os.kill(victim, signal.SIGKILL)
-        poll(lambda v=victim: v not in server.workers(), "it has ended")
-        poll(lambda: len(server.workers()) == 3, "it is replaced")
+        until(lambda v=victim: v not in server.workers(), "it has ended")
+        until(lambda: len(server.workers()) == 3, "it is replaced")
     for reader in readers:
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             get(reader)
@@ -76,11 +76,11 @@ def test_workers_count_together_and_one_that_dies_is_replaced(server):
     fresh = [connected(server) for _ in range(6)]
     assert all(get(reader) == framed("a") for reader in fresh)
     # The counts of the dead workers are kept, and their connections are gone.
-    poll(lambda: sent_blocks(server) == 12 + 6, "all are counted")
+    until(lambda: sent_blocks(server) == 12 + 6, "all are counted")
     assert metrics(server)["blocks"] == 1
     for reader in fresh:
         reader.close()
-    poll(lambda: metrics(server)["connections"] == 1, "only the one that asks")
+    until(lambda: metrics(server)["connections"] == 1, "only the one that asks")
     assert server.stop() == 0
 
 
@@ -98,7 +98,7 @@ def test_worker_pool_stopped_or_killed_server_leaves_no_worker(server, tmp_path)
     workers = again.workers()
     again.process.kill()
     again.ended()
-    poll(lambda: not any(map(is_alive, workers)), "workers end with their parent")
+    until(lambda: not any(map(is_alive, workers)), "workers end with their parent")
     once_more = OurServer(tmp_path / "root", port=server.port)
     assert ask(once_more, "GET", PATH)[2] == framed("a")
     assert once_more.stop() == 0
@@ -129,13 +129,13 @@ def test_worker_pool_terminated_worker_finishes_its_put(tmp_path):
     put_description(server, BIG_FRAME)
     connection, rest = start_put(server, "a", BIG_FRAME, 1000)
     (worker,) = server.workers()
-    poll(lambda: metrics(server)["puts_in_progress"] == 1, "the put is in progress")
+    until(lambda: metrics(server)["puts_in_progress"] == 1, "the put is in progress")
     os.kill(worker, signal.SIGTERM)
     waiting = start_request(server, "GET /health HTTP/1.1\nHost: x\n")  # for the next worker
     connection.sendall(rest)
     assert read_status(connection) == 201
     assert read_status(waiting) == 200
-    poll(lambda: server.workers() and worker not in server.workers(), "replaced")
+    until(lambda: server.workers() and worker not in server.workers(), "replaced")
     path = block_path(BIG_FRAME.digest, A)
     assert ask(server, "GET", path)[2] == framed("a", frame=BIG_FRAME)
     assert server.stop() == 0
@@ -160,8 +160,8 @@ def test_worker_pool_suspended_worker_is_killed_and_replaced(tmp_path):
     server = OurServer(tmp_path / "root", limits={"workers": 2, "hang_s": 8})
     victim = server.workers()[0]
     os.kill(victim, signal.SIGSTOP)
-    poll(lambda: not is_alive(victim), "it is killed")
-    poll(lambda: len(server.workers()) == 2, "it is replaced")
+    until(lambda: not is_alive(victim), "it is killed")
+    until(lambda: len(server.workers()) == 2, "it is replaced")
     for _ in range(4):
         assert ask(server, "GET", "/health")[0] == 200
     assert server.stop() == 0
