@@ -240,11 +240,9 @@ class Member:
                     return None
                 owner, offer = self._offers.popleft()
                 busy = self._owned is not None or self._helping is not None
-                cancelled = offer.job in self._over
-            if busy:
-                self.refuse(owner, offer, "busy")
-            elif not cancelled:
+            if not busy:
                 return owner, offer
+            self.refuse(owner, offer, "busy")
 
     def accept(self, owner: int, offer: HelpOffer, *, matched: int) -> Helping:
         """Accept an offer. Raises: PeerGone if the owner cannot be reached any more."""
@@ -321,6 +319,7 @@ class Member:
             mine = owned if owned is not None and owned.passing.job == message.job else None
             if isinstance(message, Cancel):
                 self._end(message.job)
+                self._keep_offers(lambda owner, offer: offer.job != message.job)
                 if self._helping is not None and self._helping.offer.job == message.job:
                     self._helping.passing.break_off(f"cancelled: {message.reason}")
             elif mine is None or rank not in mine.helpers:
@@ -354,6 +353,7 @@ class Member:
 
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:
+            self._keep_offers(lambda owner, offer: owner != rank)
             if self._owned is not None and rank in self._owned.helpers:
                 self._owned.passing.break_off(f"member {rank} is gone: {reason}", rank)
             helping = self._helping
@@ -383,6 +383,9 @@ class Member:
             self._wake()
         else:
             self.refuse(rank, offer, reason)
+
+    def _keep_offers(self, keep: Callable[[int, HelpOffer], bool]) -> None:
+        self._offers = deque(each for each in self._offers if keep(*each))
 
     def _receiver(self, predecessors: list[Predecessor]) -> KvReceiver:
         return KvReceiver(self._rows, predecessors, bind_timeout_s=self._settings.bind_timeout_s)

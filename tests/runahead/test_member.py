@@ -564,6 +564,22 @@ def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
     assert len(group.owner.helpers()) == SIZE - 1  # they are asked again
 
 
+@pytest.mark.parametrize("ends", ["cancelled", "gone"])
+def test_runahead_member_offers_that_ended_during_a_pause_are_not_taken(ends: str) -> None:
+    transports = GROUPS["tcp"](2)
+    helper = Worker(0, transports[0]).member  # its scheduler asks for no offer
+    for _ in range(300):
+        offer = HelpOffer(new_job(), (0, 1), (0, 4, 8), "00", None, None, prompt(4))
+        helper.on_message(1, offer)
+        if ends == "cancelled":
+            helper.on_message(1, Cancel(offer.job, "no answer"))
+    if ends == "gone":
+        helper.on_gone(1, "it was restarted")
+    assert helper.next_offer() is None
+    for each in transports:
+        each.close()
+
+
 def test_runahead_member_link_speed_is_measured_from_parts(group: Group) -> None:
     rows, transports = group.workers[-1].rows, group.transports
     assert group.owner.bytes_per_s() is None
