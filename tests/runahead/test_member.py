@@ -19,8 +19,16 @@ from members import GROUPS, JOB, WAIT_S, MessageRecord, until
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.kv_passing import Broken, KvReceiver, KvSender, Late, Predecessor
-from sglang_cake.runahead.member import Member, Owned
-from sglang_cake.runahead.messages import Cancel, Failed, HelpOffer, LayerPart, Refuse, new_job
+from sglang_cake.runahead.member import COLD, Member, Owned
+from sglang_cake.runahead.messages import (
+    Accept,
+    Cancel,
+    Failed,
+    HelpOffer,
+    LayerPart,
+    Refuse,
+    new_job,
+)
 from sglang_cake.runahead.partition import Partition, even
 
 SIZE = 3
@@ -343,8 +351,9 @@ def test_runahead_member_cancelled_job_stops_its_helpers(group: Group) -> None:
 def test_runahead_member_colder_or_busy_helper_refuses(group: Group) -> None:
     owned = group.propose(prompt(90), Partition((32, 60, 90)))
     agreed(owned)
-    assert "cold" in (owned.refused or "")
+    assert owned.refused == f"member 0 refuses: {COLD}"
     group.owner.end_owned(owned, "cancelled", "refused")
+    assert 0 in group.owner.helpers()  # it could help with another prompt
     busy = group.workers[0]
     busy.dies_at = 0
     first = group.propose(prompt(90), even(Span(0, 90), 3))
@@ -553,7 +562,7 @@ def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
     new_group: Callable[..., Group],
 ) -> None:
     ahead_s = [0.0]
-    group = new_group(busy_s=60.0, clock=lambda: time.monotonic() + ahead_s[0])
+    group = new_group(busy_s=(60.0, 60.0), clock=lambda: time.monotonic() + ahead_s[0])
     group.stop.set()  # their schedulers are in a long step
     for scheduler in group.schedulers:
         scheduler.join()
@@ -562,6 +571,53 @@ def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
     assert group.owner.helpers() == ()
     ahead_s[0] = 61.0
     assert len(group.owner.helpers()) == SIZE - 1  # they are asked again
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_runahead_member_that_does_not_help_is_asked_less_often_until_it_accepts(
+    new_group: Callable[..., Group], refuses: bool
+) -> None:
+    now_s = [0.0]
+    group = new_group(busy_s=(1.0, 4.0), clock=lambda: now_s[0])
+    group.stop.set()
+    for scheduler in group.schedulers:
+        scheduler.join()  # the test answers
+
+    def ask(*, accepts: bool = False) -> None:
+        owned = group.propose(prompt(90), even(Span(0, 90), 2))
+        if accepts:
+            group.owner.on_message(0, Accept(owned.passing.job, 0))
+        elif refuses:
+            group.owner.on_message(0, Refuse(owned.passing.job, "busy"))
+        group.owner.end_owned(owned, "cancelled")
+
+    def asked_at() -> list[float]:
+        times = []
+        for _ in range(12):
+            if 0 in group.owner.helpers():
+                times.append(now_s[0])
+                ask()
+            assert 1 in group.owner.helpers()  # an idle one is asked meanwhile
+            now_s[0] += 1.0
+        return times
+
+    assert asked_at() == [0.0, 1.0, 3.0, 7.0, 11.0]
+    now_s[0] = 100.0
+    ask(accepts=True)
+    assert asked_at() == [100.0, 101.0, 103.0, 107.0, 111.0]
+
+
+def test_runahead_member_refusal_of_another_is_not_held_against_a_member(
+    new_group: Callable[..., Group],
+) -> None:
+    group = new_group(busy_s=(60.0, 60.0))
+    group.stop.set()
+    for scheduler in group.schedulers:
+        scheduler.join()  # nobody answers
+    owned = group.propose(prompt(90), even(Span(0, 90), 3))
+    group.owner.on_message(0, Refuse(owned.passing.job, "busy"))
+    group.owner.end_owned(owned, "cancelled", owned.refused or "")
+    assert group.owner.helpers() == (1,)  # it had no time to answer
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "gone"])
