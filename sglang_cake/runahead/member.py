@@ -52,7 +52,8 @@ from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
 
 logger = logging.getLogger("sglang_cake")
 
-Outcome = Literal["done", "cancelled"]
+# Of an own job: all KV arrived; it failed here or at a helper; it is not needed, or never began.
+Outcome = Literal["done", "failed", "cancelled"]
 
 MAX_OFFERS = 16  # that wait for the scheduler
 MAX_OVER = 256  # ended jobs that are remembered
@@ -211,22 +212,22 @@ class Member:
                 self._transport.send(rank, offer)
         except Exception as error:
             passing.break_off(str(error), rank if isinstance(error, PeerGone) else None)
-            self.end_owned(owned, "cancelled", str(error))
+            self.end_owned(owned, "failed", str(error))
             raise
         return owned
 
     def end_owned(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:
-        """End an own job: all KV arrived, or it is not needed any more, or it failed.
+        """End an own job.
 
         After this returns, the bound slots are not used. A member that is to blame is left out; if
-        the job broke and no other member is to blame, that is this one.
+        the job failed and no other member is to blame, that is this one.
         """
         with self._lock:
             if self._owned is owned:
                 self._owned = None
             self._end(owned.passing.job)
         culprit = owned.passing.culprit
-        if culprit is None and owned.passing.broken is not None:
+        if culprit is None and outcome == "failed":
             culprit = self.rank
         owned.passing.close(reason or outcome)
         for rank in owned.accepted:

@@ -438,6 +438,28 @@ def test_runahead_scheduler_own_faults_pause_its_asking(
     assert one.owner.consider(one.req, alone=True) == "alone"
 
 
+def test_runahead_scheduler_step_that_is_not_admitted_is_no_fault_of_this_member(
+    setup: Callable[..., Setup],
+) -> None:
+    agreed = threading.Event()
+
+    def send_when_agreed(transport: ZmqTransport, job: str) -> None:
+        def send() -> None:
+            assert agreed.wait(60)
+            send_all(transport, job)
+
+        threading.Thread(target=send, daemon=True).start()
+
+    one = setup(send_when_agreed, bind_timeout_s=0.1, left_out_s=(60.0, 120.0))
+    agreed.set()
+    end_s = time.monotonic() + 60
+    while one.owner.consider(one.req, alone=True) != "alone":  # SGLang lacks a row, say
+        assert time.monotonic() < end_s, "its first part waits for the step"
+        time.sleep(0.01)
+    assert one.failures() == {"broken": 1}
+    assert one.owner.member.failed() == frozenset()
+
+
 def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,7 +144,7 @@ def test_runahead_member_stopped_helper_is_late_and_left_out(
     until(lambda: owned.passing.has(0) and owned.passing.has(1), "what was sent before that")
     with pytest.raises(Late):
         group.workers[-1].compute(owned, slots, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.helpers() == (0,)  # who was not late stays
     writes = group.workers[-1].rows.writes
     group.workers[1].pause.set()  # it comes to itself, and sends what it has
@@ -170,7 +170,7 @@ def test_runahead_member_closed_helper_ends_the_job_and_only_it_is_left_out(
     threading.Thread(target=die, daemon=True).start()
     with pytest.raises(Broken):
         group.workers[-1].own(owned, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
     until(lambda: group.owner.helpers() == (1 - who,), "only the dead one is left out")
@@ -196,7 +196,7 @@ def test_runahead_member_failed_helper_is_left_out_until_it_has_helped(
     threading.Thread(target=go_on, daemon=True).start()
     with pytest.raises(Broken, match=f"member {who}: no memory"):
         group.workers[-1].own(owned, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.failed() == {who}
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
@@ -220,7 +220,7 @@ def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(
     agreed(owned)
     with pytest.raises(Broken, match="member 0: nothing to copy it to"):
         group.workers[-1].own(owned, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.failed() == {0}
 
 
@@ -233,7 +233,7 @@ def test_runahead_member_own_fault_pauses_its_asking_until_a_chain_is_done(
     owned = group.propose(tokens, partition)
     agreed(owned)
     owned.passing.break_off("no memory")
-    group.owner.end_owned(owned, "cancelled", "no memory")
+    group.owner.end_owned(owned, "failed", "no memory")
     assert group.owner.helpers() == ()
     assert group.owner.failed() == {SIZE - 1}
     for worker in group.workers[:-1]:  # the first of the chain waits for nobody: it may be done
@@ -287,7 +287,7 @@ def test_hop_failure_names_the_helper_or_blames_the_sender(
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
     agreed(owned)
     group.owner.on_message(0, Failed(owned.passing.job, named, "it says"))
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.failed() == {left}  # 2 is the owner itself
 
 
