@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -472,6 +473,24 @@ def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
     monkeypatch.setattr(Rows, "begin", begin)
     assert one.run() == (SPLIT, STOP)
     assert one.owner.member.failed() == {OWNER}
+
+
+def test_runahead_scheduler_idle_scheduler_sleeps_again_after_the_member_is_switched_off(
+    setup: Callable[..., Setup],
+) -> None:
+    one = setup(send_nothing)
+    poller = zmq.Poller()
+    one.scheduler.idle_sleeper = SimpleNamespace(poller=poller)  # SGLang waits for it
+    one.owner.poll(one.scheduler)
+    one.transports[HELPER].send(OWNER, Cancel(new_job(), "of no job"))
+    assert poller.poll(60_000)  # the message ends the sleep
+    tree: Any = CakeRadixCache.__new__(CakeRadixCache)
+    tree.saving = tree.coordinator = None
+    tree.helpers = one.owner
+    tree.switch_off()
+    assert not poller.poll(0)
+    one.owner.close()  # as when the process ends
+    assert not poller.poll(0)
 
 
 def test_runahead_scheduler_switched_off_member_leaves_the_group(

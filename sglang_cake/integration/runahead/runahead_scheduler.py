@@ -252,7 +252,10 @@ class Runahead:
         return result
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. Wake-ups end no sleep of the scheduler any more. May be called twice."""
+        if self._poller is not None:
+            self._poller.unregister(self._wake_reader.fileno())
+            self._poller = None
         self.member.close()
 
     # ---- inside ----
