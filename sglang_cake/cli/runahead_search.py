@@ -4,7 +4,7 @@ The command sends prompts of these lengths to one member of a group (`--cake-run
 different partitions. It writes the best one into the lookup table of that machine and namespace.
 The server reads the table without a restart, and interpolates between lengths (docs/runahead.md).
 
-    sglang-cake runahead search --url http://127.0.0.1:30000 --lengths 4k,8k,16k --workers 2
+    sglang-cake runahead search --url http://127.0.0.1:30000 --lengths 4k,8k --workers 2
 
 Every measurement is written to disk at once, so a stopped search can be resumed. The servers should
 have no other requests meanwhile. Run the command on the machine of the server that it asks, with
@@ -27,6 +27,7 @@ from sglang_cake.cli.text_tables import table
 from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.token_span import Span
+from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.grid_search import Journal, Searched, grid_search
 from sglang_cake.runahead.partition import PARAMETER, Partition, even
 from sglang_cake.runahead.partition_table import load_table, save_table
@@ -52,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     search.add_argument("--url", default="http://127.0.0.1:30000", help="of one member")
-    search.add_argument("--lengths", default="4k,8k,16k", metavar="N[,N...]", help="in tokens")
+    search.add_argument("--lengths", default="4k,8k", metavar="N[,N...]", help="in tokens")
     search.add_argument("--workers", type=int, default=2, metavar="P", help="that share a prompt")
     search.add_argument("--repeats", type=int, default=3, metavar="N", help="median of N runs")
     search.add_argument("--points", type=int, default=3, metavar="N", help="of a bound in a level")
@@ -66,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
     lengths = sorted(set(parse_lengths(args.lengths, "--lengths")))
     if args.workers < 2 or args.repeats < 1 or args.points < 3 or args.points % 2 == 0:
         raise ConfigError("runahead search needs 2 workers or more, a repeat, and 3, 5, ... points")
-    page_tokens = _page_tokens(args.url)
-    if min(lengths) < 4 * args.workers * page_tokens:
-        raise ConfigError(f"--lengths: at least {4 * args.workers * page_tokens} tokens here")
+    limits = _limits(args.url)
+    least, most = 4 * args.workers * limits.page_tokens, args.workers * limits.step_tokens
+    if min(lengths) < least or max(lengths) > most:
+        raise ConfigError(f"--lengths: {least} to {most} tokens here, for {args.workers} workers")
     found = []
     for tokens in lengths:
         found.append(
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 lambda n, ends: _ask(args.url, n, ends),
                 tokens,
                 args.workers,
-                page_tokens=page_tokens,
+                limits=limits,
                 repeats=args.repeats,
                 points=args.points,
                 say=lambda text: print(text, flush=True),
@@ -100,7 +102,7 @@ def search_one(
     tokens: int,
     workers: int,
     *,
-    page_tokens: int,
+    limits: ChainLimits,
     repeats: int,
     points: int,
     say: Callable[[str], None],
@@ -109,6 +111,7 @@ def search_one(
 
     Raises: RunaheadError if the other members do not help.
     """
+    page_tokens = limits.page_tokens
     start = even(Span(0, tokens), workers, page_tokens=page_tokens)
     _, first = helped(ask, tokens, start)
     path = _table_of(first)
@@ -135,6 +138,7 @@ def search_one(
         min_stride_tokens=max(page_tokens, tokens // 128),
         page_tokens=page_tokens,
         points=points,
+        step_tokens=limits.step_tokens,
         report=lambda stride, best: say(
             f"{tokens:,} tokens  grid of {stride}: best {best.partition.bounds} {best.ttft_s:.3f} s"
         ),
@@ -154,9 +158,9 @@ def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str
             return ttft_s, meta_info
         time.sleep(PAUSE_S)
     raise RunaheadError(
-        f"no member helps with {partition.bounds}: are all up, idle, and with KV memory and "
-        "--chunked-prefill-size for their spans? Their logs say 'cake runahead: member N is here', "
-        "and why a request was computed alone"
+        f"no member helps with {partition.bounds}: are all up, idle, and with KV memory for their "
+        "spans? Their logs say 'cake runahead: member N is here', and why a request was computed "
+        "alone"
     )
 
 
@@ -183,10 +187,13 @@ def _ask(url: str, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
     return reply.ttft_s, reply.cake
 
 
-def _page_tokens(url: str) -> int:
+def _limits(url: str) -> ChainLimits:
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as reply:
             found = json.loads(reply.read())
-            return int(found["page_size"])
+            step_tokens = int(found["chunked_prefill_size"])
+            if step_tokens <= 0:  # without chunks
+                step_tokens = int(found["max_prefill_tokens"])
+            return ChainLimits(int(found["page_size"]), step_tokens)
     except Exception as error:  # any server may answer, with anything
         raise ConfigError(f"--url {url}: no SGLang server answers there ({error})") from None

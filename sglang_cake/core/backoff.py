@@ -35,10 +35,6 @@ class Backoff:
         """Start a pause of the same length as the last one."""
         self._until_s = now_s + self._pause_s
 
-    def hold(self, until_s: float) -> None:
-        """Let the pause last until then at least, without a failure."""
-        self._until_s = max(self._until_s, until_s)
-
     def skip(self) -> None:
         """End the pause."""
         self._until_s = -math.inf

@@ -702,6 +702,8 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
         reason = "does not support models with pools for sliding windows or recurrent states"
     if args.speculative_algorithm is not None:
         reason = "does not support speculative decoding: remove --speculative-algorithm"
+    if args.enable_deterministic_inference:  # spans end on other tokens than SGLang's chunks do
+        reason = "does not support --enable-deterministic-inference: remove it"
     if reason is None and config.runahead_transport == "cuda-ipc" and args.device != "cuda":
         reason = "needs --device cuda for --cake-runahead-transport cuda-ipc: set tcp or mooncake"
     if reason is not None:

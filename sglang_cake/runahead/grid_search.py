@@ -44,6 +44,7 @@ def grid_search(
     min_stride_tokens: int,
     page_tokens: int = 1,
     points: int = 5,
+    step_tokens: int | None = None,
     report: Callable[[int, Searched], None] = lambda stride_tokens, best: None,
 ) -> Searched:
     """Search around `start`. A partition is measured once.
@@ -51,6 +52,7 @@ def grid_search(
     Args:
         stride_tokens: of the first level; halved down to `min_stride_tokens`, in whole pages.
         points: values for each inner bound in a level, odd.
+        step_tokens: partitions with a longer span are left out; `start` has none. None: no limit.
         report: called with the stride and the best so far, after each level.
     """
     if points < 3 or points % 2 == 0:
@@ -60,7 +62,11 @@ def grid_search(
     stride = stride_tokens
     while True:
         step = max(page_tokens, stride - stride % page_tokens)
-        level = list(dict.fromkeys(_grid(best, step, points)))
+        level = [
+            each
+            for each in dict.fromkeys(_grid(best, step, points))
+            if step_tokens is None or max(span.tokens for span in each.spans) <= step_tokens
+        ]
         new = [partition for partition in level if partition not in known]
         known.update(zip(new, measure(new), strict=True))
         before = best

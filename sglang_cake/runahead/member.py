@@ -10,13 +10,17 @@ offer waits in a queue: a busy member refuses at once, and the owner computes al
 A member that failed is left out for a while, longer each time, until it has helped once. Other
 members of the same chain are not: the report of a failure names the culprit, and missing parts show
 which member is late. A member that fails as an owner asks nobody for a while, by the same rule.
+
+A member that refused or did not answer is left out too, for shorter times, until it accepts.
+Otherwise one busy member would end every chain, though others are idle. The refusal `COLD` does not
+count.
 """
 
 import logging
 import threading
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -48,10 +52,13 @@ from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
 
 logger = logging.getLogger("sglang_cake")
 
-Outcome = Literal["done", "cancelled"]
+# Of an own job: all KV arrived; it failed here or at a helper; it is not needed, or never began.
+Outcome = Literal["done", "failed", "cancelled"]
 
 MAX_OFFERS = 16  # that wait for the scheduler
 MAX_OVER = 256  # ended jobs that are remembered
+# The refusal of a member that may be idle: it could help with another prompt.
+COLD = "it has less of this prompt than its owner"
 HELPER_PATIENCE_S = 60.0  # an upper bound: a helper waits as long as its owner does
 
 
@@ -61,7 +68,7 @@ class MemberSettings:
 
     answer_s: float = 0.05  # how long a request waits for answers; an idle member needs one step
     left_out_s: tuple[float, float] = (2.0, 120.0)  # after the first failure, and at most
-    busy_s: float = 0.25  # pause after a refusal: the member is healthy, but busy
+    busy_s: tuple[float, float] = (0.25, 8.0)  # after the first refusal, and at most
     first_wait_s: float = 1.0  # how long a part waits whose offer was not accepted yet
     bind_timeout_s: float = BIND_TIMEOUT_S  # as of `KvReceiver`
     part_bytes: int = MAX_PART_BYTES  # as of `KvSender`
@@ -133,7 +140,9 @@ class Member:
         self._owned: Owned | None = None
         self._helping: Helping | None = None
         self._offers: deque[tuple[int, HelpOffer]] = deque()
-        self._backoffs: dict[int, Backoff] = {}  # rank -> when it may be asked again
+        # When a rank may be asked again: after failures, and after refusals.
+        self._failures = defaultdict[int, Backoff](lambda: Backoff(*settings.left_out_s))
+        self._refusals = defaultdict[int, Backoff](lambda: Backoff(*settings.busy_s))
         self._over: deque[str] = deque(maxlen=MAX_OVER)  # ended jobs
         transport.start(self)
 
@@ -145,16 +154,19 @@ class Member:
         with self._lock:
             if self._owned is not None or self._helping is not None or self._offers:
                 return ()
-            if self._backoff(self.rank).left_s(now_s):
+            if self._failures[self.rank].left_s(now_s):
                 return ()
-            present = self._transport.reachable()
-            return tuple(sorted(r for r in present if not self._backoff(r).left_s(now_s)))
+            return tuple(
+                rank
+                for rank in sorted(self._transport.reachable())
+                if not self._failures[rank].left_s(now_s) and not self._refusals[rank].left_s(now_s)
+            )
 
     def failed(self) -> frozenset[int]:
         """Ranks of members that have failed, and have not helped since. The own rank is among them
         after a failure as an owner, until a chain of this member is done."""
         with self._lock:
-            return frozenset(rank for rank, each in self._backoffs.items() if each.has_failed)
+            return frozenset(rank for rank, each in self._failures.items() if each.has_failed)
 
     def bytes_per_s(self) -> float | None:
         """Throughput of the slowest link to this member; None if none was measured."""
@@ -200,34 +212,37 @@ class Member:
                 self._transport.send(rank, offer)
         except Exception as error:
             passing.break_off(str(error), rank if isinstance(error, PeerGone) else None)
-            self.end_owned(owned, "cancelled", str(error))
+            self.end_owned(owned, "failed", str(error))
             raise
         return owned
 
     def end_owned(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:
-        """End an own job: all KV arrived, or it is not needed any more, or it failed.
+        """End an own job.
 
         After this returns, the bound slots are not used. A member that is to blame is left out; if
-        the job broke and no other member is to blame, that is this one.
+        the job failed and no other member is to blame, that is this one.
         """
         with self._lock:
             if self._owned is owned:
                 self._owned = None
             self._end(owned.passing.job)
         culprit = owned.passing.culprit
-        if culprit is None and owned.passing.broken is not None:
+        if culprit is None and outcome == "failed":
             culprit = self.rank
         owned.passing.close(reason or outcome)
+        for rank in owned.accepted:
+            self._refusals.pop(rank, None)
         for rank in owned.chain:
             if outcome == "done":
-                self._backoffs.pop(rank, None)
+                self._failures.pop(rank, None)
                 continue
             if rank == culprit:
                 self._leave_out(rank)
             if rank == self.rank:
                 continue
             self._tell(rank, Cancel(owned.passing.job, (reason or outcome)[:200]))
-            if rank != culprit and rank not in owned.accepted:  # it did not answer in time
+            is_silent = owned.refused is None and rank not in owned.accepted
+            if is_silent and rank != culprit:  # it did not answer in time
                 self._pause(rank)
 
     # ---- the helper ----
@@ -240,11 +255,9 @@ class Member:
                     return None
                 owner, offer = self._offers.popleft()
                 busy = self._owned is not None or self._helping is not None
-                cancelled = offer.job in self._over
-            if busy:
-                self.refuse(owner, offer, "busy")
-            elif not cancelled:
+            if not busy:
                 return owner, offer
+            self.refuse(owner, offer, "busy")
 
     def accept(self, owner: int, offer: HelpOffer, *, matched: int) -> Helping:
         """Accept an offer. Raises: PeerGone if the owner cannot be reached any more."""
@@ -321,6 +334,7 @@ class Member:
             mine = owned if owned is not None and owned.passing.job == message.job else None
             if isinstance(message, Cancel):
                 self._end(message.job)
+                self._keep_offers(lambda owner, offer: offer.job != message.job)
                 if self._helping is not None and self._helping.offer.job == message.job:
                     self._helping.passing.break_off(f"cancelled: {message.reason}")
             elif mine is None or rank not in mine.helpers:
@@ -329,7 +343,8 @@ class Member:
                 mine.accepted.add(rank)
             elif isinstance(message, Refuse):
                 mine.refused = f"member {rank} refuses: {message.reason}"
-                self._pause(rank)
+                if message.reason != COLD:
+                    self._pause(rank)
             else:
                 # Never this member itself: then no member would be left out.
                 blamed = message.culprit if message.culprit in mine.helpers else rank
@@ -354,6 +369,7 @@ class Member:
 
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:
+            self._keep_offers(lambda owner, offer: owner != rank)
             if self._owned is not None and rank in self._owned.helpers:
                 self._owned.passing.break_off(f"member {rank} is gone: {reason}", rank)
             helping = self._helping
@@ -384,6 +400,9 @@ class Member:
         else:
             self.refuse(rank, offer, reason)
 
+    def _keep_offers(self, keep: Callable[[int, HelpOffer], bool]) -> None:
+        self._offers = deque(each for each in self._offers if keep(*each))
+
     def _receiver(self, predecessors: list[Predecessor]) -> KvReceiver:
         return KvReceiver(self._rows, predecessors, bind_timeout_s=self._settings.bind_timeout_s)
 
@@ -398,21 +417,18 @@ class Member:
         self._lock.notify_all()
 
     def _pause(self, rank: int) -> None:
-        """Do not ask it again at once. Earlier failures still count."""
-        self._backoff(rank).hold(self._clock() + self._settings.busy_s)
+        """Do not ask it again at once: it is busy. Any thread."""
+        self._refusals[rank].start(self._clock())
 
     def _leave_out(self, rank: int) -> None:
         now_s = self._clock()
         with self._lock:
-            self._backoff(rank).start(now_s)
-            pause_s = self._backoff(rank).left_s(now_s)
+            self._failures[rank].start(now_s)
+            pause_s = self._failures[rank].left_s(now_s)
         if rank == self.rank:
             logger.warning("cake runahead: no member is asked for help for %.0f s", pause_s)
         else:
             logger.warning("cake runahead: member %d is left out for %.0f s", rank, pause_s)
-
-    def _backoff(self, rank: int) -> Backoff:
-        return self._backoffs.setdefault(rank, Backoff(*self._settings.left_out_s))
 
     def _tell(self, rank: int, message: Message) -> None:
         try:

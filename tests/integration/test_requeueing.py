@@ -657,6 +657,33 @@ def test_waiting_request_without_memory_to_its_end_attaches_nothing(
     assert record.stats.loaded_tokens == 4 * BLOCK
 
 
+@pytest.mark.parametrize("has_record", [True, False])
+def test_waiting_request_without_memory_to_its_end_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, has_record: bool
+) -> None:
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", lambda *args: AddReqResult.NO_TOKEN)
+    base = CoordinatorHarness()
+    base.coordinator.store_detached = not has_record
+    req: Any = FakeReq("new", array("q", range(PROMPT)))
+    req.last_node = None
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    base.arrive(req)
+    base.coordinator.poll([req.rid])
+    assert (base.coordinator.record(req) is not None) == has_record
+    asked: list[str] = []
+    tree: Any = BareTree(base.coordinator)
+    tree.helpers = SimpleNamespace(consider=lambda req, *, alone: asked.append(req.rid) or "wait")
+    needed = queue_order.most_slots(req)
+    for slots, answer in ((needed, AddReqResult.NO_TOKEN), (needed + 1, AddReqResult.OTHER)):
+        assert not asked
+        adder = prefill_adder(Scheduler(), tree, chunk_tokens=64, slots=slots)
+        assert adder.add_one_req(req, False, None) == answer
+    assert asked == ["new"]
+    base.io.close()
+
+
 def test_step_plans_a_few_of_the_prompts_that_wait_and_all_of_them_in_turn(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from polling import until
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -436,6 +437,28 @@ def test_runahead_scheduler_own_faults_pause_its_asking(
     assert one.owner.consider(one.req, alone=True) == "alone"
 
 
+def test_runahead_scheduler_step_that_is_not_admitted_is_no_fault_of_this_member(
+    setup: Callable[..., Setup],
+) -> None:
+    agreed = threading.Event()
+
+    def send_when_agreed(transport: ZmqTransport, job: str) -> None:
+        def send() -> None:
+            assert agreed.wait(60)
+            send_all(transport, job)
+
+        threading.Thread(target=send, daemon=True).start()
+
+    one = setup(send_when_agreed, bind_timeout_s=0.1, left_out_s=(60.0, 120.0))
+    agreed.set()
+    end_s = time.monotonic() + 60
+    while one.owner.consider(one.req, alone=True) != "alone":  # SGLang lacks a row, say
+        assert time.monotonic() < end_s, "its first part waits for the step"
+        time.sleep(0.01)
+    assert one.failures() == {"broken": 1}
+    assert one.owner.member.failed() == frozenset()
+
+
 def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +471,24 @@ def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
     monkeypatch.setattr(Rows, "begin", begin)
     assert one.run() == (SPLIT, STOP)
     assert one.owner.member.failed() == {OWNER}
+
+
+def test_runahead_scheduler_idle_scheduler_sleeps_again_after_the_member_is_switched_off(
+    setup: Callable[..., Setup],
+) -> None:
+    one = setup(send_nothing)
+    poller = zmq.Poller()
+    one.scheduler.idle_sleeper = SimpleNamespace(poller=poller)  # SGLang waits for it
+    one.owner.poll(one.scheduler)
+    one.transports[HELPER].send(OWNER, Cancel(new_job(), "of no job"))
+    assert poller.poll(60_000)  # the message ends the sleep
+    tree: Any = CakeRadixCache.__new__(CakeRadixCache)
+    tree.saving = tree.coordinator = None
+    tree.helpers = one.owner
+    tree.switch_off()
+    assert not poller.poll(0)
+    one.owner.close()  # as when the process ends
+    assert not poller.poll(0)
 
 
 def test_runahead_scheduler_switched_off_member_leaves_the_group(

@@ -535,6 +535,7 @@ MEMBER = {
     "dp_size": 1,
     "disaggregation_mode": "null",
     "speculative_algorithm": None,
+    "enable_deterministic_inference": False,
 } | _graphs("disabled")
 GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 
@@ -554,6 +555,15 @@ GPU = {"device": "cuda", "attention_backend": "flashinfer"}
         (GPU | _graphs("breakable"), "prefill CUDA graphs"),
         (GPU | _graphs("full"), "prefill CUDA graphs"),
         (GPU | {"tp_size": 2}, "set --tp-size 1"),
+        (
+            GPU
+            | {
+                "attention_backend": "triton",
+                "prefill_attention_backend": "flashinfer",
+                "enable_deterministic_inference": True,
+            },
+            "--enable-deterministic-inference: remove it",
+        ),
     ],
 )
 def test_support_matrix_server_that_cannot_be_a_runahead_member_is_refused(

@@ -10,7 +10,7 @@ from members import WAIT_S
 
 from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
-from sglang_cake.runahead.member import Helping, Member, MemberSettings, Owned
+from sglang_cake.runahead.member import COLD, Helping, Member, MemberSettings, Owned
 
 PLANES, TOKEN = 2, 12  # bytes of a token in each plane
 SETTINGS = MemberSettings(first_wait_s=WAIT_S, bind_timeout_s=WAIT_S)  # two slow cores
@@ -113,7 +113,7 @@ class Worker:
                 continue
             owner, offer = found
             if self.cached < offer.bounds[0]:
-                self.member.refuse(owner, offer, "cold")
+                self.member.refuse(owner, offer, COLD)
                 continue
             try:
                 self.helping = helping = self.member.accept(owner, offer, matched=self.cached)

@@ -20,8 +20,16 @@ from polling import until
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.kv_passing import Broken, KvReceiver, KvSender, Late, Predecessor
-from sglang_cake.runahead.member import Member, Owned
-from sglang_cake.runahead.messages import Cancel, Failed, HelpOffer, LayerPart, Refuse, new_job
+from sglang_cake.runahead.member import COLD, Member, Owned
+from sglang_cake.runahead.messages import (
+    Accept,
+    Cancel,
+    Failed,
+    HelpOffer,
+    LayerPart,
+    Refuse,
+    new_job,
+)
 from sglang_cake.runahead.partition import Partition, even
 
 SIZE = 3
@@ -137,7 +145,7 @@ def test_runahead_member_stopped_helper_is_late_and_left_out(
     until(lambda: owned.passing.has(0) and owned.passing.has(1), "what was sent before that")
     with pytest.raises(Late):
         group.workers[-1].compute(owned, slots, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.helpers() == (0,)  # who was not late stays
     writes = group.workers[-1].rows.writes
     group.workers[1].pause.set()  # it comes to itself, and sends what it has
@@ -163,7 +171,7 @@ def test_runahead_member_closed_helper_ends_the_job_and_only_it_is_left_out(
     threading.Thread(target=die, daemon=True).start()
     with pytest.raises(Broken):
         group.workers[-1].own(owned, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
     until(lambda: group.owner.helpers() == (1 - who,), "only the dead one is left out")
@@ -189,7 +197,7 @@ def test_runahead_member_failed_helper_is_left_out_until_it_has_helped(
     threading.Thread(target=go_on, daemon=True).start()
     with pytest.raises(Broken, match=f"member {who}: no memory"):
         group.workers[-1].own(owned, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.failed() == {who}
     other = group.workers[1 - who]  # the first of the chain waits for nobody: it may be done
     until(lambda: other.errors or other.computed, "the other helper ends too")
@@ -213,7 +221,7 @@ def test_runahead_member_helper_failing_to_read_its_kv_is_left_out(
     agreed(owned)
     with pytest.raises(Broken, match="member 0: nothing to copy it to"):
         group.workers[-1].own(owned, tokens)
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.failed() == {0}
 
 
@@ -226,7 +234,7 @@ def test_runahead_member_own_fault_pauses_its_asking_until_a_chain_is_done(
     owned = group.propose(tokens, partition)
     agreed(owned)
     owned.passing.break_off("no memory")
-    group.owner.end_owned(owned, "cancelled", "no memory")
+    group.owner.end_owned(owned, "failed", "no memory")
     assert group.owner.helpers() == ()
     assert group.owner.failed() == {SIZE - 1}
     for worker in group.workers[:-1]:  # the first of the chain waits for nobody: it may be done
@@ -280,7 +288,7 @@ def test_hop_failure_names_the_helper_or_blames_the_sender(
     owned = group.propose(prompt(90), even(Span(0, 90), 3))
     agreed(owned)
     group.owner.on_message(0, Failed(owned.passing.job, named, "it says"))
-    group.owner.end_owned(owned, "cancelled")
+    group.owner.end_owned(owned, "failed")
     assert group.owner.failed() == {left}  # 2 is the owner itself
 
 
@@ -344,8 +352,9 @@ def test_runahead_member_cancelled_job_stops_its_helpers(group: Group) -> None:
 def test_runahead_member_colder_or_busy_helper_refuses(group: Group) -> None:
     owned = group.propose(prompt(90), Partition((32, 60, 90)))
     agreed(owned)
-    assert "cold" in (owned.refused or "")
+    assert owned.refused == f"member 0 refuses: {COLD}"
     group.owner.end_owned(owned, "cancelled", "refused")
+    assert 0 in group.owner.helpers()  # it could help with another prompt
     busy = group.workers[0]
     busy.dies_at = 0
     first = group.propose(prompt(90), even(Span(0, 90), 3))
@@ -554,7 +563,7 @@ def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
     new_group: Callable[..., Group],
 ) -> None:
     ahead_s = [0.0]
-    group = new_group(busy_s=60.0, clock=lambda: time.monotonic() + ahead_s[0])
+    group = new_group(busy_s=(60.0, 60.0), clock=lambda: time.monotonic() + ahead_s[0])
     group.stop.set()  # their schedulers are in a long step
     for scheduler in group.schedulers:
         scheduler.join()
@@ -563,6 +572,69 @@ def test_runahead_member_silent_helper_is_not_asked_for_busy_s(
     assert group.owner.helpers() == ()
     ahead_s[0] = 61.0
     assert len(group.owner.helpers()) == SIZE - 1  # they are asked again
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_runahead_member_that_does_not_help_is_asked_less_often_until_it_accepts(
+    new_group: Callable[..., Group], refuses: bool
+) -> None:
+    now_s = [0.0]
+    group = new_group(busy_s=(1.0, 4.0), clock=lambda: now_s[0])
+    group.stop.set()
+    for scheduler in group.schedulers:
+        scheduler.join()  # the test answers
+
+    def ask(*, accepts: bool = False) -> None:
+        owned = group.propose(prompt(90), even(Span(0, 90), 2))
+        if accepts:
+            group.owner.on_message(0, Accept(owned.passing.job, 0))
+        elif refuses:
+            group.owner.on_message(0, Refuse(owned.passing.job, "busy"))
+        group.owner.end_owned(owned, "cancelled")
+
+    def asked_at() -> list[float]:
+        times = []
+        for _ in range(12):
+            if 0 in group.owner.helpers():
+                times.append(now_s[0])
+                ask()
+            assert 1 in group.owner.helpers()  # an idle one is asked meanwhile
+            now_s[0] += 1.0
+        return times
+
+    assert asked_at() == [0.0, 1.0, 3.0, 7.0, 11.0]
+    now_s[0] = 100.0
+    ask(accepts=True)
+    assert asked_at() == [100.0, 101.0, 103.0, 107.0, 111.0]
+
+
+def test_runahead_member_refusal_of_another_is_not_held_against_a_member(
+    new_group: Callable[..., Group],
+) -> None:
+    group = new_group(busy_s=(60.0, 60.0))
+    group.stop.set()
+    for scheduler in group.schedulers:
+        scheduler.join()  # nobody answers
+    owned = group.propose(prompt(90), even(Span(0, 90), 3))
+    group.owner.on_message(0, Refuse(owned.passing.job, "busy"))
+    group.owner.end_owned(owned, "cancelled", owned.refused or "")
+    assert group.owner.helpers() == (1,)  # it had no time to answer
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "gone"])
+def test_runahead_member_offers_that_ended_during_a_pause_are_not_taken(ends: str) -> None:
+    transports = GROUPS["tcp"](2)
+    helper = Worker(0, transports[0]).member  # its scheduler asks for no offer
+    for _ in range(300):
+        offer = HelpOffer(new_job(), (0, 1), (0, 4, 8), "00", None, None, prompt(4))
+        helper.on_message(1, offer)
+        if ends == "cancelled":
+            helper.on_message(1, Cancel(offer.job, "no answer"))
+    if ends == "gone":
+        helper.on_gone(1, "it was restarted")
+    assert helper.next_offer() is None
+    for each in transports:
+        each.close()
 
 
 def test_runahead_member_link_speed_is_measured_from_parts(group: Group) -> None:

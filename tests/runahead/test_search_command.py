@@ -1,8 +1,11 @@
 """`sglang-cake runahead search`, and the table that a server takes from it while it runs."""
 
+import contextlib
+import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from sglang_cake.cli import main, runahead_search
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
+from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import (
     LOOK_S,
@@ -32,11 +36,14 @@ class FakeServer:
         self.dies_after = 10**9
         self.busy = 0
         self.table = table
+        self.step_tokens = TOKENS
 
     def ask(self, tokens: int, ends: object) -> tuple[float, dict[str, Any]]:
         if ends == "closed":
-            return 1.0, {"bounds": [0, 2400, tokens]}
+            return 1.0, {"bounds": [0, min(2400, self.step_tokens), tokens]}
         assert isinstance(ends, list)
+        if max(ends[0], tokens - ends[0]) > self.step_tokens:
+            return 9.0, {}
         if self.busy:
             self.busy -= 1
             return 9.0, {}
@@ -58,7 +65,7 @@ def search(server: FakeServer, said: list[str] | None = None) -> Partition:
         server.ask,
         TOKENS,
         2,
-        page_tokens=16,
+        limits=ChainLimits(16, server.step_tokens),
         repeats=1,
         points=3,
         say=(said if said is not None else []).append,
@@ -74,6 +81,13 @@ def test_runahead_search_best_partition_is_saved_and_reported(folder: Path) -> N
     assert any("best" in line and "#1" in line for line in said)
     assert [path.name for path in folder.iterdir()] == [NAME]  # the journal is gone
     assert (folder / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_runahead_search_leaves_out_spans_that_no_member_computes() -> None:
+    server = FakeServer()
+    server.step_tokens = 2192
+    assert search(server).bounds == (0, 2192, TOKENS)
+    assert len(server.asked) > 2
 
 
 def test_runahead_search_stopped_resumes_without_repeating(folder: Path) -> None:
@@ -113,23 +127,41 @@ def test_missing_help_is_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
-def test_runahead_search_of_a_server_of_another_kind_is_one_error_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@contextlib.contextmanager
+def greeting_with(greeting: bytes) -> Iterator[str]:
+    """The URL of a server that says this to its first client."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def greet() -> None:
             client, _ = server.accept()
             with client:
-                client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                client.sendall(greeting)
                 client.recv(4096)
 
-        greeting = threading.Thread(target=greet)
-        greeting.start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        greets = threading.Thread(target=greet)
+        greets.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        greets.join()
+
+
+def test_runahead_search_of_a_server_of_another_kind_is_one_error_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with greeting_with(b"SSH-2.0-OpenSSH_9.6\r\n") as url:
         assert main(["runahead", "search", "--url", url]) == 2
-        greeting.join()
     assert "no SGLang server answers there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "lengths", "most"), [(4096, "4k,16k", 8192), (-1, "64k", 32768)]
+)
+def test_runahead_search_length_that_the_workers_cannot_share_is_refused(
+    chunk_tokens: int, lengths: str, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"page_size": 4, "chunked_prefill_size": chunk_tokens, "max_prefill_tokens": 16384}
+    with greeting_with(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(settings).encode()) as url:
+        assert main(["runahead", "search", "--url", url, "--lengths", lengths]) == 2
+    assert f"--lengths: 32 to {most} tokens here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
-from sglang_cake.runahead.member import Helping, Member
+from sglang_cake.runahead.member import COLD, Helping, Member
 from sglang_cake.runahead.messages import HelpOffer
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class SpanRunner:
 
     def _unfit(self, scheduler: "Scheduler", offer: HelpOffer, req: "Req") -> str | None:
         if req.prefix_len < offer.bounds[0]:
-            return "it has less of this prompt than its owner"
+            return COLD
         need = len(offer.tokens) - req.prefix_len + self._page_tokens
         allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
         if need > allocator.available_size() + tree.evictable_size():

@@ -238,15 +238,13 @@ class Runahead:
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
-            owned.passing.break_off(str(error))  # the own fault, if no other one came before
-            self._end(chain, "cancelled", str(error))  # after this, no part is written here
+            self._end(chain, "failed", str(error))  # after this, no part is written here
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the forward
             return self._forward_alone(original, worker, batch, span, kwargs)
         except Exception as error:
             if original.error is error:
                 raise
-            owned.passing.break_off(repr(error))
-            self._end(chain, "cancelled", repr(error))
+            self._end(chain, "failed", repr(error))
             BOUNDARY.failed(_HOOK, error, rid=req.rid)
             traceback.clear_frames(error.__traceback__)
             return self._forward_alone(original, worker, batch, span, kwargs)
@@ -254,7 +252,10 @@ class Runahead:
         return result
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. Wake-ups end no sleep of the scheduler any more. May be called twice."""
+        if self._poller is not None:
+            self._poller.unregister(self._wake_reader.fileno())
+            self._poller = None
         self.member.close()
 
     # ---- inside ----

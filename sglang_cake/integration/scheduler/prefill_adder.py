@@ -275,13 +275,15 @@ class CakePrefillAdder(PrefillAdder):
             recorded = coordinator.record(req) is not None
             if self._waiting >= _PLANNED and tree.helpers is None and coordinator.waits_still(req):
                 return Skip(AddReqResult.CONTINUE)
-            if recorded:
+            if recorded or tree.helpers is not None:
                 with lock_node(self, req.last_node):
                     has_memory = self._has_memory_for(req)
-                    coordinator.memory_checked(req, has_memory)
+                    if recorded:
+                        coordinator.memory_checked(req, has_memory)
                     if not has_memory:
                         # SGLang refuses it, as below. What has landed must not join the tree yet:
-                        # it could be evicted before the request is admitted.
+                        # it could be evicted before the request is admitted. Helpers would compute
+                        # KV that has no slots here.
                         return AS_SGLANG
                     coordinator.attach_islands(req, tree.attach_waiting, tree)
             shared = self._decide_share(req, has_chunked_req)
