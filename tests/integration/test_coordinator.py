@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import shutil
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -611,6 +613,27 @@ def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorH
     assert harness.coordinator.placed_tokens == 4 * BLOCK
     harness.leave(req)
     harness.all_back()
+
+
+def test_coordinator_codec_whose_package_is_being_replaced_is_still_lossy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install --upgrade` beside a running server removes the metadata first."""
+    code = "from sglang_cake.codecs.groups import Groups\n"
+    code += "from sglang_cake.codecs.pipeline import Chain\n"
+    (tmp_path / "cake_replaced_codec.py").write_text(code + "CHAIN = Chain(Groups(8, group=64))\n")
+    info = tmp_path / "replaced-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: replaced\nVersion: 1.0\n")
+    entry_point = "[sglang_cake.codecs]\nreplaced = cake_replaced_codec:CHAIN\n"
+    (info / "entry_points.txt").write_text(entry_point)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    harness = CoordinatorHarness(codec="replaced")
+    shutil.rmtree(info)
+    harness.arrive(req_of(3))
+    (record,) = harness.coordinator.live.values()
+    assert record.lossy
+    harness.io.close()
 
 
 def test_coordinator_two_live_requests_with_one_id_never_share_a_record(
