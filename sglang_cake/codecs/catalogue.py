@@ -81,7 +81,7 @@ def _registered(codec: str) -> Chain:
             if _STEPS.setdefault(step.name, (field, type(step))) != (field, type(step)):
                 raise ConfigError(f"codec {codec!r}: another step is called {step.name!r} already")
     try:
-        parse(chain.describe().encode())
+        parse(chain.of_first().describe().encode())  # it has the most steps
     except Malformed as error:
         raise ConfigError(f"codec {codec!r}: {error}") from None
     return chain

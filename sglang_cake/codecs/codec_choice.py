@@ -8,6 +8,7 @@ choice does not depend on `c`, the prediction does.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -77,12 +78,16 @@ def choose(
 
     Args:
         traits: of every candidate; raw is always one.
-        link_bytes_per_s: of the store; None: not known yet, which means raw.
+        link_bytes_per_s: of the store; None: not known yet, which means raw; infinite: the store
+            lends raw blocks, without a copy.
         lost: codec -> its error on this very block, where that was more than `max_error`.
     """
     if link_bytes_per_s is None:
         unknown = dict.fromkeys((one.codec for one in traits), UNKNOWN_LINK)
         return Choice(RAW, 0.0, "the link's speed is not known yet", unknown)
+    if math.isinf(link_bytes_per_s):
+        slow = dict.fromkeys((one.codec for one in traits), SLOW)
+        return Choice(RAW, 0.0, "memory lends raw blocks", slow)
     notes: list[str] = []
     refused: dict[str, str] = {}
     best, best_s = RAW_TRAITS, _block_s(RAW_TRAITS, link_bytes_per_s, block_bytes)
@@ -156,7 +161,7 @@ class AutoCodec:
     ) -> None:
         """Args:
         chains: by codec, the candidates beside raw.
-        links: the bytes per second of each tier; None: not known.
+        links: the bytes per second of each tier, as for `choose`.
         decode_threads: how many threads decode loaded blocks.
         counters: `auto_refused_blocks` counts for each payload why other codecs were not chosen.
         on_device: chains that `decodes_on_device` are taken to be decoded in no time.

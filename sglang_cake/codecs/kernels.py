@@ -12,6 +12,8 @@ Rounding is to the nearest, ties to even, as in PyTorch. Products and sums are r
 # numba reads types off the arguments, not off annotations
 # mypy: disable-error-code="no-untyped-def"
 
+import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,20 +21,42 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 from sglang_cake.codecs.block_arrays import BFLOAT16, FLOAT16
 
+logger = logging.getLogger(__name__)
 _I16, _I32, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
 HALF_MAX = np.float32(65504)
 
 
+class _DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """Keeps a compiled function on disk. Files that cannot be written, or that a crash of the
+    machine left damaged, count as absent."""
+
+    def load_overload(self, *args: Any) -> Any:
+        return self._tried(super().load_overload, *args)
+
+    def save_overload(self, *args: Any) -> None:
+        self._tried(super().save_overload, *args)
+
+    def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:  # damaged bytes raise anything
+            logger.info("compiled loops in %s are not used: %r", self.cache_path, error)
+            with contextlib.suppress(OSError):
+                self.flush()  # else the index may name a file of an older source
+            return None
+
+
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile at the first call. The result is kept on disk, if a folder for it can be written."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder can be written
-        return numba.njit(nogil=True)(function)
+    dispatcher = numba.njit(nogil=True)(function)
+    with contextlib.suppress(RuntimeError):  # no folder can be written
+        dispatcher._cache = _DiskCache(function)
+    return dispatcher
 
 
 def inlined(function: Callable[..., Any]) -> Any:

@@ -415,7 +415,8 @@ class CakeService:
 
     @property
     def _rope_theta(self) -> float | None:
-        return rope_theta(self._ctx.model_config.hf_text_config)
+        model = self._ctx.tp_worker.model_runner.model
+        return rope_theta(self._ctx.model_config.hf_text_config, model)
 
     def _open(self, namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works."""

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from sglang_cake.codecs.block_arrays import takes_lossy
@@ -223,10 +223,12 @@ def check_codec(
         chains_of(layout, codec, max_error, rope_theta)
 
 
+@functools.lru_cache(maxsize=8)
 def chains_of(
     layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
-) -> dict[str, Chain]:
-    """Compiled chains of all codecs that may be used, by codec.
+) -> Mapping[str, Chain]:
+    """Compiled chains of all codecs that may be used, by codec. A server asks once for those of its
+    layout, and again for each store that it opens.
 
     Raises: ConfigError if a codec cannot encode such blocks.
     """

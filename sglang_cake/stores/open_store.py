@@ -14,6 +14,7 @@ here. Outermost first; a layer in brackets exists only with the setting beside i
 """
 
 import importlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
 from sglang_cake.stores.throttled import ThrottledSource
+from sglang_cake.stores.tiers.tier import memory_of
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.url import (
     DEFAULT_POLICY,
@@ -121,12 +123,15 @@ def open_blocks(
     link = LinkSpeed()
     encode: Encode
     if codec == AUTO:
-        links = inner.links() if isinstance(inner, TieredStore) else [link]
+        if isinstance(inner, TieredStore):
+            links = [_speed_for_auto(tier.store, tier.speed) for tier in inner.tiers]
+        else:
+            links = [_speed_for_auto(inner, link)]
         encode = AutoCodec(
             layout,
             chains,
             max_error=max_error,
-            links=[each.bytes_per_s for each in links],
+            links=links,
             decode_threads=decode_threads(depth),
             counters=counters,
             on_device=on_device,
@@ -144,6 +149,12 @@ def open_blocks(
         by_tier=codec == AUTO,
         on_device=on_device,
     )
+
+
+def _speed_for_auto(store: Store, link: LinkSpeed) -> Callable[[], float | None]:
+    """Bytes per second of a store, as for `choose`. The measured speed of memory is that of its
+    writes, which wait for threads."""
+    return lambda: link.bytes_per_s() if memory_of(store) is None else math.inf
 
 
 def open_slices(

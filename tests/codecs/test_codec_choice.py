@@ -1,6 +1,7 @@
 """Which codec `auto` takes, and that it keeps its bound."""
 
 import logging
+import math
 import random
 import re
 import threading
@@ -63,6 +64,7 @@ def chosen(link: float | None, max_error: float) -> str:
         (4 * MB, 0.2, "cachegen2"),
         (10 * MB, 0.2, "int4"),  # cachegen2 decodes faster than that, but not by enough
         (6000 * MB, 1.0, "raw"),
+        (math.inf, 1.0, "raw"),
     ],
 )
 def test_codec_choice_for_link_and_bound_takes_the_fastest_codec(
@@ -121,6 +123,8 @@ def test_codec_choice_refused_codec_has_a_reason(some: list[CodecTraits], link: 
     assert choice.codec == "raw" or choice.codec not in choice.refused
     unknown = choose(some, **{**kind, "link_bytes_per_s": None})
     assert set(unknown.refused.values()) <= {"unknown_link"}
+    memory = choose(some, **{**kind, "link_bytes_per_s": math.inf})
+    assert set(memory.refused.values()) <= {"slow"}
 
 
 def encoder(

@@ -26,7 +26,7 @@ from sglang_cake.codecs.frame import (
     payload_checksum,
     read_header,
 )
-from sglang_cake.codecs.pipeline import Forms, is_raw
+from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
 from sglang_cake.core.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
@@ -34,7 +34,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.encoded import EncodedStore
+from sglang_cake.stores.encoded import EncodedStore, check_codec
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
@@ -117,6 +117,30 @@ def namespace(codec: str) -> Namespace:
     return Namespace(
         (("model", "m"), ("layout", LAYOUT.describe()), ("codec", namespace_value(codec, 0.0)))
     )
+
+
+async def test_encoded_store_of_a_checked_codec_opens_without_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store is attached while the scheduler thread has requests."""
+    layout = BlockLayout.plain(1, (("k", (1, 16)), ("v", (1, 16))), "bfloat16", 48)
+    warmed: list[Chain] = []
+    warm_up = Chain.warm_up
+
+    def counted(chain: Chain, layout: BlockLayout) -> None:
+        warmed.append(chain)
+        warm_up(chain, layout)
+
+    monkeypatch.setattr(Chain, "warm_up", counted)
+    check_codec(layout, "auto", 0.1, None)
+    once = len(warmed)
+    for _ in range(2):
+        sources = parse_sources(f"file://{tmp_path}/kv?min_free=0")
+        store = open_blocks(
+            sources, namespace("auto"), layout, codec="auto", depth=1, max_error=0.1
+        )
+        await store.close()
+    assert len(warmed) == once > 1
 
 
 def opened(url: str, codec: str) -> Store:

@@ -9,9 +9,9 @@ import distributions
 import pytest
 
 from sglang_cake.cli import main
-from sglang_cake.codecs.catalogue import chain_of, parse
+from sglang_cake.codecs.catalogue import chain_of, decode, parse
 from sglang_cake.codecs.codec_steps import Malformed
-from sglang_cake.codecs.frame import HEADER_BYTES, encoded_frame, read_header
+from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES, HEADER_BYTES, encoded_frame, read_header
 from sglang_cake.config import resolve
 from sglang_cake.core.codec_names import own_names
 from sglang_cake.core.counters import Counters
@@ -175,6 +175,21 @@ def test_own_codec_of_two_packages_is_refused(install, deflate):
     install("deflate = cake_other:CHAIN")
     with pytest.raises(ConfigError, match="cake_deflate_codec:CHAIN, cake_other:CHAIN"):
         resolve({"codec": "deflate"}, {}, spell=str)
+
+
+def test_own_lossy_codec_leaves_room_for_the_step_of_the_first_block(install):
+    code = "from sglang_cake.codecs.groups import Groups\n"
+    code += "from sglang_cake.codecs.pipeline import Chain\n"
+    code += "from sglang_cake.codecs.zstd import Zstd\n"
+    code += "FOUR, FIVE = (Chain(Groups(8), compressors=(Zstd(1),) * n) for n in (3, 4))"
+    install("four = cake_many_steps:FOUR", "cake_many_steps", code)
+    install("five = cake_many_steps:FIVE")
+    chain = chain_of("four", SMOOTH).of_first()
+    payload = memoryview(bytearray(SMOOTH.block_bytes + ENCODED_HEAD_BYTES))
+    size = chain.encode(SMOOTH, memoryview(BLOCK), payload)
+    assert decode(SMOOTH, payload[:size], memoryview(bytearray(SMOOTH.block_bytes))) == chain
+    with pytest.raises(ConfigError, match=r"'five'.*6 steps"):
+        chain_of("five", SMOOTH)
 
 
 def test_own_step_cannot_replace_another_one(install):

@@ -401,6 +401,19 @@ def test_cuda_kv_takes_no_more_device_memory_than_it_says(
         assert live.peak <= memory.all_bytes + 2**14  # and small tables
 
 
+@pytest.mark.parametrize(("dtype", "encoded"), [("bfloat16", True), ("float8_e4m3fn", False)])
+def test_cuda_kv_that_no_lossy_codec_takes_has_all_places_for_copies(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, encoded: bool
+) -> None:
+    """`auto` with a bound may be set, and uses codecs that a CPU decodes."""
+    install(monkeypatch, 0)
+    pool = mha(2 * BLOCK, dtype=getattr(torch, dtype))
+    kv = CudaKV(pool, block_tokens=BLOCK, forward_stream=None, encoded=True)
+    assert kv.encoded == encoded
+    memory = CopyMemory.of_blocks(kv.layout.block_bytes, encoded=encoded)
+    assert len(kv.streams.ring_in) == memory.in_places
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cuda_kv_block_of_several_pieces_is_ordered_like_one(
     monkeypatch: pytest.MonkeyPatch, seed: int

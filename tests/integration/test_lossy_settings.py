@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
@@ -31,15 +32,19 @@ def test_config_max_error_without_codec_auto_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "theta"),
+    ("config", "halves", "theta"),
     [
-        ({"rope_parameters": {"rope_theta": 500000.0}}, 500000.0),
-        ({"rope_theta": 10000}, 10000.0),
-        ({"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, None),
-        ({}, None),
+        ({"rope_parameters": {"rope_theta": 500000.0}}, True, 500000.0),
+        ({"rope_theta": 10000}, True, 10000.0),
+        ({"rope_theta": 10000}, False, None),
+        ({"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, True, None),
+        ({}, True, None),
     ],
 )
-def test_rope_theta_is_read_from_the_model_config(
-    config: dict[str, object], theta: float | None
+def test_rope_theta_is_that_of_whole_heads_whose_halves_are_rotated(
+    config: dict[str, object], halves: bool, theta: float | None
 ) -> None:
-    assert rope_theta(SimpleNamespace(**config)) == theta
+    rotary = torch.nn.Identity()
+    rotary.is_neox_style = halves  # as SGLang's `RotaryEmbedding` has it
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), rotary)
+    assert rope_theta(SimpleNamespace(**config), model) == theta

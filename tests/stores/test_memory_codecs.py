@@ -14,6 +14,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
+from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, open_store, parse_sources
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.store_contract import key_of
@@ -115,14 +116,23 @@ async def test_memory_in_front_of_a_device_keeps_what_the_device_decodes(
     await store.close()
 
 
-async def test_memory_lends_a_put_block_that_auto_leaves_as_it_is(tmp_path: Path) -> None:
-    store = opened(f"memory://4MB,{files(tmp_path)}", "auto")
+@pytest.mark.parametrize("below", [False, True])
+async def test_memory_lends_a_put_block_that_auto_leaves_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: bool
+) -> None:
+    """However long writes take, which wait for threads. The tier below gets a smaller payload."""
+    monkeypatch.setattr(LinkSpeed, "bytes_per_s", lambda link: 50e3)
+    counters = Counters()
+    store = opened(f"memory://4MB,{files(tmp_path)}" if below else "memory://4MB", "auto", counters)
+    assert await store.contains([KEY]) == [False]  # it is open
     await store.put(KEY, memoryview(BLOCK))
     lent = store.lend(KEY)
     assert lent is not None
     assert lent.buffer.view == BLOCK
     lent.release()
     await store.close()
+    counts = counters.snapshot()
+    assert (counts["encoded_blocks", "raw"], counts["encoded_blocks", "zstd"]) == (1, below)
 
 
 async def test_memory_tier_between_files_gets_the_block_and_the_files_its_payload(

@@ -143,8 +143,11 @@ def group_namespaces(namespace: Namespace, groups: range | None) -> list[Namespa
     return [Namespace((*namespace.fields, ("head_group", str(group)))) for group in groups]
 
 
-def rope_theta(config: Any) -> float | None:
-    """The base of the model's RoPE; None without RoPE, or if RoPE rotates only a part of a head."""
+def rope_theta(config: Any, model: torch.nn.Module) -> float | None:
+    """The base of the model's RoPE; None without RoPE, or if RoPE rotates only a part of a head, or
+    pairs of neighbouring channels as in Command-R (`is_neox_style` of SGLang's modules)."""
+    if not all(getattr(module, "is_neox_style", True) for module in model.modules()):
+        return None
     found = getattr(config, "rope_parameters", None) or {}
     theta = found.get("rope_theta", getattr(config, "rope_theta", None))
     share = found.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sglang_cake.codecs.block_arrays import takes_lossy
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer
 from sglang_cake.core.errors import ConfigError
@@ -483,8 +484,8 @@ class CudaKV(DeviceKV):
         from sglang_cake.integration.memory.row_kernel import RowKernel  # loads Triton
 
         super().__init__(pool, block_tokens=block_tokens, apart=apart, drafts=drafts)
-        # A block that is decoded is moved in one piece.
-        encoded = encoded and len(set(self._moving)) == 1
+        # A block that is decoded is moved in one piece. A device decodes lossy codecs only.
+        encoded = encoded and len(set(self._moving)) == 1 and takes_lossy(self.layout)
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
         self.encoded = memory.decoding_bytes > 0
         self.streams = streams or CopyStreams(self.device, memory, forward_stream)

@@ -126,6 +126,7 @@ class Coordinator:
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
+        self._lossy = config.lossy  # which may read the metadata of all installed packages
         self.block_tokens = config.block_tokens_in(page_tokens)
         self._page_tokens = page_tokens
         self._adapter = adapter
@@ -861,7 +862,7 @@ class Coordinator:
             matched_tokens=matched,
             arrived_s=arrived_s,
             may_overlap=may_overlap,
-            lossy=self._config.lossy,
+            lossy=self._lossy,
             most_slots=most_slots,
         )
 

@@ -346,8 +346,7 @@ class Tier:
     @property
     def memory(self) -> HostMemoryStore | None:
         """The store of a tier in memory, if it is open."""
-        store = self.store.opened if isinstance(self.store, LazyStore) else self.store
-        return store if isinstance(store, HostMemoryStore) else None
+        return memory_of(self.store)
 
     async def promote(self, memory: HostMemoryStore, key: BlockKey, data: memoryview) -> bool:
         fresh = await self._watched(self.writing, memory.promote(key, data))
@@ -420,6 +419,12 @@ class Tier:
         if was_closed and not breaker.is_closed:
             self.counts.left_out += 1
             logger.warning("tier %d is left out until it answers again: %s", self.index + 1, why)
+
+
+def memory_of(store: Store) -> HostMemoryStore | None:
+    """The store in memory that `store` is or has opened."""
+    opened = store.opened if isinstance(store, LazyStore) else store
+    return opened if isinstance(opened, HostMemoryStore) else None
 
 
 def _new_breaker() -> Breaker:

@@ -43,7 +43,7 @@ from sglang_cake.stores.base import (
     TierStats,
     Unpack,
 )
-from sglang_cake.stores.link_speed import LinkSpeed, quickest, soonest
+from sglang_cake.stores.link_speed import quickest, soonest
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool
 from sglang_cake.stores.tiers.tier import ProgressOfTries, Tier
@@ -289,10 +289,6 @@ class TieredStore(Store):
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         """As in `Store`: first tier that takes the block now, other tiers in the background."""
         return await self.put_forms(key, _same_for_all(data))
-
-    def links(self) -> list[LinkSpeed]:
-        """Measured speed of each tier; always the same objects."""
-        return [tier.speed for tier in self.tiers]
 
     async def put_forms(self, key: BlockKey, form_of: FormOf) -> bool:
         """As `put`, with a payload for each tier.
