@@ -566,6 +566,8 @@ RULES: tuple[_Rule, ...] = (
     ),
     ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
+    # Its loop of the scheduler never polls.
+    ("enable_pdmux", bool, "does not support PD multiplexing: remove --enable-pdmux"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
     (
         "enable_hierarchical_cache",
