@@ -602,6 +602,11 @@ RULES: tuple[_Rule, ...] = (
         bool,
         "cannot return the index of loaded tokens: remove --enable-return-indexer-topk",
     ),
+    (
+        "kv_canary",
+        lambda mode: mode not in (None, "none"),
+        "fills slots that SGLang's canary has no notes of: remove --kv-canary",
+    ),
     # A session keeps its KV outside the tree, so loaded KV cannot be attached to it.
     (
         "enable_streaming_session",

@@ -73,6 +73,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "enable_unified_cache_external_linker": False,
         "enable_kv_cache_sharding": False,
         "prefill_only_disable_kv_cache": False,
+        "kv_canary": "none",
         "enable_streaming_session": False,
         "page_size": None,
     }
@@ -256,6 +257,8 @@ def test_support_matrix_rope_that_depends_on_the_batch_is_refused(
         ("enable_unified_cache_external_linker", True),
         ("enable_kv_cache_sharding", True),
         ("prefill_only_disable_kv_cache", True),
+        ("kv_canary", "log"),
+        ("kv_canary", "raise"),
         ("enable_streaming_session", True),
     ],
 )
