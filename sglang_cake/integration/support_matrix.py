@@ -548,6 +548,11 @@ def pools_last_token(model: "ModelConfig") -> bool:
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
+    (
+        "device",
+        lambda name: name is not None and not name.startswith(("cpu", "cuda")),
+        "copies KV on CPUs and in CUDA: set --device cpu or cuda, or remove --enable-cake",
+    ),
     ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
     (
         "disaggregation_decode_enable_offload_kvcache",

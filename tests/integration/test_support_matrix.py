@@ -47,6 +47,7 @@ PLAIN = ModelTraits()
 def _args(**changes: Any) -> SimpleNamespace:
     """The fields of SGLang's ServerArgs that matter, as they are by default."""
     fields: dict[str, Any] = {
+        "device": None,
         "disable_radix_cache": False,
         "chunked_prefill_size": None,
         "disaggregation_mode": "null",
@@ -240,6 +241,8 @@ def test_support_matrix_rope_that_depends_on_the_batch_is_refused(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("device", "xpu"),
+        ("device", "npu"),
         ("disable_radix_cache", True),
         ("disaggregation_decode_enable_offload_kvcache", True),
         ("encoder_only", True),
