@@ -225,8 +225,6 @@ def device_finding(device: str, ranks: int, gpus: Sequence[str]) -> Finding:
     """Args: gpus: names of those that PyTorch sees."""
     if device == "cpu":
         return _ok("device", "CPU")
-    if device != "cuda":
-        return Finding("mend", "device", f"cake never ran on {device}: use an NVIDIA GPU or a CPU")
     if len(gpus) < ranks:
         text = f"{ranks} ranks on this machine, but {len(gpus)} GPUs: lower --tp-size or --dp-size"
         return Finding("mend", "device", text)

@@ -180,7 +180,7 @@ class CakeService:
         shard = shard_of(ctx, pools)
         self._groups = shard.head_groups(config.head_groups)
         slices = 1 if self._groups is None else len(self._groups)
-        self.kv = _device_kv(
+        self.kv = device_kv(
             ctx,
             pool,
             config,
@@ -509,7 +509,7 @@ def _block_slots(allocator: Any, tree: CakeRadixCache) -> Any:
     )
 
 
-def _device_kv(
+def device_kv(
     ctx: "TreeCacheBuildContext",
     pool: Any,
     config: CakeConfig,
@@ -518,7 +518,12 @@ def _device_kv(
     *,
     sliced: bool,
 ) -> DeviceKV:
-    """Args: sliced: blocks come in slices, which a CPU decodes."""
+    """Copies of blocks, ordered with the streams that SGLang's forwards run on.
+
+    Args:
+        pool, apart, drafts: as for `DeviceKV`.
+        sliced: blocks come in slices, which a CPU decodes.
+    """
     block_tokens = config.block_tokens_in(ctx.params.page_size)
     stream = _forward_stream(ctx)
     if stream is None:  # on a CPU, the store's threads decode
@@ -614,7 +619,8 @@ def _device(ctx: "TreeCacheBuildContext") -> str:
 def _pipelined(ctx: "TreeCacheBuildContext") -> bool:
     # On a CPU a forward runs to its end in the scheduler thread, overlap scheduling or not.
     on_gpu = _forward_stream(ctx) is not None
-    return on_gpu and not ctx.server_args.disable_overlap_schedule
+    # SGLang itself turns it off for some models: only the resolved settings tell.
+    return on_gpu and not resolving_view(ctx.server_args).disable_overlap_schedule
 
 
 def _reducer(tree: CakeRadixCache) -> Any:

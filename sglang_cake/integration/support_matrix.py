@@ -548,6 +548,11 @@ def pools_last_token(model: "ModelConfig") -> bool:
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
 RULES: tuple[_Rule, ...] = (
+    (
+        "device",
+        lambda name: name is not None and not name.startswith(("cpu", "cuda")),
+        "copies KV on CPUs and in CUDA: set --device cpu or cuda, or remove --enable-cake",
+    ),
     ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
     (
         "disaggregation_decode_enable_offload_kvcache",
@@ -566,6 +571,8 @@ RULES: tuple[_Rule, ...] = (
     ),
     ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
     ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
+    # Its loop of the scheduler never polls.
+    ("enable_pdmux", bool, "does not support PD multiplexing: remove --enable-pdmux"),
     ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
     (
         "enable_hierarchical_cache",
@@ -599,6 +606,11 @@ RULES: tuple[_Rule, ...] = (
         "enable_return_indexer_topk",
         bool,
         "cannot return the index of loaded tokens: remove --enable-return-indexer-topk",
+    ),
+    (
+        "kv_canary",
+        lambda mode: mode not in (None, "none"),
+        "fills slots that SGLang's canary has no notes of: remove --kv-canary",
     ),
     # A session keeps its KV outside the tree, so loaded KV cannot be attached to it.
     (

@@ -13,13 +13,17 @@ from fake_cuda import FakeCuda, PlainRowKernel, install
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_for, buffers_of, mha, since_0_5_23, unified
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.server_args import ServerArgs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sglang_cake.codecs.catalogue import chain_of
+from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer, on_page
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.integration.build import device_kv
 from sglang_cake.integration.memory.end_states import (
     EndSlots,
     EndStates,
@@ -156,6 +160,29 @@ def test_cuda_kv_places_are_used_again_when_they_have_been_read(
     harness = GpuHarness(monkeypatch, seed, place_bytes=size)
     assert pieces_of(harness.kv.layout, size) == pieces_of(harness.kv.layout)
     assert harness.wrong_saves() == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_cuda_kv_is_ordered_with_forwards_on_the_stream_that_sglang_runs_them_on(
+    monkeypatch: pytest.MonkeyPatch, overlaps: bool, seed: int
+) -> None:
+    """SGLang turns the overlap schedule off for some models, whatever the user gave."""
+    args = ServerArgs(model_path="m")
+    declare_resolution(args, "of the model", disable_overlap_schedule=not overlaps)
+    for wrong in (GpuHarness.wrong_loads, GpuHarness.wrong_saves):
+        harness = GpuHarness(monkeypatch, seed)
+        runner = SimpleNamespace(forward_stream=harness.forward)
+        ctx: Any = SimpleNamespace(
+            server_args=args,
+            params=SimpleNamespace(page_size=1),
+            tp_worker=SimpleNamespace(model_runner=runner),
+        )
+        config = CakeConfig(block_tokens=BLOCK)
+        harness.kv = device_kv(ctx, harness.pool, config, (), (), sliced=False)
+        if not overlaps:
+            harness.forward = torch.cuda.current_stream()
+        assert wrong(harness) == 0
 
 
 @pytest.mark.parametrize("what", ["fenced", "ordered"])

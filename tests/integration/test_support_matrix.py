@@ -47,6 +47,7 @@ PLAIN = ModelTraits()
 def _args(**changes: Any) -> SimpleNamespace:
     """The fields of SGLang's ServerArgs that matter, as they are by default."""
     fields: dict[str, Any] = {
+        "device": None,
         "disable_radix_cache": False,
         "chunked_prefill_size": None,
         "disaggregation_mode": "null",
@@ -65,6 +66,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "enable_deterministic_inference": False,
         "enable_mixed_chunk": False,
         "enable_hisparse": False,
+        "enable_pdmux": False,
         "dllm_algorithm": None,
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
@@ -72,6 +74,7 @@ def _args(**changes: Any) -> SimpleNamespace:
         "enable_unified_cache_external_linker": False,
         "enable_kv_cache_sharding": False,
         "prefill_only_disable_kv_cache": False,
+        "kv_canary": "none",
         "enable_streaming_session": False,
         "page_size": None,
     }
@@ -238,6 +241,8 @@ def test_support_matrix_rope_that_depends_on_the_batch_is_refused(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("device", "xpu"),
+        ("device", "npu"),
         ("disable_radix_cache", True),
         ("disaggregation_decode_enable_offload_kvcache", True),
         ("encoder_only", True),
@@ -247,6 +252,7 @@ def test_support_matrix_rope_that_depends_on_the_batch_is_refused(
         ("enable_mis", True),
         ("speculative_algorithm", "MY_PLUGIN"),
         ("enable_hisparse", True),
+        ("enable_pdmux", True),
         ("dllm_algorithm", "LowConfidence"),
         ("enable_hierarchical_cache", True),
         ("enable_lmcache", True),
@@ -254,6 +260,8 @@ def test_support_matrix_rope_that_depends_on_the_batch_is_refused(
         ("enable_unified_cache_external_linker", True),
         ("enable_kv_cache_sharding", True),
         ("prefill_only_disable_kv_cache", True),
+        ("kv_canary", "log"),
+        ("kv_canary", "raise"),
         ("enable_streaming_session", True),
     ],
 )

@@ -1,4 +1,4 @@
-"""The hook around SGLang's forward: it times steps on a GPU, and runs the overlapped last step and
+"""The hook around SGLang's forwards: it times steps on a GPU, and runs the overlapped last step and
 KV-Runahead."""
 
 from functools import partial
@@ -13,6 +13,8 @@ from sglang_cake.integration.step_costs import CudaTimer
 
 _HOOK = "TpModelWorker.forward_batch_generation"
 _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+# Of models that generate no text.
+_EMBEDDING = "sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding"
 
 
 class ForwardProcess:
@@ -24,6 +26,7 @@ class ForwardProcess:
 def install() -> None:
     """Register the hook. Call while plugins are being loaded."""
     register(_FORWARD, _forward, HookType.AROUND)
+    register(_EMBEDDING, _forward, HookType.AROUND)
 
 
 def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

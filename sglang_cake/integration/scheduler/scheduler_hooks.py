@@ -144,7 +144,10 @@ def _arrive(scheduler: "Scheduler", req: "Req") -> None:
 
 def _send_prefix(original: Any, scheduler: "Scheduler", req: "Req", **options: bool) -> None:
     """Before a step, SGLang sends what a prompt has in the tree. It sends it after the step while
-    loaded blocks are being copied: the step waits for them, and not every sender would."""
+    loaded blocks are being copied: the step waits for them, and not every sender would.
+
+    The loop without overlap schedule sends chunks between steps. Each sender waits there: it reads
+    the numbers of the pages in the scheduler's stream, which waits for the copies."""
     coordinator = _coordinator(scheduler)
     if coordinator is None or not coordinator.copying:
         original(scheduler, req, **options)
