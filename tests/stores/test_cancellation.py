@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 
 import pytest
 from system_calls import Held
@@ -164,7 +164,7 @@ async def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
         assert stop.is_set()
         raise RuntimeError("too late for anybody")
 
-    with ThreadPoolExecutor(1) as pool:
+    with DaemonPool(1, "test") as pool:
         task = asyncio.create_task(run_stoppable(pool, work))
         await asyncio.to_thread(started.wait)
         task.cancel()
@@ -175,8 +175,7 @@ async def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("pool_type", [ThreadPoolExecutor, DaemonPool])
-async def test_run_stoppable_work_that_is_refused_a_thread_never_runs(pool_type, monkeypatch):
+async def test_run_stoppable_work_that_is_refused_a_thread_never_runs(monkeypatch):
     started, go = threading.Event(), threading.Event()
     ran = []
 
@@ -187,7 +186,7 @@ async def test_run_stoppable_work_that_is_refused_a_thread_never_runs(pool_type,
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    pool = pool_type(2, "test")
+    pool = DaemonPool(2, "test")
     running = asyncio.create_task(run_stoppable(pool, hold))
     await asyncio.to_thread(started.wait)
     with monkeypatch.context() as patch:
@@ -200,31 +199,15 @@ async def test_run_stoppable_work_that_is_refused_a_thread_never_runs(pool_type,
     assert ran == []
 
 
-async def test_run_stoppable_work_begun_by_another_thread_than_the_refused_one_is_waited_for(
-    monkeypatch,
-):
-    started, go, begun = threading.Event(), threading.Event(), threading.Event()
-
-    def hold(stop):
-        started.set()
-        go.wait(60)
-
-    def work(stop):
-        begun.set()
-        return 7
-
-    def refuse(thread):
+def test_daemon_pool_work_that_a_shutdown_cancels_is_over_for_whoever_waits():
+    started, go = threading.Event(), threading.Event()
+    with DaemonPool(1, "test") as pool:
+        pool.submit(lambda: started.set() or go.wait(60))
+        assert started.wait(60)
+        waiting = pool.submit(lambda: 7)
+        pool.shutdown(wait=False, cancel_futures=True)
+        assert wait((waiting,), 60).done == {waiting}
         go.set()
-        begun.wait(60)
-        raise RuntimeError("can't start new thread")
-
-    with ThreadPoolExecutor(2) as pool:
-        running = asyncio.create_task(run_stoppable(pool, hold))
-        await asyncio.to_thread(started.wait)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            assert await run_stoppable(pool, work) == 7
-        await running
 
 
 async def test_limited_threads_work_cancelled_while_it_waits_is_forgotten():
