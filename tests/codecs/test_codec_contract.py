@@ -17,49 +17,46 @@ from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 from sglang_cake.testing.codec_contract import CodecContract, as_bytes
 
 
-class TestRaw(CodecContract):
+class OwnCodec(CodecContract):
+    codec: str
+    rope_theta: float | None = None
+
     def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("raw", layout)
+        return chain_of(self.codec, layout, rope_theta=self.rope_theta)
 
 
-class TestZstd(CodecContract):
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("zstd", layout)
+class TestRaw(OwnCodec):
+    codec = "raw"
 
 
-class TestInt8(CodecContract):
+class TestZstd(OwnCodec):
+    codec = "zstd"
+
+
+class TestInt8(OwnCodec):
+    codec = "int8"
     max_error, odd_error = 0.01, 0.02
 
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("int8", layout)
 
-
-class TestInt4(CodecContract):
+class TestInt4(OwnCodec):
+    codec = "int4"
     max_error, odd_error = 0.12, 0.25
 
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("int4", layout)
 
-
-class TestKvquant3BeforeRope(CodecContract):
+class TestKvquant3BeforeRope(OwnCodec):
+    codec = "kvquant3"
+    rope_theta = 10000.0
     max_error, odd_error = 0.25, 0.5
 
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("kvquant3", layout, rope_theta=10000.0)
 
-
-class TestCachegen1(CodecContract):
+class TestCachegen1(OwnCodec):
+    codec = "cachegen1"
     max_error, odd_error = 0.05, 0.08
 
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("cachegen1", layout)
 
-
-class TestCachegen3(CodecContract):
+class TestCachegen3(OwnCodec):
+    codec = "cachegen3"
     max_error, odd_error = 0.25, 0.25
-
-    def chain(self, layout: BlockLayout) -> Chain:
-        return chain_of("cachegen3", layout)
 
 
 layouts = st.builds(

@@ -1,7 +1,8 @@
 """Groups of members for tests, and a handler that records messages and parts."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -61,6 +62,19 @@ def member(
 ) -> ZmqTransport:
     settings: dict[str, Any] = {"secret": SECRET, "namespace": NAMESPACE, "times": PATIENT}
     return kind(rank, peers, **settings | changes)
+
+
+@contextmanager
+def started(*members: Transport) -> Iterator[list[MessageRecord]]:
+    """What each of these members hears; at the end they are closed."""
+    records = [MessageRecord() for _ in members]
+    for each, record in zip(members, records, strict=True):
+        each.start(record)
+    try:
+        yield records
+    finally:
+        for each in members:
+            each.close()
 
 
 def zeromq_group(size: int) -> list[Transport]:

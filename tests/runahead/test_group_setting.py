@@ -3,6 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +23,15 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def setting(peers: str | None, secret: Path | None, rank: int | None = 1) -> GroupSetting | None:
+def setting(
+    peers: str | None, secret: Path | None, rank: int | None = 1, transport: Any = "tcp"
+) -> GroupSetting | None:
     return group_setting(
         CakeConfig(
             runahead_rank=rank,
             runahead_peers=peers,
             runahead_secret=None if secret is None else str(secret),
+            runahead_transport=transport,
         )
     )
 
@@ -46,33 +50,17 @@ def test_group_setting_peers_from_flag_and_file_are_equal(tmp_path: Path, secret
 def test_group_setting_missing_transport_package_names_the_install(
     secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CakeConfig(
-        runahead_rank=0,
-        runahead_peers=PEERS,
-        runahead_secret=str(secret),
-        runahead_transport="mooncake",
-    )
     monkeypatch.setitem(sys.modules, "mooncake", None)
     with pytest.raises(ConfigError, match=r"pip install 'sglang-cake\[mooncake\]'$"):
-        group_setting(config)
+        setting(PEERS, secret, transport="mooncake")
 
 
 def test_group_setting_cuda_ipc_across_machines_is_refused(secret: Path) -> None:
-    def transport(peers: str) -> str:
-        found = group_setting(
-            CakeConfig(
-                runahead_rank=0,
-                runahead_peers=peers,
-                runahead_secret=str(secret),
-                runahead_transport="cuda-ipc",
-            )
-        )
-        assert found is not None
-        return found.transport
-
-    assert transport("127.0.0.1:7000,localhost:7001") == "cuda-ipc"
+    found = setting("127.0.0.1:7000,localhost:7001", secret, transport="cuda-ipc")
+    assert found is not None
+    assert found.transport == "cuda-ipc"
     with pytest.raises(ConfigError, match=r"set tcp or mooncake$"):
-        transport("127.0.0.1:7000,240.0.0.1:7000")
+        setting("127.0.0.1:7000,240.0.0.1:7000", secret, transport="cuda-ipc")
 
 
 def test_group_setting_rank_is_the_only_local_address(secret: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from host_ipc import HostIpc
-from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_member
+from members import JOB, WAIT_S, MessageRecord, addresses, ring_group, ring_member, started
 from polling import until
 from system_calls import stop_child
 
@@ -90,10 +90,8 @@ class Failing(HostIpc):
 
 def test_ipc_transport_raising_engine_loses_no_slot() -> None:
     engines = [Failing(), Failing()]
-    members, records = ring_group(2, lambda rank: engines[rank]), [MessageRecord(), MessageRecord()]
-    for each, record in zip(members, records, strict=True):
-        each.start(record)
-    try:
+    members = ring_group(2, lambda rank: engines[rank])
+    with started(*members) as records:
         until(lambda: all(each.reachable() for each in members), "both are there")
         part, data = LayerPart(JOB, 0, 0, 1), memoryview(bytes(64))
         engines[0].write_fails = SECTIONS + 1
@@ -106,9 +104,6 @@ def test_ipc_transport_raising_engine_loses_no_slot() -> None:
                 members[0].send_part(1, part, data)
         members[0].send_part(1, part, data)
         until(lambda: len(records[1].heard) == 1, "the part")
-    finally:
-        for each in members:
-            each.close()
 
 
 def test_host_ipc_write_to_unknown_memory_or_past_its_end_fails() -> None:

@@ -33,6 +33,12 @@ from sglang_cake.runahead.messages import (
 from sglang_cake.runahead.partition import Partition, even
 
 SIZE = 3
+OFFER: dict[str, Any] = {  # what most proposals have beside their prompt
+    "namespace": "00",
+    "extra_key": None,
+    "cache_salt": None,
+    "patience_s": WAIT_S,
+}
 
 
 class Group:
@@ -67,15 +73,7 @@ class Group:
         self, tokens: "array[int]", partition: Partition, patience_s: float = WAIT_S
     ) -> Owned:
         chain = (*range(partition.workers - 1), SIZE - 1)
-        return self.owner.propose(
-            chain,
-            partition,
-            tokens,
-            namespace="00",
-            extra_key=None,
-            cache_salt=None,
-            patience_s=patience_s,
-        )
+        return self.owner.propose(chain, partition, tokens, **OFFER | {"patience_s": patience_s})
 
     def close(self) -> None:
         self.stop.set()
@@ -313,15 +311,7 @@ def test_runahead_member_two_of_three_share_before_the_third_joins() -> None:
     until(lambda: owner.member.helpers() == (0,), "the first is there")
     until(lambda: transports[0].reachable() == {2}, "and sees the owner")
     tokens = prompt(50)
-    owned = owner.member.propose(
-        (0, 2),
-        even(Span(0, 50), 2),
-        tokens,
-        namespace="0",
-        extra_key=None,
-        cache_salt=None,
-        patience_s=60.0,
-    )
+    owned = owner.member.propose((0, 2), even(Span(0, 50), 2), tokens, **OFFER)
     agreed(owned)
     owner.own(owned, tokens)
     owner.member.end_owned(owned, "done")
@@ -371,10 +361,9 @@ def test_runahead_member_two_owners_asking_at_once_both_refuse() -> None:
     transports = GROUPS["tcp"](2)
     one, two = (Worker(rank, t) for rank, t in enumerate(transports))
     until(lambda: one.member.helpers() and two.member.helpers(), "both are there")
-    kwargs = {"namespace": "0", "extra_key": None, "cache_salt": None, "patience_s": 1.0}
-    plan = Partition((0, 5, 10))
-    a = one.member.propose((1, 0), plan, prompt(10), **kwargs)  # type: ignore[arg-type]
-    b = two.member.propose((0, 1), plan, prompt(10), **kwargs)  # type: ignore[arg-type]
+    plan, offer = Partition((0, 5, 10)), OFFER | {"patience_s": 1.0}
+    a = one.member.propose((1, 0), plan, prompt(10), **offer)
+    b = two.member.propose((0, 1), plan, prompt(10), **offer)
     for owned in (a, b):  # whoever got the offer before it asked looks now
         until(lambda: one.member.next_offer() or two.member.next_offer() or a.refused, "one")
         until(lambda: one.member.next_offer() or two.member.next_offer() or b.refused, "two")
@@ -398,13 +387,7 @@ def test_runahead_member_unreachable_helper_is_not_asked(group: Group) -> None:
 def test_runahead_member_offer_that_cannot_be_written_ends_the_job(group: Group) -> None:
     with pytest.raises(UnicodeEncodeError):
         group.owner.propose(
-            (0, SIZE - 1),
-            Partition((0, 5, 9)),
-            prompt(9),
-            namespace="00",
-            extra_key=None,
-            cache_salt="\ud800",
-            patience_s=WAIT_S,
+            (0, SIZE - 1), Partition((0, 5, 9)), prompt(9), **OFFER | {"cache_salt": "\ud800"}
         )
     until(lambda: len(group.owner.helpers()) == SIZE - 1, "the owner may ask again")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member
+from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member, started
 from polling import until
 
 from sglang_cake.runahead.messages import Credit, Landed, LayerPart, ReceiveBuffer
@@ -175,15 +175,11 @@ def test_mooncake_transport_restarted_peer_receives_at_its_new_address(
     until(lambda: records[0].gone == [1], "it is gone")
     with pytest.raises(PeerGone):
         members[0].send_part(1, PART, memoryview(DATA))
-    again, record = ring_member(1, peers, engine(1)), MessageRecord()
-    again.start(record)
-    try:
+    with started(ring_member(1, peers, engine(1))) as (record,):
         until(lambda: members[0].reachable() == {1}, "it is back")
         members[0].send_part(1, PART, memoryview(DATA))
         until(lambda: record.heard, "the part")
         assert record.heard[0][2] == DATA
-    finally:
-        again.close()
 
 
 def test_mooncake_transport_member_with_another_transport_is_refused(
@@ -191,14 +187,9 @@ def test_mooncake_transport_member_with_another_transport_is_refused(
 ) -> None:
     peers = addresses(2)
     plain, other = member(0, peers), ring_member(1, peers, engine(1))
-    for each in (plain, other):
-        each.start(MessageRecord())
-    try:
+    with started(plain, other):
         until(lambda: caplog.text.count("its namespace is another one") >= 2, "both say so")
         assert plain.reachable() == other.reachable() == frozenset()
-    finally:
-        plain.close()
-        other.close()
 
 
 def test_mooncake_transport_credit_for_an_unknown_slot_is_ignored(pair: Pair) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.utils.monitor
-from members import JOB, PATIENT, WAIT_S, MessageRecord, addresses, member
+from members import JOB, PATIENT, WAIT_S, MessageRecord, addresses, member, started
 from polling import until
 
 from benchmarks.harness.slow_link import SlowLink
@@ -119,14 +119,9 @@ def test_zeromq_member_with_another_secret_or_namespace_is_left_out(
 def test_zeromq_member_of_another_group_size_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     peers = addresses(3)
     own, other = member(0, peers[:2]), member(1, peers)
-    for each in (own, other):
-        each.start(MessageRecord())
-    try:
+    with started(own, other):
         until(lambda: caplog.text.count("it does not know this member") == 2, "both say so")
         assert own.reachable() == other.reachable() == frozenset()
-    finally:
-        own.close()
-        other.close()
 
 
 def test_zeromq_member_unknown_to_the_group_is_logged_and_left_out(
@@ -134,14 +129,9 @@ def test_zeromq_member_unknown_to_the_group_is_logged_and_left_out(
 ) -> None:
     peers, times = addresses(3), replace(PATIENT, greeting_s=0.1)
     known, unknown = member(0, peers[:2], times=times), member(2, peers, times=times)
-    for each in (known, unknown):
-        each.start(MessageRecord())
-    try:
+    with started(known, unknown):
         until(lambda: "it does not know this member" in caplog.text, "a line")
         assert known.reachable() == unknown.reachable() == frozenset()
-    finally:
-        known.close()
-        unknown.close()
 
 
 class Later(ZmqTransport):
@@ -585,19 +575,11 @@ def test_zeromq_members_meet_on_host_names() -> None:
 
 
 def _meet(peers: list[tuple[str, int]]) -> None:
-    members, records = (
-        [member(rank, peers) for rank in range(2)],
-        [MessageRecord(), MessageRecord()],
-    )
-    for each, record in zip(members, records, strict=True):
-        each.start(record)
-    try:
+    members = [member(rank, peers) for rank in range(2)]
+    with started(*members) as records:
         until(lambda: all(each.reachable() for each in members), "they meet")
         members[0].send_part(1, PART, memoryview(DATA))
         until(lambda: records[1].heard, "a part")
-    finally:
-        for each in members:
-            each.close()
 
 
 def test_zeromq_address_in_use_raises_at_once() -> None:
@@ -620,16 +602,12 @@ def test_zeromq_repeated_failed_dials_leak_no_descriptors() -> None:
             return super().listener()
 
     times = replace(PATIENT, retry_s=(0.01, 0.01))
-    here = member(0, addresses(2), kind=Counting, times=times)
-    here.start(MessageRecord())
-    try:
+    with started(member(0, addresses(2), kind=Counting, times=times)):
         until(lambda: dials >= 5, "it dials")
         before, least = descriptors(), dials + 40
         until(lambda: dials >= least, "and dials")
         # Each dial takes three, or more. ZeroMQ closes those of the last ones in the background.
         until(lambda: descriptors() < before + 20, "they are closed")
-    finally:
-        here.close()
 
 
 def test_zeromq_close_leaves_no_thread_and_no_descriptor() -> None:

@@ -8,6 +8,7 @@ import time
 import pytest
 from aiohttp import web
 from test_s3 import credentials  # noqa: F401 - a fixture
+from web_server import serving
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.circuit_breaker import FAILURES, FIRST_S, LAST_S, TimeoutLimits
@@ -36,19 +37,6 @@ class Server:
             return web.Response(headers={"Content-Length": "1"})
         return web.Response()
 
-    @contextlib.asynccontextmanager
-    async def running(self):
-        app = web.Application()
-        app.router.add_route("*", "/{name:.*}", self.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield runner.addresses[0][1]
-        finally:
-            await runner.cleanup()
-
 
 def http(port, clock):
     base = f"http://127.0.0.1:{port}"
@@ -75,7 +63,7 @@ def s3(port, clock, limits=LIMITS):
 async def test_remote_store_after_timeouts_the_first_probe_dials_anew(kind):
     now_s = 0.0
     server = Server()
-    async with server.running() as port:
+    async with serving(server.handle) as port:
         look_up, close = kind(port, lambda: now_s)
         try:
             await asyncio.gather(*(look_up() for _ in range(CONNECTIONS)))
@@ -106,7 +94,7 @@ async def test_s3_certificates_slower_to_read_than_a_call_may_take_are_not_read_
     now_s = 0.0
     server = Server()
     server.first = False
-    async with server.running() as port:
+    async with serving(server.handle) as port:
         look_up, close = s3(port, lambda: now_s, limits)
         try:
             for _ in range(20):

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 from aiohttp import web
+from filestore import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
+from web_server import serving
 
 from sglang_cake.core.errors import BlockCorrupt, StoreFull, StoreUnavailable
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
@@ -49,20 +51,11 @@ class Odd:
 
     @contextlib.asynccontextmanager
     async def opened_store(self, limits=LIMITS):
-        app = web.Application(client_max_size=2**30)
-        app.router.add_route("*", "/{name:.*}", self.handle)
-        runner = web.AppRunner(app, shutdown_timeout=1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
-        store = dataclasses.replace(source, limits=limits).open(FRAME, depth=2)
-        try:
-            yield store
-        finally:
-            await store.close()
-            await runner.cleanup()
+        async with serving(self.handle) as port:
+            (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}")
+            store = dataclasses.replace(source, limits=limits).open(FRAME, depth=2)
+            async with closing(store):
+                yield store
 
 
 async def no_conditions(server, request):

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from filestore import closing
 from test_s3 import credentials  # noqa: F401 - a fixture
+from web_server import serving
 
 from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
@@ -17,21 +18,6 @@ from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
 A = key_of("a")
 BUFFERED_BYTES = 2**23  # of sockets and pipes between a server and its client, both ends
-
-
-@contextlib.asynccontextmanager
-async def serving(handle):
-    """The port of a server that answers by `handle(request)`."""
-    app = web.Application(client_max_size=2**30)
-    app.router.add_route("*", "/{name:.*}", handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
 
 
 def source_at(port):
