@@ -338,6 +338,9 @@ class VirtualKV:
             self._out.tail_s = gpu.to_host.run(pool_s, count * self._dma_s)
         return VirtualCopy(gpu, self._out.tail_s, pool_s, self._out.tail_s - begin_s)
 
+    def freed(self) -> None:
+        """Nothing: slots are freed in the scheduler's stream."""
+
     def order_forwards_after(self, copies: Sequence[VirtualCopy]) -> None:
         if copies:
             self.gpu.launch(1, EVENT_S)

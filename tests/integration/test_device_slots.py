@@ -395,3 +395,25 @@ def test_device_slots_copies_start_when_the_device_knows_the_slots(
     torch.cuda.synchronize()
     found = b"".join(bytes(as_bytes(b)[numbers].numpy()) for b in buffers_of(pool))
     assert found == data
+
+
+def test_device_slots_freed_in_a_forward_are_on_the_list_that_the_scheduler_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a failure of cake there. Elsewhere the host does not wait."""
+    install(monkeypatch, seed=0)
+    forward: Any = torch.cuda.Stream()
+    free: list[torch.Tensor] = []
+
+    def free_segment(slots: torch.Tensor, start_pos: int) -> None:
+        current: Any = torch.cuda.current_stream()
+        current.launch(lambda: free.append(slots))
+
+    kv = CudaKV(mha(2 * BLOCK), block_tokens=BLOCK, forward_stream=forward)
+    allocator: Any = SimpleNamespace(free_segment=free_segment)
+    device_slots = DeviceSlots(kv, Copier(kv), allocator, lambda tokens: None, Counters())
+    with torch.cuda.stream(forward):
+        device_slots.free(torch.arange(BLOCK))
+    assert len(free) == 1
+    device_slots.free(torch.arange(BLOCK))
+    assert len(free) == 1

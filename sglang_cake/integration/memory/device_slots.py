@@ -263,6 +263,7 @@ class DeviceSlots:
         if len(slots):
             # Not `free`, which waits for the device if a page has several tokens.
             self._allocator.free_segment(slots, start_pos=0)
+            self._kv.freed()
 
     # ---- giving up ----
 

@@ -260,6 +260,10 @@ class DeviceKV:
     def wait_for_copies(self) -> None:
         """Wait until all copies launched so far have left the KV pool."""
 
+    def freed(self) -> None:
+        """SGLang's allocator has freed slots. If a forward is being launched, wait until the device
+        has listed them: SGLang's scheduler reads the list in another stream. Scheduler thread."""
+
     def before_moves(self, stream: Any) -> None:
         """What is launched on `stream` from now on starts after all copies launched so far."""
 
@@ -551,6 +555,11 @@ class CudaKV(DeviceKV):
     def wait_for_copies(self) -> None:
         _recorded(self.streams.into).synchronize()
         _recorded(self.streams.out).synchronize()
+
+    def freed(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if stream == self.streams.forward:
+            _recorded(stream).synchronize()
 
     def before_moves(self, stream: Any) -> None:
         stream.wait_stream(self.streams.into)
