@@ -12,8 +12,8 @@ members of the same chain are not: the report of a failure names the culprit, an
 which member is late. A member that fails as an owner asks nobody for a while, by the same rule.
 
 A member that refused or did not answer is left out too, for shorter times, until it accepts.
-Otherwise one busy member would end every chain, though others are idle. The refusal `COLD` does not
-count.
+Otherwise one busy member would end every chain, though others are idle. One that refused as `COLD`
+is left out of chains for prompts of which the owner has a front.
 """
 
 import logging
@@ -57,7 +57,7 @@ Outcome = Literal["done", "failed", "cancelled"]
 
 MAX_OFFERS = 16  # that wait for the scheduler
 MAX_OVER = 256  # ended jobs that are remembered
-# The refusal of a member that may be idle: it could help with another prompt.
+# The refusal of a member that may be idle: it could help with a prompt that is new to its owner.
 COLD = "it has less of this prompt than its owner"
 HELPER_PATIENCE_S = 60.0  # an upper bound: a helper waits as long as its owner does
 
@@ -140,26 +140,33 @@ class Member:
         self._owned: Owned | None = None
         self._helping: Helping | None = None
         self._offers: deque[tuple[int, HelpOffer]] = deque()
-        # When a rank may be asked again: after failures, and after refusals.
+        # When a rank may be asked again: after failures, after refusals, and after those as COLD.
         self._failures = defaultdict[int, Backoff](lambda: Backoff(*settings.left_out_s))
         self._refusals = defaultdict[int, Backoff](lambda: Backoff(*settings.busy_s))
+        self._cold = defaultdict[int, Backoff](lambda: Backoff(*settings.busy_s))
         self._over: deque[str] = deque(maxlen=MAX_OVER)  # ended jobs
         transport.start(self)
 
     # ---- the owner ----
 
-    def helpers(self) -> tuple[int, ...]:
-        """Ranks that may be asked now; none while this member is busy, or after its own failure."""
+    def helpers(self, front_tokens: int = 0) -> tuple[int, ...]:
+        """Ranks that may be asked now; none while this member is busy, or after its own failure.
+
+        Args: front_tokens: of the prompt, in the tree of this member.
+        """
         now_s = self._clock()
         with self._lock:
             if self._owned is not None or self._helping is not None or self._offers:
                 return ()
             if self._failures[self.rank].left_s(now_s):
                 return ()
+            pauses = [self._failures, self._refusals]
+            if front_tokens:
+                pauses.append(self._cold)
             return tuple(
                 rank
                 for rank in sorted(self._transport.reachable())
-                if not self._failures[rank].left_s(now_s) and not self._refusals[rank].left_s(now_s)
+                if not any(each[rank].left_s(now_s) for each in pauses)
             )
 
     def failed(self) -> frozenset[int]:
@@ -232,6 +239,8 @@ class Member:
         owned.passing.close(reason or outcome)
         for rank in owned.accepted:
             self._refusals.pop(rank, None)
+            if owned.partition.bounds[0]:
+                self._cold.pop(rank, None)
         for rank in owned.chain:
             if outcome == "done":
                 self._failures.pop(rank, None)
@@ -243,7 +252,7 @@ class Member:
             self._tell(rank, Cancel(owned.passing.job, (reason or outcome)[:200]))
             is_silent = owned.refused is None and rank not in owned.accepted
             if is_silent and rank != culprit:  # it did not answer in time
-                self._pause(rank)
+                self._refusals[rank].start(self._clock())
 
     # ---- the helper ----
 
@@ -343,8 +352,8 @@ class Member:
                 mine.accepted.add(rank)
             elif isinstance(message, Refuse):
                 mine.refused = f"member {rank} refuses: {message.reason}"
-                if message.reason != COLD:
-                    self._pause(rank)
+                pauses = self._cold if message.reason == COLD else self._refusals
+                pauses[rank].start(self._clock())
             else:
                 # Never this member itself: then no member would be left out.
                 blamed = message.culprit if message.culprit in mine.helpers else rank
@@ -415,10 +424,6 @@ class Member:
     def _end(self, job: str) -> None:
         self._over.append(job)
         self._lock.notify_all()
-
-    def _pause(self, rank: int) -> None:
-        """Do not ask it again at once: it is busy. Any thread."""
-        self._refusals[rank].start(self._clock())
 
     def _leave_out(self, rank: int) -> None:
         now_s = self._clock()

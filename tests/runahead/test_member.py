@@ -344,7 +344,6 @@ def test_runahead_member_colder_or_busy_helper_refuses(group: Group) -> None:
     agreed(owned)
     assert owned.refused == f"member 0 refuses: {COLD}"
     group.owner.end_owned(owned, "cancelled", "refused")
-    assert 0 in group.owner.helpers()  # it could help with another prompt
     busy = group.workers[0]
     busy.dies_at = 0
     first = group.propose(prompt(90), even(Span(0, 90), 3))
@@ -589,6 +588,18 @@ def test_runahead_member_that_does_not_help_is_asked_less_often_until_it_accepts
     now_s[0] = 100.0
     ask(accepts=True)
     assert asked_at() == [100.0, 101.0, 103.0, 107.0, 111.0]
+
+
+def test_runahead_member_without_the_front_is_asked_for_new_prompts(
+    new_group: Callable[..., Group],
+) -> None:
+    group = new_group(busy_s=(60.0, 60.0))
+    owned = group.propose(prompt(90), Partition((32, 60, 90)))
+    agreed(owned)
+    assert owned.refused == f"member 0 refuses: {COLD}"
+    group.owner.end_owned(owned, "cancelled", "refused")
+    assert group.owner.helpers(32) == (1,)
+    assert group.owner.helpers() == (0, 1)
 
 
 def test_runahead_member_refusal_of_another_is_not_held_against_a_member(

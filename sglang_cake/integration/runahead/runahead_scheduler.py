@@ -267,7 +267,7 @@ class Runahead:
         return StoredTail(record.meet.view(), record.progress, record.agreed.cost)
 
     def _plan(self, req: "Req", span: Span, tail: StoredTail | None) -> ChainPlan | None:
-        helpers = self.member.helpers()
+        helpers = self.member.helpers(span.start)
         if not helpers or (tail is not None and self._loads_only):
             return None
         costs = ChainCosts(
