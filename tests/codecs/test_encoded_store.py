@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from private_files import write_private
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.block_arrays import Block
@@ -166,8 +167,7 @@ def stored_file(root: Path) -> Path:
 async def test_encoded_store_over_plain_sealed_tiers_and_paced_returns_blocks(
     tmp_path: Path, codec: str, how: str
 ) -> None:
-    (tmp_path / "key").write_text(bytes(range(32)).hex())
-    (tmp_path / "key").chmod(0o600)
+    write_private(tmp_path / "key", bytes(range(32)).hex())
     url = (tmp_path / "store").as_uri()
     if how == "sealed":
         url += f"?key_file={tmp_path / 'key'}"
@@ -393,8 +393,7 @@ async def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -
 def test_store_cp_encoded_and_sealed_blocks_are_copied_byte_for_byte(
     tmp_path: Path, codec: str, options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "key").write_text(bytes(range(32)).hex())
-    (tmp_path / "key").chmod(0o600)
+    write_private(tmp_path / "key", bytes(range(32)).hex())
     here, there = (
         f"{(tmp_path / name).as_uri()}?min_free=0{options.format(tmp_path)}" for name in ("a", "b")
     )

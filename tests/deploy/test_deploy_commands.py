@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from deployed import MODEL, ROOT, Program, programs
+from private_files import write_private
 from warm import run_forked
 
 PROBE = ROOT / "tests/integration/probe_flags.py"
@@ -18,9 +19,7 @@ CPU = ["--device", "cpu", "--attention-backend", "torch_native"]
 
 
 def test_server_commands_switch_cake_on_with_a_store(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("t" * 32)
-    token.chmod(0o600)
+    write_private(tmp_path / "token", "t" * 32)
     servers = [it for it in programs(tmp_path) if it.argv[0] == "serve"]
     assert len(servers) == 4
     stores = (
@@ -70,8 +69,7 @@ def test_store_command_serves_its_tokens(tmp_path: Path, source: str) -> None:
     (home / ".config/sglang_cake").mkdir(parents=True)
     tokens["own"] = home / ".config/sglang_cake/store-token"
     for path in tokens.values():
-        path.write_text(path.name * 4)
-        path.chmod(0o600)
+        write_private(path, path.name * 4)
     here = {name: str(path) for name, path in tokens.items()} | {
         "--root": str(tmp_path / "kv"),
         "--host": "127.0.0.1",

@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from private_files import write_private
 
 from sglang_cake.core.codec_names import CODECS, REFUSALS
 from sglang_cake.core.counters import COUNTERS, Counters
@@ -131,9 +132,7 @@ async def test_events_of_an_http_store_are_counted_also_while_it_is_down(metrics
         with contextlib.suppress(StoreUnavailable):
             return await store.stats()
 
-    key = tmp_path / "key"
-    key.write_text("ab" * 32 + "\n")
-    key.chmod(0o600)
+    key = write_private(tmp_path / "key", "ab" * 32)
     down = f"http://127.0.0.1:{free_port()}?bandwidth=1GB/s&key_file={key}"
     near = f"file://{tmp_path}/near?min_free=0"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from private_files import write_private
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
@@ -17,10 +18,7 @@ PEERS = "10.0.0.1:7000,[::1]:7001,host.example:7002"
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.write_text(KEY.hex() + "\n")
-    path.chmod(0o600)
-    return path
+    return write_private(tmp_path / "secret", KEY.hex() + "\n")
 
 
 def setting(

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 from filestore import closing
+from private_files import write_private
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import BlockFrame
@@ -31,10 +34,7 @@ ALICE, BOB = frame_named("alice-7b", tp_rank=1, tp_size=2), frame_named("bob-13b
 
 def write_key_file(folder, secret=bytes(range(32))):
     """For `?key_file=`."""
-    path = folder / "sealing-key"
-    path.write_text(secret.hex() + "\n")
-    path.chmod(0o600)
-    return path
+    return write_private(folder / "sealing-key", secret.hex() + "\n")
 
 
 def url_of(root):
@@ -53,6 +53,21 @@ def refusal_of(text):
         parse_sources(text)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def refusal_in_new_process(url, first):
+    """The same in a process of its own, which runs `first` before anything is imported."""
+    code = (
+        f"import sys\n{first}\n"
+        "from sglang_cake.core.errors import ConfigError\n"
+        "from sglang_cake.stores.open_store import parse_sources\n"
+        "try:\n"
+        f"    parse_sources({url!r})\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def fill(root, frame, *names):

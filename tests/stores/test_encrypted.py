@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from faulty_stores import FaultyStore
 from filestore import closing
+from private_files import write_private
 
 from sglang_cake.codecs.frame import (
     HEADER_BYTES,
@@ -52,16 +53,10 @@ A, B = key_of("a"), key_of("b")
 SECRET = bytes(range(32))
 
 
-def key_file(folder, secret=SECRET, name="key"):
-    path = folder / name
-    path.write_text(secret.hex() + "\n")
-    path.chmod(0o600)
-    return path
-
-
 def url_of(folder, secret=SECRET, options=""):
     name = f"key-{hashlib.sha256(secret).hexdigest()[:8]}"
-    return f"file://{folder}/kv?min_free=0&key_file={key_file(folder, secret, name)}{options}"
+    key_file = write_private(folder / name, secret.hex())
+    return f"file://{folder}/kv?min_free=0&key_file={key_file}{options}"
 
 
 def opened(folder, secret=SECRET, frame=FRAME):
@@ -338,7 +333,9 @@ class Hostile:
     "fields", [{}, {"sealed": 3}, {"model": None, "sealed": "x"}, {"a": "\ud800"}, {"a": ["b"]}]
 )
 async def test_encrypted_source_malformed_descriptions_have_no_fields(tmp_path, fields):
-    source = EncryptedSource(Hostile([StoredNamespace(bytes(32), fields)]), key_file(tmp_path))
+    source = EncryptedSource(
+        Hostile([StoredNamespace(bytes(32), fields)]), write_private(tmp_path / "key", SECRET.hex())
+    )
     assert await source.namespaces() == [StoredNamespace(bytes(32), {})]
 
 
@@ -436,7 +433,7 @@ WRONG = {
 
 @pytest.mark.parametrize("how", WRONG)
 def test_key_file_invalid_is_one_error_line_without_the_secret(tmp_path, how):
-    path = key_file(tmp_path)
+    path = write_private(tmp_path / "key", SECRET.hex() + "\n")
     (source,) = parse_sources(f"file://{tmp_path}/kv?key_file={path}")
     spoil(path, how)
     for call in (source.check, lambda: source.open(FRAME, depth=1)):

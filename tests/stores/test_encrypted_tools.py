@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from private_files import write_private
 from storetools import ALICE, file_of, fill, flip, store, told, url_of
 
 from sglang_cake.codecs.frame import sealed_frame
@@ -15,9 +16,7 @@ SEALED = sealed_frame(ALICE, MasterKey(bytes(32)).name)
 @pytest.fixture
 def sealed_url(tmp_path):
     """Of a store that holds two sealed blocks, and a plain one of the same namespace."""
-    path = tmp_path / "key"
-    path.write_text("0" * 64)
-    path.chmod(0o600)
+    path = write_private(tmp_path / "key", "0" * 64)
     root = tmp_path / "plain"
     fill(root, ALICE, "a", "b")
     url = f"{url_of(tmp_path / 'kv')}&key_file={path}"

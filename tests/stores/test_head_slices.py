@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from private_files import write_private
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.counters import Counters
@@ -339,9 +340,7 @@ def test_head_slices_layout_without_heads_to_divide_is_refused(group: PlaneGroup
 
 
 async def test_head_slices_of_encrypted_stores_are_read(tmp_path: Path) -> None:
-    key_file = tmp_path / "key"
-    key_file.write_text("ab" * 32)
-    key_file.chmod(0o600)
+    key_file = write_private(tmp_path / "key", "ab" * 32)
     store = open_file(tmp_path, url=f"&key_file={key_file}", codec="zstd")
     assert await store.put(KEY, block_of("block"))
     assert await read(store, KEY) == block_of("block")

@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -19,7 +17,7 @@ from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
 from polling import async_until, until
-from storetools import refusal_of, write_key_file
+from storetools import refusal_in_new_process, refusal_of, write_key_file
 from system_calls import stop_child
 
 from sglang_cake.cli import main
@@ -384,17 +382,8 @@ async def test_mooncake_store_listing_raises_store_unavailable(master):
     ],
 )
 def test_mooncake_url_without_its_library_is_one_error_line(broken, said):
-    code = (
-        f"import sys\n{broken}\n"
-        "from sglang_cake.core.errors import ConfigError\n"
-        "from sglang_cake.stores.open_store import parse_sources\n"
-        "try:\n"
-        "    parse_sources('mooncake://host:50051')\n"
-        "except ConfigError as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"store URL 'mooncake://host:50051': {said}\n"
+    url = "mooncake://host:50051"
+    assert refusal_in_new_process(url, broken) == f"store URL '{url}': {said}\n"
 
 
 def test_store_url_valid_text_is_parsed_into_its_source():

@@ -3,14 +3,12 @@
 import asyncio
 import gc
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
 from filestore import closing
 from moto_process import PATIENT, moto
-from storetools import refusal_of, write_key_file
+from storetools import refusal_in_new_process, refusal_of, write_key_file
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import (
@@ -378,18 +376,8 @@ async def test_s3_source_check_with_the_server_down_passes(server):
 
 
 def test_s3_url_without_aiobotocore_names_the_extra():
-    code = (
-        "import sys\n"
-        "sys.modules['aiobotocore'] = None\n"  # as if it were not installed
-        "from sglang_cake.core.errors import ConfigError\n"
-        "from sglang_cake.stores.open_store import parse_sources\n"
-        "try:\n"
-        "    parse_sources('s3://bucket/kv')\n"
-        "except ConfigError as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == (
+    refusal = refusal_in_new_process("s3://bucket/kv", "sys.modules['aiobotocore'] = None")
+    assert refusal == (
         "store URL 's3://bucket/kv': needs aiobotocore: pip install 'sglang-cake[s3]'\n"
     )
 

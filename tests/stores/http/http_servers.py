@@ -17,6 +17,7 @@ import pytest
 from filestore import closing
 from patient import SGLANG_CAKE
 from polling import until
+from private_files import write_private
 
 import sglang_cake
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -75,10 +76,7 @@ def is_open(name):
 
 
 def write_token(folder, token=TOKEN):
-    path = folder / "token"
-    path.write_text(token + "\n")
-    path.chmod(0o600)
-    return path
+    return write_private(folder / "token", token + "\n")
 
 
 def serve_command(root, *options):

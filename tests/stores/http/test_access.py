@@ -27,6 +27,7 @@ from http_servers import (
     write_token,
 )
 from polling import until
+from private_files import write_private
 from system_calls import Held
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -161,10 +162,7 @@ async def test_store_serve_read_token_allows_reads_and_refuses_writes(tmp_path):
 
 def replace_token(path, text):
     """As an operator should: whole, or not at all."""
-    new = path.with_name("new")
-    new.write_text(text)
-    new.chmod(0o600)
-    new.rename(path)
+    write_private(path.with_name("new"), text).rename(path)
 
 
 def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, capfd):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from http_servers import A, B, Nginx, OurServer, make_certificate, opened_client, write_token
+from private_files import write_private
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.namespace import Namespace
@@ -91,9 +92,7 @@ class TestSealedHttpStore(TestHttpStore):
 
     @pytest.fixture(autouse=True)
     def _serve(self, open_server, places):
-        path = places / "key"
-        path.write_text("0" * 64)
-        path.chmod(0o600)
+        path = write_private(places / "key", "0" * 64)
         self.base = f"{open_server.base}?key_file={path}"
 
     def open(self, folder):

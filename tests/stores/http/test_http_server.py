@@ -32,6 +32,7 @@ from http_servers import (
     write_token,
 )
 from polling import until
+from private_files import write_private
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -333,9 +334,7 @@ def test_http_server_put_that_waits_too_long_for_other_puts_gets_503(tmp_path, m
 
 
 async def test_store_serve_valid_token_is_required_except_for_health(tmp_path):
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"{TOKEN}\n\nan-older-token-still-good\n")
-    tokens.chmod(0o600)
+    tokens = write_private(tmp_path / "tokens", f"{TOKEN}\n\nan-older-token-still-good\n")
     with OurServer(tmp_path / "root", "--token-file", tokens, "--host", "127.0.0.1") as server:
         assert ask(server, "GET", "/health", token=None)[0] == 200
         wrong = [
@@ -433,9 +432,7 @@ def test_store_serve_invalid_options_are_one_line_and_exit_status_2(tmp_path, se
 
     root, token = tmp_path / "root", write_token(tmp_path)
     (tmp_path / "file").write_text("")
-    short = tmp_path / "short"
-    short.write_text("secret\n")
-    short.chmod(0o600)
+    short = write_private(tmp_path / "short", "secret\n")
     open_to_all = tmp_path / "open"
     open_to_all.write_text(TOKEN)
     open_to_all.chmod(0o640)
