@@ -220,6 +220,7 @@ async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
         # Deleting blocks also removes folders, but not the index. So one pass may evict slightly
         # too little; the loop then runs again.
         wanted_bytes = (used_bytes - keep_bytes) * left_bytes / used_bytes
+        wanted_bytes = max(1.0, wanted_bytes)  # so that blocks of 0 bytes are evicted, too
         victims: list[list[BlockInfo]] = [[] for _ in frames]
         while blocks and wanted_bytes > 0:
             index, block = blocks.popleft()

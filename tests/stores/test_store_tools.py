@@ -321,6 +321,15 @@ def test_store_gc_that_holds_few_blocks_at_once_evicts_the_same(root, capsys, mo
     assert told(capsys, "gc", url_of(root), "--to", 1, status=1)["stores"][0]["evicted_blocks"] == 2
 
 
+def test_store_gc_evicts_blocks_whose_files_are_empty(root, capsys):
+    """A power cut leaves such files, of the newest blocks."""
+    for frame, name in ((BOB, "d"), (ALICE, "b")):
+        os.truncate(file_of(root, frame, name), 0)
+    used_at(root, [(ALICE, "c"), (ALICE, "a"), (BOB, "d"), (ALICE, "b")])
+    (answer,) = told(capsys, "gc", url_of(root), "--to", "4KiB", status=1)["stores"]
+    assert (answer["evicted_blocks"], answer["evicted_bytes"]) == (4, 2 * FRAMED)
+
+
 def test_store_clear_deletes_one_namespace_or_all(root, capsys):
     answer = told(capsys, "clear", url_of(root), "--namespace", BOB.digest.hex()[:9], "--yes")
     assert answer["stores"][0]["deleted_blocks"] == 1
