@@ -106,16 +106,23 @@ def frame_of_stored(stored: StoredNamespace) -> BlockFrame:
     return frames.frame_of(namespace, layout)
 
 
-async def namespaces_of(named: NamedStore, prefix: str = "") -> list[StoredNamespace]:
-    """The namespaces whose digest starts with `prefix` (hex).
+async def namespaces_of(named: NamedStore, prefix: str | None = None) -> list[StoredNamespace]:
+    """The one namespace whose digest starts with `prefix` (hex); None: all namespaces.
 
-    Raises: StoreUnavailable; ConfigError if there is none with that prefix, or for `memory://`.
+    Raises: StoreUnavailable; ConfigError if none or several start with that prefix, if it is empty,
+        or for `memory://`.
     """
     refuse_memory(named)
     stored = await named.source.namespaces()
+    if prefix is None:
+        return stored
+    if not prefix:
+        raise ConfigError("the digest of the namespace is empty")
     chosen = [each for each in stored if each.digest.hex().startswith(prefix.lower())]
-    if prefix and not chosen:
+    if not chosen:
         raise ConfigError(f"{named.url}: no namespace starts with {prefix!r}")
+    if len(chosen) > 1:
+        raise ConfigError(f"{named.url}: {len(chosen)} namespaces start with {prefix!r}")
     return chosen
 
 
@@ -129,7 +136,7 @@ def refuse_memory(named: NamedStore) -> None:
 
 
 async def readable(
-    named: NamedStore, prefix: str = ""
+    named: NamedStore, prefix: str | None = None
 ) -> tuple[list[tuple[StoredNamespace, BlockFrame]], dict[str, str]]:
     """The namespaces that can be read, and for the others why not (by digest, in hex).
 

@@ -57,7 +57,7 @@ def add_cp(subparsers: Any) -> None:
     )
     parser.add_argument("url", metavar="FROM", help="the store to copy from")
     parser.add_argument("to", metavar="TO", help="the store to copy to")
-    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--namespace", metavar="DIGEST", help="only this one")
     parser.add_argument("--depth", type=depth, default=DEFAULT_DEPTH, help="blocks at once")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run_tool(_cp))

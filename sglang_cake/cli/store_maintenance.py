@@ -61,7 +61,7 @@ def add_verify(subparsers: Any) -> None:
         "read.",
     )
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
-    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--namespace", metavar="DIGEST", help="only this one")
     parser.add_argument("--depth", type=depth, default=DEFAULT_DEPTH, help="reads at once")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run_tool(_verify))
@@ -90,7 +90,7 @@ def add_clear(subparsers: Any) -> None:
         "deleted since it cannot be read.",
     )
     parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
-    parser.add_argument("--namespace", default="", metavar="DIGEST", help="only this one")
+    parser.add_argument("--namespace", metavar="DIGEST", help="only this one")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run_tool(_clear))

@@ -22,7 +22,6 @@ from sglang_cake.cli.named_stores import (
 from sglang_cake.cli.text_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.codec_names import CHOICES, RAW
-from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.namespace import LABEL
 from sglang_cake.stores.base import StoredNamespace, StoreLayer
 from sglang_cake.stores.open_store import describe_store, parse_sources
@@ -104,14 +103,14 @@ def _setting_text(name: str, value: object) -> str:
 async def _ls(args: argparse.Namespace) -> int:
     stores, status = [], 0
     for named in named_stores(args.url):
-        if args.namespace:
+        if args.namespace is not None:
             status |= await _list_blocks(named, args.namespace, as_json=args.json)
             continue
         found = [await _describe(named, stored) for stored in await namespaces_of(named)]
         stores.append({"url": named.url, "namespaces": found})
         if not args.json:
             print(_namespace_table(named, found))
-    if args.json and not args.namespace:
+    if args.json and args.namespace is None:
         print(json.dumps({"stores": stores}))
     return status
 
@@ -167,8 +166,6 @@ def _namespace_table(named: NamedStore, found: list[dict[str, Any]]) -> str:
 async def _list_blocks(named: NamedStore, prefix: str, *, as_json: bool) -> int:
     good, bad = await readable(named, prefix)
     complain(named, bad)
-    if len(good) > 1:
-        raise ConfigError(f"{named.url}: {len(good)} namespaces start with {prefix!r}")
     for _, frame in good:
         if not as_json:
             print(f"{'KEY':64}  {'BYTES':>12}  LAST USED")

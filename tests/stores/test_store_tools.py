@@ -341,6 +341,18 @@ def test_store_clear_deletes_one_namespace_or_all(root, capsys):
     fill(root, ALICE, "a")  # and goes on being a store
 
 
+@pytest.mark.parametrize(
+    "tool", [["ls"], ["verify", "--namespace"], ["clear", "--yes", "--namespace"]]
+)
+def test_store_tools_start_of_two_namespaces_is_refused(root, capsys, tool):
+    start = ALICE.digest.hex()[:2]
+    assert BOB.digest.hex().startswith(start)
+    name, *flags = tool
+    assert store(name, url_of(root), *flags, start) == 2
+    assert f"2 namespaces start with {start!r}" in capsys.readouterr().err
+    assert (len(held(root, ALICE)), len(held(root, BOB))) == (3, 1)
+
+
 def test_store_clear_without_yes_asks_or_refuses(root, capsys):
     assert store("clear", url_of(root)) == 2
     assert "Say so with --yes" in capsys.readouterr().err
@@ -491,6 +503,8 @@ def test_store_cp_to_a_store_with_a_capacity_evicts_none_of_its_blocks(tmp_path,
         (["ls", "{root}", "zz"], "no namespace starts with 'zz'"),
         (["verify", "{root}", "--namespace", "zz"], "no namespace starts with 'zz'"),
         (["clear", "{root}", "--namespace", "zz", "--yes"], "no namespace starts with 'zz'"),
+        (["ls", "{root}", ""], "the digest of the namespace is empty"),
+        (["clear", "{root}", "--namespace", "", "--yes"], "the digest of the namespace is empty"),
         (["gc", "{root}", "--to", "lots"], "--to: 'lots' is not a size"),
         (["cp", "{root},http://127.0.0.1:1", "{root}"], "names 2 stores, write one"),
         (["cp", "{root}", "{root},http://127.0.0.1:1"], "names 2 stores, write one"),
