@@ -8,7 +8,6 @@ all three cases.
 
 import argparse
 import contextlib
-import json
 import shutil
 import signal
 import statistics
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
+from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, evaluate, report
 from sglang_cake.core.codec_names import CHOICES, RAW, check_installed, own_names
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.demo.event_trace import TRACE_ENV
@@ -151,14 +150,7 @@ def _run(args: argparse.Namespace, ending: contextlib.ExitStack, progress: Progr
         result["answers"] = answers_of(setting.model, arms)
         for mode, answer in result["answers"].items():
             progress.say(f"{mode} answers: {answer}")
-    pictures = draw(arms, result, setting.out / "meet")
-    print(table(arms, result), end="\n\n")
-    for path in pictures:
-        progress.say(f"picture: {path}")
-    result["picture"] = str(pictures[-1])
-    line = json.dumps(result)
-    (setting.out / "result.json").write_text(line + "\n")
-    print(line)
+    report(arms, result, setting.out, progress.say)
     return 0 if result["same_tokens"] or result["lossy"] else 1
 
 

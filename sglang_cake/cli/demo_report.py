@@ -1,9 +1,10 @@
 """The results of the demo: numbers, a table and the picture."""
 
 import itertools
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +166,23 @@ def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
     text, so they are not compared."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def report(arms: Arms, result: dict[str, Any], out: Path, say: Callable[[str], None]) -> None:
+    """Print the table and the result, and write the picture and `result.json` into the folder
+    `out`. Without matplotlib there is no picture."""
+    print(table(arms, result), end="\n\n")
+    try:
+        pictures = draw(arms, result, out / "meet")
+    except ImportError:
+        say("no picture, which needs matplotlib: pip install matplotlib")
+    else:
+        for path in pictures:
+            say(f"picture: {path}")
+        result["picture"] = str(pictures[-1])
+    line = json.dumps(result)
+    (out / "result.json").write_text(line + "\n")
+    print(line)
 
 
 def draw(arms: Arms, result: dict[str, Any], out: Path) -> list[Path]:

@@ -1,13 +1,14 @@
 """Reading a server's trace, and the demo's numbers and picture made from it."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_cake.cli import demo, main
-from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, table
+from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, draw, evaluate, report, table
 from sglang_cake.demo.event_trace import read_event_trace
 from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.simulator.shapes import MODELS
@@ -129,6 +130,27 @@ def test_demo_report_picture_is_written_as_svg_and_png(arms: Arms, tmp_path: Pat
     paths = draw(arms, result, tmp_path / "meet")
     assert [path.suffix for path in paths] == [".svg", ".png"]
     assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["matplotlib", "no matplotlib"])
+def test_demo_report_is_printed_and_written_also_without_matplotlib(
+    drawn: bool,
+    arms: Arms,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if not drawn:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = evaluate(arms, bandwidth=1024.0, prompt_bytes=10240)
+    said: list[str] = []
+    report(arms, result, tmp_path, said.append)
+    assert ("needs matplotlib" in said[0]) is not drawn
+    written_result = json.loads((tmp_path / "result.json").read_text())
+    assert ("picture" in written_result) is drawn
+    out = capsys.readouterr().out
+    assert table(arms, result) in out
+    assert json.loads(out.splitlines()[-1]) == written_result
 
 
 @pytest.mark.parametrize(
