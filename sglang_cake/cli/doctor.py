@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -149,7 +150,9 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
         found += lines
         speeds += [] if bytes_per_s is None else [bytes_per_s]
     if server is not None and shape is not None and speeds:
-        gpu = gpus[0] if server.device == "cuda" and gpus else None
+        gpu = None
+        if server.device == "cuda" and gpus:
+            gpu = (gpus[0], server_check.gpu_memory_bytes())
         block_tokens = config.block_tokens_in(server.page_tokens)
         found.append(gain_finding(str(file), server, block_tokens, gpu, min(speeds)))
     return found
@@ -342,25 +345,28 @@ def _space(files: FileSource, kv: KvSizes | None) -> Finding:
 
 
 def gain_finding(
-    model: str, server: "ResolvedServer", block_tokens: int, gpu: str | None, bytes_per_s: float
+    model: str,
+    server: "ResolvedServer",
+    block_tokens: int,
+    gpu: tuple[str, int] | None,
+    bytes_per_s: float,
 ) -> Finding:
     """The prediction of `sglang-cake plan` for this model and the measured speed of its store.
 
     Args:
         model: path of its config.json.
-        gpu: name of a rank's GPU; None: a CPU.
+        gpu: name and bytes of memory of a rank's GPU; None: a CPU.
     """
     if gpu is None:
         return Finding("note", "gain", "not predicted for a CPU: `sglang-cake demo` measures it")
-    plain = gpu.lower().replace(" ", "")
-    # Longer names first: "l40s" before "l4".
-    known = next((name for name in sorted(GPUS, key=len, reverse=True) if name in plain), None)
+    known = _data_sheet(*gpu)
     flags = ["plan", "--model", model, "--gpu", known or "TFLOPS:TB/s:GiB"]
     flags += ["--gpus", str(server.tp_size), "--store", f"{bytes_per_s:.0f}B/s"]
     flags += ["--block-tokens", str(block_tokens), "--chunk-tokens", str(server.chunk_tokens)]
     flags += ["--smaller", f"{2 / server.kv_value_bytes:g}"]
     if known is None:
-        text = f"no data sheet of {gpu} is known: give yours to `sglang-cake {' '.join(flags)}`"
+        name = f"{gpu[0]} with {size_text(gpu[1])}"
+        text = f"no data sheet of {name} is known: give yours to `sglang-cake {' '.join(flags)}`"
         return Finding("note", "gain", text)
     parser = argparse.ArgumentParser()
     plan.add_parser(parser.add_subparsers())
@@ -368,3 +374,13 @@ def gain_finding(
     states: dict[str, State] = {"no": "mend", "unsure": "note"}
     text = f"at {size_text(bytes_per_s)}/s of the store: {found['because']}"
     return Finding(states.get(found["answer"], "ok"), "gain", text)
+
+
+def _data_sheet(gpu: str, memory_bytes: int) -> str | None:
+    """The key of `GPUS` that is a word of this name, if its memory is about as large."""
+    words = re.findall(r"[a-z0-9]+", gpu.lower().replace("rtx ", "rtx"))
+    for name, sheet in GPUS.items():
+        share = memory_bytes / (sheet.memory_gib * 2**30)  # a GPU keeps some for itself
+        if name in words and 0.85 < share < 1.15:
+            return name
+    return None

@@ -187,6 +187,11 @@ def gpus() -> list[str]:
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
+def gpu_memory_bytes() -> int:
+    """Memory of the first GPU."""
+    return torch.cuda.get_device_properties(0).total_memory
+
+
 def can_pin(size_bytes: int) -> bool:
     """Whether the GPU takes this much host memory as pinned. It is freed again."""
     return pin(HostArena([size_bytes], prefault=False), torch.device("cuda"))

@@ -52,6 +52,7 @@ LLAMA_8B = {
 SERVER = ResolvedServer("cuda", 1, 1, 8192, 1, None, 2, "LlamaForCausalLM: MHA, GQA")
 KV_8B = KvSizes(block_bytes=2**24, end_blocks=0, stored_token_bytes=2**17)
 MIB, GIB = 2**20, 2**30
+H100 = ("NVIDIA H100 80GB HBM3", 81559 * MIB)
 # The command, which measures stores with little, and for as long as a busy disk takes.
 PATIENT = """
 import sys
@@ -335,16 +336,39 @@ def test_doctor_memory_that_cannot_be_pinned_is_to_mend() -> None:
 @pytest.mark.parametrize(
     ("gpu", "bytes_per_s", "state", "text"),
     [
-        ("NVIDIA H100 80GB HBM3", 7e9, "ok", "faster than"),
-        ("NVIDIA L40S", 1e6, "mend", "this store is too slow"),
-        ("NVIDIA A100-SXM4-80GB", 3e9, "ok", "faster than"),
-        ("NVIDIA Z9", 7e9, "note", "no data sheet of NVIDIA Z9 is known"),
+        (H100, 7e9, "ok", "faster than"),
+        (("NVIDIA L40S", 46068 * MIB), 1e6, "mend", "this store is too slow"),
+        (("NVIDIA A100-SXM4-80GB", 81920 * MIB), 3e9, "ok", "faster than"),
         (None, 7e9, "note", "sglang-cake demo"),
     ],
 )
 def test_doctor_gain_is_that_of_plan(
-    tmp_path: Path, gpu: str | None, bytes_per_s: float, state: str, text: str
+    tmp_path: Path, gpu: tuple[str, int] | None, bytes_per_s: float, state: str, text: str
 ) -> None:
     line = gain_finding(model(tmp_path / "m", LLAMA_8B), SERVER, 128, gpu, bytes_per_s)
     assert line.state == state, line.text
     assert text in line.text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mib", "known"),
+    [
+        ("NVIDIA GeForce RTX 4090", 24564, True),
+        ("AMD Instinct MI300X", 196592, True),
+        ("NVIDIA H200 NVL", 143771, True),
+        ("NVIDIA L4", 23034, True),
+        ("NVIDIA L40", 46068, False),
+        ("NVIDIA RTX A1000", 8192, False),
+        ("NVIDIA GH200 480GB", 97871, False),
+        ("NVIDIA A100-SXM4-40GB", 40960, False),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40320, False),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, False),
+    ],
+)
+def test_doctor_gain_is_predicted_for_gpus_with_a_data_sheet_only(
+    tmp_path: Path, gpu: str, mib: int, known: bool
+) -> None:
+    path = model(tmp_path / "m", LLAMA_8B)
+    line = gain_finding(path, SERVER, 128, (gpu, mib * MIB), 7e9)
+    assert (f"no data sheet of {gpu} with" not in line.text) is known
+    assert (line.state == "note") is not known, line.text
