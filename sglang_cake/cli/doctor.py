@@ -370,7 +370,10 @@ def gain_finding(
         return Finding("note", "gain", text)
     parser = argparse.ArgumentParser()
     plan.add_parser(parser.add_subparsers())
-    found = plan.predict(parser.parse_args(flags))
+    try:
+        found = plan.predict(parser.parse_args(flags))
+    except ConfigError as error:
+        return Finding("note", "gain", f"`sglang-cake plan` cannot predict it: {error}")
     states: dict[str, State] = {"no": "mend", "unsure": "note"}
     text = f"at {size_text(bytes_per_s)}/s of the store: {found['because']}"
     return Finding(states.get(found["answer"], "ok"), "gain", text)

@@ -186,11 +186,11 @@ def parse_lengths(text: str, flag: str) -> list[int]:
     lengths = []
     for part in text.split(","):
         digits = part.strip().lower()
-        thousands = digits.endswith("k")
+        unit = 1024 if digits.endswith("k") else 1
         digits = digits.removesuffix("k")
-        if not (digits.isascii() and digits.isdigit() and 0 < int(digits) <= 10_000_000):
+        if not (digits.isascii() and digits.isdigit() and 0 < int(digits) * unit <= 10_000_000):
             raise ConfigError(f"{flag} {text!r}: write for example 4096,16k")
-        lengths.append(int(digits) * (1024 if thousands else 1))
+        lengths.append(int(digits) * unit)
     return lengths
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -348,6 +349,13 @@ def test_doctor_gain_is_that_of_plan(
     line = gain_finding(model(tmp_path / "m", LLAMA_8B), SERVER, 128, gpu, bytes_per_s)
     assert line.state == state, line.text
     assert text in line.text
+
+
+def test_doctor_gain_that_plan_cannot_predict_is_a_note(tmp_path: Path) -> None:
+    server = replace(SERVER, chunk_tokens=8)
+    line = gain_finding(model(tmp_path / "m", LLAMA_8B), server, 128, H100, 7e9)
+    assert line.state == "note"
+    assert "cannot predict it: --chunk-tokens 8" in line.text
 
 
 @pytest.mark.parametrize(

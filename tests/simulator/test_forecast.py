@@ -96,6 +96,7 @@ def test_simulate_overlap_is_near_the_time_without_it(capsys: pytest.CaptureFixt
         ["plan", "--model", "llama-2-7b", "--gpu", "h100", "--store", "1GB/s,fast"],
         ["plan", "--model", "llama-2-7b", "--gpu", "h100", "--store", "nvme", "--gpus", "0"],
         ["plan", *MACHINE, "--prompt-tokens", "many"],
+        ["plan", *MACHINE, "--prompt-tokens", "10000000k"],
         ["plan", *MACHINE, "--efficiency", "2"],
         ["plan", *MACHINE, "--utilisation", "nan"],
         ["simulate", *MACHINE, "--stored", "1.5"],
