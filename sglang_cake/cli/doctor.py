@@ -18,7 +18,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -154,7 +154,7 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
         if server.device == "cuda" and gpus:
             gpu = (gpus[0], server_check.gpu_memory_bytes())
         block_tokens = config.block_tokens_in(server.page_tokens)
-        found.append(gain_finding(str(file), server, block_tokens, gpu, min(speeds)))
+        found += gain_findings(str(file), server, block_tokens, gpu, speeds)
     return found
 
 
@@ -342,6 +342,27 @@ def _space(files: FileSource, kv: KvSizes | None) -> Finding:
 
 
 # ---- gain ----
+
+
+def gain_findings(
+    model: str,
+    server: "ResolvedServer",
+    block_tokens: int,
+    gpu: tuple[str, int] | None,
+    speeds: Sequence[float],
+) -> list[Finding]:
+    """The gain with the fastest tier, and a note for each slower tier that is too slow: it makes no
+    load slower, since a block is read from the tier that delivers it first.
+
+    Args:
+        speeds: measured bytes per second of each tier, at least one.
+    """
+    lines = [
+        gain_finding(model, server, block_tokens, gpu, bytes_per_s)
+        for bytes_per_s in sorted(speeds, reverse=True)
+    ]
+    slower = [replace(line, state="note") for line in lines[1:] if line.state == "mend"]
+    return lines[:1] if lines[0].state == "mend" else [lines[0], *slower]
 
 
 def gain_finding(

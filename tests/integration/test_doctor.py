@@ -21,6 +21,7 @@ from sglang_cake.cli.doctor import (
     KvSizes,
     device_finding,
     gain_finding,
+    gain_findings,
     memory_finding,
     version_finding,
 )
@@ -349,6 +350,19 @@ def test_doctor_gain_is_that_of_plan(
     line = gain_finding(model(tmp_path / "m", LLAMA_8B), SERVER, 128, gpu, bytes_per_s)
     assert line.state == state, line.text
     assert text in line.text
+
+
+def test_doctor_gain_of_several_tiers_is_that_of_the_fastest(tmp_path: Path) -> None:
+    path = model(tmp_path / "m", LLAMA_8B)
+    fast, slow = (gain_finding(path, SERVER, 128, H100, speed) for speed in (6e9, 6e7))
+    assert (fast.state, slow.state) == ("ok", "mend")
+    for speeds, lines in (
+        ([6e9, 6e7], [fast, replace(slow, state="note")]),
+        ([6e7, 6e9], [fast, replace(slow, state="note")]),
+        ([6e9, 6e9], [fast]),
+        ([6e7, 6e7], [slow]),
+    ):
+        assert gain_findings(path, SERVER, 128, H100, speeds) == lines
 
 
 def test_doctor_gain_that_plan_cannot_predict_is_a_note(tmp_path: Path) -> None:
