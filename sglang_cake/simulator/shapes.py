@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.pooling_models import POOLING_ARCHITECTURES
-from sglang_cake.simulator.layer_kinds import layer_kinds, sparse_index
+from sglang_cake.simulator.layer_kinds import has_uncounted_layers, layer_kinds, sparse_index
 
 Config = dict[str, Any]
 
@@ -78,7 +78,8 @@ class Shape:
         state_bytes: of the recurrent states of a prompt, over all ranks.
         window_head_bytes: of the KV in the sliding windows of a prompt, for one KV head.
         context_tokens: a prompt must be shorter.
-        refused: why no server is planned for it, a clause; None: it is planned for.
+        refused: why a server refuses it, a clause; None: it is served.
+        unmodelled: why its sizes are not known, a clause; None: they are.
         is_latent: MLA. All ranks hold the same KV, and it is stored once.
     """
 
@@ -92,6 +93,7 @@ class Shape:
     kv_head_bytes: int
     context_tokens: int
     refused: str | None = None
+    unmodelled: str | None = None
     is_latent: bool = False
     token_flops: float = 0.0
     state_bytes: int = 0
@@ -321,7 +323,8 @@ def shape_of(whole: Config) -> Shape:
         pair_flops=pair_flops * kinds.full,
         kv_head_bytes=kinds.full * (kv_values * _KV_VALUE_BYTES + index.kv_bytes),
         context_tokens=_context_tokens(config),
-        refused=_refused(whole, config),
+        refused=_refused(whole),
+        unmodelled=_unmodelled(whole, config),
         is_latent=is_latent,
         token_flops=attended
         + chosen_flops * index.chosen_tokens * kinds.full
@@ -398,15 +401,9 @@ def _context_tokens(config: Config) -> int:
 _NGRAM_FIELDS = ("use_ngram_embedding", "ngram_vocab_size_ratio", "oe_vocab_size_ratio")
 
 
-def _refused(whole: Config, config: Config) -> str | None:
-    """Why the model is not planned for, as far as a `config.json` shows it."""
-    names = [str(name) for name in whole.get("architectures") or ()]
-    if any(name.startswith("DeepseekV4") for name in names):
-        return "the compressed KV of DeepSeek V4 is not modelled"
-    if int(config.get("index_kpool") or 1) > 1:
-        return "an index whose keys stand for several tokens is not modelled"
-    if any(config.get(name) for name in _NGRAM_FIELDS):
-        return "the weights of n-gram embeddings are not modelled"
+def _refused(whole: Config) -> str | None:
+    """Why a server refuses the model, as far as a `config.json` shows it."""
+    names = _architectures(whole)
     if whole.get("is_encoder_decoder"):
         kind = "encoder-decoder models (cross-attention KV)"
     elif names and not any(_generates(name) or name in POOLING_ARCHITECTURES for name in names):
@@ -417,10 +414,26 @@ def _refused(whole: Config, config: Config) -> str | None:
     return f"cake does not support {kind}"
 
 
+def _unmodelled(whole: Config, config: Config) -> str | None:
+    """Why the sizes of the model are not known."""
+    if any(name.startswith("DeepseekV4") for name in _architectures(whole)):
+        return "the compressed KV of DeepSeek V4 is not modelled"
+    if int(config.get("index_kpool") or 1) > 1:
+        return "an index whose keys stand for several tokens is not modelled"
+    if any(config.get(name) for name in _NGRAM_FIELDS):
+        return "the weights of n-gram embeddings are not modelled"
+    if has_uncounted_layers(config):
+        return "layers of these kinds are not modelled"
+    return None
+
+
+def _architectures(whole: Config) -> list[str]:
+    return [str(name) for name in whole.get("architectures") or ()]
+
+
 def _has_window_pool(whole: Config, config: Config) -> bool:
     """Whether SGLang keeps KV of sliding windows in a pool of their own."""
-    names = whole.get("architectures") or ()
-    return bool(config.get("is_hybrid_swa")) or not WINDOW_POOLS.isdisjoint(map(str, names))
+    return bool(config.get("is_hybrid_swa")) or not WINDOW_POOLS.isdisjoint(_architectures(whole))
 
 
 def _generates(architecture: str) -> bool:

@@ -78,6 +78,7 @@ def test_shape_unequal_layers_have_kv_windows_and_states(
     name: str, kv_bytes: int, state_bytes: int, window_bytes: int
 ) -> None:
     found = find_shape(name)
+    assert found.unmodelled is None
     assert found.read_bytes(1) == kv_bytes
     assert found.state_bytes == state_bytes
     assert found.kv_heads * found.window_head_bytes == window_bytes
@@ -88,6 +89,43 @@ def test_shape_unequal_layers_have_kv_windows_and_states(
 def test_shape_windows_of_a_model_with_one_pool_have_kv_of_all_tokens() -> None:
     windows = {"layer_types": ["sliding_attention"] * 32, "sliding_window": 128}
     assert shape_of({**LLAMA, **windows}) == shape_of(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"hybrid_override_pattern": "M-M-M*-" * 4},
+        {"layers_block_type": ["mamba", "moe", "attention", "moe"] * 8},
+        {"layer_types": ["mamba", "attention"] * 16, "mamba_d_state": 128},
+        {"layer_types": ["linear_attention", "full_attention"] * 16, "mamba_d_state": 128},
+        {"mamba_d_state": 256},
+        {"layer_types": ["conv", "full_attention"] * 16},
+        {"hybrid_layer_pattern": [0, 1, 1, 1] * 8, "sliding_window": 128},
+        {"local_layer_ids": [0, 1, 2]},
+        {"layer_group_size": 8},
+        {"mixer_types": ["minicpm4", "lightning-attn"] * 16},
+    ],
+    ids=[
+        *("nemotron-h", "nemotron-h by list", "granite-4", "granite-4 by transformers"),
+        *("falcon-h1", "lfm2", "mimo-v2", "inkling", "ring", "minicpm"),
+    ],
+)
+def test_shape_layers_of_other_kinds_are_not_modelled(facts: dict[str, Any]) -> None:
+    found = shape_of({**LLAMA, **facts})
+    assert found.unmodelled == "layers of these kinds are not modelled"
+    assert found.refused is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"layer_types": ["attention"] * 32, "mamba_d_state": 128},  # Granite 4 without Mamba layers
+        {"layer_types": ["full_attention"] * 32},
+        {"layer_types": ["deepseek_sparse_attention"] * 32},
+    ],
+)
+def test_shape_layers_with_kv_of_all_tokens_are_modelled(facts: dict[str, Any]) -> None:
+    assert shape_of({**LLAMA, **facts}) == shape_of(LLAMA)
 
 
 def test_shape_chunked_attention_has_kv_of_all_tokens_in_each_fourth_layer() -> None:
