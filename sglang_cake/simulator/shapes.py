@@ -7,6 +7,7 @@ name and the file of that model give the same answer.
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ _CONTEXT_FIELDS = (
     "max_position_embeddings",
 )
 _NOT_A_CONFIG = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_SHARED_FIELDS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
 WINDOW_POOLS = frozenset(
@@ -349,23 +352,32 @@ def _latent_attention(config: Config) -> tuple[int, int, int]:
 def _mlp(config: Config, layers: int) -> tuple[int, int]:
     """MLP parameters of all layers: the ones that a token passes, and all."""
     hidden = int(config["hidden_size"])
-    experts = next((int(config[name]) for name in _EXPERT_FIELDS if config.get(name)), 0)
+    experts = _first_of(config, _EXPERT_FIELDS)
     if not experts:
         dense = layers * 3 * hidden * int(config["intermediate_size"])
         return dense, dense
     width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    several = config.get("n_shared_experts") or config.get("num_shared_experts")
-    shared += int(several or 0) * width
-    first = int(config.get("first_k_dense_replace") or 0)
-    dense = first * 3 * hidden * int(config["intermediate_size"]) if first else 0
+    if config.get("intermediate_size_mlp"):  # Llama 4
+        mixtures = layers // int(config.get("interleave_moe_layer_step") or 1)
+        shared, dense_width = width, int(config["intermediate_size_mlp"])
+    else:
+        first = _first_of(config, ("first_k_dense_replace", "moe_layer_start_index"))
+        mixtures = len(range(first, layers, int(config.get("moe_layer_interval") or 1)))
+        shared = int(config.get("shared_expert_intermediate_size") or 0)
+        shared += _first_of(config, _SHARED_FIELDS) * width
+        dense_width = int(config["intermediate_size"]) if mixtures < layers else 0
+    dense = (layers - mixtures) * 3 * hidden * dense_width
     router = hidden * experts
 
     def of(used: int) -> int:
-        return dense + (layers - first) * (3 * hidden * (used * width + shared) + router)
+        return dense + mixtures * (3 * hidden * (used * width + shared) + router)
 
-    used = config.get("num_experts_per_tok") or config.get("num_experts_per_token")
-    return of(int(used or 1)), of(experts)
+    return of(_first_of(config, _CHOSEN_FIELDS) or 1), of(experts)
+
+
+def _first_of(config: Config, names: Sequence[str]) -> int:
+    """The first of these fields that is set; 0: none is."""
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _weight_bytes(quantization: Config) -> float:
@@ -422,6 +434,8 @@ def _unmodelled(whole: Config, config: Config) -> str | None:
         return "an index whose keys stand for several tokens is not modelled"
     if any(config.get(name) for name in _NGRAM_FIELDS):
         return "the weights of n-gram embeddings are not modelled"
+    if config.get("moe_layers_enum"):
+        return "the experts of Step models are not modelled"
     if has_uncounted_layers(config):
         return "layers of these kinds are not modelled"
     return None

@@ -14,6 +14,35 @@ from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.simulator.shapes import MODELS, WINDOW_POOLS, Shape, find_shape, shape_of
 
 LLAMA = MODELS["llama-3.1-8b"]
+LLAMA_4 = {
+    "num_hidden_layers": 48,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_experts_per_tok": 1,
+    "vocab_size": 202048,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "llama-4-scout": {**LLAMA_4, "num_local_experts": 16, "interleave_moe_layer_step": 1},
+    "llama-4-maverick": {**LLAMA_4, "num_local_experts": 128, "interleave_moe_layer_step": 2},
+    "ernie-4.5-300b": {
+        "num_hidden_layers": 54,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "moe_num_experts": 64,
+        "moe_intermediate_size": 3584,
+        "moe_k": 8,
+        "moe_layer_start_index": 3,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 0,
+        "vocab_size": 103424,
+    },
+}
 LONGROPE = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
 
 
@@ -49,12 +78,16 @@ def test_shape_by_name_equals_shape_by_config_file(name: str, tmp_path: Path) ->
         ("gpt-oss-120b", 116.8e9, 5.7e9),  # 5.1e9 with one of the two embeddings
         ("kimi-linear-48b", 49.1e9, 3.48e9),
         ("qwen3.5-397b", 397e9, 17.3e9),
+        ("llama-4-scout", 107.8e9, 17.2e9),
+        ("llama-4-maverick", 400.7e9, 17.2e9),
+        ("ernie-4.5-300b", 300e9, 47e9),
     ],
 )
 def test_shape_parameters_equal_the_published_numbers(
     name: str, parameters: float, active: float
 ) -> None:
-    found, config = find_shape(name), MODELS[name]
+    config = {**MODELS, **MIXTURES}[name]
+    found = shape_of(config)
     vocabulary = config["vocab_size"] * config["hidden_size"]
     embeddings = vocabulary * (1 if config.get("tie_word_embeddings") else 2)
     assert found.parameters == pytest.approx(parameters, rel=0.01)
