@@ -316,6 +316,8 @@ def shape_of(whole: Config) -> Shape:
     mixers += kinds.state * kinds.state_parameters
     if min(hidden, layers, heads, kv_heads, kv_values, active_mlp) <= 0:
         raise ValueError("a size is not positive")
+    if kinds.full <= 0:
+        raise ValueError("no layer has KV of all tokens")
     return Shape(
         layers=layers,
         heads=heads,

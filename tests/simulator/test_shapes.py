@@ -240,6 +240,22 @@ def test_shape_bad_config_file_is_a_config_error(tmp_path: Path, text: str) -> N
         find_shape(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"architectures": ["Llama4ForConditionalGeneration"], "attention_chunk_size": 8192},
+        {"architectures": ["GptOssForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+    ],
+    ids=["llama 4", "windows only"],
+)
+def test_shape_without_a_layer_that_has_kv_of_all_tokens_is_a_config_error(
+    tmp_path: Path, facts: dict[str, Any]
+) -> None:
+    folder = _written(tmp_path, {**LLAMA, "num_hidden_layers": 2, **facts})
+    with pytest.raises(ConfigError, match="no layer has KV of all tokens"):
+        find_shape(str(folder))
+
+
 def test_shape_path_that_the_system_refuses_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="is neither a folder"):
         find_shape("a" * 5000)
