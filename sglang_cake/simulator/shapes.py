@@ -385,7 +385,8 @@ def _first_of(config: Config, names: Sequence[str]) -> int:
 def _weight_bytes(quantization: Config) -> float:
     """Bytes of one parameter; BF16 unless the checkpoint is quantized."""
     method = str(quantization.get("quant_method", "")).lower()
-    if method in ("mxfp4", "nvfp4", "modelopt_fp4"):
+    algorithm = str(quantization.get("quant_algo", "")).upper()  # of ModelOpt
+    if "FP4" in algorithm or method in ("mxfp4", "nvfp4", "modelopt_fp4"):
         return 0.56  # 4 bits, and a scale of 8 bits for 16 values
     if "fp8" in method or method in ("w8a8_int8", "modelopt"):
         return 1

@@ -207,6 +207,8 @@ def test_shape_bytes_count_the_copies_that_ranks_read_and_store(
     [
         ({}, 2),
         ({"quant_method": "fp8"}, 1),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.56),
         ({"quant_method": "awq", "bits": 4}, 0.5),
         ({"quant_method": "gptq", "bits": 8}, 1),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
