@@ -287,8 +287,10 @@ def shape_of(whole: Config) -> Shape:
 
     Raises: KeyError, TypeError, ValueError, AttributeError, ArithmeticError if it is none.
     """
-    part = next((name for name in _PART_CONFIGS if isinstance(whole.get(name), dict)), None)
-    config = {**whole, **whole[part]} if part else whole
+    config = part = whole
+    while names := [name for name in _PART_CONFIGS if isinstance(part.get(name), dict)]:
+        part = part[names[0]]
+        config = {**config, **part}
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)

@@ -258,6 +258,14 @@ def test_shape_without_a_layer_that_has_kv_of_all_tokens_is_a_config_error(
         find_shape(str(folder))
 
 
+@pytest.mark.parametrize("parts", [["text_config"], ["thinker_config", "text_config"]])
+def test_shape_of_a_multimodal_config_is_that_of_its_text_model(parts: list[str]) -> None:
+    config = dict(LLAMA)
+    for part in reversed(parts):
+        config = {part: config, "vision_config": {"hidden_size": 64}}
+    assert shape_of(config) == shape_of(LLAMA)
+
+
 def test_shape_path_that_the_system_refuses_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="is neither a folder"):
         find_shape("a" * 5000)
