@@ -129,6 +129,10 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
         server = server_check.resolve(record, config)
         found.append(_ok("model", server.kinds))
         shape = find_shape(str(file))
+        if shape.unmodelled is not None:
+            text = f"{shape.unmodelled}: memory, tokens and gain are not predicted"
+            found.append(Finding("note", "model", text))
+            shape = None
     except ConfigError as error:
         if str(error) in faults:
             found.append(Finding("note", "model", "was not checked: settings are refused"))

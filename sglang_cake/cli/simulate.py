@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: an argument is invalid, or the plot cannot be written.
     """
     server = parse_server(args)
+    if server.shape.unmodelled is not None:
+        raise ConfigError(f"--model {args.model}: {server.shape.unmodelled}")
     lengths = parse_lengths(args.prompt_tokens, "--prompt-tokens")
     _check(args)
     if args.fluctuate is not None:

@@ -34,7 +34,7 @@ from sglang_cake.core.errors import BlockMissing, ConfigError, StoreError, Store
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import LABEL, Namespace
-from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.file.paths import block_names
 from sglang_cake.stores.url import parse_size
@@ -393,18 +393,24 @@ def _kv_bytes(args: argparse.Namespace) -> int | None:
     if args.prefill_tokens_per_s is not None and not args.prefill_tokens_per_s > 0:
         raise ConfigError("--prefill-tokens-per-s: write a number of tokens")
     if args.model_config is not None:
-        path: Path = args.model_config
-        try:
-            folder = path if path.is_dir() else path.parent
-            return kv_token_bytes(folder, "auto")
-        except Exception as error:  # the file may hold anything, and be nested to any depth
-            raise ConfigError(f"--model-config: {path} describes no model: {error!r}") from None
+        return _model_kv_bytes(args.model_config)
     if args.kv_bytes_per_token is not None and args.kv_bytes_per_token <= 0:
         raise ConfigError("--kv-bytes-per-token: write a number of bytes")
     kv_bytes: int | None = args.kv_bytes_per_token
     if kv_bytes is None and args.prefill_tokens_per_s is not None:
         raise ConfigError("--prefill-tokens-per-s: of which model? give --kv-bytes-per-token too")
     return kv_bytes
+
+
+def _model_kv_bytes(path: Path) -> int:
+    """KV of a token over all ranks, as `sglang-cake plan` counts it."""
+    try:
+        shape = find_shape(str(path))
+    except ConfigError as error:
+        raise ConfigError(f"--model-config: {path} describes no model: {error}") from None
+    if shape.unmodelled is not None:
+        raise ConfigError(f"--model-config: {shape.unmodelled}: give --kv-bytes-per-token")
+    return shape.stored_bytes(1)
 
 
 def _list(text: str, flag: str, read: Callable[[str], int]) -> list[int]:

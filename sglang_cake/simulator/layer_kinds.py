@@ -14,6 +14,29 @@ Config = Mapping[str, Any]
 _STATE_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CONV_VALUE_BYTES = 2  # SGLang's default
 _CHUNKED_EVERY = 4  # Llama 4: each fourth layer sees all tokens, and not only those of its chunk
+# The names in `layer_types` that are counted; sparse attention has KV of all tokens.
+_COUNTED_KINDS = frozenset(
+    {
+        "attention",
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+        "linear_attention",
+        "indexed_attention",
+        "deepseek_sparse_attention",
+        "qwen_sparse_attention",
+        "minimax_m3_sparse",
+    }
+)
+# Fields that name the layers of Nemotron-H, MiMo V2, Inkling, Bailing and MiniCPM.
+_UNCOUNTED_FIELDS = (
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "hybrid_layer_pattern",
+    "local_layer_ids",
+    "layer_group_size",
+    "mixer_types",
+)
 _UPDATE_FLOPS = 6  # of the delta rule, per value of a state: read, correct, read for the output
 
 
@@ -75,6 +98,19 @@ def layer_kinds(config: Config, *, has_window_pool: bool) -> LayerKinds:
         full = layers // _CHUNKED_EVERY
         return LayerKinds(full, window=layers - full, window_tokens=chunk_tokens)
     return LayerKinds(layers - windows, **window)
+
+
+def has_uncounted_layers(config: Config) -> bool:
+    """Whether `layer_kinds` takes layers of a parsed `config.json` for others than they are.
+
+    It knows no Mamba layer, no short convolution, and no window with KV heads of its own.
+    """
+    kinds = set(config.get("layer_types") or ())
+    if kinds - _COUNTED_KINDS or any(config.get(name) for name in _UNCOUNTED_FIELDS):
+        return True
+    if "linear_attention" in kinds:
+        return not (config.get("linear_num_value_heads") or config.get("linear_attn_config"))
+    return not kinds and bool(config.get("mamba_d_state"))
 
 
 def sparse_index(config: Config) -> SparseIndex:

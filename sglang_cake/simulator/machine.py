@@ -113,6 +113,10 @@ class StoreLink:
     shared_store: SharedStore | None = None
     holds: int | None = None
 
+    def has(self, block: int) -> bool:
+        """Whether it has the block of this number, if that is stored."""
+        return self.holds is None or block < self.holds
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

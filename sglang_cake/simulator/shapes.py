@@ -7,13 +7,14 @@ name and the file of that model give the same answer.
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.pooling_models import POOLING_ARCHITECTURES
-from sglang_cake.simulator.layer_kinds import layer_kinds, sparse_index
+from sglang_cake.simulator.layer_kinds import has_uncounted_layers, layer_kinds, sparse_index
 
 Config = dict[str, Any]
 
@@ -27,7 +28,9 @@ _CONTEXT_FIELDS = (
     "max_position_embeddings",
 )
 _NOT_A_CONFIG = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_SHARED_FIELDS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _PART_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # The architectures for which SGLang 0.5.23 makes a second KV pool, of sliding windows.
 WINDOW_POOLS = frozenset(
@@ -78,7 +81,8 @@ class Shape:
         state_bytes: of the recurrent states of a prompt, over all ranks.
         window_head_bytes: of the KV in the sliding windows of a prompt, for one KV head.
         context_tokens: a prompt must be shorter.
-        refused: why no server is planned for it, a clause; None: it is planned for.
+        refused: why a server refuses it, a clause; None: it is served.
+        unmodelled: why its sizes are not known, a clause; None: they are.
         is_latent: MLA. All ranks hold the same KV, and it is stored once.
     """
 
@@ -92,6 +96,7 @@ class Shape:
     kv_head_bytes: int
     context_tokens: int
     refused: str | None = None
+    unmodelled: str | None = None
     is_latent: bool = False
     token_flops: float = 0.0
     state_bytes: int = 0
@@ -282,8 +287,10 @@ def shape_of(whole: Config) -> Shape:
 
     Raises: KeyError, TypeError, ValueError, AttributeError, ArithmeticError if it is none.
     """
-    part = next((name for name in _PART_CONFIGS if isinstance(whole.get(name), dict)), None)
-    config = {**whole, **whole[part]} if part else whole
+    config = part = whole
+    while names := [name for name in _PART_CONFIGS if isinstance(part.get(name), dict)]:
+        part = part[names[0]]
+        config = {**config, **part}
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -311,6 +318,8 @@ def shape_of(whole: Config) -> Shape:
     mixers += kinds.state * kinds.state_parameters
     if min(hidden, layers, heads, kv_heads, kv_values, active_mlp) <= 0:
         raise ValueError("a size is not positive")
+    if kinds.full <= 0:
+        raise ValueError("no layer has KV of all tokens")
     return Shape(
         layers=layers,
         heads=heads,
@@ -321,7 +330,8 @@ def shape_of(whole: Config) -> Shape:
         pair_flops=pair_flops * kinds.full,
         kv_head_bytes=kinds.full * (kv_values * _KV_VALUE_BYTES + index.kv_bytes),
         context_tokens=_context_tokens(config),
-        refused=_refused(whole, config),
+        refused=_refused(whole),
+        unmodelled=_unmodelled(whole, config),
         is_latent=is_latent,
         token_flops=attended
         + chosen_flops * index.chosen_tokens * kinds.full
@@ -346,29 +356,39 @@ def _latent_attention(config: Config) -> tuple[int, int, int]:
 def _mlp(config: Config, layers: int) -> tuple[int, int]:
     """MLP parameters of all layers: the ones that a token passes, and all."""
     hidden = int(config["hidden_size"])
-    experts = next((int(config[name]) for name in _EXPERT_FIELDS if config.get(name)), 0)
+    experts = _first_of(config, _EXPERT_FIELDS)
     if not experts:
         dense = layers * 3 * hidden * int(config["intermediate_size"])
         return dense, dense
     width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    several = config.get("n_shared_experts") or config.get("num_shared_experts")
-    shared += int(several or 0) * width
-    first = int(config.get("first_k_dense_replace") or 0)
-    dense = first * 3 * hidden * int(config["intermediate_size"]) if first else 0
+    if config.get("intermediate_size_mlp"):  # Llama 4
+        mixtures = layers // int(config.get("interleave_moe_layer_step") or 1)
+        shared, dense_width = width, int(config["intermediate_size_mlp"])
+    else:
+        first = _first_of(config, ("first_k_dense_replace", "moe_layer_start_index"))
+        mixtures = len(range(first, layers, int(config.get("moe_layer_interval") or 1)))
+        shared = int(config.get("shared_expert_intermediate_size") or 0)
+        shared += _first_of(config, _SHARED_FIELDS) * width
+        dense_width = int(config["intermediate_size"]) if mixtures < layers else 0
+    dense = (layers - mixtures) * 3 * hidden * dense_width
     router = hidden * experts
 
     def of(used: int) -> int:
-        return dense + (layers - first) * (3 * hidden * (used * width + shared) + router)
+        return dense + mixtures * (3 * hidden * (used * width + shared) + router)
 
-    used = config.get("num_experts_per_tok") or config.get("num_experts_per_token")
-    return of(int(used or 1)), of(experts)
+    return of(_first_of(config, _CHOSEN_FIELDS) or 1), of(experts)
+
+
+def _first_of(config: Config, names: Sequence[str]) -> int:
+    """The first of these fields that is set; 0: none is."""
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _weight_bytes(quantization: Config) -> float:
     """Bytes of one parameter; BF16 unless the checkpoint is quantized."""
     method = str(quantization.get("quant_method", "")).lower()
-    if method in ("mxfp4", "nvfp4", "modelopt_fp4"):
+    algorithm = str(quantization.get("quant_algo", "")).upper()  # of ModelOpt
+    if "FP4" in algorithm or method in ("mxfp4", "nvfp4", "modelopt_fp4"):
         return 0.56  # 4 bits, and a scale of 8 bits for 16 values
     if "fp8" in method or method in ("w8a8_int8", "modelopt"):
         return 1
@@ -398,15 +418,9 @@ def _context_tokens(config: Config) -> int:
 _NGRAM_FIELDS = ("use_ngram_embedding", "ngram_vocab_size_ratio", "oe_vocab_size_ratio")
 
 
-def _refused(whole: Config, config: Config) -> str | None:
-    """Why the model is not planned for, as far as a `config.json` shows it."""
-    names = [str(name) for name in whole.get("architectures") or ()]
-    if any(name.startswith("DeepseekV4") for name in names):
-        return "the compressed KV of DeepSeek V4 is not modelled"
-    if int(config.get("index_kpool") or 1) > 1:
-        return "an index whose keys stand for several tokens is not modelled"
-    if any(config.get(name) for name in _NGRAM_FIELDS):
-        return "the weights of n-gram embeddings are not modelled"
+def _refused(whole: Config) -> str | None:
+    """Why a server refuses the model, as far as a `config.json` shows it."""
+    names = _architectures(whole)
     if whole.get("is_encoder_decoder"):
         kind = "encoder-decoder models (cross-attention KV)"
     elif names and not any(_generates(name) or name in POOLING_ARCHITECTURES for name in names):
@@ -417,10 +431,28 @@ def _refused(whole: Config, config: Config) -> str | None:
     return f"cake does not support {kind}"
 
 
+def _unmodelled(whole: Config, config: Config) -> str | None:
+    """Why the sizes of the model are not known."""
+    if any(name.startswith("DeepseekV4") for name in _architectures(whole)):
+        return "the compressed KV of DeepSeek V4 is not modelled"
+    if int(config.get("index_kpool") or 1) > 1:
+        return "an index whose keys stand for several tokens is not modelled"
+    if any(config.get(name) for name in _NGRAM_FIELDS):
+        return "the weights of n-gram embeddings are not modelled"
+    if config.get("moe_layers_enum"):
+        return "the experts of Step models are not modelled"
+    if has_uncounted_layers(config):
+        return "layers of these kinds are not modelled"
+    return None
+
+
+def _architectures(whole: Config) -> list[str]:
+    return [str(name) for name in whole.get("architectures") or ()]
+
+
 def _has_window_pool(whole: Config, config: Config) -> bool:
     """Whether SGLang keeps KV of sliding windows in a pool of their own."""
-    names = whole.get("architectures") or ()
-    return bool(config.get("is_hybrid_swa")) or not WINDOW_POOLS.isdisjoint(map(str, names))
+    return bool(config.get("is_hybrid_swa")) or not WINDOW_POOLS.isdisjoint(_architectures(whole))
 
 
 def _generates(architecture: str) -> bool:

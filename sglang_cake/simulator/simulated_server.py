@@ -6,7 +6,8 @@ a batch are models:
 
 - A step has decoding requests first, then prompts in the order of the policy, until its token
   budget is used up (as in SGLang with mixed chunks).
-- Blocks cross each link one after another, last block first.
+- Blocks cross each link one after another, last block first. Of several links, a block crosses the
+  one that brings it first, as in the server.
 - A device that waits for loads decides again when a block lands, and once in a block's time. While
   a last step may begin early, it decides as often as a real one.
 - With SGLang's overlap loop (`Machine.plan_s`), a step is planned when the one before begins, for
@@ -14,7 +15,7 @@ a batch are models:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -164,23 +165,21 @@ class LivePrompt:
         """Blocks that it waits for."""
         return self.meet.view().wanted
 
-    def wanted(self, store_link: StoreLink) -> int | None:
-        """The block to read next, the last one first."""
+    def wanted(self) -> Iterator[int]:
+        """The blocks to read next, the last one first."""
         if self.load_from is None:
-            return None
+            return
         view = self.meet.view()
         for block in reversed(self.meet.end_indices):
             if self.meet.state(block) is BlockState.WANTED and block not in self.reading:
-                return block
+                yield block
         end = len(view.states)
         while (found := view.states.rfind(BlockState.WANTED, 0, end)) >= 0:
             block, end = view.first + found, found
             if block < self.load_from:
-                return None
-            held = store_link.holds is None or block < store_link.holds
-            if block not in self.reading and held:
-                return block
-        return None
+                return
+            if block not in self.reading:
+                yield block
 
     def waits(self, yes: bool, now: float) -> None:
         """Note whether it waits for its loads from now on, although it could compute."""
@@ -195,6 +194,22 @@ class LivePrompt:
         while (span := self.meet.island()) is not None:
             self.result.loaded_tokens += span.tokens
             self.meet.attach(span)
+
+
+@dataclass(slots=True)
+class LinkQueue:
+    """A link that carries blocks until `free_s`."""
+
+    store_link: StoreLink
+    free_s: float
+
+    def brings(self, block: int, *, before_s: float) -> bool:
+        """Whether one more block would land before that time; it is queued then."""
+        done_s = self.free_s + self.store_link.load.block_s
+        if done_s >= before_s or not self.store_link.has(block):
+            return False
+        self.free_s = done_s
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -429,14 +444,15 @@ class SimulatedServer:
         )
 
     def _feed(self) -> None:
-        """Every idle link begins the most urgent block of its store."""
+        """Every idle link begins the most urgent block that no other link brings sooner."""
         now = self._clock.now
         for number, (store_link, carried) in enumerate(self._links):
             if carried:
                 continue
+            others = self._queues(beside=number)
             first = True  # the link owes a block only to the first prompt that it can serve
             for live in self._ranks:
-                block = live.wanted(store_link)
+                block = self._next_block(live, store_link, others)
                 if not live.reading and (block is None or not first):
                     live.since_s = None
                 if block is None or carried:
@@ -448,6 +464,30 @@ class SimulatedServer:
                     if first and live.since_s is None:
                         live.since_s = now
                 first = False
+
+    def _queues(self, *, beside: int) -> list[LinkQueue]:
+        """The other links, with what they carry."""
+        return [
+            LinkQueue(store_link, carried[0].there_s() if carried else self._clock.now)
+            for number, (store_link, carried) in enumerate(self._links)
+            if number != beside
+        ]
+
+    def _next_block(
+        self, live: LivePrompt, store_link: StoreLink, others: Sequence[LinkQueue]
+    ) -> int | None:
+        """The most urgent block that `store_link` brings first. The blocks that others bring sooner
+        are added to their queues."""
+        lands_s = self._clock.now + store_link.load.block_s
+        for block in live.wanted():
+            if block not in live.meet.end_indices and not store_link.has(block):
+                continue
+            for other in others:
+                if other.brings(block, before_s=lands_s):
+                    break
+            else:
+                return block
+        return None
 
     def _read(self, number: int, store_link: StoreLink, live: LivePrompt, block: int) -> None:
         now = self._clock.now

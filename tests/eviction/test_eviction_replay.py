@@ -39,7 +39,8 @@ def traces(draw, most=25, longest=6):
         paths.append(path)
         now_s += draw(st.sampled_from([0.0, 1.0, 30.0]))
         workload = draw(st.sampled_from(["", "chat"]))
-        requests.append(TraceRequest(now_s, SIZE * len(path), path, workload))
+        tokens = SIZE * len(path) - draw(st.integers(0, SIZE - 1))
+        requests.append(TraceRequest(now_s, tokens, path, workload))
     return Trace(SIZE, tuple(requests))
 
 
@@ -161,6 +162,21 @@ def test_replay_partial_last_block_counts_only_its_tokens():
     outcome = Replay(trace, new_policy("lru"), 3).run()
     assert outcome.byte_hit_ratio == 5 / 10
     assert outcome.second_half_hit_ratio == 1.0
+
+
+def test_seconds_bound_partial_last_block_that_takes_long_to_load_is_left_out():
+    """A cache without the last block saves more than one with it."""
+    trace = Trace(
+        SIZE, tuple(TraceRequest(float(i), 8 * SIZE + 1, tuple(range(9))) for i in range(3))
+    )
+    slow = clock(load_s=2.0)
+    without, whole = (
+        Replay(trace, new_policy("lru"), capacity, clocks=[slow]).run().saved_s[0]
+        for capacity in (8, 9)
+    )
+    assert without > whole
+    for capacity in (8, 9):
+        assert without <= seconds_bound(trace, capacity, slow) * (1 + 1e-9)
 
 
 def test_next_uses_of_a_trace_are_the_next_requests_of_each_block():

@@ -150,6 +150,23 @@ def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:
     assert "gain" not in lines
 
 
+def test_doctor_model_that_is_not_modelled_is_a_note(tmp_path: Path) -> None:
+    short = {
+        **LLAMA,
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"],
+        "conv_L_cache": 3,
+    }
+    store = ["--cake-store", f"file://{tmp_path}/kv?min_free=0"]
+    _, lines = ask(tmp_path, model(tmp_path / "m", short), "--device", "cpu", *store)
+    assert [state for state, _ in lines["model"]] == ["ok", "note"]
+    assert "layers of these kinds are not modelled" in lines["model"][1][1]
+    assert "host memory" not in lines
+    assert "tokens" not in lines["space"][0][1]
+    assert "gain" not in lines
+
+
 def test_doctor_model_that_sglang_does_not_know_is_to_mend(tmp_path: Path) -> None:
     unknown = model(tmp_path / "m", {**LLAMA, "model_type": "no-such-model"})
     status, lines = ask(tmp_path, unknown, "--device", "cpu")

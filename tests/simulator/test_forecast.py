@@ -7,6 +7,7 @@ import pytest
 
 from sglang_cake.cli import main
 from sglang_cake.simulator.hardware import PLAN_S
+from sglang_cake.simulator.shapes import MODELS
 
 MACHINE = ["--model", "llama-2-13b", "--gpu", "a100", "--store", "32Gbps,38ms"]
 
@@ -25,6 +26,15 @@ def test_simulate_cake_is_between_the_optimum_and_the_better_mode(
         assert row["optimum"] <= row["cake"] <= 1.02 * min(row["compute"], row["load"])
     # Cake's Table 4 says 2.93 s for this machine and these chunks.
     assert found["prompts"][1]["compute"] == pytest.approx(2.9, rel=0.15)
+
+
+def test_simulate_model_that_is_not_modelled_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**MODELS["llama-3.1-8b"], "layer_types": ["conv", "full_attention"] * 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["simulate", *MACHINE, "--model", str(tmp_path)]) == 2
+    assert "layers of these kinds are not modelled" in capsys.readouterr().err
 
 
 def test_simulate_queue_is_deterministic_and_no_slower_than_compute(

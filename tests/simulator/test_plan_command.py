@@ -112,6 +112,8 @@ def test_plan_machine_that_cannot_serve_answers_no_with_a_reason(
     [
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "of DeepSeek V4 is not modelled"),
         ({"ngram_vocab_size_ratio": 78}, "weights of n-gram embeddings are not modelled"),
+        ({"moe_layers_enum": "4,5,6"}, "experts of Step models are not modelled"),
+        ({"hybrid_override_pattern": "M-M-M*-" * 4}, "layers of these kinds are not modelled"),
         ({"is_encoder_decoder": True}, "cake does not support encoder-decoder models"),
     ],
 )

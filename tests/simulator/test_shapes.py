@@ -14,6 +14,35 @@ from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.simulator.shapes import MODELS, WINDOW_POOLS, Shape, find_shape, shape_of
 
 LLAMA = MODELS["llama-3.1-8b"]
+LLAMA_4 = {
+    "num_hidden_layers": 48,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_experts_per_tok": 1,
+    "vocab_size": 202048,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "llama-4-scout": {**LLAMA_4, "num_local_experts": 16, "interleave_moe_layer_step": 1},
+    "llama-4-maverick": {**LLAMA_4, "num_local_experts": 128, "interleave_moe_layer_step": 2},
+    "ernie-4.5-300b": {
+        "num_hidden_layers": 54,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "moe_num_experts": 64,
+        "moe_intermediate_size": 3584,
+        "moe_k": 8,
+        "moe_layer_start_index": 3,
+        "moe_layer_interval": 1,
+        "moe_num_shared_experts": 0,
+        "vocab_size": 103424,
+    },
+}
 LONGROPE = {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
 
 
@@ -49,12 +78,16 @@ def test_shape_by_name_equals_shape_by_config_file(name: str, tmp_path: Path) ->
         ("gpt-oss-120b", 116.8e9, 5.7e9),  # 5.1e9 with one of the two embeddings
         ("kimi-linear-48b", 49.1e9, 3.48e9),
         ("qwen3.5-397b", 397e9, 17.3e9),
+        ("llama-4-scout", 107.8e9, 17.2e9),
+        ("llama-4-maverick", 400.7e9, 17.2e9),
+        ("ernie-4.5-300b", 300e9, 47e9),
     ],
 )
 def test_shape_parameters_equal_the_published_numbers(
     name: str, parameters: float, active: float
 ) -> None:
-    found, config = find_shape(name), MODELS[name]
+    config = {**MODELS, **MIXTURES}[name]
+    found = shape_of(config)
     vocabulary = config["vocab_size"] * config["hidden_size"]
     embeddings = vocabulary * (1 if config.get("tie_word_embeddings") else 2)
     assert found.parameters == pytest.approx(parameters, rel=0.01)
@@ -78,6 +111,7 @@ def test_shape_unequal_layers_have_kv_windows_and_states(
     name: str, kv_bytes: int, state_bytes: int, window_bytes: int
 ) -> None:
     found = find_shape(name)
+    assert found.unmodelled is None
     assert found.read_bytes(1) == kv_bytes
     assert found.state_bytes == state_bytes
     assert found.kv_heads * found.window_head_bytes == window_bytes
@@ -88,6 +122,43 @@ def test_shape_unequal_layers_have_kv_windows_and_states(
 def test_shape_windows_of_a_model_with_one_pool_have_kv_of_all_tokens() -> None:
     windows = {"layer_types": ["sliding_attention"] * 32, "sliding_window": 128}
     assert shape_of({**LLAMA, **windows}) == shape_of(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"hybrid_override_pattern": "M-M-M*-" * 4},
+        {"layers_block_type": ["mamba", "moe", "attention", "moe"] * 8},
+        {"layer_types": ["mamba", "attention"] * 16, "mamba_d_state": 128},
+        {"layer_types": ["linear_attention", "full_attention"] * 16, "mamba_d_state": 128},
+        {"mamba_d_state": 256},
+        {"layer_types": ["conv", "full_attention"] * 16},
+        {"hybrid_layer_pattern": [0, 1, 1, 1] * 8, "sliding_window": 128},
+        {"local_layer_ids": [0, 1, 2]},
+        {"layer_group_size": 8},
+        {"mixer_types": ["minicpm4", "lightning-attn"] * 16},
+    ],
+    ids=[
+        *("nemotron-h", "nemotron-h by list", "granite-4", "granite-4 by transformers"),
+        *("falcon-h1", "lfm2", "mimo-v2", "inkling", "ring", "minicpm"),
+    ],
+)
+def test_shape_layers_of_other_kinds_are_not_modelled(facts: dict[str, Any]) -> None:
+    found = shape_of({**LLAMA, **facts})
+    assert found.unmodelled == "layers of these kinds are not modelled"
+    assert found.refused is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"layer_types": ["attention"] * 32, "mamba_d_state": 128},  # Granite 4 without Mamba layers
+        {"layer_types": ["full_attention"] * 32},
+        {"layer_types": ["deepseek_sparse_attention"] * 32},
+    ],
+)
+def test_shape_layers_with_kv_of_all_tokens_are_modelled(facts: dict[str, Any]) -> None:
+    assert shape_of({**LLAMA, **facts}) == shape_of(LLAMA)
 
 
 def test_shape_chunked_attention_has_kv_of_all_tokens_in_each_fourth_layer() -> None:
@@ -136,6 +207,8 @@ def test_shape_bytes_count_the_copies_that_ranks_read_and_store(
     [
         ({}, 2),
         ({"quant_method": "fp8"}, 1),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.56),
         ({"quant_method": "awq", "bits": 4}, 0.5),
         ({"quant_method": "gptq", "bits": 8}, 1),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5),
@@ -167,6 +240,30 @@ def test_shape_bad_config_file_is_a_config_error(tmp_path: Path, text: str) -> N
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config"):
         find_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"architectures": ["Llama4ForConditionalGeneration"], "attention_chunk_size": 8192},
+        {"architectures": ["GptOssForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+    ],
+    ids=["llama 4", "windows only"],
+)
+def test_shape_without_a_layer_that_has_kv_of_all_tokens_is_a_config_error(
+    tmp_path: Path, facts: dict[str, Any]
+) -> None:
+    folder = _written(tmp_path, {**LLAMA, "num_hidden_layers": 2, **facts})
+    with pytest.raises(ConfigError, match="no layer has KV of all tokens"):
+        find_shape(str(folder))
+
+
+@pytest.mark.parametrize("parts", [["text_config"], ["thinker_config", "text_config"]])
+def test_shape_of_a_multimodal_config_is_that_of_its_text_model(parts: list[str]) -> None:
+    config = dict(LLAMA)
+    for part in reversed(parts):
+        config = {part: config, "vision_config": {"hidden_size": 64}}
+    assert shape_of(config) == shape_of(LLAMA)
 
 
 def test_shape_path_that_the_system_refuses_is_a_config_error() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -124,6 +125,33 @@ def test_simulated_server_two_sources_are_read_at_once() -> None:
     one_s = simulate_prompt(MACHINE, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
     two_s = simulate_prompt(both, 8192, chunk_tokens=CHUNK, mode="load").ttft_s
     assert two_s < 0.55 * one_s
+
+
+@pytest.mark.parametrize("times_slower", [1.5, 2.5, 8, 100])
+@pytest.mark.parametrize("mode", ["load", "auto"])
+def test_simulated_server_slower_source_beside_a_fast_one_never_slows_it(
+    times_slower: float, mode: Mode
+) -> None:
+    fast = MACHINE.load
+    slow = replace(fast, block_s=times_slower * fast.block_s)
+    for tokens in (1024, 4096, 16384):
+        alone, first, second = (
+            simulate_prompt(machine, tokens, chunk_tokens=CHUNK, mode=mode).ttft_s
+            for machine in (
+                Machine(PREFILL, fast),
+                Machine(PREFILL, fast, further=(StoreLink(slow),)),
+                Machine(PREFILL, slow, further=(StoreLink(fast),)),
+            )
+        )
+        assert max(first, second) <= 1.01 * alone
+
+
+def test_simulated_server_bandwidths_of_unequal_sources_add_up() -> None:
+    slow = replace(MACHINE.load, block_s=4 * MACHINE.load.block_s)
+    both = Machine(PREFILL, MACHINE.load, further=(StoreLink(slow),))
+    one_s = simulate_prompt(MACHINE, 32768, chunk_tokens=CHUNK, mode="load").ttft_s
+    two_s = simulate_prompt(both, 32768, chunk_tokens=CHUNK, mode="load").ttft_s
+    assert two_s == pytest.approx(one_s / 1.25, rel=0.02)
 
 
 def test_simulated_server_source_gives_only_the_blocks_it_holds() -> None:

@@ -15,11 +15,13 @@ from sglang_cake.cli.text_tables import (
     table,
     time_text,
 )
+from sglang_cake.simulator.shapes import MODELS, find_shape
 
 SMALL = ["--sizes", "8KiB,64KiB", "--depths", "1,3", "--bytes", "64KiB"]
 LLAMA_8B = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
+    "intermediate_size": 128,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "torch_dtype": "bfloat16",
@@ -60,6 +62,23 @@ def test_store_bench_with_a_model_reports_tokens_per_second(tmp_path, capsys):
     assert "a block of 128 tokens 16 KiB" in out
     assert "16 KiB" in out.splitlines()[3], "the block of this model is measured, too"
     assert "loading alone breaks even at 128 kB/s" in out
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "kimi-linear-48b", "deepseek-v3.2"])
+def test_store_bench_counts_the_kv_of_a_token_as_plan_does(tmp_path, capsys, name):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    (tmp_path / "kv").mkdir()
+    model = ["--model-config", tmp_path, "--block-tokens", "1"]
+    found = told(capsys, "bench", url_of(tmp_path / "kv"), *SMALL, *model)["model"]
+    assert found["kv_bytes_per_token"] == find_shape(name).stored_bytes(1)
+
+
+def test_store_bench_model_that_is_not_modelled_is_one_error_line(tmp_path, capsys):
+    config = {**LLAMA_8B, "layer_types": ["conv", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "kv").mkdir()
+    assert store("bench", url_of(tmp_path / "kv"), "--model-config", tmp_path) == 2
+    assert "are not modelled: give --kv-bytes-per-token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", '{"hidden_size": 1}'], ids=range(4))
