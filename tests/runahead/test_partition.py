@@ -35,6 +35,24 @@ def slowest(partition: Partition, step_s: StepSeconds) -> float:
     return max(step_s(*span) for span in partition.spans)
 
 
+@pytest.mark.parametrize(
+    ("workers", "time_share", "sent_prompts"),
+    [(2, 0.382, 0.62), (4, 0.161, 1.89), (8, 0.072, 4.48)],
+)
+def test_partition_balanced_of_attention_alone_takes_and_sends_what_theory_says(
+    workers: int, time_share: float, sent_prompts: float
+) -> None:
+    """docs/theory.md: times of one worker's, and prompts whose KV crosses all links together."""
+
+    def attention_s(start: int, stop: int) -> float:
+        return float((stop - start) * stop)
+
+    tokens = 100_000
+    found = balanced(Span(0, tokens), workers, attention_s)
+    assert slowest(found, attention_s) / tokens**2 == pytest.approx(time_share, abs=6e-4)
+    assert sum(found.bounds[1:-1]) / tokens == pytest.approx(sent_prompts, abs=6e-3)
+
+
 @st.composite
 def spans(draw: st.DrawFn, page_tokens: int) -> Span:
     start = draw(st.integers(0, 20)) * page_tokens
