@@ -288,14 +288,12 @@ FAMILIES: tuple[Family, ...] = (
         "compressed attention",
         stored="compressed KV and its index, and the last page of the window of some prefixes",
         proofs=(
-            Proof("DeepSeek V4", f"{_COMPRESSED}_end_attached_to_waiting_request_serves_the_rest"),
+            Proof("DeepSeek V4", f"{_COMPRESSED}_end_attached_to_a_request_serves_the_rest"),
             Proof(
                 "DeepSeek V4 with online sums",
                 f"{_COMPRESSED}_sums_of_a_request_are_empty_where_a_block_ends",
             ),
-            Proof(
-                "DeepSeek V4.1", f"{_COMPRESSED}_end_attached_to_running_request_serves_the_rest"
-            ),
+            Proof("DeepSeek V4.1", f"{_COMPRESSED}_end_attached_to_a_request_serves_the_rest"),
             Proof(
                 "DeepSeek V4.1 with bounded replay",
                 f"{_COMPRESSED}_prompt_computes_the_last_window_of_a_replay",
