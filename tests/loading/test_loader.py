@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -1100,6 +1101,50 @@ def test_loader_lost_block_frees_its_buffer_for_the_next(
     harness.begin("a", tokens)
     assert harness.landed() == [("a", 0)]
     assert [e.block for e in harness.events if isinstance(e, Lost)] == [2, 1]
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_loader_freed_buffer_wakes_the_io_thread_only_if_a_read_waits_for_it(
+    harness_of: Callable[..., LoaderHarness], monkeypatch: pytest.MonkeyPatch, buffers: int
+) -> None:
+    """A wake-up takes the interpreter from the scheduler thread, and the end of the read under way
+    looks for the buffer."""
+    harness = harness_of(buffers=buffers)
+    tokens = tokens_of(0, 6)
+    keys = harness.fill(tokens)
+    harness.begin("a", tokens)
+    assert harness.waiting() == [keys[5], keys[4]]
+    harness.open(keys[5])
+    assert harness.landed() == [("a", 5)]
+    under_way = [keys[4], keys[3]] if buffers == 3 else [keys[4]]
+    assert harness.waiting() == under_way
+    posted = []
+    post = harness.io.post
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.io, "post", lambda *call: posted.append(call) or post(*call))
+        (event,) = harness.held
+        event.staged.release(used=True)
+        harness.held.clear()
+    assert len(posted) == (1 if buffers == 2 else 0)
+    assert harness.waiting() == [keys[4], keys[3]]
+    assert harness.loader.stats.staged_blocks == 0
+
+
+def test_loader_freed_blocks_of_idle_links_are_let_go(
+    harness: LoaderHarness,
+) -> None:
+    """What they refer to, such as memory that a store lent, may be about to be unmapped."""
+    tokens = tokens_of(0, 1)
+    (key,) = harness.fill(tokens)
+    harness.begin("a", tokens)
+    harness.open(key)
+    assert harness.landed() == [("a", 0)]
+    (event,) = harness.held
+    gone = weakref.ref(event.staged)
+    harness.events.clear()
+    del event
+    harness.release()
+    assert gone() is None
 
 
 def test_loader_waiting_prompts_leave_buffers_for_the_first_in_order(
