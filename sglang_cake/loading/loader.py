@@ -434,7 +434,8 @@ class Loader:
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
         self._staged: dict[BlockKey, StagedBlock] = {}
-        # What is left to do for blocks whose memory came back. I/O thread, once a read is started.
+        # Calls for the I/O thread to make before it starts a read: one for each block whose memory
+        # came back.
         self._freed: deque[Callable[[], object]] = deque()
         # Whether memory that comes back wakes the I/O thread: a read waits for it, or none is under
         # way, whose end would look for it.
@@ -644,13 +645,13 @@ class Loader:
     def _start_reads(self) -> None:
         """Start reads until the queue depth is reached, the buffers are in use, or no block is
         left to read."""
+        self._awaits_memory = False
         while True:
             self._take_freed()
             while not self._closed and self._start_next():
                 pass
-            wanted = any(self._has_place(queue) and queue.asks for queue in self._queues)
-            reading = any(queue.link.reads for queue in self._queues)
-            self._awaits_memory = wanted or not reading
+            if not any(queue.link.reads for queue in self._queues):
+                self._awaits_memory = True
             if not self._freed:
                 return
 
@@ -666,6 +667,7 @@ class Loader:
             elif self._start(queue, queue.todo[place]):
                 del queue.todo[place]
             else:
+                self._awaits_memory = True
                 return False
         return True
 
@@ -681,6 +683,7 @@ class Loader:
                 has_buffers = first or left > self._staging.capacity // 4
                 if has_buffers and (place := self._next_place(queue)) is not None:
                     return queue, place
+                self._awaits_memory = True
         return None
 
     def _has_place(self, queue: _PromptQueue) -> bool:
