@@ -9,8 +9,9 @@ parameters has. The files are on the disk, or in the page cache. Three arms take
     server   stored bytes over the time from the request's arrival at the scheduler to its last step
     reads    a process that reads and checks the same blocks, as many at a time (`store bench` does
              the same with blocks of its own, from the disk)
-    copies   the same process, and a thread of it copies each block once: the least that a server
-             must do, since a block that is not checked yet may not be in the KV pool
+    copies   the same process, and a thread of it copies each block once, into memory of its own:
+             the least that a server must do, since a block that is not checked yet may not be in
+             the KV pool
 """
 
 import argparse
@@ -18,7 +19,6 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +166,15 @@ class Bench:
             return frame, [block.key async for block in blocks_in(named, frame)]
 
         frame, keys = asyncio.run(stored())
-        arena = HostArena([frame.payload_bytes] * (self.depth + 1), prefault=True)
-        *buffers, pool = [buffer.view for buffer in arena.buffers]
+        arena = HostArena([frame.payload_bytes] * (self.depth + len(keys)), prefault=True)
+        views = [buffer.view for buffer in arena.buffers]
+        buffers, pool = views[: self.depth], iter(views[self.depth :])
         store = named.source.open(frame, depth=self.depth)
-        copies = partial(np.copyto, np.frombuffer(pool, np.uint8)) if arm == "copies" else None
+
+        def copy(block: memoryview) -> None:
+            np.copyto(np.frombuffer(next(pool), np.uint8), np.frombuffer(block, np.uint8))
+
+        copies = copy if arm == "copies" else None
         try:
             done = read_store(store, keys, buffers, frame.payload_bytes, copies)
         finally:

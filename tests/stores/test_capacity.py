@@ -64,7 +64,7 @@ def put(folder, name):
 
 
 def get(folder, name):
-    with folder.reading(DIGEST, key_of(name)) as fd:
+    with folder.reading(DIGEST, key_of(name)) as (fd, _):
         assert os.pread(fd, STORED_BYTES, 4096) == block_of(name, killed_writers.LAYOUT)
 
 

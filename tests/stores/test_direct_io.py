@@ -56,7 +56,7 @@ class Stored:
     def is_cached(self):
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            return is_cached(fd)
+            return is_cached(fd, os.fstat(fd).st_size)
         finally:
             os.close(fd)
 
@@ -66,7 +66,7 @@ class Stored:
             os.fsync(fd)
             for _ in range(200):  # pages on their way in or out stay for a moment
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                if not is_cached(fd):
+                if not self.is_cached():
                     return
                 await asyncio.sleep(0.01)
         finally:
@@ -300,10 +300,10 @@ def test_is_cached_empty_file_and_pipe_count_as_cached(tmp_path):
     place = tmp_path / "empty"
     place.touch()
     with place.open("rb") as file:
-        assert is_cached(file.fileno())
+        assert is_cached(file.fileno(), 0)
     pipe = os.pipe()
     try:
-        assert is_cached(pipe[0])
+        assert is_cached(pipe[0], PAGE_BYTES)
     finally:
         for end in pipe:
             os.close(end)

@@ -287,6 +287,19 @@ def test_block_folder_symlinks_are_never_followed(tmp_path, monkeypatch, place, 
     assert (sorted(outside.rglob("*")), outside.stat().st_mtime_ns) == before
 
 
+@pytest.mark.parametrize("kernel", ["with openat2", "without"])
+def test_block_folder_root_that_is_a_symlink_is_followed(tmp_path, monkeypatch, kernel):
+    if kernel == "without":
+        monkeypatch.setattr(nofollow, "OPENAT2", NO_SYSTEM_CALL)
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    with contextlib.closing(opened(tmp_path / "link")) as folder:
+        put(folder, 0)
+        block = NamespaceFolder(tmp_path / "kv", DIGEST).block(key_of(0))
+        with folder.reading(DIGEST, key_of(0)) as (_, file_bytes):
+            assert file_bytes == block.stat().st_size
+
+
 def test_block_folder_description_that_is_a_symlink_is_not_read(tmp_path):
     root, outside = tmp_path / "kv", tmp_path / "outside"
     with contextlib.closing(opened(root)) as folder:

@@ -36,8 +36,13 @@ MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namesp
 PIECE_BYTES = 8 << 20
 # Errors of file systems and drivers that cannot read directly into this memory.
 _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
-_mincore = ctypes.CDLL(None).mincore
-_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+# Its calls keep the GIL. They read no file, and with many threads each hand-over takes longer.
+_libc = ctypes.PyDLL(None)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _RESIDENT = 1
 
 
@@ -178,7 +183,7 @@ def read_framed(
 
     Raises: BlockCorrupt; StoreUnavailable without a thread to hash; OSError; Stopped.
     """
-    file = _Pieces(fd, direct=block.is_on_pages and not is_cached(fd))
+    file = _Pieces(fd, direct=block.is_on_pages and not is_cached(fd, framed_bytes))
     checked: Future[None] | None = None
     try:
         while block.done < framed_bytes:
@@ -238,24 +243,20 @@ def set_direct(fd: int, *, direct: bool) -> bool:
     return True
 
 
-def is_cached(fd: int) -> bool:
+def is_cached(fd: int, file_bytes: int) -> bool:
     """Whether an open file is in the page cache, by its first, middle and last page.
 
     Unlike a read with RWF_NOWAIT, `mincore` brings nothing into the cache. For a file of another
     user the kernel always reports a cached file.
     """
-    try:
-        with mmap.mmap(fd, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as pages:
-            first = ctypes.c_char.from_buffer(pages)  # not accessed: only its address is used
-            start = ctypes.addressof(first)
-            del first  # the mapping could not be closed otherwise
-            resident = ctypes.create_string_buffer(-(-len(pages) // PAGE_BYTES))
-            if _mincore(start, len(pages), resident):
-                return True
-            places = (0, (len(resident) - 1) // 2, -1)
-            return all(resident.raw[at] & _RESIDENT for at in places)
-    except (OSError, ValueError):  # the file cannot be mapped, or is empty
+    start = _libc.mmap(None, file_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, 0)
+    if start == _MAP_FAILED:  # it cannot be mapped, or is empty
         return True
+    resident = ctypes.create_string_buffer(-(-file_bytes // PAGE_BYTES))
+    failed = _libc.mincore(start, file_bytes, resident)
+    _libc.munmap(start, file_bytes)
+    places = (0, (len(resident) - 1) // 2, -1)
+    return bool(failed) or all(resident.raw[at] & _RESIDENT for at in places)
 
 
 # ---- writing ----

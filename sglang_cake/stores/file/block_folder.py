@@ -182,8 +182,11 @@ class BlockFolder:
         self.supervisor.was_touched(digest, self._accesses.report(digest, keys, facts, time.time()))
 
     @contextlib.contextmanager
-    def reading(self, digest: Digest, key: BlockKey, *, counts: bool = True) -> Iterator[int]:
-        """A context with the descriptor of the block's file, which is not evicted meanwhile.
+    def reading(
+        self, digest: Digest, key: BlockKey, *, counts: bool = True
+    ) -> Iterator[tuple[int, int]]:
+        """A context with the descriptor of the block's file, which is not evicted meanwhile, and
+        the size of the file in bytes.
 
         If the caller raises BlockCorrupt inside, the file is set aside.
 
@@ -204,7 +207,7 @@ class BlockFolder:
                     raise BlockCorrupt("not a file, or a link")
                 if not nofollow.lock(fd, fcntl.LOCK_SH):
                     raise BlockMissing(f"{key.hex()} is being evicted")
-                yield fd
+                yield fd, status.st_size
                 if counts and not self._accesses.is_announced(digest, key, time.time()):
                     self.supervisor.was_read(digest, key, counts=not self._accesses.has_reports)
             except BlockCorrupt as error:

@@ -133,8 +133,8 @@ class FileStore(Store):
     def _get(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None, stop: threading.Event
     ) -> int:
-        with self._folder.reading(self._frame.digest, key, counts=self._reads_count) as fd:
-            size = os.fstat(fd).st_size
+        reading = self._folder.reading(self._frame.digest, key, counts=self._reads_count)
+        with reading as (fd, size):
             if not self._frame.fits(size):
                 raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")
             block = IncomingBlock(self._frame, key, out, progress)

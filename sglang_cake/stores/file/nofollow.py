@@ -3,7 +3,8 @@
 The root itself may be a link, since the operator names it. `O_NOFOLLOW` covers only the last
 component of a path. The system call `openat2` covers all of them. Where a kernel or a sandbox does
 not have it, every component is opened by itself. A call of the system lets go of the GIL, and many
-threads read at once: so one call takes less time than one for each folder.
+threads read at once: so one call takes less time than one for each folder. If the path of the root
+has no link either, as is usual, that call opens the root too.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ class _OpenHow(ctypes.Structure):
 
 
 OPENAT2 = 437  # the same number on all architectures
+_AT_FDCWD = -100
 _NO_SYMLINKS, _BENEATH = 0x04, 0x08
 _syscall = ctypes.CDLL(None).syscall
 _syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -46,13 +48,15 @@ def open_file(root: Path, *names: str, flags: int) -> int:
     a link at the end, unless `flags` have O_PATH).
     """
     flags |= os.O_NOFOLLOW
+    path = "/".join(names)
+    found = _openat2(_AT_FDCWD, f"{root}/{path}", flags, _NO_SYMLINKS)
+    if found >= 0:
+        return found
     folder = os.open(root, _FOLDER)
     try:
-        how = _OpenHow(flags, 0, _NO_SYMLINKS | _BENEATH)
-        path = "/".join(names).encode()
-        found = _syscall(OPENAT2, folder, path, ctypes.addressof(how), ctypes.sizeof(how))
+        found = _openat2(folder, path, flags, _NO_SYMLINKS | _BENEATH)
         if found >= 0:
-            return int(found)
+            return found
         for name in names[:-1]:  # for an error that says what is wrong, too
             inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
@@ -60,6 +64,13 @@ def open_file(root: Path, *names: str, flags: int) -> int:
         return os.open(names[-1], flags, dir_fd=folder)
     finally:
         os.close(folder)
+
+
+def _openat2(folder: int, path: str, flags: int, resolve: int) -> int:
+    """The system call; negative after an error."""
+    how = _OpenHow(flags, 0, resolve)
+    at, size = ctypes.addressof(how), ctypes.sizeof(how)
+    return int(_syscall(OPENAT2, folder, os.fsencode(path), at, size))
 
 
 @contextlib.contextmanager

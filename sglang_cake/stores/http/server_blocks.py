@@ -245,8 +245,7 @@ class BlockService:
     @contextlib.contextmanager
     def _reading(self, digest: Digest, key: BlockKey, *, counts: bool) -> Iterator[int]:
         """As `BlockFolder.reading`, for a file whose header names this block."""
-        with self._folder.reading(digest, key, counts=counts) as fd:
-            size = os.fstat(fd).st_size
+        with self._folder.reading(digest, key, counts=counts) as (fd, size):
             if size > MAX_BLOCK_BYTES:
                 raise BlockCorrupt(f"{size} bytes are no block")
             BlockCheck(digest, key, size).feed(memoryview(os.pread(fd, HEADER_BYTES, 0)))
@@ -255,8 +254,7 @@ class BlockService:
     def _check(self, digest: Digest, key: BlockKey, _: threading.Event) -> None:
         # Completed without the client, whose time limit is short: the next reader would get the
         # same corrupt block.
-        with self._folder.reading(digest, key, counts=False) as fd:
-            size = os.fstat(fd).st_size
+        with self._folder.reading(digest, key, counts=False) as (fd, size):
             check = BlockCheck(digest, key, size)
             done = 0
             while done < size:
