@@ -788,8 +788,8 @@ class Loader:
         with self._gate:
             wanted = any(block >= queue.first_loadable for queue, block in read.waiters)
         if not wanted:  # computed since the read was started
-            self._retire(read)
             self._give_up(read, buffer, reason=None)
+            self._over(read)
             return
         started_s = time.monotonic()
         try:
@@ -815,13 +815,13 @@ class Loader:
         else:
             self._fetched(read, buffer, started_s, tier)
         finally:
-            self._retire(read)
+            self._over(read)  # and not in `_done`: that is a turn of the event loop later
 
     def _done(self, read: _SharedRead, buffer: Buffer, task: "asyncio.Task[None]") -> None:
         # Not in `_fetch`, which a task that is cancelled at once never enters.
         if task.cancelled():
             self._give_up(read, buffer, reason=None)
-        self._over(read)
+            self._over(read)
 
     def _late(self, read: _SharedRead) -> None:
         """The time limit of a read has passed. Its buffer comes back when the store has let go of

@@ -234,9 +234,9 @@ class LoaderHarness(HeldReads):
 def after_read_ends(
     harness: LoaderHarness, key: BlockKey, action: Callable[[], object]
 ) -> list[BlockKey]:
-    """Have `action` run in the I/O thread after the read of `key` ends, in the same iteration of
-    the loop in which the loader starts the next read, and before it does. Returns a list that gets
-    the key then."""
+    """Have `action` run in the I/O thread when the read of `key` ends, in the same iteration of the
+    loop in which the loader starts the next read, and before it does. Returns a list that gets the
+    key then."""
     store = HookedStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     ended: list[BlockKey] = []
@@ -245,7 +245,7 @@ def after_read_ends(
         ended.append(key)
         action()
 
-    store.at_end[key] = lambda: asyncio.get_running_loop().call_soon(act)
+    store.at_end[key] = act
     return ended
 
 
