@@ -220,8 +220,8 @@ class Tier:
     reads, and lookups that work say nothing about reads. A breaker decides which calls the tiered
     store makes. It stops no call: a block is deleted from a tier that is left out, too.
 
-    Methods with the names of those of `Store`, `InMemory` and `Lending` are as there. Any other
-    failure is a StoreUnavailable.
+    Methods with the names of those of `Store` are as there. Any other failure is a
+    StoreUnavailable.
 
     Attributes:
         asking: of lookups and statistics.
