@@ -131,6 +131,7 @@ def test_kv_facts_deterministic_inference_counts_the_kernels() -> None:
     [
         {"load_format": "dummy"},
         {"speculative_draft_load_format": "dummy"},
+        {"load_format": "npcache"},
         {"load_format": "remote_instance"},
         {"load_format": "flash_rl"},
         {"load_format": "ipc_cache"},

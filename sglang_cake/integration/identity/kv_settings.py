@@ -21,7 +21,7 @@ _CLASSES: Final[dict[str, frozenset[str]]] = {
 COUNTED: Final[frozenset[str | None]] = frozenset({"counted", None})
 
 # Load formats that read only files which `content.weight_files` lists. Formats with an equal value
-# read the same weights from the same files.
+# read the same weights from the same files. `npcache` reads a copy that an earlier load has made.
 FILE_FORMATS = {
     "auto": "auto",
     "safetensors": "safetensors",
@@ -29,7 +29,6 @@ FILE_FORMATS = {
     "instanttensor": "safetensors",
     "runai_streamer": "safetensors",
     "pt": "pt",
-    "npcache": "npcache",
     "gguf": "gguf",
     "mistral": "mistral",
     "layered": "auto",
