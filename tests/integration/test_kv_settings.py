@@ -223,10 +223,29 @@ def test_kv_facts_unknown_environment_variable_counts(
 def test_kv_facts_environment_variable_at_its_default_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "0")
-    assert kv_settings.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "0"}) == {}
-    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "1")
-    assert kv_settings.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "1"})
+    monkeypatch.setenv("SGLANG_FORCE_FP8_MARLIN", "0")
+    assert kv_settings.counted_environment({"SGLANG_FORCE_FP8_MARLIN": "0"}) == {}
+    monkeypatch.setenv("SGLANG_FORCE_FP8_MARLIN", "1")
+    assert kv_settings.counted_environment({"SGLANG_FORCE_FP8_MARLIN": "1"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_DISABLE_OUTLINES_DISK_CACHE",  # SGLang sets it by an argument that does not count
+        "SGLANG_ENABLE_TORCH_COMPILE",
+        "SGLANG_USE_BREAKABLE_CUDA_GRAPH",
+        "SGLANG_USE_CUDA_IPC_TRANSPORT",
+        "SGLANG_USE_IPC_POOL_HANDLE_CACHE",
+        "SGLANG_FLASHINFER_WORKSPACE_SIZE",  # by the attention backend and the model
+    ],
+)
+def test_kv_facts_variable_that_sglang_sets_by_an_unrelated_setting_does_not_count(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("0", "1"):  # one of them is not the default
+        monkeypatch.setenv(name, value)
+        assert kv_settings.counted_environment({name: value}) == {}
 
 
 def test_kv_facts_path_arguments_name_content_beside_the_model() -> None:
