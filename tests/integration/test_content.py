@@ -1,5 +1,6 @@
 """The digest of a model's files depends on all bytes and names, and on nothing else."""
 
+import json
 import logging
 import mmap
 import os
@@ -353,3 +354,21 @@ def test_tensor_names_are_read_from_safetensors_files_only(tmp_path: Path) -> No
     (tmp_path / "4.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ValueError, match="no safetensors"):
         content.tensor_names([tmp_path / "4.safetensors"])
+
+
+def test_tensor_names_of_files_that_the_index_does_not_list_are_left_out(tmp_path: Path) -> None:
+    """SGLang does not load them, so an update leaves their tensors as they were."""
+    import torch
+    from safetensors.torch import save_file
+    from sglang.srt.model_loader.weight_utils import filter_duplicate_safetensors_files
+
+    for name in "ab":
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    files = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
+    loaded = filter_duplicate_safetensors_files(files, str(tmp_path), index.name)
+    assert loaded == [str(tmp_path / "a.safetensors")]
+    assert content.tensor_names(tmp_path.iterdir()) == {"a"}
+    index.write_text("{}")
+    assert content.tensor_names(tmp_path.iterdir()) is None

@@ -77,6 +77,7 @@ def _digest(**changed: Any) -> bytes:
         "drafts": [],
         "ngram_tokens": None,
         "quantization": None,
+        "fp4_experts": False,
         "device": "cpu",
         "content": {"weights": "w", "config": "c"},
         **changed,
@@ -95,6 +96,7 @@ def _digest(**changed: Any) -> bytes:
             dtype=facts["dtype"],
             context_len=facts["context_len"],
             quantization=facts["quantization"],
+            is_fp4_experts=facts["fp4_experts"],
         ),
         params=SimpleNamespace(page_size=facts["page_size"]),
         tp_worker=SimpleNamespace(model_runner=runner),
@@ -335,25 +337,41 @@ def test_identity_external_model_code_of_too_many_files_is_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("quantization", "digests"),
+    ("quantization", "fp4_experts", "digests"),
     [
-        (None, 1),
-        ("gptq_marlin", 1),
-        ("w8a8_int8", 1),
-        ("fp8", 2),
-        ("modelopt_fp4", 3),
-        ("compressed-tensors", 3),
+        (None, False, 1),
+        ("gptq_marlin", False, 1),
+        ("w8a8_int8", False, 1),
+        ("fp8", False, 2),
+        ("fp8", True, 3),
+        ("modelopt_fp4", False, 3),
+        ("compressed-tensors", False, 3),
     ],
 )
 def test_identity_gpu_that_quantises_no_activations_counts_for_such_models(
-    monkeypatch: pytest.MonkeyPatch, quantization: str | None, digests: int
+    monkeypatch: pytest.MonkeyPatch, quantization: str | None, fp4_experts: bool, digests: int
 ) -> None:
     """Ampere, Ada, Hopper and Blackwell: SGLang picks kernels of Marlin by the device."""
     found = set()
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at=capability: at)
-        found.add(_digest(device="cuda", quantization=quantization))
+        found.add(_digest(device="cuda", quantization=quantization, fp4_experts=fp4_experts))
     assert len(found) == digests
+
+
+@pytest.mark.parametrize("runner", ["triton", "triton_kernel"])
+def test_identity_mxfp4_with_kernels_of_triton_has_the_namespace_of_gpus_without_fp4(
+    monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    def digest(capability: tuple[int, int], runner: str, quantization: str | None) -> bytes:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        args = {"moe_runner_backend": runner}
+        return _digest(device="cuda", args=args, quantization=quantization)
+
+    hopper, blackwell, default = (9, 0), (10, 0), "flashinfer_mxfp4"
+    assert digest(blackwell, runner, "mxfp4") != digest(blackwell, default, "mxfp4")
+    assert digest(blackwell, runner, "mxfp4") == digest(hopper, runner, "mxfp4")
+    assert digest(blackwell, runner, None) == digest(blackwell, default, None)
 
 
 def test_identity_context_length_counts_for_a_model_that_reads_it(tmp_path: Path) -> None:

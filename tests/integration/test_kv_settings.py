@@ -18,7 +18,7 @@ from sglang_cake.integration.support_matrix import RULES
 
 DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
 CLASSES = {
-    *("counted", "draft", "content", "replaced", "private", "rounding", "marlin", "refused"),
+    *("counted", "draft", "content", "replaced", "private", "rounding", "some_values", "refused"),
     "unrelated",
 }
 REVIEWED = (Path(__file__).parent / "sglang_environment.txt").read_text().split()
@@ -74,6 +74,10 @@ def test_kv_facts_unknown_argument_counts_without_showing_its_value() -> None:
         ("moe_runner_backend", "marlin"),
         ("moe_runner_backend", "lora_marlin"),
         ("fp4_gemm_runner_backend", "marlin"),
+        ("moe_runner_backend", "humming"),
+        ("dsa_prefill_backend", "flashmla_sparse_q8"),
+        ("dsv4_prefill_backend", "flashmla_sparse_q8"),
+        ("ep_dispatch_algorithm", "fake"),
     ],
 )
 def test_kv_facts_argument_that_changes_kv_counts(argument: str, value: Any) -> None:
@@ -96,6 +100,9 @@ def test_kv_facts_argument_that_changes_kv_counts(argument: str, value: Any) -> 
         ("api_key", "secret"),
         ("attention_backend", "fa3"),
         ("moe_runner_backend", "triton"),
+        ("moe_runner_backend", "triton_kernel"),
+        ("dsa_prefill_backend", "flashmla_sparse"),
+        ("ep_dispatch_algorithm", "dynamic"),
         ("fp4_gemm_runner_backend", "flashinfer_cutlass"),
         ("mm_process_config", {"image": {"max_pixels": 1}}),
     ],
@@ -131,6 +138,7 @@ def test_kv_facts_deterministic_inference_counts_the_kernels() -> None:
     [
         {"load_format": "dummy"},
         {"speculative_draft_load_format": "dummy"},
+        {"load_format": "npcache"},
         {"load_format": "remote_instance"},
         {"load_format": "flash_rl"},
         {"load_format": "ipc_cache"},
@@ -190,12 +198,20 @@ def test_kv_facts_unknown_environment_variable_counts(
         "SGLANG_FAILED_SESSION_PROBE_INTERVAL_S": "1",
         "SGLANG_CAKE_STORE": "file:///kv",
         "SGLANG_OF_TOMORROW": "s3cret",
+        "ROCM_QUICK_REDUCE_QUANTIZATION": "INT4",
+        "AITER_FORCE_A8W4": "1",
+        "AITER_SITUV2_A8W4": "1",
+        "AITER_SITUV2_A4W4": "1",
         "HOME": "/root",
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     found = kv_settings.counted_environment(given)
     assert found.keys() == {
+        "AITER_FORCE_A8W4",
+        "AITER_SITUV2_A4W4",
+        "AITER_SITUV2_A8W4",
+        "ROCM_QUICK_REDUCE_QUANTIZATION",
         "SGLANG_FP8_IGNORED_LAYERS",
         "SGLANG_MORI_COMBINE_DTYPE",
         "SGLANG_MORI_DISPATCH_DTYPE",
@@ -207,10 +223,29 @@ def test_kv_facts_unknown_environment_variable_counts(
 def test_kv_facts_environment_variable_at_its_default_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "0")
-    assert kv_settings.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "0"}) == {}
-    monkeypatch.setenv("SGLANG_ENABLE_TORCH_COMPILE", "1")
-    assert kv_settings.counted_environment({"SGLANG_ENABLE_TORCH_COMPILE": "1"})
+    monkeypatch.setenv("SGLANG_FORCE_FP8_MARLIN", "0")
+    assert kv_settings.counted_environment({"SGLANG_FORCE_FP8_MARLIN": "0"}) == {}
+    monkeypatch.setenv("SGLANG_FORCE_FP8_MARLIN", "1")
+    assert kv_settings.counted_environment({"SGLANG_FORCE_FP8_MARLIN": "1"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_DISABLE_OUTLINES_DISK_CACHE",  # SGLang sets it by an argument that does not count
+        "SGLANG_ENABLE_TORCH_COMPILE",
+        "SGLANG_USE_BREAKABLE_CUDA_GRAPH",
+        "SGLANG_USE_CUDA_IPC_TRANSPORT",
+        "SGLANG_USE_IPC_POOL_HANDLE_CACHE",
+        "SGLANG_FLASHINFER_WORKSPACE_SIZE",  # by the attention backend and the model
+    ],
+)
+def test_kv_facts_variable_that_sglang_sets_by_an_unrelated_setting_does_not_count(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("0", "1"):  # one of them is not the default
+        monkeypatch.setenv(name, value)
+        assert kv_settings.counted_environment({name: value}) == {}
 
 
 def test_kv_facts_path_arguments_name_content_beside_the_model() -> None:

@@ -187,22 +187,29 @@ def all_files(path: Path) -> list[Path]:
 
 
 def tensor_names(files: Iterable[Path]) -> frozenset[str] | None:
-    """Names of all tensors in safetensors files; None if a file of weights has another format.
+    """Names of all tensors in safetensors files; of those that an index lists, if there is one:
+    SGLang loads no other. None if a file of weights has another format, or if no tensor is found.
 
     Raises: OSError, ValueError.
     """
+    files = list(files)
+    indices = [file for file in files if file.name.endswith(".safetensors.index.json")]
+    maps = [json.loads(index.read_bytes()).get("weight_map", {}) for index in indices]
+    listed = {Path(name).name for each in maps for name in each.values()}
     names: set[str] = set()
     for file in files:
         if file.name.endswith(".index.json"):
             continue
         if file.suffix != ".safetensors":
             return None
+        if indices and file.name not in listed:
+            continue
         with file.open("rb") as stream:
             size_bytes = int.from_bytes(stream.read(8), "little")
             if size_bytes > file.stat().st_size:
                 raise ValueError(f"{file} is no safetensors file")
             names.update(json.loads(stream.read(size_bytes)))
-    return frozenset(names - {"__metadata__"})
+    return frozenset(names - {"__metadata__"}) or None
 
 
 class DigestRecords:

@@ -107,7 +107,8 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
-    if dequantised := _dequantised(ctx, [model, *(each.runner.model_config for each in drafts)]):
+    models = [model, *(each.runner.model_config for each in drafts)]
+    if dequantised := _dequantised(ctx, models, values.moe_runner_backend):
         fields["dequantised"] = dequantised
     hasher = ctx.tp_worker.model_runner.ngram_embedding_manager.engram_hasher
     if hasher is not None:  # it hashes tokens by their text, which the tokenizer knows
@@ -161,10 +162,12 @@ def _device_name(ctx: "TreeCacheBuildContext") -> str:
     return torch.cuda.get_device_name() if runner.device == "cuda" else str(runner.device)
 
 
-def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any]) -> str:
-    """The number formats that this GPU cannot multiply, so that SGLang picks kernels of Marlin for
-    such weights: these dequantise them, and leave activations as they are that others quantise."""
-    names = [str(each.quantization) for each in models if each.quantization]
+def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any], moe_runner: str) -> str:
+    """The number formats whose weights SGLang dequantises, so that it leaves activations as they
+    are that others quantise: those that this GPU cannot multiply, since it picks kernels of Marlin
+    and the like then; MXFP4, if the MoE runner is one of Triton."""
+    quantised = [each for each in models if each.quantization]
+    names = [str(each.quantization) for each in quantised]
     on_gpu = ctx.tp_worker.model_runner.device == "cuda" and torch.version.hip is None
     if not on_gpu or all(name.startswith(WEIGHT_ONLY) for name in names):
         return ""
@@ -172,7 +175,11 @@ def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any]) -> str:
     lacking = []  # of most formats the name does not tell which numbers the weights are
     if capability < (8, 9) and not all("int8" in name for name in names):
         lacking.append("fp8")
-    if capability < (10, 0) and not all("int8" in name or "fp8" in name for name in names):
+    by_triton = "mxfp4" in names and moe_runner in ("triton", "triton_kernel")
+    if (capability < (10, 0) or by_triton) and any(
+        each.is_fp4_experts or not ("int8" in name or "fp8" in name)
+        for each, name in zip(quantised, names, strict=True)
+    ):
         lacking.append("fp4")
     return " ".join(lacking)
 

@@ -20,8 +20,11 @@ _CLASSES: Final[dict[str, frozenset[str]]] = {
 
 COUNTED: Final[frozenset[str | None]] = frozenset({"counted", None})
 
+# Values that count, of arguments in the class `some_values`.
+_OTHER_KV = re.compile(r"marlin|humming|_q8$|^fake$")
+
 # Load formats that read only files which `content.weight_files` lists. Formats with an equal value
-# read the same weights from the same files.
+# read the same weights from the same files. `npcache` reads a copy that an earlier load has made.
 FILE_FORMATS = {
     "auto": "auto",
     "safetensors": "safetensors",
@@ -29,7 +32,6 @@ FILE_FORMATS = {
     "instanttensor": "safetensors",
     "runai_streamer": "safetensors",
     "pt": "pt",
-    "npcache": "npcache",
     "gguf": "gguf",
     "mistral": "mistral",
     "layered": "auto",
@@ -38,8 +40,12 @@ FILE_FORMATS = {
 }
 
 # A variable that matches _ENVIRONMENT counts, unless it matches _UNRELATED_ENVIRONMENT: places,
-# logs, traces, tests, timeouts, and modes that are refused.
-_ENVIRONMENT = re.compile(r"(SGLANG|SGL)_|FLASHINFER_NVFP4_|DEEP_NORMAL_MODE_USE_INT8_QUANT$")
+# logs, traces, tests, timeouts, and modes that are refused. Those without SGLANG choose the bits of
+# activations and of sums over ranks.
+_ENVIRONMENT = re.compile(
+    r"(SGLANG|SGL|ROCM_QUICK_REDUCE|AITER_FORCE|AITER_SITUV2)_|FLASHINFER_NVFP4_"
+    r"|DEEP_NORMAL_MODE_USE_INT8_QUANT$"
+)
 _UNRELATED_ENVIRONMENT = re.compile(
     r"""SGL(ANG)?_(
       CAKE_ | LOG_ | TEST_ | TRACE_ | OTLP_ | PROFILE | TORCH_PROFILER | MEM_PROFILE | RECORD_
@@ -60,7 +66,9 @@ _UNRELATED_ENVIRONMENT = re.compile(
     | CPU_OMP_THREADS_BIND$ | (CPU|IO)_WORKERS$ | DP_RANK$ | HOST_IP$ | LOCAL_IP | NCCL_SO_PATH$
     | HEALTH_CHECK_TIMEOUT$ | WAIT_ | DETOKENIZER_ | RINGBUFFER_ | SKIP_P2P_CHECK$ | ROUTING_KEY
     | OLLAMA_ | NSYS_ | DUMP_LOADER_DIR$ | EXTERNAL_MM | EXTERNAL_MODEL_PACKAGE$
-    | BLOCK_NONZERO_RANK_CHILDREN$
+    | BLOCK_NONZERO_RANK_CHILDREN$ | DISABLE_OUTLINES_DISK_CACHE$ | ENABLE_TORCH_COMPILE$
+    | FLASHINFER_WORKSPACE_SIZE$ | USE_BREAKABLE_CUDA_GRAPH$ | USE_CUDA_IPC_TRANSPORT$
+    | USE_IPC_POOL_HANDLE_CACHE$
     )""",
     re.VERBOSE,
 )
@@ -89,13 +97,13 @@ def counted_arguments(
         classes: of arguments in kv_settings.toml.
     """
     if values.enable_deterministic_inference:
-        classes |= {"rounding", "marlin"}
+        classes |= {"rounding", "some_values"}
     found = {name: _text(getattr(values, name)) for name in sorted(defaults)}
     kinds = {name: argument_class(name) for name in found}
     return {
         name: text if kinds[name] else _digest(text)
         for name, text in found.items()
-        if kinds[name] in classes or (kinds[name] == "marlin" and "marlin" in text)
+        if kinds[name] in classes or (kinds[name] == "some_values" and _OTHER_KV.search(text))
         if text != _text(defaults[name])
     }
 
