@@ -484,6 +484,7 @@ def _base(url: StoreUrl) -> str:
     try:
         parts = urlsplit(f"{url.scheme}://{url.place}")
         host, _ = parts.hostname, parts.port
+        (host or "").encode("idna")  # as each connection does
     except ValueError:  # its message could quote a part of a password
         raise url.error("host or port cannot be read, write for example http://host:8700") from None
     if not host or " " in url.place:
