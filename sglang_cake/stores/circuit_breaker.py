@@ -35,6 +35,9 @@ FORBIDDEN_EVERY_S = 600.0  # between two log lines about forbidden calls
 MAX_TEXT_CHARS = 300  # of a server's message, in log lines
 MOST_BACKOFF = 1024.0
 SLOWEST_BYTES_PER_S = 64 * 1024  # slower links are not waited for
+# A part of a call's time does not depend on its bytes, and counts as the time of so many. Otherwise
+# the rate of a call of few bytes would allow minutes to a large one.
+CALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ class AdaptiveTimeout:
     """Time limit for requests of one kind, similar to TCP's retransmission timer (RFC 6298).
 
     The limit is SLACK times the expected duration of a request of this size, by the mean and the
-    deviation of the measured time per byte. Each timeout doubles later limits, up to the ceiling,
-    until a request is answered. So after a link became slow, some requests fail, and later ones get
-    enough time.
+    deviation of the measured time per byte. Each request counts CALL_BYTES more than it transfers.
+    Each timeout doubles later limits, up to the ceiling, until a request is answered. So after a
+    link became slow, some requests fail, and later ones get enough time.
     """
 
     GAIN = 0.2  # weight of the newest measurement
@@ -64,7 +67,7 @@ class AdaptiveTimeout:
         self.backoff = 1.0  # factor of every limit
 
     def timeout_s(self, size_bytes: int) -> float:
-        """Limit for a request that transfers `size_bytes`, at least 1."""
+        """Limit for a request that transfers `size_bytes`."""
         limits = self._limits
         limit_s = limits.first_s if self._mean_s is None else self.usual_s(size_bytes)
         most_s = max(limits.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
@@ -74,11 +77,11 @@ class AdaptiveTimeout:
         """A request that transfers `size_bytes` rarely takes longer."""
         if self._mean_s is None:
             return self._limits.floor_s
-        return SLACK * size_bytes * (self._mean_s + 4 * self._deviation_s)
+        return SLACK * (CALL_BYTES + size_bytes) * (self._mean_s + 4 * self._deviation_s)
 
     def answered(self, size_bytes: int, took_s: float) -> None:
         """Record a request that transferred `size_bytes` in `took_s`."""
-        per_byte_s = took_s / size_bytes
+        per_byte_s = took_s / (CALL_BYTES + size_bytes)
         self.backoff = 1.0
         if self._mean_s is None:
             self._mean_s = per_byte_s
@@ -289,7 +292,7 @@ class Circuit:
         self._closed = True
 
     @contextlib.asynccontextmanager
-    async def call(self, size_bytes: int) -> AsyncIterator[None]:
+    async def call(self, size_bytes: int = 0) -> AsyncIterator[None]:
         """A context for one call. Errors inside it count as follows:
 
         - BlockCorrupt, StoreUnavailable: a failure.
@@ -298,7 +301,7 @@ class Circuit:
         - any other exception: neither.
 
         Args:
-            size_bytes: bytes that the call transfers, at least 1.
+            size_bytes: bytes that the call transfers.
 
         Raises: StoreUnavailable at once while the breaker is open; RemoteError if the call takes
             too long, or ends with a TimeoutError.

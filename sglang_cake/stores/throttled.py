@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
@@ -17,6 +17,17 @@ from sglang_cake.stores.wrapper_store import WrapperStore
 # Progress is reported in pieces of PIECE_BYTES, or of the bytes of PIECE_S if that is more.
 PIECE_BYTES = 1 << 16
 PIECE_S = 0.002
+
+
+class Link:
+    """What the reads of one event loop hold one after another."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()  # fair: in order of arrival
+        self.free_s = -math.inf  # when the last read gave the link back
+
+
+Links = dict[asyncio.AbstractEventLoop, Link]
 
 
 class ThrottledStore(WrapperStore):
@@ -33,11 +44,13 @@ class ThrottledStore(WrapperStore):
         *,
         bytes_per_s: float,
         block_bytes: int,
+        links: Links | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """Args:
         block_bytes: bytes that are charged for a corrupt block.
+        links: those of the source, shared with its other stores; None: of this store alone.
         clock, sleep: seconds.
         """
         assert bytes_per_s > 0, bytes_per_s
@@ -47,21 +60,21 @@ class ThrottledStore(WrapperStore):
         self._bytes_per_s = bytes_per_s
         self._block_bytes = block_bytes
         self._piece_bytes = max(PIECE_BYTES, int(bytes_per_s * PIECE_S))
-        self._link = asyncio.Lock()  # fair: in order of arrival
-        self._free_s = -math.inf  # when the last read gave the link back
+        self._links = {} if links is None else links
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         asked_s = self._clock()
+        link = self._links.setdefault(asyncio.get_running_loop(), Link())
         reading = asyncio.ensure_future(self.inner.get_into(key, out))
         try:
-            async with self._link:
-                begun_s = max(asked_s, self._free_s)
+            async with link.lock:
+                begun_s = max(asked_s, link.free_s)
                 try:
-                    size_bytes, self._free_s = await self._cross(reading, begun_s, progress)
+                    size_bytes, link.free_s = await self._cross(reading, begun_s, progress)
                 except BaseException:
-                    self._free_s = self._clock()
+                    link.free_s = self._clock()
                     raise
                 return size_bytes
         finally:
@@ -96,10 +109,12 @@ class ThrottledStore(WrapperStore):
 
 @dataclass(frozen=True, slots=True)
 class ThrottledSource:
-    """Implements `StoreSource`: another source, whose stores have limited bandwidth."""
+    """Implements `StoreSource`: another source, whose stores share a limited bandwidth, as those of
+    a block's slices."""
 
     inner: StoreSource
     bytes_per_s: float
+    links: Links = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def check(self) -> None:
         self.inner.check()
@@ -109,6 +124,7 @@ class ThrottledSource:
             self.inner.open(frame, depth=depth),
             bytes_per_s=self.bytes_per_s,
             block_bytes=frame.payload_bytes,
+            links=self.links,
         )
 
     async def namespaces(self) -> list[StoredNamespace]:

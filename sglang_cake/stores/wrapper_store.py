@@ -102,14 +102,15 @@ def count_written(counters: Counters, payload_bytes: int) -> None:
 
 class LazyStore(Store):
     """Implements `Store` by a store that the first call opens, for example when a disk is mounted
-    later. Every call tries to open it, and raises StoreUnavailable if that fails. The caller
-    decides how often to try."""
+    later. Every call tries to open it, or waits for a try in progress, and raises StoreUnavailable
+    if that fails. The caller decides how often to try."""
 
     def __init__(self, source: StoreSource, frame: BlockFrame, *, depth: int) -> None:
         self._source = source
         self._frame = frame
         self._depth = depth
         self._opening = asyncio.Lock()
+        self._attempt: asyncio.Future[Store] | None = None  # the last one to open it
         self._store: Store | None = None
         self._closed = False
 
@@ -164,7 +165,13 @@ class LazyStore(Store):
         # Shielded, since a cancelled caller must not leave an open store behind.
         if self._store is not None:
             return self._store
-        return await asyncio.shield(asyncio.ensure_future(self._open()))
+        if self._attempt is None or self._attempt.done():
+            self._attempt = asyncio.ensure_future(self._open())
+            # Retrieved here, since all callers may have been cancelled.
+            self._attempt.add_done_callback(
+                lambda attempt: attempt.cancelled() or attempt.exception()
+            )
+        return await asyncio.shield(self._attempt)
 
     async def _open(self) -> Store:
         async with self._opening:

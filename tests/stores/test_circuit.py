@@ -69,9 +69,9 @@ async def answer(circuit, took_s):
         await asyncio.sleep(took_s)
 
 
-async def give_up(circuit, after_s):
+async def give_up(circuit, after_s, size_bytes=1):
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(after_s), circuit.call(1):
+        async with asyncio.timeout(after_s), circuit.call(size_bytes):
             await asyncio.Event().wait()
 
 
@@ -102,6 +102,20 @@ def test_circuit_reads_of_a_server_that_never_answered_open_the_breaker():
         for _ in range(FAILURES):
             await give_up(circuit, 1.9)
             await give_up(circuit, 2.1)
+        with pytest.raises(StoreUnavailable, match="left alone since timed out: given up after"):
+            await answer(circuit, 0.0)
+
+    in_virtual_time(main())
+
+
+def test_circuit_large_calls_given_up_after_a_small_one_open_the_breaker():
+    """As the lookup of a long prompt, after one without keys that took 50 ms."""
+
+    async def main():
+        circuit = reads()
+        await answer(circuit, 0.05)
+        for _ in range(FAILURES):
+            await give_up(circuit, 1.9, size_bytes=64_000)
         with pytest.raises(StoreUnavailable, match="left alone since timed out: given up after"):
             await answer(circuit, 0.0)
 

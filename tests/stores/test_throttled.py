@@ -9,9 +9,9 @@ import pytest
 from faulty_stores import FaultyStore, SlowStore
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing
-from sglang_cake.stores.throttled import PIECE_BYTES, ThrottledStore
+from sglang_cake.stores.throttled import PIECE_BYTES, ThrottledSource, ThrottledStore
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.testing.store_contract import LAYOUT, ProgressRecord, block_of, key_of, read
+from sglang_cake.testing.store_contract import FRAME, LAYOUT, ProgressRecord, block_of, key_of, read
 
 READ_S = 2.0  # what one block takes on the link of these tests
 
@@ -83,6 +83,33 @@ async def test_throttled_store_reads_complete_in_request_order():
     await clock.advance(10)
     assert ended == {2: READ_S, 0: 2 * READ_S, 1: 3 * READ_S}
     assert [await task for task in tasks] == [block_of(name) for name in (2, 0, 1)]
+
+
+class Opens:
+    """A source of one store."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def open(self, frame, *, depth):
+        return self.store
+
+
+async def test_throttled_source_stores_share_its_link():
+    """As the stores of a block's slices."""
+    inner, told = MemoryStore(), []
+    await inner.put(key_of(0), block_of(0))
+    source = ThrottledSource(Opens(inner), bytes_per_s=1e-3)
+    tasks = []
+    for name in ("first", "second"):
+        out, store = bytearray(LAYOUT.block_bytes), source.open(FRAME, depth=1)
+        reading = store.get_into(key_of(0), memoryview(out), lambda _, name=name: told.append(name))
+        tasks.append(asyncio.ensure_future(reading))
+        await settle()
+    assert set(told) == {"first"}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def test_throttled_store_idle_time_is_not_saved_up():

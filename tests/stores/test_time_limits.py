@@ -64,6 +64,19 @@ def test_adaptive_timeout_after_a_slowdown_suffices_in_seven_retries(slower):
         assert pace.timeout_s(size) >= usual_s * slower
 
 
+@pytest.mark.parametrize(
+    ("small", "took_s", "large", "most_s"),
+    [(0, 0.05, 64_000, PATIENCE.floor_s), (1000, 0.03, 16 << 20, PATIENCE.first_s)],
+    ids=["lookups", "a description and a block"],
+)
+def test_adaptive_timeout_after_a_small_request_is_short_for_a_large_one(
+    small, took_s, large, most_s
+):
+    pace = AdaptiveTimeout(PATIENCE)
+    pace.answered(small, took_s)
+    assert pace.timeout_s(large) <= most_s
+
+
 def test_adaptive_timeout_without_answers_doubles_up_to_the_ceiling():
     pace = AdaptiveTimeout(PATIENCE)
     limits = []

@@ -1,16 +1,22 @@
 """Bytes are counted as they cross the link, with every codec."""
 
+import asyncio
+import gc
+import threading
 from pathlib import Path
 
 import pytest
 
 from sglang_cake.core.codec_names import AUTO, CODECS, namespace_value
 from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.open_store import open_blocks, parse_sources
+from sglang_cake.stores.wrapper_store import LazyStore
 from sglang_cake.testing.codec_contract import kv_like
+from sglang_cake.testing.store_contract import FRAME, key_of
 
 LAYOUT = BlockLayout.plain(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
 KEYS = [BlockKey(bytes([turn]) * 32) for turn in range(3)]
@@ -43,3 +49,36 @@ async def test_counted_store_bytes_equal_the_file_sizes_with_every_codec(
     found = counters.snapshot()
     assert found["read_blocks", ""] == len(KEYS)
     assert found["stored_bytes", ""] == found["read_bytes", ""] == lengths
+
+
+class HangingSource:
+    """It cannot be opened, and says so after `may_end`."""
+
+    def __init__(self):
+        self.may_end = threading.Event()
+
+    def open(self, frame, *, depth):
+        self.may_end.wait()
+        raise ConfigError("the disk is gone")
+
+
+async def test_lazy_store_calls_cancelled_while_it_opens_leave_one_task_and_no_log_line():
+    source, unretrieved = HangingSource(), []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: unretrieved.append(context))
+    store, before = LazyStore(source, FRAME, depth=1), asyncio.all_tasks()
+    for _ in range(20):
+        lookup = asyncio.ensure_future(store.contains([key_of("a")]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        lookup.cancel()
+        await asyncio.wait([lookup])
+    left = asyncio.all_tasks() - before
+    count = len(left)
+    source.may_end.set()
+    await asyncio.wait(left)
+    await store.close()
+    del left, lookup, store
+    gc.collect()
+    assert count == 1
+    assert unretrieved == []

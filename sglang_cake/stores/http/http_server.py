@@ -32,7 +32,6 @@ from sglang_cake.stores.threads import LimitedThreads
 
 logger = logging.getLogger(__name__)
 
-LOOKUPS_AT_ONCE = 8
 ASK_THREADS = 4  # for lookups, so that they do not wait behind reads from a slow disk
 METHODS = {
     Kind.HEALTH: ("GET", "HEAD"),
@@ -78,7 +77,6 @@ class StoreServer:
             namespace_quota_bytes=namespace_quota_bytes,
             stuck_s=stuck_s,
         )
-        self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._in_progress = 0
         self._is_stopping = False
         self._idle = asyncio.Event()
@@ -166,11 +164,10 @@ class StoreServer:
         if len(sizes) != 1 or not sizes[0].isascii() or not sizes[0].isdigit():
             raise RefusedRequest(400, "ask with ?bytes= and the bytes of a block")
         framed_bytes = int(sizes[0][:20]) or None  # 0: each as it comes
-        async with self._lookups:
-            keys = await self._read_keys(request)
-            found = await self._askers.run(
-                lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
-            )
+        keys = await self._read_keys(request)
+        found = await self._askers.run(
+            lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
+        )
         return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
 
     async def _touched(self, request: web.BaseRequest, digest: Digest) -> web.Response:

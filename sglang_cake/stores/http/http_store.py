@@ -144,7 +144,7 @@ class HttpStore(Store):
                     await refuse(response)
 
         async with self._asking:
-            await self._transport.call(self._transport.lookups, max(1, len(body)), attempt)
+            await self._transport.call(self._transport.lookups, len(body), attempt)
 
     async def _ask(self, keys: Sequence[BlockKey]) -> list[bool] | None:
         """Which keys are stored; None if the server turns out to be a plain one."""
@@ -161,7 +161,7 @@ class HttpStore(Store):
         if self._is_plain:
             self._ask_again.start(self._clock())  # other lookups do not ask meanwhile
         async with self._asking:
-            size_bytes = max(1, len(keys)) * protocol.KEY_BYTES
+            size_bytes = len(keys) * protocol.KEY_BYTES
             answers = await self._transport.call(self._transport.lookups, size_bytes, attempt)
         self._learned(is_plain=answers is None)
         return answers
@@ -484,6 +484,7 @@ def _base(url: StoreUrl) -> str:
     try:
         parts = urlsplit(f"{url.scheme}://{url.place}")
         host, _ = parts.hostname, parts.port
+        (host or "").encode("idna")  # as each connection does
     except ValueError:  # its message could quote a part of a password
         raise url.error("host or port cannot be read, write for example http://host:8700") from None
     if not host or " " in url.place:

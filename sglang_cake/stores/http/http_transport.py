@@ -191,7 +191,7 @@ class HttpTransport:
     ) -> T:
         """Run `attempt`, which makes one request, until it succeeds; TRIES times at most.
 
-        Args: size_bytes: bytes that the request moves, at least 1.
+        Args: size_bytes: bytes that the request moves.
         Raises: StoreUnavailable; any other StoreError of `attempt`, without another try.
         Cancellation reaches `attempt`, which closes its connection.
         """

@@ -35,7 +35,6 @@ from sglang_cake.stores.circuit_breaker import (
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 10.0  # without a byte
 ATTEMPTS = 2  # of one call, with botocore's own backoff between them
-ASKED_BYTES = 1  # size of calls without a block, for their time limit
 MAX_PAGE_BYTES = 2**24  # of a listing: 1000 names of 1024 characters, escaped, and their fields
 MAX_WORDS_BYTES = 2**16  # of other answers that are read whole: errors, and answers to puts
 
@@ -171,7 +170,7 @@ class S3Bucket:
 
     async def has(self, name: str) -> bool:
         """Whether there is such an object."""
-        async with self._lookups.call(ASKED_BYTES):
+        async with self._lookups.call():
             return await self._has(name)
 
     async def _has(self, name: str) -> bool:
@@ -231,7 +230,7 @@ class S3Bucket:
 
     async def delete(self, name: str) -> None:
         """Forget an object, if there is one."""
-        async with self._writes.call(ASKED_BYTES):
+        async with self._writes.call():
             try:
                 await self._call("delete_object", Key=name)
             except S3Error as refused:
@@ -244,7 +243,7 @@ class S3Bucket:
         Args:
             where: further arguments of ListObjectsV2.
         """
-        async with self._lists.call(ASKED_BYTES):
+        async with self._lists.call():
             return await self._call("list_objects_v2", Prefix=prefix, **where)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Listed]:

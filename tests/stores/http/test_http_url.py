@@ -37,6 +37,7 @@ def test_http_url_valid_text_is_parsed_into_its_source(url, expected):
         ("http://h:port", "ort"),
         ("http://h:99999", "ort"),
         ("http://[::1", "host or port"),
+        ("http://kv..example.com:8700", "host or port"),
         ("http://user:secret@h", "token_file"),
         ("http://h/a b", "names no host"),
         ("http://h#x", "not a URL"),

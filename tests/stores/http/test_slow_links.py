@@ -8,12 +8,15 @@ import stat
 import time
 
 import pytest
+from filestore import closing
 from http_servers import (
     BIG_FRAME,
+    FRAMED_BYTES,
     A,
     ServerInProcess,
     fill_root,
     is_open,
+    opened,
     read_status,
     request_bytes,
     start_put,
@@ -21,8 +24,9 @@ from http_servers import (
 )
 from polling import until
 
-from sglang_cake.stores.http.protocol import block_path
+from sglang_cake.stores.http.protocol import block_path, contains_path
 from sglang_cake.stores.http.request_body import STUCK_S, while_it_moves
+from sglang_cake.testing.store_contract import FRAME
 from sglang_cake.testing.virtual_time import in_virtual_time
 
 PATH = block_path(BIG_FRAME.digest, A)
@@ -61,6 +65,17 @@ def test_store_serve_stuck_put_is_ended_with_408(server, tmp_path):
     assert read_status(connection) == 408
     until(lambda: server.metrics()["puts_in_progress"] == 0, "the place is free")
     assert not list(tmp_path.rglob(".tmp-*"))
+
+
+async def test_store_serve_lookups_that_stop_in_their_body_hold_no_other_up(tmp_path):
+    path = contains_path(FRAME.digest, FRAMED_BYTES)
+    head = f"POST {path} HTTP/1.1\nHost: x\nContent-Length: 32000\nExpect: 100-continue\n"
+    with ServerInProcess(tmp_path) as server, contextlib.ExitStack() as held:
+        for _ in range(20):
+            connection = held.enter_context(start_request(server, head))
+            assert read_status(connection) == 100  # the server waits for the body
+        async with closing(opened(f"http://127.0.0.1:{server.port}")) as store:
+            assert await store.contains([A]) == [False]
 
 
 def test_store_serve_reader_that_stops_reading_is_disconnected(server):
