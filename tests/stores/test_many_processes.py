@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
@@ -106,6 +108,40 @@ def test_index_settle_with_an_outdated_id_finds_the_block(tmp_path):
             (booked,) = index.stored(0, 10)
             moved = booked._replace(id=booked.id + 7)
             assert index.commit(moved, STORED_BYTES) == booked.id
+
+
+# ---- a process that opens the folder twice, as for slices of heads ----
+
+READS_AND_ENDS = """
+import sqlite3, sys
+index = sqlite3.connect(sys.argv[1])
+print(*index.execute("SELECT count(*) FROM blocks WHERE state = 1").fetchone())
+index.close()
+"""
+
+
+def blocks_seen_by_another_process(root):
+    program = [sys.executable, "-c", READS_AND_ENDS, str(root / "index.db")]
+    return int(subprocess.run(program, capture_output=True, check=True, timeout=60).stdout)
+
+
+@pytest.mark.parametrize("again", ["opened", "opened and closed", "checked"])
+def test_file_store_opened_again_still_shares_its_index_with_other_processes(tmp_path, again):
+    """A process that ends the last use of an index removes its log: not while it is in use."""
+    source = FileSource(tmp_path, min_free_bytes=0)
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(contextlib.closing(opened(tmp_path)))
+        assert put(folder, "before")
+        if again == "checked":
+            source.check()
+        else:
+            other = held.enter_context(contextlib.closing(source.folder()))
+            assert other.stats().blocks == 1
+            if again == "opened and closed":
+                other.close()
+        assert blocks_seen_by_another_process(tmp_path) == 1
+        assert put(folder, "after")
+        assert blocks_seen_by_another_process(tmp_path) == 2
 
 
 # ---- a writer that takes long ----
