@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import sqlite3
 import subprocess
@@ -231,6 +232,32 @@ def test_block_folder_low_free_space_evicts_without_a_put(tmp_path, disk):
         disk.f_bavail = 1000
         until_room_is_made(folder)
         assert there(folder, range(10)) == list(range(3, 10))
+
+
+class NoPageForReads(sqlite3.Connection):
+    """A full disk, with no page for the accesses of reads."""
+
+    def execute(self, sql, *values):
+        if sql.startswith("UPDATE blocks SET used_s"):
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return super().execute(sql, *values)
+
+
+def test_block_folder_full_disk_evicts_while_blocks_are_read(tmp_path, disk, monkeypatch):
+    connect = functools.partial(sqlite3.connect, factory=NoPageForReads)
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None, min_free_bytes=1000)) as folder:
+        for name in range(10):
+            put(folder, name)
+        disk.f_bavail = 1000 - 3 * STORED_BYTES + 1
+
+        def has_evicted():
+            get(folder, 9)
+            return folder.stats().blocks < 10
+
+        until(has_evicted, "blocks are evicted")
 
 
 def test_evictor_of_four_instances_exactly_one_leads(tmp_path, disk):
