@@ -296,6 +296,18 @@ async def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkey
             await task
 
 
+def test_is_cached_leaves_the_access_time_and_the_flags_as_they_are(tmp_path):
+    """Who writes the access time waits for the disk. That is for the read itself."""
+    place = tmp_path / "block"
+    place.write_bytes(bytes(PAGE_BYTES))
+    os.utime(place, (1, 2))  # older than the last write: also with relatime, an access is recorded
+    with place.open("rb") as file:
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        assert is_cached(file.fileno(), PAGE_BYTES)
+        assert place.stat().st_atime == 1
+        assert fcntl.fcntl(file, fcntl.F_GETFL) == flags
+
+
 def test_is_cached_empty_file_and_pipe_count_as_cached(tmp_path):
     place = tmp_path / "empty"
     place.touch()

@@ -2,8 +2,11 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
@@ -108,6 +111,40 @@ def test_index_settle_with_an_outdated_id_finds_the_block(tmp_path):
             assert index.commit(moved, STORED_BYTES) == booked.id
 
 
+# ---- a process that opens the folder twice, as for slices of heads ----
+
+READS_AND_ENDS = """
+import sqlite3, sys
+index = sqlite3.connect(sys.argv[1])
+print(*index.execute("SELECT count(*) FROM blocks WHERE state = 1").fetchone())
+index.close()
+"""
+
+
+def blocks_seen_by_another_process(root):
+    program = [sys.executable, "-c", READS_AND_ENDS, str(root / "index.db")]
+    return int(subprocess.run(program, capture_output=True, check=True, timeout=60).stdout)
+
+
+@pytest.mark.parametrize("again", ["opened", "opened and closed", "checked"])
+def test_file_store_opened_again_still_shares_its_index_with_other_processes(tmp_path, again):
+    """A process that ends the last use of an index removes its log: not while it is in use."""
+    source = FileSource(tmp_path, min_free_bytes=0)
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(contextlib.closing(opened(tmp_path)))
+        assert put(folder, "before")
+        if again == "checked":
+            source.check()
+        else:
+            other = held.enter_context(contextlib.closing(source.folder()))
+            assert other.stats().blocks == 1
+            if again == "opened and closed":
+                other.close()
+        assert blocks_seen_by_another_process(tmp_path) == 1
+        assert put(folder, "after")
+        assert blocks_seen_by_another_process(tmp_path) == 2
+
+
 # ---- a writer that takes long ----
 
 
@@ -195,6 +232,32 @@ def test_block_folder_low_free_space_evicts_without_a_put(tmp_path, disk):
         disk.f_bavail = 1000
         until_room_is_made(folder)
         assert there(folder, range(10)) == list(range(3, 10))
+
+
+class NoPageForReads(sqlite3.Connection):
+    """A full disk, with no page for the accesses of reads."""
+
+    def execute(self, sql, *values):
+        if sql.startswith("UPDATE blocks SET used_s"):
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return super().execute(sql, *values)
+
+
+def test_block_folder_full_disk_evicts_while_blocks_are_read(tmp_path, disk, monkeypatch):
+    connect = functools.partial(sqlite3.connect, factory=NoPageForReads)
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None, min_free_bytes=1000)) as folder:
+        for name in range(10):
+            put(folder, name)
+        disk.f_bavail = 1000 - 3 * STORED_BYTES + 1
+
+        def has_evicted():
+            get(folder, 9)
+            return folder.stats().blocks < 10
+
+        until(has_evicted, "blocks are evicted")
 
 
 def test_evictor_of_four_instances_exactly_one_leads(tmp_path, disk):

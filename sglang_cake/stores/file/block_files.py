@@ -36,8 +36,10 @@ MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namesp
 PIECE_BYTES = 8 << 20
 # Errors of file systems and drivers that cannot read directly into this memory.
 _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
-# Its calls keep the GIL. They read no file, and with many threads each hand-over takes longer.
+# Its calls keep the GIL. None of them waits for the disk (`is_cached`), and with many threads each
+# hand-over takes longer.
 _libc = ctypes.PyDLL(None)
+_libc.fcntl.argtypes = 3 * (ctypes.c_int,)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
@@ -246,10 +248,17 @@ def set_direct(fd: int, *, direct: bool) -> bool:
 def is_cached(fd: int, file_bytes: int) -> bool:
     """Whether an open file is in the page cache, by its first, middle and last page.
 
-    Unlike a read with RWF_NOWAIT, `mincore` brings nothing into the cache. For a file of another
-    user the kernel always reports a cached file.
+    Unlike a read with RWF_NOWAIT, `mincore` brings nothing into the cache. A file of another user
+    counts as cached, since the kernel does not tell.
+
+    The access time stays, since `mmap` would write it with the address space of the process locked:
+    on a disk that hangs, every thread that maps memory would wait.
     """
+    flags = _libc.fcntl(fd, fcntl.F_GETFL, 0)
+    if _libc.fcntl(fd, fcntl.F_SETFL, flags | os.O_NOATIME):  # a file of another user, or a link
+        return True
     start = _libc.mmap(None, file_bytes, mmap.PROT_READ, mmap.MAP_PRIVATE, fd, 0)
+    _libc.fcntl(fd, fcntl.F_SETFL, flags)
     if start == _MAP_FAILED:  # it cannot be mapped, or is empty
         return True
     resident = ctypes.create_string_buffer(-(-file_bytes // PAGE_BYTES))

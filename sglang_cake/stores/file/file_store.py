@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import functools
 import logging
 import os
@@ -42,7 +43,6 @@ DEFAULT_SHARE = 0.5
 DEFAULT_MIN_FREE_SHARE = 0.2
 LEAST_CAPACITY_BYTES = 16 << 20  # the index alone may take 5 MiB
 _OF_THE_DISK = {"lost+found"}  # in a new file system
-_SQLITE = b"SQLite format 3\0"
 
 
 class FileStore(Store):
@@ -271,15 +271,18 @@ def _check_folder(root: Path) -> None:
     is_store = _size_bytes(root / INDEX_LOCK) == 0 or any(map(DIGEST_OR_KEY.fullmatch, names))
     index = root / INDEX
     if _size_bytes(index):
-        with index.open("rb") as file:
-            is_database = file.read(len(_SQLITE)) == _SQLITE
-        if is_database:
-            # Twice, since another process may be creating the index.
-            if _is_foreign(index) and _is_foreign(index):
-                raise ConfigError(
-                    f"store folder {root} has an {INDEX} of another program, or of another "
-                    "version of sglang-cake: choose another folder"
-                )
+        if not os.access(index, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(index))
+        error = _error_of(index)
+        if isinstance(error, ForeignIndexError):
+            error = _error_of(index)  # another process may be creating the index
+        if isinstance(error, ForeignIndexError):
+            raise ConfigError(
+                f"store folder {root} has an {INDEX} of another program, or of another "
+                "version of sglang-cake: choose another folder"
+            )
+        is_database = getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_NOTADB
+        if is_database:  # if it is damaged or being written: decided when it is opened to write
             return
     if not is_store:
         raise ConfigError(
@@ -296,14 +299,12 @@ def _size_bytes(path: Path) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _is_foreign(index: Path) -> bool:
+def _error_of(index: Path) -> sqlite3.Error | None:
     try:
         check_ours(index)
-    except ForeignIndexError:
-        return True
-    except sqlite3.Error:  # damaged, or being written: decided when it is opened to write
-        return False
-    return False
+    except sqlite3.Error as error:
+        return error
+    return None
 
 
 def parse(url: StoreUrl) -> FileSource:

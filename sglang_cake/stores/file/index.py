@@ -4,9 +4,11 @@ One SQLite file, shared by all processes that have the store open. The index dec
 is taken. The content of a block is checked by its own header and checksum. The order of operations
 ensures that a crash never leaves a file without a row: a block is inserted before its file is
 created, and its file is removed before its row.
+
+Only SQLite opens an existing file. Its locks are POSIX locks: a process that closes a descriptor of
+the file loses all of them, and the next process that closes the index removes the log in use.
 """
 
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +39,7 @@ from sglang_cake.stores.file.index_file import (
     check_ours,
     readable_errors,
 )
-from sglang_cake.stores.file.nofollow import open_private
+from sglang_cake.stores.file.nofollow import make_private
 from sglang_cake.stores.file.paths import this_process
 
 ROWS_AT_ONCE = 10_000  # of found files in one transaction, so that others wait briefly
@@ -124,7 +126,7 @@ class BlockIndex:
 
     def __init__(self, path: Path) -> None:
         """Open the file, or make it. Raises: sqlite3.Error; OSError."""
-        os.close(open_private(path))
+        make_private(path)
         check_ours(path)
         self._path = path
         self.inode = path.stat().st_ino

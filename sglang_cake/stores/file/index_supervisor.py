@@ -252,8 +252,9 @@ class IndexSupervisor:
             self._open()
             self._complained = ""
         with self.open(wait=False) as index:
-            self.flush(index)
-            self._report_again(index)
+            with _unless_full():
+                self.flush(index)
+                self._report_again(index)
             if not self._evictor.leads and self._try_to_lead():
                 self._evictor.restart(index, leads=True)
             if time.monotonic() >= self._reclaim_at_s:
@@ -263,7 +264,8 @@ class IndexSupervisor:
                 index.check_sums()
                 self._has_checked_sums = True
             knows_all = self._evictor.learn(index, self._closing.wait)
-            self._evictor.refresh(index)
+            with _unless_full():
+                self._evictor.refresh(index)
             if not knows_all:
                 self._wake.set()  # to go on at once; no space is freed ahead until then
             elif self._evictor.leads:
@@ -418,6 +420,16 @@ class IndexSupervisor:
             even_if_foreign=even_if_foreign,
         )
         index.forget_namespace(digest, remove)
+
+
+@contextlib.contextmanager
+def _unless_full() -> Iterator[None]:
+    """A context for what is left out on a full disk, so that the evictions that free it go on."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+            raise
 
 
 def _is_damage(error: Exception, path: Path) -> bool:

@@ -192,3 +192,15 @@ def open_private(path: Path) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "is not a file", str(path))
     return fd
+
+
+def make_private(path: Path) -> None:
+    """Make an empty file with mode 0600, unless it exists: an existing file is not opened.
+
+    Raises: OSError, also for anything that is no regular file, such as a link or a pipe.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, flags, 0o600))
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EINVAL, "is not a file", str(path))
