@@ -443,8 +443,9 @@ class Loader:
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
         self._wake = wake
         self._closed = False
-        self._order: tuple[str, ...] = ()  # scheduler thread only
+        self._order: tuple[str | None, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
+        self._may_fill: str | None = None  # I/O thread only
         self._last_fetched_s = 0.0
         self._counted_s = 0.0  # when the costs of all prompts were counted last
         self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
@@ -529,13 +530,14 @@ class Loader:
             return False
         return self._has_place(queue) and queue.asks
 
-    def order(self, load_ids: Sequence[str]) -> None:
-        """The link serves these prompts in this order; the first may use every buffer."""
-        order = tuple(load_ids)
+    def order(self, load_ids: Sequence[str], *, may_fill: str | None) -> None:
+        """The link serves these prompts in this order. Only `may_fill` may use every buffer: one
+        whose blocks leave the buffers as they land. None: no prompt may."""
+        order = (*load_ids, may_fill)
         if order != self._order:
             self._order = order
-            queues = [self._by_id[each] for each in order if each in self._by_id]
-            self._io.post(self._reorder, queues)
+            queues = [self._by_id[each] for each in load_ids if each in self._by_id]
+            self._io.post(self._reorder, queues, may_fill)
 
     def cancel(self, load_id: str) -> None:
         """The prompt needs no further block; reads for it alone are cancelled."""
@@ -673,14 +675,14 @@ class Loader:
 
     def _next_block(self) -> tuple[_PromptQueue, int] | None:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
-        # Only the prompt that is served first may use the last quarter of the buffers.
+        # Only one prompt may use the last quarter of the buffers.
         for queue in self._queues:
             if self._has_place(queue) and queue.asks:
-                first = self._ranks.get(queue.request.load_id) == 0
+                may_fill = queue.request.load_id == self._may_fill
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
                 left = self._staging.free - ends
-                has_buffers = first or left > self._staging.capacity // 4
+                has_buffers = may_fill or left > self._staging.capacity // 4
                 if has_buffers and (place := self._next_place(queue)) is not None:
                     return queue, place
                 self._awaits_memory = True
@@ -713,7 +715,8 @@ class Loader:
                     return place
         return None
 
-    def _reorder(self, queues: Sequence[_PromptQueue]) -> None:
+    def _reorder(self, queues: Sequence[_PromptQueue], may_fill: str | None) -> None:
+        self._may_fill = may_fill
         self._ranks = {queue.request.load_id: rank for rank, queue in enumerate(queues)}
         last = len(queues)
         self._queues.sort(key=lambda queue: self._ranks.get(queue.request.load_id, last))

@@ -258,6 +258,37 @@ def test_coordinator_prompt_that_waits_for_device_memory_keeps_its_loads(
         assert record.meet.landed_blocks == 20
 
 
+def other_of(blocks: float, rid: str) -> FakeReq:
+    """A prompt that begins as no other one of these tests."""
+    return FakeReq(rid, array("q", range(100_000, 100_000 + int(blocks * BLOCK))))
+
+
+def prefill(harness: CoordinatorHarness, reqs: list[FakeReq]) -> None:
+    """Poll and step until the prompts are prefilled. They are served in this order."""
+    for _ in range(60):
+        harness.poll(*reqs)
+        reqs = [req for req in reqs if not harness.step(req)]
+        if not reqs:
+            return
+    raise AssertionError([req.rid for req in reqs])
+
+
+@pytest.mark.parametrize("mode", ["load", "both", "auto"])
+def test_coordinator_prompt_that_passes_one_without_memory_gets_buffers(mode: str) -> None:
+    with CoordinatorHarness(mode=mode, slots=60 * BLOCK) as harness:
+        harness.coordinator.spare_slots = 0  # running requests have all of it
+        long, short = req_of(20.5, "long"), other_of(10.5, "short")
+        harness.open(*harness.fill(long.origin_input_ids, set(range(20))))
+        harness.open(*harness.fill(short.origin_input_ids, set(range(10))))
+        harness.arrive(long)
+        harness.poll(long, times=6)
+        landed = harness.coordinator.live["long"].meet.landed_blocks
+        assert landed == harness.staging.capacity - harness.staging.free > 0
+        harness.arrive(short)
+        harness.coordinator.spare_slots = math.inf
+        prefill(harness, [short, long])
+
+
 def test_coordinator_late_reads_that_have_all_places_of_the_link_end_the_loads() -> None:
     """Those of a prompt before it: no block of this one is being read."""
     load = LoadCost(0.0, 1e-3, error=0.0, depth=2)

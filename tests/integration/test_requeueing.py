@@ -730,7 +730,7 @@ def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -
         for _ in range(3):
             harness.poll(req)
         record = coordinator.live[req.rid]
-        assert record.meet.landed_blocks == 6
+        assert record.meet.landed_blocks == 5
         assert coordinator.placed_tokens == 0
         coordinator.memory_checked(req, False)
         coordinator.spare_slots = (

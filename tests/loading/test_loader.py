@@ -734,7 +734,7 @@ def test_loader_block_that_arrives_counts_the_tiers_of_waiting_prompts_once(
     for name, tokens in prompts.items():
         harness.begin(name, tokens)
         harness.settle()
-    harness.loader.order(list(prompts))
+    harness.loader.order(list(prompts), may_fill=None)
     for block in (7, 6, 5, 4, 3):
         harness.open(keys["a"][block])
         assert harness.landed() == [("a", block)]
@@ -797,7 +797,7 @@ def test_loader_ahead_of_its_copies_serves_the_prompts_behind(harness: LoaderHar
     harness.loader = harness.new_loader(LendingTier(harness.recorded, [*keys, other_keys[3]]))
     harness.begin("a", one)
     harness.begin("b", other)
-    harness.loader.order(["a", "b"])
+    harness.loader.order(["a", "b"], may_fill="a")
     assert harness.landed() == [("a", 5), ("a", 4), ("b", 3)]
     assert harness.waiting() == [other_keys[2], other_keys[1]]
 
@@ -1117,7 +1117,7 @@ def test_loader_freed_buffer_wakes_the_io_thread_only_if_a_read_waits_for_it(
     tokens = tokens_of(0, 6)
     keys = harness.fill(tokens)
     harness.begin("a", tokens)
-    harness.loader.order(["a"] if first else [])  # the first may use every buffer
+    harness.loader.order(["a"], may_fill="a" if first else None)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.open(keys[5])
     assert harness.landed() == [("a", 5)]
@@ -1152,7 +1152,7 @@ def test_loader_freed_blocks_of_idle_links_are_let_go(
     assert gone() is None
 
 
-def test_loader_waiting_prompts_leave_buffers_for_the_first_in_order(
+def test_loader_waiting_prompts_leave_buffers_for_the_one_that_may_fill_them(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(buffers=8, depth=2)
@@ -1163,12 +1163,14 @@ def test_loader_waiting_prompts_leave_buffers_for_the_first_in_order(
     harness.begin("b", b)
     assert [rid for rid, _ in harness.landed()] == ["a"] * 6
     assert harness.pool.free == 2
-    harness.loader.order(["b", "a"])
+    harness.loader.order(["b", "a"], may_fill=None)
+    assert harness.landed() == []
+    harness.loader.order(["b", "a"], may_fill="b")
     assert harness.landed() == [("b", 9), ("b", 8)]
     assert harness.pool.free == 0
     harness.release()
     assert [rid for rid, _ in harness.landed()] == ["b"] * 8
-    harness.loader.order(["nobody"])
+    harness.loader.order(["nobody"], may_fill="nobody")
 
 
 def test_loader_keep_limits_new_reads_to_later_blocks(
@@ -1514,7 +1516,7 @@ def drive_loader(
             first[who] = max(first[who], number)
             harness.loader.set_first_loadable(rid, number)
         elif action == "order":
-            harness.loader.order([rid, *map(str, live - {who})])
+            harness.loader.order([rid, *map(str, live - {who})], may_fill=rid)
         elif action == "keep":
             harness.loader.set_load_from(rid, number)
         elif action == "end":

@@ -239,7 +239,7 @@ def test_loader_waiting_prompt_reads_an_end_only_if_it_leaves_a_quarter_of_the_b
         harness.begin_ends(name, tokens)
     harness.news()
     assert harness.waiting() == []
-    harness.loader.order(["b", "a"])
+    harness.loader.order(["b", "a"], may_fill="b")
     assert harness.waiting() == [*end_keys(keys_of(names["b"])[0], ENDS)][::-1]
     for buffer in others:
         assert buffer is not None

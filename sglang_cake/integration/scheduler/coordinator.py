@@ -356,8 +356,8 @@ class Coordinator:
     # ---- once a step ----
 
     def poll(self, serving: Sequence[str], chunked: str | None = None) -> None:
-        """Take the loader's events, agree on them, and give slots to landed blocks of the request
-        that is served first.
+        """Take the loader's events, agree on them, and give slots to landed blocks of the first
+        request that has memory.
 
         An exception on this rank is raised at the end. Then this rank has no requests any more. All
         ranks begin anew in the next vote: they end their requests, and forget what they counted.
@@ -743,13 +743,19 @@ class Coordinator:
     def _serve(self, serving: Sequence[str]) -> None:
         live = (self._records.get(rid) for rid in serving)
         served = [record for record in live if record is not None and record.uses_link]
-        self.prompt_loads.serve(served)
-        if served:
-            first = served[0]
-            blocks = [block for block in first.memory.staged if block < first.meet.block_count]
-            if self._has_memory_for(first):
-                self._device_slots.place(first, blocks)
-                self._device_slots.reserve(first, self.step_costs.blocks_ahead(first))
+        # The first one that has memory may fill the host memory, since its blocks leave it. A
+        # prompt that has slots gets more of them, so that none is kept from this one.
+        able: PromptRecord | None = None
+        for record in served:
+            has_slots = record.memory.reserved or record.memory.slots
+            if (able is None or has_slots) and self._has_memory_for(record):
+                able = able or record
+                count = record.meet.block_count
+                blocks = [block for block in record.memory.staged if block < count]
+                self._device_slots.place(record, blocks)
+        if able is not None:
+            self._device_slots.reserve(able, self.step_costs.blocks_ahead(able))
+        self.prompt_loads.serve(served, able)
 
     def _end_failed_copies(self) -> None:
         """End requests with a block that could not be copied. `attach_islands` would drop it on

@@ -129,9 +129,11 @@ class PromptLoads:
             self._device_slots.refuse(record, record.local.fetched.pop(block), reason)
         self._device_slots.discard_all(record, reason)
 
-    def serve(self, records: Sequence[PromptRecord]) -> None:
-        """The link works for `records` in this order."""
-        self._loader.order([record.load_id for record in records])
+    def serve(self, records: Sequence[PromptRecord], may_fill: PromptRecord | None) -> None:
+        """The link works for `records` in this order. Args: may_fill: the one of them that may use
+        all of the host memory."""
+        may_fill_id = None if may_fill is None else may_fill.load_id
+        self._loader.order([record.load_id for record in records], may_fill=may_fill_id)
         first = records[0] if records else None
         for record in records:
             if record is not first or record is not self._served:
