@@ -71,7 +71,7 @@ def _holds_staging(stack: contextlib.ExitStack) -> None:
         ended = vars(copier).setdefault("ended", [])
         return type(begun)(begun.copy, partial(ended.append, begun.end))
 
-    def sleep_s(awake_s: float) -> float:
+    def sleep_s(awake_s: float, _: float) -> float:
         return min(9 * awake_s, 5e-3)  # copies at polls need frequent polls
 
     def iterate(original: Any, scheduler: Any) -> Any:

@@ -193,7 +193,8 @@ class SchedulerLoop(ABC):
                 self._arrive(coming.popleft())
             awake_since_s = self.io.now_s
             if not self._iterate() and not self._in_flight:
-                pause_s = max(POLL_S, sleep_s(self.io.now_s - awake_since_s))
+                loads_over_in_s = self.coordinator.loads_over_in_s
+                pause_s = max(POLL_S, sleep_s(self.io.now_s - awake_since_s, loads_over_in_s))
                 if coming and not self._live:
                     pause_s = max(POLL_S, coming[0].arrive_s - self.io.now_s)
                 self._pause(self.io.now_s + pause_s)

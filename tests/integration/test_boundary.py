@@ -358,22 +358,40 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
 
 
 @pytest.mark.parametrize(
-    ("waiting", "source", "slept"),
-    [(True, "socket", ["socket"]), (True, None, []), (False, "socket", [])],
-    ids=["waits", "gets requests from another rank", "idle"],
+    ("waiting", "source", "ranks", "slept"),
+    [
+        (True, "socket", "", ["socket", 0.2]),
+        (True, "socket", "tensor parallel", ["socket", 0.0]),
+        (True, "socket", "DP attention", ["socket", 0.0]),
+        (True, None, "tensor parallel", []),
+        (False, "socket", "", []),
+    ],
+    ids=["waits", "several ranks", "DP attention", "gets requests from another rank", "idle"],
 )
 def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
-    registry: Any, waiting: bool, source: str | None, slept: list[str]
+    registry: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    waiting: bool,
+    source: str | None,
+    ranks: str,
+    slept: list[object],
 ) -> None:
+    """Loads of another rank wake nobody, and with DP attention other ranks wait for this one."""
     calls: list[object] = []
+    monkeypatch.setattr("time.sleep", calls.append)
     tree = SimpleNamespace(
-        coordinator=SimpleNamespace(waiting=waiting, live=[]),
-        service=SimpleNamespace(waker=SimpleNamespace(sleep=calls.append)),
+        coordinator=SimpleNamespace(
+            waiting=waiting, live=[], alone=ranks != "tensor parallel", loads_over_in_s=0.2
+        ),
+        service=SimpleNamespace(waker=SimpleNamespace(sleep=lambda *how: calls.extend(how))),
         helpers=None,
     )
     receiver = SimpleNamespace(recv_from_tokenizer=source)
     (idle,) = (each for each in registry if each.endswith("Scheduler.on_idle"))
-    registry[idle][0][1](None, SimpleNamespace(tree_cache=tree, request_receiver=receiver))
+    scheduler = SimpleNamespace(
+        tree_cache=tree, request_receiver=receiver, require_mlp_sync=ranks == "DP attention"
+    )
+    registry[idle][0][1](None, scheduler)
     assert calls == slept
 
 

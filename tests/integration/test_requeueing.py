@@ -14,8 +14,9 @@ pytest.importorskip("sglang")
 
 from adder_harness import BareTree, prefill_adder
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
-from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
+from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.cost_model import LoadCost
@@ -54,9 +55,9 @@ class ChunkedAdmission:
     """A coordinator, a queue, and the admission of a chunked request as SGLang calls it. Rows are
     not real."""
 
-    def __init__(self, priority: str, **settings: bool) -> None:
-        # In this mode a prompt waits until all that is stored has landed.
-        self.base = CoordinatorHarness(mode="load", priority=priority)
+    def __init__(self, priority: str, mode: str = "load", **settings: bool) -> None:
+        # In mode `load` a prompt waits until all that is stored has landed.
+        self.base = CoordinatorHarness(mode=mode, priority=priority)
         self.coordinator: Any = self.base.coordinator
         self.scheduler = Scheduler(**settings)
         self.returns = 0
@@ -96,8 +97,9 @@ class ChunkedAdmission:
             self.base.coordinator.poll([req.rid])
         assert not self.base.coordinator.would_wait(req, 64)
 
-    def chunk(self, req: Any) -> Any:
-        """One step of the chunked request; what SGLang takes for its chunked request after it."""
+    def chunk(self, req: Any, decoding: int = 0) -> Any:
+        """One step of the chunked request; what SGLang takes for its chunked request after it.
+        Args: decoding: tokens of the chunk that requests which decode have taken."""
         adder = prefill_adder(
             self.scheduler,
             BareTree(self.coordinator),
@@ -106,6 +108,7 @@ class ChunkedAdmission:
             batch_is_full=self.full,
             running=self.running,
         )
+        adder.rem_chunk_tokens -= decoding
         left = adder.add_chunked_req(req)
         self.budget = adder.rem_chunk_tokens
         return left
@@ -115,6 +118,7 @@ class ChunkedAdmission:
         step = self.base.coordinator.plan(req, 64)
         assert step is not None
         assert step.wait
+        assert 0 < self.base.coordinator.loads_over_in_s < math.inf
 
 
 @pytest.fixture
@@ -132,7 +136,7 @@ def admissions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(queue_order, "release_kv_cache", release)
     monkeypatch.setattr("sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req", compute)
 
-    def make(priority: str = "adaptive", **settings: bool) -> ChunkedAdmission:
+    def make(priority: str = "adaptive", **settings: Any) -> ChunkedAdmission:
         made.append(ChunkedAdmission(priority, **settings))
         return made[-1]
 
@@ -400,6 +404,20 @@ def test_chunked_request_where_sglang_does_not_chunk_is_computed_to_its_end(
     assert adder.add_chunked_req(running) is None
     assert limits == [len(running.full_untruncated_fill_ids)]
     assert adder.rem_chunk_tokens is None
+
+
+def test_chunked_request_without_tokens_in_the_step_is_left_to_sglang(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With mixed chunks, requests that decode may take all tokens of a step."""
+    admission = admissions(mode="auto")
+    req = admission.req("chunked", stored=True)
+    parked: list[Any] = []
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", lambda adder, req: parked.append(req))
+    failures = BOUNDARY.counts.copy()
+    admission.chunk(req, decoding=64)
+    assert parked == [req]
+    assert failures == BOUNDARY.counts
 
 
 @pytest.mark.parametrize(

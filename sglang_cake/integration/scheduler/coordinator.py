@@ -91,6 +91,8 @@ class Coordinator:
         suspended: the tree still holds KV of the old weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
+        loads_over_in_s: predicted time until the loads of one that waits for them are over; the
+            shortest one.
         tree_evicts: the tree was asked for slots since the last poll.
         failed: cake failed on this rank since the ranks were last alike.
         spare_slots: slots that are free or can be evicted, without those that admitted requests
@@ -152,6 +154,7 @@ class Coordinator:
         self.off_here = False
         self.off_everywhere = False
         self.waiting = False
+        self.loads_over_in_s = math.inf
         self.tree_evicts = False
         self.failed = False
         self.spare_slots = math.inf
@@ -328,6 +331,11 @@ class Coordinator:
         return record if record is not None and record.req is req else None
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rank has the same requests."""
+        return self._consensus.alone
+
+    @property
     def live(self) -> dict[str, PromptRecord]:
         """All records by the ids of their requests, in order of arrival."""
         return self._records.copy()
@@ -368,6 +376,7 @@ class Coordinator:
             chunked: the one of them that is being prefilled; the others wait.
         """
         self.waiting = False
+        self.loads_over_in_s = math.inf
         serving = list(dict.fromkeys(serving))  # several requests may have one id
         served = frozenset(serving)
         if not self._consensus.alone:
@@ -485,7 +494,9 @@ class Coordinator:
             record.stats.predicted_s = record.local_waited_s() + self._remaining_s(record)
         costs = self.step_costs.costs(record)
         step = self._next_step(record, chunk_tokens, costs)
-        self.waiting |= step.wait
+        if step.wait:
+            self.waiting = True
+            self.loads_over_in_s = min(self.loads_over_in_s, record.rest_of_loads_s)
         record.planned(step, chunk_tokens, costs)
         self.prompt_loads.set_load_from(record, step.load_from, overdue=step.overdue)
         return step if record.loading else None

@@ -223,6 +223,8 @@ class CakePrefillAdder(PrefillAdder):
                 preemptor = queue_order.find_preemptor(req, queue, coordinator, policy, budget)
                 if preemptor is not None:
                     return Requeue(preemptor)
+            if self._step_tokens <= 0:
+                return AS_SGLANG  # requests that decode take the whole step
             coordinator.attach_islands(req, tree.attach_running, tree)
             step = coordinator.plan(req, self._step_tokens)
             if step is not None and step.wait:

@@ -170,6 +170,7 @@ def _hand_over(
 
 def _received(_: None, transfers: "DecodeTransferQueue", decode_req: "DecodeRequest") -> None:
     """The KV of a prompt has come, unless the request has failed, or nothing was sent for it."""
+    BOUNDARY.health.arrived()  # it came to no queue that `_arrived` knows
     coordinator = _coordinator(transfers.scheduler)
     req = decode_req.req
     if coordinator is None or req.skip_radix_cache_insert or req.finished():
@@ -190,7 +191,9 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
     if tree.helpers is not None:
         time.sleep(_POLL_PAUSE_S)
     elif requests is not None:  # otherwise this rank waits for the one that receives requests
-        tree.service.waker.sleep(requests)
+        # Loads and requests of other ranks do not wake this one.
+        others = not coordinator.alone or scheduler.require_mlp_sync
+        tree.service.waker.sleep(requests, 0.0 if others else coordinator.loads_over_in_s)
 
 
 def _attach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:

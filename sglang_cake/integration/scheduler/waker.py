@@ -8,14 +8,18 @@ from typing import Any
 # A poll holds the interpreter, which the threads that load need too. So the scheduler thread sleeps
 # for so many times as long as it was awake: it is awake for a twentieth of the time. With a tenth,
 # and 5 ms at most, a server on two cores loaded at 0.9 of the rate (`benchmarks load_rate`). The
-# longest sleep is `_LONGEST_S`: decisions also depend on the time that loads take.
+# longest sleep is `_LONGEST_S`, or half of the time that the loads will take, but `_LEAST_LIMIT_S`
+# at least. Decisions depend on that time: an overlapped last step begins before the loads are over.
 _TIMES_AWAKE = 19
 _LONGEST_S = 0.05
+_LEAST_LIMIT_S = 0.002
 
 
-def sleep_s(awake_s: float) -> float:
-    """How long the scheduler thread may sleep after so long a poll."""
-    return min(_TIMES_AWAKE * awake_s, _LONGEST_S)
+def sleep_s(awake_s: float, loads_over_in_s: float) -> float:
+    """How long the scheduler thread may sleep after so long a poll, while it waits for loads that
+    are predicted to be over in `loads_over_in_s`."""
+    limit_s = max(_LEAST_LIMIT_S, loads_over_in_s / 2)
+    return min(_TIMES_AWAKE * awake_s, _LONGEST_S, limit_s)
 
 
 class Waker:
@@ -33,8 +37,8 @@ class Waker:
         """End the sleep under way, or else the next one."""
         os.eventfd_write(self._woken, 1)
 
-    def sleep(self, requests: Any) -> bool:
-        """Sleep for a few milliseconds at most, until `wake` is called or a request has come.
+    def sleep(self, requests: Any, loads_over_in_s: float = math.inf) -> bool:
+        """Sleep as long as `sleep_s` allows, until `wake` is called or a request has come.
 
         Args: requests: the socket that requests come from; any other object is not watched.
         Returns whether something ended the sleep.
@@ -43,7 +47,7 @@ class Waker:
 
         if isinstance(requests, zmq.Socket) and requests not in self._poller:
             self._poller.register(requests, zmq.POLLIN)
-        pause_s = sleep_s(time.monotonic() - self._awake_since_s)
+        pause_s = sleep_s(time.monotonic() - self._awake_since_s, loads_over_in_s)
         ready = [each for each, _ in self._poller.poll(math.ceil(1e3 * pause_s))]
         if self._woken in ready:
             os.eventfd_read(self._woken)
