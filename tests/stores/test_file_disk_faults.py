@@ -23,6 +23,7 @@ from filestore import (
     waiting_for_the_index,
 )
 from hostile import SHORT_WAIT_S
+from polling import async_until
 from system_calls import Disk, failing
 
 from sglang_cake.codecs.frame import HEADER_BYTES
@@ -128,6 +129,23 @@ async def test_file_store_read_error_is_unavailable_and_keeps_the_file(tmp_path,
             patch.setattr(os, "preadv", failing(errno.EIO))
             with pytest.raises(StoreUnavailable):
                 await read_a(store)
+        assert await read_a(store) == block_of("a")
+
+
+async def test_file_store_mount_point_without_its_disk_stays_empty(tmp_path, monkeypatch, caplog):
+    root, disk = tmp_path / "nvme", tmp_path / "disk"
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == str(root) and not disk.exists())
+    root.mkdir()
+    async with opened_store(root) as store:
+        await put_a(store)
+        root.rename(disk)
+        root.mkdir()
+        with pytest.raises(StoreUnavailable):
+            await store.put(B, block_of("b"))
+        await async_until(lambda: "its disk was unmounted" in caplog.text)
+        assert list(root.iterdir()) == []
+        root.rmdir()
+        disk.rename(root)
         assert await read_a(store) == block_of("a")
 
 

@@ -75,6 +75,7 @@ class IndexSupervisor:
         self._descriptions = descriptions
         self._allocated_bytes = allocated_bytes
         self._may_lead = may_lead
+        self._was_mounted = _is_mounted(root)
         self._lead: int | None = None  # a descriptor: the process that locks it is the leader
         self._index: BlockIndex | None = None
         self._opened = threading.Event()
@@ -293,7 +294,9 @@ class IndexSupervisor:
             wanted = Amount(wanted.bytes - freed.bytes, wanted.files - freed.files)
 
     def _open(self) -> None:
-        """Raises: OSError; sqlite3.Error."""
+        """Raises: OSError; sqlite3.Error; StoreUnavailable if the disk was unmounted."""
+        if self._was_mounted and not _is_mounted(self._root):
+            raise StoreUnavailable(f"{self._root}: its disk was unmounted")
         held = open_private(self._root / INDEX_LOCK)
         try:
             while not lock(held, fcntl.LOCK_EX):  # another process rebuilds the index
@@ -420,6 +423,11 @@ class IndexSupervisor:
             even_if_foreign=even_if_foreign,
         )
         index.forget_namespace(digest, remove)
+
+
+def _is_mounted(root: Path) -> bool:
+    """Whether a disk is mounted at the root itself, which may be a link to it."""
+    return os.path.ismount(os.path.realpath(root))
 
 
 @contextlib.contextmanager
