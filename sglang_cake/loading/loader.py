@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001  # a link without reads for less than this was not idle
 LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
-# Costs of loads of waiting prompts are counted so often: at each block, hundreds of them would
-# take longer than the block.
+# The costs of the loads of all prompts are counted so often. With hundreds of waiting prompts, this
+# takes longer than the load of a block.
 COUNTED_EVERY_S = 0.05
-# A lookup goes on for so long after its prompt has ended. A store, or one of its tiers, is found to
-# be late by lookups that are late, and prompts are short.
+# A lookup goes on for so long after its prompt has ended. Late answers show that a tier is slow. If
+# each lookup were cancelled with its prompt, there would be none.
 ENDED_LOOKUP_S = 5.0
 
 
@@ -101,8 +101,8 @@ class StagedBlock:
 @dataclass(frozen=True, slots=True)
 class LookedUp:
     """The lookup has answered: which of a prompt's full blocks are stored, and after which of them
-    an end state is stored. Ends that make a shorter run than the best one may be missing; for a
-    model without end states, all are."""
+    an end state is stored. `ends` has at least the end of the best run. Ends of shorter runs may be
+    missing. For a model without end states it is empty."""
 
     load_id: str
     stored: tuple[bool, ...]
@@ -437,8 +437,8 @@ class Loader:
         # Calls for the I/O thread to make before it starts a read: one for each block whose memory
         # came back.
         self._freed: deque[Callable[[], object]] = deque()
-        # Whether memory that comes back wakes the I/O thread: a read waits for it, or none is under
-        # way, whose end would look for it.
+        # Whether a buffer that comes back must wake the I/O thread. So it is if a read waits for a
+        # buffer, or if no read is under way, since the end of a read looks for freed buffers.
         self._awaits_memory = True
         self._outbox: deque[LoaderEvent] = deque()  # bounded by the blocks of the live prompts
         self._wake = wake

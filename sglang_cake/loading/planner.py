@@ -166,8 +166,8 @@ def look_ahead(
         return {max(0, min(meet, borders[-1])), max(0, meet - 1)}
 
     near = around(ahead_s)
-    # Beside others, two borders are compared: one whose loads are over when the plan is made, and
-    # one whose loads are over only when a step of others ends.
+    # If other requests use the device, two borders are compared. With the first one, the loads are
+    # over when the plan is made. With the second one, they are over when a step of others ends.
     plan_matters = costs.pipelined and costs.others_s
     best = min(near | around(planned_s) if plan_matters else near, key=both_s)
     if costs.others_s:
@@ -191,9 +191,9 @@ def look_ahead(
 def _overlap_gain(
     view: View, later: bytes, chunk_tokens: int, costs: PromptCosts
 ) -> tuple[int, float]:
-    """The gain of an overlapped last step, as two values: the first border without a hole after
-    it, up to that step, and how many seconds before the end of the loads the step may begin.
-    Without other requests it begins while the last block is read."""
+    """The gain of an overlapped last step, as two values: the first block from which all blocks up
+    to that step are stored, and the time in seconds that the step may begin before the end of the
+    loads. Without other requests it begins while the last block is read."""
     stop = later.rfind(1) + 1
     end = min((view.first + stop) * view.block_tokens, view.limit)
     alone = not costs.others_s and not view.end_blocks

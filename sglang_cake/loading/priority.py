@@ -94,9 +94,9 @@ class QueueEntry:
 def order(entries: Sequence[QueueEntry]) -> list[int]:
     """Indices into `entries`, in the order of service. Stable.
 
-    Prompts that are only computed stay in the given order. For the sort, the waiting time of each
-    is at most the shortest among those before it. Otherwise an old prompt at the end of the given
-    order would take the newer ones before it past a loaded prompt.
+    Prompts that are only computed stay in the given order. Each is sorted by the shortest waiting
+    time among itself and those before it. Otherwise an old prompt late in the given order would
+    pull the newer ones before it ahead of a loaded prompt.
     """
     youngest_s: dict[tuple[int, int], float] = {}
 

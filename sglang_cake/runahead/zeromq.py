@@ -331,7 +331,7 @@ class Peer:
             try:
                 self._handler.on_gone(self._rank, reason)
             except Exception:  # it must not end this thread
-                logger.exception("cake runahead: member %d is gone, and that failed", self._rank)
+                logger.exception("cake runahead: the clean-up after member %d failed", self._rank)
 
     def _complain(self, problem: str) -> None:
         # A member that has not started yet is not logged; one that refuses is, once.

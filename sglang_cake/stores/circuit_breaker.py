@@ -19,10 +19,9 @@ from sglang_cake.stores.base import read_until_s
 logger = logging.getLogger(__name__)
 
 READS = "reads"  # a kind of calls
-# A read ends after this share of the time that its caller waits (`base.read_until_s`). So it counts
-# as late: the breaker would never open where callers are less patient than the limit here, and each
-# prompt would wait in vain. A read whose caller has waited for something else before, and has less
-# time left than `TimeoutLimits.floor_s`, is not judged.
+# A read ends after this share of the time that its caller waits (`base.read_until_s`). It counts as
+# late then. Otherwise the caller would cancel it first, and the breaker would never open. A read
+# that begins with less time left than `TimeoutLimits.floor_s` does not count.
 READ_SHARE = 0.9
 # A call that its caller cancels counts as late after SLACK times its expected duration, and after
 # this: prompts are computed, and their reads cancelled, long before any limit ends a read.

@@ -14,9 +14,10 @@ from sglang_cake.stores.request_facts import RequestFacts
 
 
 class WrapperStore(Store):
-    """Implements `Store` by passing every call to `inner`, which is closed with it.
+    """Implements `Store` by passing calls to `inner`, which is closed with it.
 
-    A subclass overrides the calls that it changes.
+    A subclass overrides the calls that it changes. `lend` and `put_first` are not passed: a wrapper
+    that changes bytes would not see them.
 
     Attributes:
         inner: the wrapped store.

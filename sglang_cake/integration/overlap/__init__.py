@@ -1,1 +1,1 @@
-"""The last step of a prompt, begun while its last blocks arrive."""
+"""The hook around each forward, and last steps that begin while their last blocks arrive."""

@@ -119,9 +119,10 @@ class AgreedLoads:
         stored: which full blocks are stored, once the lookup is done.
         ends: after which of them an end state is stored, as far as the lookup says.
         begun: a block has landed.
-        elapsed_s: length of the present wait. Until the lookup has answered: since it began. Then:
-            since the last fetched block, or since the link put this prompt first, whichever is
-            later. 0 while the link serves other prompts first, or has no room for a block.
+        elapsed_s: time without progress. Before the lookup has answered, it counts from the start
+            of the lookup. After that, it counts from the last fetched block, or from the moment
+            when the link began to serve this prompt first, whichever is later. 0 while the link
+            serves other prompts first, or no buffer is free.
         first_poll_s: the shared clock at the first update.
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
@@ -197,8 +198,9 @@ class QueueState:
 
 @dataclass(slots=True, eq=False)
 class PromptStats:
-    """Numbers that are reported. Two decide something: `prefill_s` says whether prefill is over,
-    and blocks that `matched_tokens` covers are not saved. Writer: `Coordinator`.
+    """Numbers that are reported. Some decide something: `prefill_s` says whether prefill is over,
+    blocks that `matched_tokens` covers are not saved, and a request without computed and loaded
+    tokens is before its first step. Writer: `Coordinator`.
 
     Attributes:
         predicted_s: time to first token, as predicted when the first step was planned.

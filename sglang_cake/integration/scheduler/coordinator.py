@@ -139,7 +139,8 @@ class Coordinator:
         # LoRA adapters of which the tree has KV that may be of other files or weights.
         self._foreign_adapters: set[str] = set()
         self._records: dict[str, PromptRecord] = {}  # in order of arrival, the same on every rank
-        # In prefill, or waiting for it: the device's work for them counts, too.
+        # Prompts without keys that wait for prefill or are in it. Their tokens count as work of the
+        # device before other prompts.
         self._without_keys: dict[str, _WithoutKeys] = {}
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
@@ -188,7 +189,7 @@ class Coordinator:
             return
         tokens = req.origin_input_ids + req.output_ids
         limit = self._limit(req, len(tokens))
-        # As on the other ranks, whatever fails here: it marks nodes as recently used.
+        # This match must run on every rank, since it changes the order of eviction in the tree.
         front = matched(tokens, limit)
         if self.off_here:
             return
@@ -665,8 +666,9 @@ class Coordinator:
 
     def _vote(self, serving: Sequence[str]) -> tuple[list[PromptRecord], list[bool]]:
         """The requests that await the loader, in the same order on every rank, and for each of them
-        whether a rank has news of its blocks. Requests that are not in the same state on every rank
-        end on all, and count as work ahead on none. If a rank has failed, all begin anew."""
+        whether a rank has news of its blocks. A record that has not the same state on every rank is
+        dropped on all of them, and does not count as work ahead. If a rank has failed, all begin
+        anew."""
         if self._consensus.alone:
             live = [record for record in self._records.values() if record.awaits_loader]
             return live, [True] * len(live)
@@ -813,7 +815,7 @@ class Coordinator:
         own = len(record.memory.reserved) + len(record.memory.slots)
         needed = record.needed_slots - own * self.block_tokens
         if record.queue.has_memory is None:
-            # `spare_slots` may count its own prefix in the tree, which must not be evicted for it.
+            # `spare_slots` has slots that can be evicted. Some may hold the prefix of this request.
             needed += record.meet.front
         elif not record.queue.has_memory:
             return False

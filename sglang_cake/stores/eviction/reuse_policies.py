@@ -119,7 +119,8 @@ class ReusePolicy(EvictionPolicy):
 class WorkloadPolicy(ReusePolicy):
     """Evicts the block that is least likely to be accessed within `life_s`.
 
-    The priority is the tuple (probability, -position in the prompt), as in the paper. With one
+    The priority is the tuple (probability, -position in the prompt), as in the paper. The
+    probability is that of the class, weighted with that of all blocks (`class_weight`). With one
     class this is LRU.
     """
 

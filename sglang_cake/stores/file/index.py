@@ -57,7 +57,7 @@ class State(IntEnum):
 
 
 # Rows in the other states are few, and have an index of their own. SQLite uses it for queries with
-# this condition, and not for those with another one that implies it.
+# this very condition, and for no others.
 _UNSETTLED = f"state != {State.STORED}"
 STORED_TOTALS = f"""SELECT
     (SELECT coalesce(sum(blocks), 0) FROM namespaces) - count(*),

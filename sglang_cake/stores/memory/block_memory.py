@@ -297,8 +297,8 @@ class BlockMemory:
     ) -> bool:
         """Evict one block; False if none can be.
 
-        Blocks in use are passed over, for a put all of them if there is no other way. Blocks that
-        are not written below are passed over if there is another one among the first MOST_PASSED.
+        Blocks in use are passed over; a put looks on until it finds one that is not in use. Blocks
+        that no lower tier has are passed over if there is another one among the first MOST_PASSED.
         With tenant rules, only one tenant loses a block: the one that breaks a rule, or else that
         of the first block that is not in use. So a tenant that stores faster than the disk writes
         costs no other tenant a block. If all blocks of that tenant that were looked at are in use,
@@ -306,8 +306,8 @@ class BlockMemory:
 
         Args:
             own: the tenant that the block is evicted for, which may lose one, too.
-            before: a block in the policy only. None that comes later in the order is evicted, and
-                none that is not written.
+            before: a block in the policy only. Evicted is only a block that comes before it in the
+                order, and that a lower tier has.
             in_order: evict a block that is not written as readily as another one.
         """
         began_ns = time.perf_counter_ns()
