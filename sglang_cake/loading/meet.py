@@ -30,7 +30,7 @@ of it useless, and a lost end state makes all of them useless. Then either a low
 run becomes the target, or the rest of the run is kept; blocks without a use are given up.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -380,6 +380,10 @@ class Meet:
             return BlockState(self._states[block])
         ends = self.end_indices
         return BlockState(self._end_states[block - ends.start]) if block in ends else _S.GONE
+
+    def wants_any(self, blocks: Iterable[int]) -> bool:
+        """Whether one of `blocks`, or of these end blocks, is WANTED."""
+        return any(self.state(block) is _S.WANTED for block in blocks)
 
     def view(self) -> View:
         """The front and the blocks right of it, for `planner`."""

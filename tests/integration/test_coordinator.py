@@ -29,6 +29,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.priority import TURN_TOKENS
 from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -373,6 +374,24 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
     entry = harness.coordinator.queue_entry(req)
     assert entry.remaining_s is not None
     assert entry.remaining_s < 1  # 136 tokens at a millisecond each, at most
+
+
+def test_coordinator_lost_block_is_news_once(harness: CoordinatorHarness) -> None:
+    """Otherwise each poll would have the request planned and predicted anew."""
+    req = req_of(8.5)
+    keys = harness.fill(req.origin_input_ids, set(range(8)))
+    harness.faulty.lose(keys[7])
+    harness.arrive(req)
+    harness.coordinator.poll([req.rid])
+    record = harness.coordinator.record(req)
+    assert record is not None
+    harness.open(keys[7])
+    harness.coordinator.poll([req.rid])
+    assert record.loading
+    assert record.meet.state(7) is BlockState.GONE
+    record.queue.remaining_s = 99.0
+    harness.coordinator.poll([req.rid])
+    assert record.queue.remaining_s == 99.0
 
 
 def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness) -> None:

@@ -74,6 +74,8 @@ def record(
     made.local.failed = set(failed)
     made.local.stored = answer
     made.agreed.lookup_done = known
+    if known:
+        made.meet.found((True,) * blocks)
     return made
 
 
@@ -150,13 +152,15 @@ def test_rank_consensus_rank_whose_link_rests_leaves_the_wait_to_the_others() ->
 
 def test_rank_consensus_blocks_without_news_are_not_reduced() -> None:
     """A poll with many waiting prompts would take longer than a step."""
-    known = record(4, known=True)
+    known, lost = record(4, known=True), record(4, known=True, failed=(2,))
     ranks = [
         [known, record(4), record(4, known=True), record(4, known=True)],
         [known, record(4, answer=(True,) * 4), record(4, known=True, arrived=(1,)), known],
-        [known, record(4), record(4, known=True), record(4, known=True, failed=(2,))],
+        [known, record(4), record(4, known=True), lost],
     ]
     assert [each.news for each in vote(ranks)] == [[False, True, True, True]] * 3
+    lost.meet.lost(2)  # as all ranks know then
+    assert [each.news for each in vote(ranks)] == [[False, True, True, False]] * 3
     sizes: list[int] = []
     for news in ([False], [True]):
         consensus = RankConsensus(lambda tensor: sizes.append(len(tensor)))

@@ -710,8 +710,9 @@ class Coordinator:
         )
         costs.agree(prefill, busy_s)
         for record, update in zip(open_records, updates, strict=True):
+            lost = record.meet.wants_any(update.lost)
             self.prompt_loads.apply(record, update)
-            if (update.stored or update.fetched or update.lost) and record.loading:
+            if (update.stored or update.fetched or lost) and record.loading:
                 record.queue.remaining_s = None
                 record.queue.waits = False
         return [

@@ -151,8 +151,9 @@ def _state(record: PromptRecord) -> int:
 
 def _has_news(record: PromptRecord) -> bool:
     local = record.local
-    answered = local.stored is not None and not record.agreed.lookup_done
-    return answered or bool(local.fetched) or bool(local.failed)
+    if not record.agreed.lookup_done:
+        return local.stored is not None or bool(local.fetched) or bool(local.failed)
+    return bool(local.fetched) or record.meet.wants_any(local.failed)
 
 
 def _full_blocks(record: PromptRecord) -> int:
