@@ -229,6 +229,7 @@ async def test_index_with_one_foreign_mark_is_rebuilt(tmp_path, script, caplog):
 @FEW
 @example(18, 0)  # the version that SQLite writes: it takes others for read-only
 @example(20, 0)  # bytes at the end of each page that SQLite leaves free: the first write fails
+@example(2750, 5)  # an index of the database: puts fail with SQLITE_CORRUPT_INDEX
 @given(st.integers(0, 4095), st.integers(0, 7))
 async def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
     """Damage that opening the index does not find fails the first call that meets it."""

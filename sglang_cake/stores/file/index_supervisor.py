@@ -46,6 +46,7 @@ MOST_REPORTED_AGAIN = 16_384  # blocks that wait for each of these times; older 
 REPORTED_AT_ONCE = 4096  # blocks in one transaction
 # SQLITE_ERROR is an error in a query, for which intact tables give no reason.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+_PRIMARY = 0xFF  # of a code that tells more, such as SQLITE_CORRUPT_INDEX
 
 
 class IndexSupervisor:
@@ -445,7 +446,8 @@ def _is_damage(error: Exception, path: Path) -> bool:
     the version in its header is not one of its own."""
     code = getattr(error, "sqlite_errorcode", None)
     unknown_version = code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK)
-    return isinstance(error, DamagedIndexError) or code in _DAMAGED or unknown_version
+    damaged = code is not None and code & _PRIMARY in _DAMAGED
+    return isinstance(error, DamagedIndexError) or damaged or unknown_version
 
 
 def _this_boot() -> str:
