@@ -65,7 +65,7 @@ def gone(pid: int) -> bool:
     """Ended; a zombie that nobody reaped yet counts."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter between open and read
         return True
     return stat.rsplit(")", 1)[1].split()[0] == "Z"
 
