@@ -370,7 +370,6 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
 )
 def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
     registry: Any,
-    monkeypatch: pytest.MonkeyPatch,
     waiting: bool,
     source: str | None,
     ranks: str,
@@ -378,7 +377,6 @@ def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
 ) -> None:
     """Loads of another rank wake nobody, and with DP attention other ranks wait for this one."""
     calls: list[object] = []
-    monkeypatch.setattr("time.sleep", calls.append)
     tree = SimpleNamespace(
         coordinator=SimpleNamespace(
             waiting=waiting, live=[], alone=ranks != "tensor parallel", loads_over_in_s=0.2
