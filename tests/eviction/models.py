@@ -74,11 +74,12 @@ class Gdfs(Model):
 class S3Fifo(Model):
     def __init__(self):
         super().__init__()
-        self.small, self.main, self.ghosts, self.frequency = [], [], [], {}
+        self.small, self.main, self.ghosts, self.frequency, self.size = [], [], [], {}, 0
 
     def add(self, block, usage):
         if block not in self.usage:
-            self.ghosts = self.ghosts[-max(1, len(self.main)) :]
+            while 10 * len(self.ghosts) > 9 * self.size:
+                self.ghosts.pop(0)
             queue = self.small
             if usage.ident in self.ghosts:
                 self.ghosts.remove(usage.ident)
@@ -86,6 +87,7 @@ class S3Fifo(Model):
             queue.append(block)
             self.frequency[block] = 0
         self.usage[block] = usage
+        self.size = max(self.size, len(self.usage))
 
     def on_touch(self, block, usage):
         self.frequency[block] += usage.uses - self.usage[block].uses
@@ -100,7 +102,7 @@ class S3Fifo(Model):
 
     def choose(self, now_s):
         while True:
-            if 10 * len(self.small) > len(self.usage) or not self.main:
+            if 10 * len(self.small) >= len(self.usage):
                 block = self.small.pop(0)
                 if self.frequency[block] > 1:
                     self.main.append(block)
@@ -192,3 +194,35 @@ class ByReuse(Model):
     def chance(self, fit, age_s):
         faded = fit.share * math.exp(-fit.rate_per_s * age_s)
         return faded * (1 - math.exp(-fit.rate_per_s * self.life_s)) / (1 - fit.share + faded)
+
+
+def s3fifo_hits(idents, size):
+    """Which accesses hit a cache of `size` objects that runs the pseudo code of the S3-FIFO
+    paper (algorithm 1)."""
+    small, main, ghosts, frequency, hits = [], [], [], {}, []
+    for ident in idents:
+        hits.append(ident in small or ident in main)
+        if hits[-1]:
+            frequency[ident] = min(3, frequency[ident] + 1)
+            continue
+        while len(small) + len(main) == size:
+            if 10 * len(small) >= size:
+                tail = small.pop(0)
+                if frequency[tail] > 1:
+                    main.append(tail)
+                    frequency[tail] = 0
+                else:
+                    ghosts.append(tail)
+                    del ghosts[: max(0, len(ghosts) - 9 * size // 10)]
+            else:
+                tail = main.pop(0)
+                if frequency[tail] > 0:
+                    main.append(tail)
+                    frequency[tail] -= 1
+        if ident in ghosts:
+            ghosts.remove(ident)
+            main.append(ident)
+        else:
+            small.append(ident)
+        frequency[ident] = 0
+    return hits

@@ -233,6 +233,33 @@ def test_s3fifo_policy_small_queue_evicts_rare_blocks_and_keeps_frequent():
     assert [policy.pop(2.0)[0] for _ in range(3)] == [1, 2, 3]
 
 
+def cached_hits(policy, idents, size):
+    """Which accesses hit a cache of `size` blocks that evicts one block for each miss."""
+    there, hits = {}, []
+    for block, ident in enumerate(idents):
+        hits.append(ident in there)
+        if hits[-1]:
+            policy.touch(there[ident], block)
+            continue
+        if len(policy) == size:
+            del there[policy.pop(block)[1].ident]
+        there[ident] = block
+        policy.add(block, Usage(1, block, block, 0, ident))
+    return hits
+
+
+@settings(deadline=None)
+@given(idents=st.lists(st.integers(0, 30), max_size=300), size=st.integers(1, 21))
+def test_s3fifo_policy_random_accesses_hit_as_the_papers_algorithm(idents, size):
+    assert cached_hits(new_policy("s3fifo"), idents, size) == models.s3fifo_hits(idents, size)
+
+
+def test_s3fifo_policy_loop_longer_than_the_cache_hits():
+    hits = cached_hits(new_policy("s3fifo"), [*range(150)] * 10, 100)
+    assert sum(hits) > 500
+    assert hits == models.s3fifo_hits([*range(150)] * 10, 100)
+
+
 def test_arc_policy_readded_evicted_block_grows_the_recency_list():
     policy = new_policy("arc")
     for block in range(4):

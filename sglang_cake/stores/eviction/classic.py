@@ -8,7 +8,7 @@ from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.heaps import BlockHeap, Rank
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
 
-SMALL_SHARE: Final = 0.1  # of all blocks, the target length of the small queue of S3-FIFO
+SMALL_SHARE: Final = 0.1  # of all blocks, the length of the small queue of a full S3-FIFO cache
 MAX_FREQUENCY: Final = 3  # of S3-FIFO
 
 
@@ -106,9 +106,12 @@ class S3FifoPolicy(EvictionPolicy):
     """S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023).
 
     New blocks enter a small queue. Blocks that were read more than once there move to the main
-    queue, and others are evicted. A ghost queue, as long as the main queue, holds the `ident` of
-    blocks that were evicted from the small queue. If such a block is stored again, it enters the
-    main queue.
+    queue, and others are evicted. A ghost queue holds the `ident` of blocks that were evicted from
+    the small queue, as many as the main queue of a full cache holds blocks. If such a block is
+    stored again, it enters the main queue.
+
+    The paper assumes a fixed cache size. Here it is the largest number of blocks that were present
+    at once.
     """
 
     def __init__(self) -> None:
@@ -116,6 +119,7 @@ class S3FifoPolicy(EvictionPolicy):
         self._small: OrderedDict[int, int] = OrderedDict()  # block -> frequency
         self._main: OrderedDict[int, int] = OrderedDict()  # block -> frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()  # ident
+        self._size = 0
         # By block, since the last new block: the queue from which it was popped, its frequency.
         self._popped: dict[int, tuple[OrderedDict[int, int], int]] = {}
 
@@ -124,7 +128,7 @@ class S3FifoPolicy(EvictionPolicy):
             self.on_touch(block, usage)
             return
         self._popped.clear()
-        while len(self._ghosts) > max(1, len(self._main)):
+        while len(self._ghosts) > (1 - SMALL_SHARE) * self._size:
             self._ghosts.popitem(last=False)
         queue = self._small
         if usage.ident in self._ghosts:
@@ -132,6 +136,7 @@ class S3FifoPolicy(EvictionPolicy):
             queue = self._main
         queue[block] = 0
         self._usage[block] = usage
+        self._size = max(self._size, len(self._usage))
 
     def on_touch(self, block: int, usage: Usage) -> None:
         queue = self._queue_of(block)
@@ -145,7 +150,7 @@ class S3FifoPolicy(EvictionPolicy):
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
         while self._usage:
-            if len(self._small) > SMALL_SHARE * len(self._usage) or not self._main:
+            if len(self._small) / len(self._usage) >= SMALL_SHARE:
                 block, frequency = self._small.popitem(last=False)
                 if frequency > 1:
                     self._main[block] = 0
