@@ -120,7 +120,7 @@ def _join_forwards(
     in_group = config.runahead_peers is not None
     overlaps = may_overlap(ctx, config) and service.kv.layout.is_plain
     if in_group or overlaps or service.step_costs.pipelined:
-        forward_hook.ForwardProcess.tree = tree
+        forward_hook.running_tree = tree
     if not in_group and not overlaps:
         return
     if in_group:

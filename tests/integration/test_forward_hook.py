@@ -21,7 +21,7 @@ def test_forward_hook_step_of_any_kind_of_model_is_measured(
     step_costs = StepCosts(loader, PrefillCost(0.01, 1e-3, 0.0), chunk_tokens=64, pipelined=True)
     coordinator = SimpleNamespace(step_costs=step_costs)
     tree = SimpleNamespace(coordinator=coordinator, overlap_runner=None, helpers=None)
-    monkeypatch.setattr(forward_hook.ForwardProcess, "tree", tree)
+    monkeypatch.setattr(forward_hook, "running_tree", tree)
     forward = hooks_of(forward_hook.install)[f"forward_batch_{kind}"]
     step_costs.claimed(0, 64)
     assert forward(lambda worker, batch: batch, object(), "the result") == "the result"

@@ -17,10 +17,8 @@ _FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation
 _EMBEDDING = "sglang.srt.managers.tp_worker.BaseTpWorker.forward_batch_embedding"
 
 
-class ForwardProcess:
-    """The tree whose forwards run in this process, which has one scheduler."""
-
-    tree: CakeRadixCache | None = None
+# Its forwards run in this process, which has one scheduler.
+running_tree: CakeRadixCache | None = None
 
 
 def install() -> None:
@@ -30,7 +28,7 @@ def install() -> None:
 
 
 def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    tree = ForwardProcess.tree
+    tree = running_tree
     if tree is None or args or getattr(worker, "is_draft_worker", False):
         return original(worker, batch, *args, **kwargs)
     if tree.overlap_runner is not None and tree.overlap_runner.is_due(batch):
