@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
+from benchmarks.command_line import fill, parser_of
 from benchmarks.paper.pictures import PICTURES, draw
 from benchmarks.paper.traces import DECODED, SHORTS, SPIKES_S, burst
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
@@ -40,11 +41,7 @@ SMALL = {"tokens": 2048, "repeats": 1, "name": "small"}
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_burst",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_burst", __doc__)
     parser.add_argument("--small", action="store_true", help="a stored prompt of 2,048 tokens")
     parser.add_argument("--tokens", type=int, help="stored tokens, default 16384")
     parser.add_argument("--repeats", type=int, metavar="N", help="runs of each arm (default 3)")
@@ -53,9 +50,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the steps, as SVG")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     args.out = args.out or facts.RESULTS / f"burst-{args.name}.json"
     if args.repeats < 1 or args.tokens % BLOCK_TOKENS:
         parser.error(f"needs a repeat, and a multiple of {BLOCK_TOKENS} tokens")

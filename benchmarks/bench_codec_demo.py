@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import demos, documents, facts
+from benchmarks.command_line import parser_of
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core.codec_names import AUTO, CHOICES, LOSSLESS
 
@@ -27,11 +28,7 @@ KEPT_OF_BOTH = ("computed_tokens", "loaded_tokens", "over_ideal")
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks codec_demo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_codec_demo", __doc__)
     parser.add_argument("--codecs", default=",".join(CHOICES), help="which (default: all)")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/codecs.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "codec-demo-cpu.json")

@@ -12,7 +12,6 @@ Times are CPU time of the thread, the copier's or the scheduler's, for one block
 turns, and the 90th percentile.
 """
 
-import argparse
 import contextlib
 import statistics
 import threading
@@ -29,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks import facts
+from benchmarks.command_line import parser_of
 from benchmarks.documents import table, update
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.buffers import Buffer, on_page
@@ -238,11 +238,7 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks copy_calls",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_copy_calls", __doc__)
     parser.add_argument("--small", action="store_true", help="one model, few turns")
     parser.add_argument("--docs", action="store_true", help="put the table into the report")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "copy-calls.json")

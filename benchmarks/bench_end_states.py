@@ -7,13 +7,13 @@ layers with KV of all tokens are raced for; the end state (windows, recurrent st
 and first. Costs are from data sheets (docs/simulator.md). Deterministic, no GPU.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import facts
+from benchmarks.command_line import parser_of
 from sglang_cake.cli.machine_args import ServerSpec, predict_ttft
 from sglang_cake.cli.text_tables import size_text, table
 from sglang_cake.simulator.hardware import GPUS, PLAN_S, Medium, load_cost, prefill_cost
@@ -104,11 +104,7 @@ def markdown(cells: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_end_states",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_end_states", __doc__)
     parser.add_argument("--json", type=Path, help="result file")
     parser.add_argument("--docs", action="store_true", help="write the table of docs/simulator.md")
     args = parser.parse_args(argv)

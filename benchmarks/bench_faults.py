@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 
 from benchmarks import facts, servers
 from benchmarks.bench_stores import KEYS, http_store, s3_store
+from benchmarks.command_line import fill, parser_of
 from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 from benchmarks.servers import BLOCK_TOKENS, STOCK, FrozenServer
 from sglang_cake.cli import main as sglang_cake
@@ -55,11 +56,7 @@ SMALL = {"tokens": 2048, "chunk": 256, "repeats": 1, "name": "small"}
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_faults", __doc__)
     parser.add_argument("--small", action="store_true", help="a small model")
     parser.add_argument("--kinds", default=",".join(STORES), help="stores (%(default)s)")
     parser.add_argument("--modes", default=",".join(MODES), help="(%(default)s)")
@@ -69,9 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds (default 1)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     args.out = args.out or facts.RESULTS / f"faults-{args.name}.json"
     for name, known in (("kinds", STORES), ("modes", MODES), ("faults", (NONE, *FAULTS))):
         chosen = _parts(getattr(args, name))

@@ -7,7 +7,6 @@ Prompts of 4k to 32k tokens arrive at every server, three in four of them stored
 are served with nothing loaded, with everything stored loaded, and by Cake. Deterministic, no GPU.
 """
 
-import argparse
 import random
 import statistics
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from benchmarks.command_line import parser_of
 from sglang_cake.cli.text_tables import table
 from sglang_cake.simulator.hardware import GPUS, Medium, load_cost, prefill_cost
 from sglang_cake.simulator.machine import Clock, Machine, SharedStore
@@ -71,11 +71,7 @@ def run(servers: int, mode: str, *, requests: int, links: float, seed: int = 1) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_fleet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_fleet", __doc__)
     parser.add_argument("--small", action="store_true", help="a few servers, a few requests")
     parser.add_argument("--json", type=Path, help="result file")
     parser.add_argument("--picture", type=Path, help="for the figure of docs/simulator.md")

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import documents, facts
 from benchmarks.bench_stores import KEYS, STORES
+from benchmarks.command_line import fill, parser_of
 from benchmarks.stats import spread
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core.buffers import on_page
@@ -143,19 +144,14 @@ def documented(result: dict[str, Any]) -> dict[str, str]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_head_slices",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_head_slices", __doc__)
     parser.add_argument("--small", action="store_true", help="little and few: shows that it works")
     names = [name for name in STORES if name != "tiers"]
     parser.add_argument("--stores", default=",".join(names), help="which (default: all)")
     parser.add_argument("--docs", action="store_true", help="put the table into docs/format.md")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     args.stores = args.stores.split(",")
     if not set(args.stores) <= set(names):
         parser.error(f"--stores takes {', '.join(names)}")

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, http_arms
+from benchmarks.command_line import parser_of
 from benchmarks.stats import paired_ratio, spread, whole_numbers
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import BlockKey
@@ -381,11 +382,7 @@ def server_names(text: str) -> list[str]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_http_store",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_http_store", __doc__)
     add = parser.add_argument
     add("--small", action="store_true", help="one size, seconds instead of minutes")
     add("--sizes", type=whole_numbers, default=[1, 4, 16], help="MiB of a block, as 1,4,16")

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
+from benchmarks.command_line import fill, parser_of
 from benchmarks.harness.slow_link import SlowLink
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import CPU_MODEL, ProgressLog
@@ -49,11 +50,7 @@ SMALL = {"tokens": 1024, "questions": [128], "ratios": [4.0], "repeats": 2}
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_last_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_last_step", __doc__)
     parser.add_argument("--small", action="store_true", help="a small model, one cell a link")
     parser.add_argument("--tokens", type=int, help="of the document, default 4096")
     parser.add_argument("--questions", type=stats.whole_numbers, help="tokens, default 16,128,512")
@@ -62,9 +59,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a step (default 512)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     name = "small" if args.small else "cpu"
     args.out = args.out or facts.RESULTS / f"last-step-{name}.json"
     if args.repeats < 1 or args.tokens % BLOCK_TOKENS or max(args.questions) > args.chunk:

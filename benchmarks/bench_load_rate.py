@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import documents, facts, servers
+from benchmarks.command_line import fill, parser_of
 from benchmarks.file_arms import make_cold, read_store
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
@@ -46,20 +47,14 @@ SMALL = {"tokens": 1536, "block_tokens": [128, 768], "repeats": 1, "name": "smal
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks load_rate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_load_rate", __doc__)
     parser.add_argument("--small", action="store_true", help="a small model, a short prompt")
     parser.add_argument("--repeats", type=int, metavar="N", help="runs of each arm (default 5)")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--docs", action="store_true", help=f"write the table into {DOC.name}")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     args.out = args.out or facts.RESULTS / f"load-rate-{args.name}.json"
     if args.repeats < 1:
         parser.error("needs a run of each arm")

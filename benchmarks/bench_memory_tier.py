@@ -54,6 +54,7 @@ from benchmarks.bench_serving import (
     measure,
 )
 from benchmarks.bench_ttft import HICACHE_FLAGS, POLICIES
+from benchmarks.command_line import parser_of
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
@@ -96,11 +97,7 @@ WRITTEN_SMALL = {"block_bytes": 1 << 20, "blocks": 64}
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_memory_tier",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_memory_tier", __doc__)
     parser.add_argument("--small", action="store_true", help="one repeat")
     parser.add_argument("--arms", default=",".join(ARMS), help="to run, default all")
     parser.add_argument("--groups", type=int, metavar="N", help="that share a prefix (default 16)")

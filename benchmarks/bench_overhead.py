@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from benchmarks.command_line import parser_of
 from benchmarks.overhead_report import CLOCKS, summarise, table
 from benchmarks.scheduler_cost import PHASES, race
 from benchmarks.servers import (
@@ -64,11 +65,7 @@ ORDERS = (
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_overhead", __doc__)
     parser.add_argument("--small", action="store_true", help="a small model and 2,048 tokens")
     parser.add_argument("--prompt-tokens", type=int, metavar="N", help="default 8192")
     parser.add_argument("--chunk", type=int, default=512, metavar="N", help="tokens of a step")

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import facts, servers, stats
 from benchmarks.bench_ttft import NEW_TOKENS, Bench
+from benchmarks.command_line import fill, parser_of
 from benchmarks.servers import BLOCK_TOKENS, SMALL_MODEL, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms, evaluate
@@ -46,11 +47,7 @@ ORDERS = (
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_real_grid",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_real_grid", __doc__)
     parser.add_argument("--small", action="store_true", help="one length, one budget, one repeat")
     parser.add_argument("--lengths", type=stats.whole_numbers, help="default 2048,4096,6144,8192")
     parser.add_argument("--chunks", type=stats.whole_numbers, help="budgets, default 128,256")
@@ -60,9 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     suffix = "-mha" if args.mha else ""
     args.out = args.out or facts.RESULTS / f"real-grid-{args.name}{suffix}.json"
     if args.repeats < 1 or any(length % BLOCK_TOKENS for length in args.lengths):

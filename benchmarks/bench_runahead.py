@@ -37,6 +37,7 @@ from typing import Any
 
 from benchmarks import facts, servers, stats
 from benchmarks.chain_model import traffic_tokens
+from benchmarks.command_line import fill, parser_of
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
@@ -60,11 +61,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_runahead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_runahead", __doc__)
     parser.add_argument("--small", action="store_true", help="a small model, short prompts")
     parser.add_argument("--lengths", type=stats.whole_numbers, help="default 512,2048,4096,8192")
     parser.add_argument("--repeats", type=int, metavar="N", help="counted runs (default 5)")
@@ -74,9 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     args.out = args.out or facts.RESULTS / f"runahead-{args.name}.json"
     if args.repeats < 1 or any(length % BLOCK_TOKENS for length in args.lengths):
         parser.error(f"needs a repeat, and lengths that are multiples of {BLOCK_TOKENS}")

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import facts, servers, stats
 from benchmarks.bench_ttft import HICACHE_FLAGS, NEW_TOKENS, POLICIES
+from benchmarks.command_line import fill, parser_of
 from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
@@ -52,11 +53,7 @@ LIMIT_S = 600
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_serving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_serving", __doc__)
     parser.add_argument("--small", action="store_true", help="few prompts, one rate, one repeat")
     parser.add_argument("--arms", default=",".join(ARMS), help="to run, default all")
     parser.add_argument(
@@ -67,9 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     args.arms, args.workloads = args.arms.split(","), args.workloads.split(",")
     if args.repeats < 1 or not set(args.arms) <= set(ARMS):
         parser.error(f"needs a repeat, and arms of {', '.join(ARMS)}")

@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks import facts
 from benchmarks.bench_http_store import ours, running
+from benchmarks.command_line import fill, parser_of
 from benchmarks.demos import ARMS, CAKE, demo, said
 from benchmarks.stats import spread
 from sglang_cake.cli.text_tables import table
@@ -254,18 +255,13 @@ def text(result: dict[str, Any]) -> str:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_stores",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_stores", __doc__)
     parser.add_argument("--small", action="store_true", help="little and few: shows that it works")
     parser.add_argument("--stores", default=",".join(STORES), help="which (default: all)")
     parser.add_argument("--demo", action="store_true", help="run the demo on each as well")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     args.stores = args.stores.split(",")
     if not set(args.stores) <= set(STORES):
         parser.error(f"--stores takes {', '.join(STORES)}")

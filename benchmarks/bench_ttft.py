@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts, servers, stats
+from benchmarks.command_line import fill, parser_of
 from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.ttft_report import cell, table
@@ -64,11 +65,7 @@ SMALL = {"lengths": [1024, 2048], "chunks": [256], "repeats": 1, "name": "small"
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_ttft",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_ttft", __doc__)
     listed = stats.whole_numbers
     parser.add_argument("--small", action="store_true", help="a small model, short prompts")
     parser.add_argument("--lengths", type=listed, help="stored tokens, default 2048,4096,8192")
@@ -99,9 +96,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
-    for name, value in (SMALL if args.small else FULL).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     if args.peer_repeats is None:
         args.peer_repeats = min(2, args.repeats)
     args.out = args.out or facts.RESULTS / f"ttft-{args.name}.json"

@@ -11,7 +11,6 @@ numbers are the same on every machine.
 (`former_path.py`).
 """
 
-import argparse
 import itertools
 import math
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import documents, facts
+from benchmarks.command_line import parser_of
 from benchmarks.former_path import former_path
 from sglang_cake.cli.text_tables import table
 from sglang_cake.loading import loader
@@ -173,11 +173,7 @@ def hicache_s(model: GpuModel, bus_bytes_per_s: float, tokens: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks virtual_gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench_virtual_gpu", __doc__)
     parser.add_argument("--small", action="store_true", help="one model, one link")
     parser.add_argument("--docs", action="store_true", help="put the table into the report")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "virtual-gpu.json")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from benchmarks.command_line import parser_of
 from benchmarks.documents import table
 
 LIMIT_S = 540.0  # of all steps together
@@ -47,11 +48,7 @@ INNER = {"sanitized": "sanitizer:sanitized"}  # what `compute-sanitizer` runs
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("gpu.check", __doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes: whether it runs at all")
     parser.add_argument("--steps", help=f"some of: {', '.join(STEPS)}")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="of all steps")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bench_serving, facts, servers
+from benchmarks.command_line import fill, parser_of
 from benchmarks.documents import table
 from benchmarks.gpu.check import result_file
 from benchmarks.gpu.environment import asked
@@ -85,11 +86,7 @@ SMALL_LOAD: dict[str, Any] = {"groups": 2, "prompts": 2, "system": 2048, "output
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("gpu.serve", __doc__)
     parser.add_argument("--small", action="store_true", help="small models, one short prompt")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
@@ -104,8 +101,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"not known: {', '.join(sorted(unknown))}")
     if not set(args.arms) & set(COMPUTING):
         parser.error("--arms needs off or compute: how far their answers differ is the limit")
-    for name, value in (SMALL if args.small else FULL).items():
-        setattr(args, name, value)
+    fill(args, SMALL if args.small else FULL)
     return args
 
 

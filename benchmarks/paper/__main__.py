@@ -8,13 +8,13 @@ Deterministic but for figure7, which times the decisions on this machine. No GPU
 simulator runs the server's own decisions on a virtual clock.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
+from benchmarks.command_line import parser_of
 from benchmarks.documents import update
 from benchmarks.paper import figures, pictures, report, tables
 
@@ -29,11 +29,7 @@ def experiment(name: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("paper", __doc__)
     parser.add_argument(
         "names",
         nargs="+",
