@@ -228,6 +228,13 @@ async def for_each(
         raise failed.exceptions[0] from None
 
 
+def add_url_and_json(parser: argparse.ArgumentParser, run: Any) -> None:
+    """The arguments of every command on the stores that a URL names. Args: run: the command."""
+    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
 def run_tool(tool: Callable[[argparse.Namespace], Coroutine[Any, Any, int]]) -> Any:
     """A `run` for argparse from a coroutine function."""
     return lambda args: asyncio.run(tool(args))

@@ -19,6 +19,7 @@ from sglang_cake.cli.named_stores import (
     BESIDE_ALL_BYTES,
     BESIDE_BLOCK_BYTES,
     NamedStore,
+    add_url_and_json,
     checked,
     depth,
     for_each,
@@ -76,7 +77,7 @@ def add_bench(subparsers: Any) -> None:
         "with too little room is refused, unless you say --evict. Name it with the capacity= that "
         "servers give it.",
     )
-    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    add_url_and_json(parser, run_tool(_bench))
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="of blocks (%(default)s)")
     parser.add_argument("--depths", default=DEFAULT_DEPTHS, help="calls at once (%(default)s)")
     parser.add_argument(
@@ -92,8 +93,6 @@ def add_bench(subparsers: Any) -> None:
     parser.add_argument(
         "--prefill-tokens-per-s", type=float, metavar="N", help="what the GPU computes"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run_tool(_bench))
 
 
 async def _bench(args: argparse.Namespace) -> int:

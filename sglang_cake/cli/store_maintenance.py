@@ -14,6 +14,7 @@ from typing import Any
 from sglang_cake.cli.named_stores import (
     DEFAULT_DEPTH,
     NamedStore,
+    add_url_and_json,
     blocks_in,
     checked,
     complain,
@@ -60,11 +61,9 @@ def add_verify(subparsers: Any) -> None:
         "finds them. Exit status 1 if there was one, or if a block or a namespace could not be "
         "read.",
     )
-    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    add_url_and_json(parser, run_tool(_verify))
     parser.add_argument("--namespace", metavar="DIGEST", help="only this one")
     parser.add_argument("--depth", type=depth, default=DEFAULT_DEPTH, help="reads at once")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run_tool(_verify))
 
 
 def add_gc(subparsers: Any) -> None:
@@ -75,10 +74,8 @@ def add_gc(subparsers: Any) -> None:
         "(file stores), and with --to the least recently used blocks. Exit status 1 if more than "
         "that is used at the end, or if a namespace could not be read.",
     )
-    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    add_url_and_json(parser, run_tool(_gc))
     parser.add_argument("--to", metavar="SIZE", help="evict until no more is used, e.g. 100GB")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run_tool(_gc))
 
 
 def add_clear(subparsers: Any) -> None:
@@ -89,11 +86,9 @@ def add_clear(subparsers: Any) -> None:
         "aside, and namespaces that cannot be read. Exit status 1 if a namespace could not be "
         "deleted since it cannot be read.",
     )
-    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    add_url_and_json(parser, run_tool(_clear))
     parser.add_argument("--namespace", metavar="DIGEST", help="only this one")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run_tool(_clear))
 
 
 # ---- verify ----

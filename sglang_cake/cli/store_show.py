@@ -9,6 +9,7 @@ from typing import Any
 from sglang_cake.cli.named_stores import (
     SHORT_DIGEST,
     NamedStore,
+    add_url_and_json,
     blocks_in,
     complain,
     frame_of_stored,
@@ -43,19 +44,15 @@ def add_ls(subparsers: Any) -> None:
         description="List the namespaces of a store: whose KV is in it. "
         "With NAMESPACE, list its blocks; --json then prints one line for each.",
     )
-    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    add_url_and_json(parser, run_tool(_ls))
     parser.add_argument("namespace", nargs="?", metavar="NAMESPACE", help="start of its digest")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run_tool(_ls))
 
 
 def add_stat(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "stat", help="totals of a store", description="Totals of a store, and the room it has."
     )
-    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run_tool(_stat))
+    add_url_and_json(parser, run_tool(_stat))
 
 
 def add_describe(subparsers: Any) -> None:
@@ -65,10 +62,8 @@ def add_describe(subparsers: Any) -> None:
         description="Print the layers that a server puts between itself and a store, outermost "
         "first, with their settings. Opens and connects nothing.",
     )
-    parser.add_argument("url", metavar="URL", help="the store, for example file:///nvme/kv")
+    add_url_and_json(parser, _print_layers)
     parser.add_argument("--codec", choices=CHOICES, default=RAW, help="of the server (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=_print_layers)
 
 
 def _print_layers(args: argparse.Namespace) -> int:
