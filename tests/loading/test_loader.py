@@ -180,17 +180,25 @@ class LoaderHarness(HeldReads):
 
     def begin(
         self, rid: str, tokens: array, *, first: int = 0, least: int = 1, load: bool = True
-    ) -> None:
+    ) -> list[LoadCost]:
+        """Returns a list that gets the cost each time that the loader asks whether to load."""
         self.keys[rid] = keys_of(tokens)
+        asked: list[LoadCost] = []
+
+        def should_load(stored: Sequence[bool], cost: LoadCost) -> bool:
+            asked.append(cost)
+            return load and sum(stored[first:]) >= least
+
         prompt = LoadRequest(
             load_id=rid,
             key_chain=KeyChain(SEED, BLOCK),
             tokens=tokens,
             block_count=len(tokens) // BLOCK,
             first_block=first,
-            should_load=lambda stored, cost: load and sum(stored[first:]) >= least,
+            should_load=should_load,
         )
         self.loader.begin(prompt)
+        return asked
 
     def waiting(self) -> list[BlockKey]:
         self.settle()
@@ -308,14 +316,7 @@ def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness)
     keys = harness.fill(tokens)
     harness.loader = harness.new_loader(TwoPlaces(harness.recorded, keys))
     harness.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
-    asked: list[LoadCost] = []
-
-    def should_load(stored: Sequence[bool], cost: LoadCost) -> bool:
-        asked.append(cost)
-        return True
-
-    harness.keys["a"] = keys
-    harness.loader.begin(LoadRequest("a", KeyChain(SEED, BLOCK), tokens, 6, 0, should_load))
+    asked = harness.begin("a", tokens)
     harness.settle()
     assert asked[0].block_s == pytest.approx((4 * 0.5 + 2 * 30.0) / 6)
     assert harness.loader.cost_of("a") == asked[0]  # nothing has landed yet
@@ -679,14 +680,7 @@ def test_loader_lookup_that_answers_after_its_prompt_has_ended_asks_and_reads_no
     keys = harness.fill(tokens)
     store = LateLookups(harness.recorded)
     harness.loader = harness.new_loader(store)
-    asked: list[LoadCost] = []
-
-    def should_load(stored: Sequence[bool], cost: LoadCost) -> bool:
-        asked.append(cost)
-        return True
-
-    harness.keys["a"] = keys
-    harness.loader.begin(LoadRequest("a", KeyChain(SEED, BLOCK), tokens, 8, 0, should_load))
+    asked = harness.begin("a", tokens)
     harness.settle()
     if ended:
         harness.loader.cancel("a")

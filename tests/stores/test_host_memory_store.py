@@ -56,6 +56,14 @@ def stored(memory, name, *, must_earn_place=False):
     return memory.commit(block)
 
 
+def memory_with(names, policy="lru"):
+    """A memory that is full with these blocks."""
+    memory = memory_of(len(names), policy)
+    for name in names:
+        assert stored(memory, name)
+    return memory
+
+
 def names_in(memory, names):
     found = memory.has(DIGEST, [key_of(name) for name in names])
     return [name for name, there in zip(names, found, strict=True) if there]
@@ -216,27 +224,21 @@ async def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
 
 
 def test_memory_evicts_what_requests_used_least_recently():
-    memory = memory_of(3)
-    for name in "abc":
-        assert stored(memory, name)
+    memory = memory_with("abc")
     touch(memory, "a", 1)
     assert stored(memory, "d")
     assert names_in(memory, "abcd") == ["a", "c", "d"]
 
 
 def test_memory_reads_count_as_accesses_while_nobody_reports_them():
-    memory = memory_of(2)
-    for name in "ab":
-        stored(memory, name)
+    memory = memory_with("ab")
     memory.release(memory.use(DIGEST, key_of("a"), counts=True))
     stored(memory, "c")
     assert names_in(memory, "abc") == ["a", "c"]
 
 
 def test_memory_block_being_read_is_not_evicted():
-    memory = memory_of(2)
-    for name in "ab":
-        stored(memory, name)
+    memory = memory_with("ab")
     block = memory.use(DIGEST, key_of("a"), counts=False)
     stored(memory, "c")
     assert names_in(memory, "abc") == ["a", "c"]
@@ -250,9 +252,7 @@ def test_memory_block_being_read_is_not_evicted():
 
 
 def test_memory_lent_block_stays_where_it_is_until_it_is_given_back():
-    memory = memory_of(2)
-    for name in "ab":
-        stored(memory, name)
+    memory = memory_with("ab")
     lent = memory.lend(DIGEST, key_of("a"), counts=False)
     stored(memory, "c")
     assert names_in(memory, "abc") == ["a", "c"]
@@ -266,9 +266,7 @@ def test_memory_lent_block_stays_where_it_is_until_it_is_given_back():
 
 
 def test_memory_lends_half_of_its_blocks_at_most():
-    memory = memory_of(4)
-    for name in "abcd":
-        stored(memory, name)
+    memory = memory_with("abcd")
     assert memory.lend(DIGEST, key_of("missing"), counts=True) is None
     lent = [memory.lend(DIGEST, key_of(name), counts=True) for name in "abc"]
     assert [each is not None for each in lent] == [True, True, False]
@@ -278,9 +276,7 @@ def test_memory_lends_half_of_its_blocks_at_most():
 
 
 def test_memory_lent_block_counts_as_an_access():
-    memory = memory_of(2)
-    for name in "ab":
-        stored(memory, name)
+    memory = memory_with("ab")
     memory.lend(DIGEST, key_of("a"), counts=True).release()
     stored(memory, "c")
     assert names_in(memory, "abc") == ["a", "c"]
@@ -343,9 +339,7 @@ def test_memory_block_deleted_while_it_is_filled_is_not_stored():
 
 
 def test_memory_block_that_is_not_written_below_is_evicted_last():
-    memory = memory_of(3)
-    for name in "abc":
-        stored(memory, name)
+    memory = memory_with("abc")
     kept = [memory.keep(DIGEST, key_of(name)) for name in "ab"]
     stored(memory, "d")
     assert names_in(memory, "abcd") == ["a", "b", "d"]
@@ -418,18 +412,15 @@ def test_memory_tenant_that_floods_with_unwritten_blocks_costs_others_nothing():
 
 
 def test_memory_promoted_block_takes_the_place_of_a_less_valuable_one():
-    memory = memory_of(2)
-    for name in "ab":
-        stored(memory, name)
+    memory = memory_with("ab")
     assert stored(memory, "c", must_earn_place=True)
     assert names_in(memory, "abc") == ["b", "c"]
     assert not stored(memory, "c", must_earn_place=True)
 
 
 def test_memory_promoted_block_that_the_policy_values_least_stays_outside():
-    memory = memory_of(2, policy="lfu")
+    memory = memory_with("ab", "lfu")
     for name in "ab":
-        stored(memory, name)
         for request in range(3):
             touch(memory, name, (name, request))
     assert not stored(memory, "c", must_earn_place=True)
@@ -438,18 +429,15 @@ def test_memory_promoted_block_that_the_policy_values_least_stays_outside():
 
 
 def test_memory_promoted_block_counts_the_read_that_promoted_it():
-    memory = memory_of(2, policy="lfu")
+    memory = memory_with("ab", "lfu")
     for name in "ab":
-        stored(memory, name)
         touch(memory, name, name)
     assert stored(memory, "c", must_earn_place=True)
     assert names_in(memory, "abc") == ["b", "c"]
 
 
 def test_memory_closed_frees_its_pages_with_the_last_use():
-    memory = memory_of(2)
-    for name in "ab":
-        stored(memory, name)
+    memory = memory_with("ab")
     block = memory.use(DIGEST, key_of("a"), counts=False)
     pages = weakref.ref(block.data.obj)
     memory.close()
@@ -462,9 +450,7 @@ def test_memory_closed_frees_its_pages_with_the_last_use():
 
 
 def test_memory_promoted_block_displaces_none_that_is_not_written():
-    memory = memory_of(2)
-    for name in "ab":
-        stored(memory, name)
+    memory = memory_with("ab")
     kept = [memory.keep(DIGEST, key_of(name)) for name in "ab"]
     assert not stored(memory, "c", must_earn_place=True)
     assert names_in(memory, "abc") == ["a", "b"]
