@@ -78,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = demos.demo("--codec", codec, "--new-tokens", str(NEW_TOKENS))
         result["demos"].append(row(codec, said))
         facts.write(args.out, result)  # what there is, should this be stopped
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
-    facts.write(args.out, result)
+    facts.finish(args.out, result)
     lines = cells(result["demos"])
     print(table([*HEADS, "as promised"], lines, right=range(1, len(HEADS))))
     if args.docs:

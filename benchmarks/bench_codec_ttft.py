@@ -269,8 +269,7 @@ def run(kind: type[Bench], args: argparse.Namespace, benchmark: str) -> dict[str
             result["cells"].append(cell)
             result |= {"stored_bytes": bench.stored_bytes, "balanced_bytes_per_s": bench.balanced}
             facts.write(args.out, result)  # what there is, should this be stopped
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
-    facts.write(args.out, result)
+    facts.finish(args.out, result)
     return result
 
 

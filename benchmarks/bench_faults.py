@@ -251,8 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                             bench.measure(link, miss, labels)
                             result["runs"] = bench.runs
                             facts.write(args.out, result)
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
-    facts.write(args.out, result)
+    facts.finish(args.out, result)
     print("", text(bench.runs), "", sep="\n")
     return 0 if all(r["same_tokens"] for r in bench.runs) else 1
 

@@ -429,10 +429,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 by_our_client(served, blocks, 1, 1)
         runs = measure(args, servers, all_blocks)
         result["peak_rss_mb"] = {name: one.peak_rss_mb() for name, one in servers.items()}
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
     result |= {"summary": summarise(runs), "runs": runs}
     if args.json:
-        facts.write(args.json, result)
+        facts.finish(args.json, result)
     print(table(result))
     print(json.dumps(result["summary"]))
     return 0

@@ -244,8 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with servers.fresh_folder("last-step") as work:
         bench = Bench(args, work, servers.model(args.small), size["layers"], ProgressLog())
         run(bench, result)
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
-    facts.write(args.out, result)
+    facts.finish(args.out, result)
     print("", text(bench.cells), "", sep="\n")
     return 0
 

@@ -216,8 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with servers.fresh_folder("real-grid") as work:
         bench = Bench(args, work, servers.model(True, size=size), prompt, ProgressLog())
         run(bench, result)
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
-    facts.write(args.out, result)
+    facts.finish(args.out, result)
     print("", text(bench.cells), "", sep="\n")
     return 0 if all(found["same_tokens"] for found in bench.cells) else 1
 

@@ -374,8 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.no_tail:
             with_tail(bench)
             result["tails"] = bench.tails
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
-    facts.write(args.out, result)
+    facts.finish(args.out, result)
     print("", text(bench.cells, bench.tails), "", sep="\n")
     return 0 if all(found["same_tokens"] for found in bench.cells + bench.tails) else 1
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import zmq
 
-from benchmarks.facts import RESULTS, header, machine, write
+from benchmarks.facts import RESULTS, finish, header
 from benchmarks.stats import spread
 from sglang_cake.core.keys import Digest
 from sglang_cake.demo.sglang_server import free_port
@@ -203,8 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         for arm in names
     }
-    result["machine"]["load_average_after"] = machine()["load_average"]
-    write(args.out, result)
+    finish(args.out, result)
     for arm, found in result["arms"].items():
         rate, share, cost = (
             found[key]["median"] for key in ("gb_per_s", "to_socket", "cpu_s_per_gb")

@@ -351,8 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with servers.fresh_folder("ttft") as work:
         bench = Bench(args, work, servers.model(args.small), prompt, progress, args.queue_depth)
         run(bench, result)
-    result["machine"]["load_average_after"] = facts.machine()["load_average"]
-    facts.write(args.out, result)
+    facts.finish(args.out, result)
     print("", table(bench.cells), "", sep="\n")
     progress.say(f"result: {facts.shown(args.out)}")
     return 0 if all(cell["same_tokens"] for cell in bench.cells) else 1

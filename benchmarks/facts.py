@@ -73,6 +73,12 @@ def shown(path: Path) -> str:
     return str(whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole)
 
 
+def finish(path: Path, result: dict[str, Any]) -> None:
+    """Write a result for the last time, with the load average of the end."""
+    result["machine"]["load_average_after"] = machine()["load_average"]
+    write(path, result)
+
+
 def _git(*args: str) -> str:
     try:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
