@@ -906,7 +906,7 @@ class Blocks:
     """What the tree asks of a coordinator: a block's size, and the records that a test gives."""
 
     block_tokens: int
-    placed_tokens: int = 0
+    reclaimable_tokens: int = 0
     next_tokens: int = 0
     tree_evicts: bool = False
     records: dict[str, PromptRecord] = field(default_factory=dict)

@@ -72,7 +72,7 @@ from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import check_codec
 from sglang_cake.stores.open_store import open_slices, parse_sources
-from sglang_cake.stores.request_recording import TraceFile
+from sglang_cake.stores.request_recording import RequestTraceFile
 from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
 
@@ -136,8 +136,8 @@ def _join_forwards(
     if in_group:
         from sglang_cake.integration.runahead import runahead_setup
 
-        service.helpers = runahead_setup.start(ctx, service, config, rows, gate)
-        tree.helpers = service.helpers
+        service.runahead = runahead_setup.start(ctx, service, config, rows, gate)
+        tree.runahead = service.runahead
     if overlaps:
         tree.overlap_runner = OverlapRunner(
             service.coordinator,
@@ -159,7 +159,7 @@ class CakeService:
         waker: of the scheduler thread.
     """
 
-    helpers: "Runahead | None" = None
+    runahead: "Runahead | None" = None
 
     def __init__(
         self, ctx: "TreeCacheBuildContext", tree: CakeRadixCache, config: CakeConfig
@@ -211,9 +211,9 @@ class CakeService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._namespace: Namespace | None = None  # None: not known yet
         self._store: Store | None = None  # the last one that was attached; none after a detach
-        self._trace: TraceFile | None = None
+        self._trace: RequestTraceFile | None = None
         if config.record_trace is not None and speaks:
-            self._trace = TraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
+            self._trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
@@ -402,8 +402,8 @@ class CakeService:
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
         self.identity.close()
-        if self.helpers is not None:
-            self.helpers.close()
+        if self.runahead is not None:
+            self.runahead.close()
         self.loader.close()
         self.copier.close()
         self._write_costs()

@@ -147,7 +147,7 @@ class Supported:
     Attributes:
         stored: data of a token in a block, and further stored data.
         proofs: one for each model or pool that is tested.
-        gpu: models that ran on a GPU.
+        gpu: how, and which models, ran on a GPU.
     """
 
     stored: str = ""
@@ -202,6 +202,7 @@ FAMILIES: tuple[Family, ...] = (
                 "e2e/test_exactness.py::test_stored_prompt_of_any_length_gives_the_plain_answer",
             ),
         ),
+        gpu=("server on an H100 and an H200: Llama",),
     ),
     Family(
         "is_mla",

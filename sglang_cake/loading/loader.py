@@ -272,7 +272,7 @@ class LoadRequest:
     end_blocks: int = 0
 
     @property
-    def indices(self) -> int:
+    def index_count(self) -> int:
         """Every block and every end block has a lower index."""
         return self.block_count * (1 + self.end_blocks)
 
@@ -500,7 +500,7 @@ class Loader:
         queue = self._by_id.get(load_id)
         if queue is None:
             return
-        least = queue.request.indices if block is None else block
+        least = queue.request.index_count if block is None else block
         before = queue.load_from
         if least != before:
             queue.load_from = least
@@ -607,7 +607,7 @@ class Loader:
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
             if not request.should_load(usable, queue.cost):
-                queue.load_from = request.indices
+                queue.load_from = request.index_count
         self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends)))
         self._pump()  # before the scheduler wakes: blocks that are lent are there at once
         self._wake()
@@ -917,14 +917,14 @@ class Loader:
 
     def _pause(self, queue: _PromptQueue) -> None:
         """Stop all reads of a prompt; they may begin again."""
-        if queue.load_from >= queue.request.indices:  # `load_from` may have changed since
+        if queue.load_from >= queue.request.index_count:  # `load_from` may have changed since
             for block in queue.reads:
                 insort(queue.todo, block)
             self._keep(queue, ())
 
     def _trim(self, queue: _PromptQueue) -> None:
         """Stop reads of blocks that are computed."""
-        self._keep(queue, range(queue.first_loadable, queue.request.indices))
+        self._keep(queue, range(queue.first_loadable, queue.request.index_count))
 
     def _aim(self, queue: _PromptQueue, run: range) -> None:
         """Stop reads of blocks that are not wanted any more, and start others."""
@@ -953,7 +953,7 @@ class Loader:
             asyncio.get_running_loop().call_later(ENDED_LOOKUP_S, queue.lookup.cancel)
         queue.todo.clear()
         with self._gate:
-            queue.first_loadable = queue.request.indices
+            queue.first_loadable = queue.request.index_count
         self._trim(queue)
 
 

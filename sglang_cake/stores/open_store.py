@@ -32,7 +32,7 @@ from sglang_cake.stores.encoded import Encode, EncodedStore, chains_of, decode_t
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
 from sglang_cake.stores.link_speed import LinkSpeed
-from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
+from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.tiers.tier import memory_of
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -164,7 +164,7 @@ def open_slices(
     *,
     depth: int,
     counters: Counters | None = None,
-    trace: TraceFile | None = None,
+    trace: RequestTraceFile | None = None,
     **options: Any,
 ) -> Store:
     """As `open_blocks`, for blocks that are stored in slices by KV heads.

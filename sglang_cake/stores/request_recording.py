@@ -20,7 +20,7 @@ MOST_REQUESTS = 4096  # requests whose later reports are recognised
 MOST_BYTES = 1 << 30  # of the file; about 20 bytes per block of a request
 
 
-class TraceFile:
+class RequestTraceFile:
     """A file to which one JSON line per request is appended.
 
     A line has the time, the tokens of the prompt and of a block, the workload, and a number for
@@ -69,7 +69,7 @@ class TraceFile:
 class RequestRecordingStore(WrapperStore):
     """Records the accesses to another store."""
 
-    def __init__(self, inner: Store, trace: TraceFile) -> None:
+    def __init__(self, inner: Store, trace: RequestTraceFile) -> None:
         """Args: trace: stays open when this store is closed."""
         super().__init__(inner)
         self._trace = trace

@@ -14,8 +14,8 @@ from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSou
 from sglang_cake.stores.threads import wait_uncancelled
 from sglang_cake.stores.wrapper_store import WrapperStore
 
-# Progress is reported in pieces of PIECE_BYTES, or of the bytes of PIECE_S if that is more.
-PIECE_BYTES = 1 << 16
+# Progress is reported in pieces of LEAST_PIECE_BYTES, or of the bytes of PIECE_S if that is more.
+LEAST_PIECE_BYTES = 1 << 16
 PIECE_S = 0.002
 
 
@@ -59,7 +59,7 @@ class ThrottledStore(WrapperStore):
         self._sleep = sleep
         self._bytes_per_s = bytes_per_s
         self._block_bytes = block_bytes
-        self._piece_bytes = max(PIECE_BYTES, int(bytes_per_s * PIECE_S))
+        self._piece_bytes = max(LEAST_PIECE_BYTES, int(bytes_per_s * PIECE_S))
         self._links = {} if links is None else links
 
     async def get_into(

@@ -40,7 +40,7 @@ from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
+from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.testing.codec_contract import kv_like
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT as CONTRACT
@@ -100,7 +100,7 @@ async def test_encoded_store_first_block_keeps_the_first_token_exact(
         depth=1,
     )
     if recorded:
-        store = RequestRecordingStore(store, TraceFile(tmp_path / "trace", 128))
+        store = RequestRecordingStore(store, RequestTraceFile(tmp_path / "trace", 128))
     rows = {}
     for name, put in (("first", store.put_first), ("other", store.put)):
         assert await put(key_of(name), memoryview(BLOCK))

@@ -318,7 +318,7 @@ class CoordinatorHarness(HeldReads):
         self.settle()
         self.poll()
         self.coordinator.poll([])
-        assert self.coordinator.placed_tokens == 0
+        assert self.coordinator.reclaimable_tokens == 0
         assert self.allocator.available_size() == self.size
         assert self.staging.free == self.staging.capacity
         assert self.slow.waiting == []

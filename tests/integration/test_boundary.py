@@ -473,14 +473,14 @@ def _run_with(bomb: Bomb) -> None:
                 sys.setprofile(None)
             owned = sum(len(each) for each in req.owned)
             free = harness.allocator.available_size()
-            assert owned + free + harness.coordinator.placed_tokens == harness.size, bomb.where
+            assert owned + free + harness.coordinator.reclaimable_tokens == harness.size, bomb.where
         for slots in req.owned:
             harness.allocator.free(slots)
         harness.settle()
         harness.coordinator.poll([])
         harness.settle()
         if "discard" not in bomb.where:  # that is what gives them back
-            assert harness.coordinator.placed_tokens == 0, bomb.where
+            assert harness.coordinator.reclaimable_tokens == 0, bomb.where
             assert harness.allocator.available_size() == harness.size, bomb.where
     finally:
         harness.io.close()

@@ -60,7 +60,7 @@ def test_coordinator_blocks_that_land_with_a_lookup_of_too_little_are_given_up()
         assert list(harness.coordinator.live) == [req.rid]
         assert not harness.coordinator.loading(req)
         harness.poll(req)
-        assert harness.coordinator.placed_tokens == 0
+        assert harness.coordinator.reclaimable_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_coordinator_prompt_planned_and_not_scheduled_is_loaded_wholly(
     assert plan.load_from > 0
     harness.open(*keys)
     harness.poll(req, times=12)
-    assert harness.coordinator.placed_tokens == 8 * BLOCK
+    assert harness.coordinator.reclaimable_tokens == 8 * BLOCK
 
 
 @pytest.fixture
@@ -487,9 +487,9 @@ def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
         hog = harness.allocator.alloc(3 * BLOCK)
         harness.arrive(req)
         harness.poll(req, times=3)
-        assert harness.coordinator.placed_tokens == 2 * BLOCK
+        assert harness.coordinator.reclaimable_tokens == 2 * BLOCK
         assert harness.coordinator.reclaim(1) == BLOCK
-        assert harness.coordinator.placed_tokens == BLOCK
+        assert harness.coordinator.reclaimable_tokens == BLOCK
         harness.allocator.free(hog)
         while not harness.step(req):
             harness.coordinator.poll([req.rid])
@@ -571,7 +571,7 @@ def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorH
     harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
     harness.arrive(req)
     harness.poll(req, times=3)
-    assert harness.coordinator.placed_tokens == 4 * BLOCK
+    assert harness.coordinator.reclaimable_tokens == 4 * BLOCK
 
 
 def test_coordinator_codec_whose_package_is_being_replaced_is_still_lossy(
@@ -697,7 +697,7 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
         assert harness.staging.free == harness.staging.capacity - 4
     if reached >= 5:
         harness.coordinator.poll([req.rid])
-        assert harness.coordinator.placed_tokens == 4 * BLOCK
+        assert harness.coordinator.reclaimable_tokens == 4 * BLOCK
     if reached >= 6:
         harness.coordinator.attach_islands(req, harness.attach)
         assert req.prefix_len == 4 * BLOCK
@@ -722,11 +722,11 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
     harness.arrive(req)
     harness.coordinator.poll([])
     harness.coordinator.poll([req.rid])
-    assert harness.coordinator.placed_tokens == 4 * BLOCK
+    assert harness.coordinator.reclaimable_tokens == 4 * BLOCK
     req.prefix_len = 40
     harness.coordinator.attach_islands(req, harness.attach)
     assert req.prefix_len == 64
-    assert harness.coordinator.placed_tokens == 0
+    assert harness.coordinator.reclaimable_tokens == 0
     assert sum(len(s) for s in req.owned) == 24
     assert (
         harness.counters.snapshot()["wasted_bytes", "in_tree"] == 2 * harness.kv.layout.block_bytes
@@ -887,7 +887,7 @@ def drive_coordinator(
                 harness.leave(live.pop())
         owned = sum(len(s) for r in reqs for s in r.owned)
         assert (
-            harness.allocator.available_size() + harness.coordinator.placed_tokens + owned
+            harness.allocator.available_size() + harness.coordinator.reclaimable_tokens + owned
             == harness.size
         )
     harness.open(*keys)

@@ -118,7 +118,7 @@ def test_coordinator_slots_that_sglang_takes_back_shorten_the_run(
     harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
     harness.arrive(req)
     harness.poll(req, times=4)
-    assert harness.coordinator.placed_tokens == 6 * BLOCK
+    assert harness.coordinator.reclaimable_tokens == 6 * BLOCK
     assert harness.coordinator.reclaim(2 * BLOCK) == 2 * BLOCK
     report = run(harness, req)
     assert report["loaded_tokens"] == 4 * BLOCK
@@ -145,11 +145,11 @@ def test_coordinator_lost_end_frees_the_slots_that_were_reserved(
     ends = harness.fill_end(tokens, 6 * BLOCK)
     harness.arrive(req)
     harness.poll(req, times=4)
-    assert harness.coordinator.placed_tokens > 0
+    assert harness.coordinator.reclaimable_tokens > 0
     harness.io.run(harness.memory.delete(ends[0]), PATIENCE_S)
     harness.open(*ends)
     harness.poll(req, times=4)
-    assert harness.coordinator.placed_tokens == 0
+    assert harness.coordinator.reclaimable_tokens == 0
     assert harness.slow.waiting == []
 
 

@@ -150,7 +150,7 @@ class TreeHarness(CoordinatorHarness):
         self.settle()
         self.poll()
         assert list(self.coordinator.live) == []
-        assert self.coordinator.placed_tokens == 0
+        assert self.coordinator.reclaimable_tokens == 0
         assert self.staging.free == self.staging.capacity
         assert self.slow.waiting == []
         self.side.check_books()
@@ -382,12 +382,12 @@ def test_coordinator_trees_slots_that_another_prompt_needs_are_given_up(kind: st
         req = harness.prompt([*harness.document, *harness.question])
         for _ in range(3):
             harness.poll(req)
-        placed = harness.coordinator.placed_tokens
+        placed = harness.coordinator.reclaimable_tokens
         assert placed == len(harness.document)
         free = side.full_allocator.available_size()
         other = side.start(range(50_000, 50_000 + free), free // block * block)
         assert side.room(block)
-        assert harness.coordinator.placed_tokens < placed
+        assert harness.coordinator.reclaimable_tokens < placed
         side.check_books()
         harness.go(other, checkpoint=False)
         report = harness.prefill(req)

@@ -107,7 +107,7 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     before = [as_bytes(b).clone() for b, _ in rows_of(harness.pool)]
     assert harness.device_slots.place(record, [0, 1, 2])
     assert harness.free == harness.size - 3 * block
-    assert harness.device_slots.placed_tokens == 3 * block
+    assert harness.device_slots.reclaimable_tokens == 3 * block
     placed = torch.cat([copy.slots for copy in record.memory.slots.values()])
     assert harness.staging.pool.free == 64  # the copies are complete: staging is free again
     assert all(s.used for s in harness.staging.freed)
@@ -117,7 +117,7 @@ def test_device_slots_taken_span_has_its_bytes_and_frees_the_rest(
     slots = harness.device_slots.take_slots(record, span)
     assert len(slots) == span.tokens == len(set(slots.tolist()))
     assert harness.free == harness.size - span.tokens
-    assert harness.device_slots.placed_tokens == 0
+    assert harness.device_slots.reclaimable_tokens == 0
     assert record.memory.slots == {}
     for b in range(3):
         start, stop = max(span.start, b * block), min(span.stop, (b + 1) * block)
@@ -143,10 +143,10 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     assert sorted(record.memory.staged) == [0, 1]
     assert harness.free == 0
     assert not harness.device_slots.place(record, range(4))
-    assert harness.device_slots.placed_tokens == 2 * BLOCK
+    assert harness.device_slots.reclaimable_tokens == 2 * BLOCK
     harness.device_slots.discard(record, range(4), "ended")
     assert harness.free == harness.size
-    assert harness.device_slots.placed_tokens == 0
+    assert harness.device_slots.reclaimable_tokens == 0
     assert harness.staging.pool.free == 64
     # Staged bytes are counted by whoever frees the staging, slots here; the request counts both.
     assert harness.wasted() == {"ended": 2 * harness.device_slots.block_bytes}
@@ -216,7 +216,7 @@ def test_device_slots_reclaim_takes_the_last_requests_leftmost_block() -> None:
     assert sorted(first.memory.slots) == [1, 2]
     assert harness.device_slots.reclaim([first, last], 100 * BLOCK) == 2 * BLOCK
     assert harness.free == harness.size
-    assert harness.device_slots.placed_tokens == 0
+    assert harness.device_slots.reclaimable_tokens == 0
     assert harness.wasted() == {"memory": 6 * harness.device_slots.block_bytes}
 
 
@@ -228,7 +228,7 @@ def test_device_slots_reserved_block_is_copied_when_its_bytes_come() -> None:
     record = harness.record(4)
     harness.device_slots.reserve(record, [3, 2])
     assert sorted(record.memory.reserved) == [2, 3]
-    assert harness.device_slots.placed_tokens == 2 * BLOCK
+    assert harness.device_slots.reclaimable_tokens == 2 * BLOCK
     data, staged = harness.staging.fetch(3)
     assert harness.device_slots.take_bytes(record, 3, staged)
     assert harness.staging.pool.free == 64  # its host memory is free before the block lands
@@ -241,7 +241,7 @@ def test_device_slots_reserved_block_is_copied_when_its_bytes_come() -> None:
     harness.device_slots.refuse(record, other, "overtaken")
     harness.device_slots.discard_all(record, "ended")
     assert harness.free == harness.size
-    assert harness.device_slots.placed_tokens == 0
+    assert harness.device_slots.reclaimable_tokens == 0
     # Block 2 never came, and counts for nothing. Staged bytes are counted by the loader.
     assert harness.wasted() == {"ended": harness.device_slots.block_bytes}
 
@@ -284,7 +284,7 @@ def test_device_slots_reclaim_takes_reserved_slots_first_and_computes_their_bloc
     assert harness.device_slots.reclaim([record], 2 * BLOCK) == 2 * BLOCK
     assert record.meet.state(3) is BlockState.GONE
     assert harness.free == harness.size
-    assert harness.device_slots.placed_tokens == 0
+    assert harness.device_slots.reclaimable_tokens == 0
 
 
 def test_device_slots_block_that_comes_after_its_slots_are_withdrawn_is_not_copied() -> None:
@@ -357,13 +357,13 @@ def test_device_slots_random_actions_lose_no_slot(
             for copies in (r.memory.slots, r.memory.reserved)
             for copy in copies.values()
         )
-        assert device_slots.placed_tokens == held
+        assert device_slots.reclaimable_tokens == held
         assert harness.free == harness.size - held - given_on
         in_staging = sum(len(r.memory.staged) for r in records)
         assert harness.staging.pool.free == 64 - in_staging
     for record in records:
         harness.device_slots.discard_all(record, "ended")
-    assert harness.device_slots.placed_tokens == 0
+    assert harness.device_slots.reclaimable_tokens == 0
     assert harness.free == harness.size - given_on
     assert harness.staging.pool.free == 64
 

@@ -124,7 +124,7 @@ def test_host_syncs_there_are_none_from_a_load_to_the_tree_in_a_save_or_an_abort
         assert b"".join(bytes(as_bytes(b)[part].numpy()) for b in buffers_of(server.pool)) == data
     assert len(server.store) == 3  # the whole blocks of what is attached
     assert server.allocator.available_size() == free - len(row) + server.page
-    assert server.slots.placed_tokens == 0
+    assert server.slots.reclaimable_tokens == 0
 
 
 @pytest.mark.parametrize("server", [16], indirect=True)

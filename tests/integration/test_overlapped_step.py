@@ -384,13 +384,13 @@ def test_overlapped_step_given_up_restores_slots_and_held_tokens(
     harness.give(1.0, 3, 2)
     harness.base.coordinator.poll([req.rid])
     free = harness.base.allocator.available_size() + 2 * BLOCK
-    assert harness.base.coordinator.placed_tokens == 4 * BLOCK  # two of them are reserved
+    assert harness.base.coordinator.reclaimable_tokens == 4 * BLOCK  # two of them are reserved
     for _ in range(3):
         assert harness.begin() == (0, 4 * BLOCK)
-        assert harness.base.coordinator.placed_tokens == 0  # nobody may count on them
+        assert harness.base.coordinator.reclaimable_tokens == 0  # nobody may count on them
         harness.last.give_up(req)
         assert harness.base.allocator.available_size() == free
-        assert harness.base.coordinator.placed_tokens == 2 * BLOCK
+        assert harness.base.coordinator.reclaimable_tokens == 2 * BLOCK
     harness.give(1.0, 0, 1)
     harness.base.coordinator.poll([req.rid])
     assert harness.base.step(req)

@@ -59,6 +59,9 @@ class TwoRanks:
     def live(self) -> list[list[str]]:
         return [list(harness.coordinator.live) for harness in self.harnesses]
 
+    def reclaimable_tokens(self) -> list[int]:
+        return [harness.coordinator.reclaimable_tokens for harness in self.harnesses]
+
     def close(self) -> None:
         self._pool.shutdown()
         for harness in self.harnesses:
@@ -85,7 +88,7 @@ def test_ranks_stored_prompt_lands_on_both(ranks: TwoRanks) -> None:
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+    assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
 def test_ranks_request_that_came_after_the_poll_is_not_scheduled_yet(ranks: TwoRanks) -> None:
@@ -118,7 +121,7 @@ def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> Non
     for _ in range(3):
         assert ranks.poll("other", "r") == [None, None]
     assert ranks.live() == [["other"], ["other"]]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+    assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, w
     assert isinstance(raised[0], Fault)
     assert raised[1] is None
     assert ranks.live() == [[], []]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
+    assert ranks.reclaimable_tokens() == [0, 0]
 
 
 def no_memory(*args: object) -> None:
@@ -165,7 +168,7 @@ def test_ranks_block_without_device_memory_on_one_rank_ends_the_request_on_both(
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
     assert ranks.live() == [[], []]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
+    assert ranks.reclaimable_tokens() == [0, 0]
 
 
 def test_ranks_copy_without_device_memory_within_a_poll_ends_the_request_in_the_same_poll(
@@ -178,14 +181,14 @@ def test_ranks_copy_without_device_memory_within_a_poll_ends_the_request_in_the_
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
+    assert ranks.reclaimable_tokens() == [0, 0]
 
     ranks.harnesses[1].kv.load = no_memory  # type: ignore[assignment]
     for harness in ranks.harnesses:
         harness.coordinator.spare_slots = math.inf
     assert ranks.poll("r") == [None, None]
     assert ranks.live() == [[], []]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [0, 0]
+    assert ranks.reclaimable_tokens() == [0, 0]
 
 
 def test_ranks_failed_copy_behind_a_hole_ends_the_request_on_both(ranks: TwoRanks) -> None:
@@ -262,7 +265,7 @@ def test_ranks_evicted_prompt_is_looked_up_again_by_both(ranks: TwoRanks) -> Non
     ranks.both(lambda harness, rank: harness.evict(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+    assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
 def test_ranks_prompt_looked_up_again_by_one_rank_ends_on_both(ranks: TwoRanks) -> None:
@@ -348,7 +351,7 @@ def test_ranks_look_up_evicted_prompts_again_where_one_tree_alone_has_evicted(
     ranks.harnesses[1].coordinator.tree_evicts = False
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
-    assert [harness.coordinator.placed_tokens for harness in ranks.harnesses] == [4 * BLOCK] * 2
+    assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
 def test_ranks_ask_the_same_waiting_prompts_after_one_failed() -> None:

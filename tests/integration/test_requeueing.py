@@ -639,11 +639,11 @@ def test_coordinator_prompt_without_memory_to_its_end_stays_in_host_memory(
     assert record is not None
     admission.land(stored)
     assert sorted(record.memory.staged) == [0, 1, 2, 3]
-    assert coordinator.placed_tokens == 0
+    assert coordinator.reclaimable_tokens == 0
     coordinator.spare_slots = math.inf
     coordinator.poll([stored.rid])
     assert not record.memory.staged
-    assert coordinator.placed_tokens == 4 * BLOCK
+    assert coordinator.reclaimable_tokens == 4 * BLOCK
 
 
 def test_waiting_request_without_memory_to_its_end_attaches_nothing(
@@ -669,7 +669,7 @@ def test_waiting_request_without_memory_to_its_end_attaches_nothing(
         adder.add_one_req(stored, False, None)
         assert stored.prefix_len == attached
         coordinator.poll([stored.rid])
-        assert coordinator.placed_tokens == 0
+        assert coordinator.reclaimable_tokens == 0
     record = coordinator.record(stored)
     assert record is not None
     assert record.stats.loaded_tokens == 4 * BLOCK
@@ -692,7 +692,7 @@ def test_waiting_request_without_memory_to_its_end_is_not_shared(
     assert (base.coordinator.record(req) is not None) == has_record
     asked: list[str] = []
     tree: Any = BareTree(base.coordinator)
-    tree.helpers = SimpleNamespace(consider=lambda req, *, alone: asked.append(req.rid) or "wait")
+    tree.runahead = SimpleNamespace(consider=lambda req, *, alone: asked.append(req.rid) or "wait")
     needed = queue_order.most_slots(req)
     for slots, answer in ((needed, AddReqResult.NO_TOKEN), (needed + 1, AddReqResult.OTHER)):
         assert not asked
@@ -749,17 +749,17 @@ def test_coordinator_waiting_prompt_gets_no_slots_in_place_of_its_own_prefix() -
             harness.poll(req)
         record = coordinator.live[req.rid]
         assert record.meet.landed_blocks == 5
-        assert coordinator.placed_tokens == 0
+        assert coordinator.reclaimable_tokens == 0
         coordinator.memory_checked(req, False)
         coordinator.spare_slots = (
             20 * BLOCK
         )  # the prompt is not asked, since another one goes first
         harness.poll(req)
-        assert coordinator.placed_tokens == 0
+        assert coordinator.reclaimable_tokens == 0
         coordinator.memory_checked(req, True)
         coordinator.spare_slots = 12 * BLOCK  # other running requests have locked the prefix
         harness.poll(req)
-        assert coordinator.placed_tokens == 6 * BLOCK
+        assert coordinator.reclaimable_tokens == 6 * BLOCK
         harness.leave(req)
 
 
@@ -767,14 +767,14 @@ def test_coordinator_admitted_prompt_takes_slots_of_one_that_waits(admissions: M
     admission = admissions()
     coordinator, allocator = admission.base.coordinator, admission.base.allocator
     admission.land(admission.req("waits", stored=True))
-    assert coordinator.placed_tokens == 4 * BLOCK
+    assert coordinator.reclaimable_tokens == 4 * BLOCK
     coordinator.spare_slots = 0
     admitted = admission.req("admitted", stored=True)
     admission.land(admitted)
     assert allocator.alloc(allocator.available_size()) is not None
     coordinator.attach_islands(admitted, admission.base.attach, admission.base)
     assert admitted.prefix_len == 4 * BLOCK
-    assert coordinator.placed_tokens == 0
+    assert coordinator.reclaimable_tokens == 0
 
 
 def test_requeued_request_that_lost_a_part_of_a_page_counts_all_its_loads_as_cached(

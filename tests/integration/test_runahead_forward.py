@@ -483,7 +483,7 @@ def test_runahead_scheduler_idle_scheduler_sleeps_again_after_the_member_is_swit
     assert poller.poll(60_000)  # the message ends the sleep
     tree: Any = CakeRadixCache.__new__(CakeRadixCache)
     tree.saving = tree.coordinator = None
-    tree.helpers = one.owner
+    tree.runahead = one.owner
     tree.switch_off()
     assert not poller.poll(0)
     one.owner.close()  # as when the process ends
@@ -496,8 +496,8 @@ def test_runahead_scheduler_switched_off_member_leaves_the_group(
     one = setup(send_nothing)  # its thread would wait for us to take a part
     tree: Any = CakeRadixCache.__new__(CakeRadixCache)
     tree.saving = tree.coordinator = None
-    tree.helpers = one.owner
+    tree.runahead = one.owner
     tree.switch_off()
-    assert tree.helpers is None
+    assert tree.runahead is None
     # The other one would ask it in vain.
     until(lambda: not one.transports[HELPER].reachable(), "it is gone")

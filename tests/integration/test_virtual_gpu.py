@@ -216,5 +216,5 @@ def test_virtual_gpu_ends_with_all_its_memory_back() -> None:
         scheduler.restore(16384)
         scheduler.settle()
         assert scheduler.allocator.available_size() == free
-        assert scheduler.coordinator.placed_tokens == 0
+        assert scheduler.coordinator.reclaimable_tokens == 0
         assert scheduler.staging.free == scheduler.staging.capacity

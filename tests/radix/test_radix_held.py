@@ -55,7 +55,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
         self.pool = BufferPool([Buffer(on_page(size)) for _ in range(SLOTS // BLOCK)])
         self.records: list[PromptRecord] = []
         self.tree.coordinator = FakeCoordinator()
-        self.tree.coordinator.held = lambda: self.device_slots.placed_tokens
+        self.tree.coordinator.held = lambda: self.device_slots.reclaimable_tokens
         self.tree.coordinator.reclaim = lambda n: self.device_slots.reclaim(self.records, n)
 
     def land(self, blocks: int) -> bool:
@@ -94,7 +94,7 @@ class TreeWithLandedBlocks(TreeWithSlots):
 
     @property
     def held(self) -> int:
-        return self.device_slots.placed_tokens
+        return self.device_slots.reclaimable_tokens
 
     def own_evictable(self) -> int:
         return int(UnifiedRadixCache.evictable_size(self.tree))

@@ -86,7 +86,7 @@ class LandedBlocks(Blocks):
     """A coordinator that holds slots of landed blocks."""
 
     def __init__(self, allocator: Any, slots: torch.Tensor) -> None:
-        super().__init__(BLOCK, placed_tokens=len(slots))
+        super().__init__(BLOCK, reclaimable_tokens=len(slots))
         self._allocator = allocator
         self._slots = slots
 
@@ -94,7 +94,7 @@ class LandedBlocks(Blocks):
         count = -(-tokens // BLOCK) * BLOCK
         self._allocator.free_segment(self._slots[:count], start_pos=0)
         self._slots = self._slots[count:]
-        self.placed_tokens = len(self._slots)
+        self.reclaimable_tokens = len(self._slots)
         return count
 
 
@@ -109,7 +109,7 @@ def test_radix_unified_memory_states_get_the_memory_of_landed_blocks(kind: str) 
     assert side.free_states() == 0
     side.tree.evict_for_alloc(EvictParams(mamba_num=2))
     assert side.free_states() >= 2
-    assert 0 < side.tree.coordinator.placed_tokens < len(landed)
+    assert 0 < side.tree.coordinator.reclaimable_tokens < len(landed)
     assert side.requests.mamba_allocator.alloc(2) is not None
 
 

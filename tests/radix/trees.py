@@ -137,7 +137,7 @@ class FakeCoordinator:
         self.reclaim: Callable[[int], int] = lambda tokens: 0
 
     @property
-    def placed_tokens(self) -> int:
+    def reclaimable_tokens(self) -> int:
         return self.held()
 
     def record(self, req: object) -> None:

@@ -15,7 +15,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.block_files import PIECE_BYTES
+from sglang_cake.stores.file.block_files import IO_BYTES
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.threads import DaemonPool, LimitedThreads, run_stoppable
@@ -25,7 +25,7 @@ from sglang_cake.testing.store_contract import key_of
 A, B = key_of("a"), key_of("b")
 
 
-LAYOUT = BlockLayout.plain(1, (("kv", (4 * PIECE_BYTES,)),), "uint8", 1)  # of several pieces
+LAYOUT = BlockLayout.plain(1, (("kv", (4 * IO_BYTES,)),), "uint8", 1)  # of several pieces
 FRAME = BlockFrame(Namespace((("layout", LAYOUT.describe()),)), LAYOUT)
 
 

@@ -19,7 +19,7 @@ from sglang_cake.core.buffers import PAGE_BYTES, is_on_page, on_page
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.block_files import PIECE_BYTES, NewFile, is_cached, set_direct
+from sglang_cake.stores.file.block_files import IO_BYTES, NewFile, is_cached, set_direct
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.testing.store_contract import ProgressRecord, block_of, key_of
@@ -31,10 +31,10 @@ SIZES = [
     4095,
     4096,
     4097,
-    3 * PIECE_BYTES,
-    3 * PIECE_BYTES + 4096,
-    3 * PIECE_BYTES - 1,
-    3 * PIECE_BYTES + 4097,
+    3 * IO_BYTES,
+    3 * IO_BYTES + 4096,
+    3 * IO_BYTES - 1,
+    3 * IO_BYTES + 4097,
 ]
 
 
@@ -135,7 +135,7 @@ async def test_file_store_read_of_any_size_and_alignment_is_bit_exact(
 
 @pytest.mark.parametrize("is_cold", [True, False], ids=["cold", "cached"])
 async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, is_cold):
-    size = 3 * PIECE_BYTES + 100
+    size = 3 * IO_BYTES + 100
     async with stored_block(tmp_path, size) as stored:
         if is_cold:
             await stored.make_cold()
@@ -149,35 +149,35 @@ async def test_store_progress_of_a_large_read_grows_piece_by_piece(tmp_path, is_
 
 
 async def test_direct_read_of_a_cold_block_stays_out_of_the_page_cache(disk, monkeypatch):
-    async with stored_block(disk, 3 * PIECE_BYTES) as stored:
+    async with stored_block(disk, 3 * IO_BYTES) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(3 * PIECE_BYTES)) == stored.data
+        assert await stored.read(on_page(3 * IO_BYTES)) == stored.data
         assert reads.direct == [True] * 3
         assert not stored.is_cached()
 
 
 async def test_direct_read_partial_last_page_is_read_buffered(disk, monkeypatch):
-    async with stored_block(disk, 2 * PIECE_BYTES + 100) as stored:
+    async with stored_block(disk, 2 * IO_BYTES + 100) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(2 * PIECE_BYTES + 100)) == stored.data
+        assert await stored.read(on_page(2 * IO_BYTES + 100)) == stored.data
         assert reads.direct == [True, True, False]
 
 
 async def test_direct_read_block_in_the_page_cache_is_read_buffered(disk, monkeypatch):
-    async with stored_block(disk, PIECE_BYTES) as stored:
+    async with stored_block(disk, IO_BYTES) as stored:
         assert stored.is_cached()  # it was just written
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(PIECE_BYTES)) == stored.data
+        assert await stored.read(on_page(IO_BYTES)) == stored.data
         assert reads.direct == [False]
 
 
 async def test_direct_read_unaligned_buffer_is_filled_buffered(disk, monkeypatch):
-    async with stored_block(disk, PIECE_BYTES) as stored:
+    async with stored_block(disk, IO_BYTES) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch)
-        assert await stored.read(beside_a_page(PIECE_BYTES)) == stored.data
+        assert await stored.read(beside_a_page(IO_BYTES)) == stored.data
         assert not any(reads.direct)
 
 
@@ -187,10 +187,10 @@ async def test_direct_read_refused_by_the_disk_falls_back_to_buffered(disk, monk
         if direct:
             raise OSError(number, "not like this")
 
-    async with stored_block(disk, 3 * PIECE_BYTES) as stored:
+    async with stored_block(disk, 3 * IO_BYTES) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, refuse)
-        assert await stored.read(on_page(3 * PIECE_BYTES)) == stored.data
+        assert await stored.read(on_page(3 * IO_BYTES)) == stored.data
         assert reads.direct == [True] + [False] * 3
 
 
@@ -198,11 +198,11 @@ async def test_direct_read_disk_error_is_unavailable_without_a_retry(disk, monke
     def fail(direct):
         raise OSError(errno.EIO, "broken")
 
-    async with stored_block(disk, 3 * PIECE_BYTES) as stored:
+    async with stored_block(disk, 3 * IO_BYTES) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, fail)
         with pytest.raises(StoreUnavailable):
-            await stored.read(on_page(3 * PIECE_BYTES))
+            await stored.read(on_page(3 * IO_BYTES))
         assert reads.direct == [True]
 
 
@@ -214,16 +214,16 @@ async def test_direct_read_unsupported_by_the_file_system_is_buffered(disk, monk
             raise OSError(errno.EINVAL, "no direct reads")
         return real(fd, command, *args)
 
-    async with stored_block(disk, PIECE_BYTES) as stored:
+    async with stored_block(disk, IO_BYTES) as stored:
         await stored.make_cold()
         monkeypatch.setattr(fcntl, "fcntl", refuse)
         reads = Reads(monkeypatch)
-        assert await stored.read(on_page(PIECE_BYTES)) == stored.data
+        assert await stored.read(on_page(IO_BYTES)) == stored.data
         assert reads.direct == [False]
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs here")
-@pytest.mark.parametrize("size", [PIECE_BYTES, PIECE_BYTES + 1])
+@pytest.mark.parametrize("size", [IO_BYTES, IO_BYTES + 1])
 @pytest.mark.parametrize("new_out", [on_page, beside_a_page])
 async def test_file_store_on_tmpfs_block_is_read_back(size, new_out):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
@@ -232,10 +232,10 @@ async def test_file_store_on_tmpfs_block_is_read_back(size, new_out):
 
 
 @pytest.mark.parametrize(
-    "at", [100, HEADER_BYTES, HEADER_BYTES + PIECE_BYTES, HEADER_BYTES + 2 * PIECE_BYTES]
+    "at", [100, HEADER_BYTES, HEADER_BYTES + IO_BYTES, HEADER_BYTES + 2 * IO_BYTES]
 )
 async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkeypatch, at):
-    async with stored_block(disk, 3 * PIECE_BYTES) as stored:
+    async with stored_block(disk, 3 * IO_BYTES) as stored:
         with stored.path.open("r+b") as file:
             file.seek(at)
             (byte,) = file.read(1)
@@ -244,26 +244,26 @@ async def test_direct_read_flipped_byte_is_corrupt_and_then_missing(disk, monkey
         await stored.make_cold()
         reads = Reads(monkeypatch)
         with pytest.raises(BlockCorrupt):
-            await stored.read(on_page(3 * PIECE_BYTES))
+            await stored.read(on_page(3 * IO_BYTES))
         assert all(reads.direct)
         with pytest.raises(BlockMissing):
-            await stored.read(on_page(3 * PIECE_BYTES))
+            await stored.read(on_page(3 * IO_BYTES))
 
 
 async def test_direct_read_file_truncated_meanwhile_is_corrupt(disk, monkeypatch):
-    async with stored_block(disk, 3 * PIECE_BYTES) as stored:
+    async with stored_block(disk, 3 * IO_BYTES) as stored:
         await stored.make_cold()
         reads = Reads(monkeypatch, lambda direct: os.truncate(stored.path, HEADER_BYTES + 100))
         with pytest.raises(BlockCorrupt, match="ends after"):
-            await stored.read(on_page(3 * PIECE_BYTES))
+            await stored.read(on_page(3 * IO_BYTES))
         assert reads.direct[0]
 
 
 async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypatch):
     held = Held(lambda direct: None)
-    async with stored_block(disk, 3 * PIECE_BYTES) as stored:
+    async with stored_block(disk, 3 * IO_BYTES) as stored:
         await stored.make_cold()
-        reads, out = Reads(monkeypatch, held), on_page(3 * PIECE_BYTES)
+        reads, out = Reads(monkeypatch, held), on_page(3 * IO_BYTES)
         task = asyncio.create_task(stored.read(out))
         await asyncio.to_thread(held.entered.wait)
         task.cancel()
@@ -275,17 +275,17 @@ async def test_direct_read_cancelled_waits_for_the_disk_and_stops(disk, monkeypa
             await task
         assert reads.direct == [True], "went on reading"
         out[:] = bytes(len(out))
-        assert await stored.read(on_page(3 * PIECE_BYTES)) == stored.data
+        assert await stored.read(on_page(3 * IO_BYTES)) == stored.data
         assert bytes(out) == bytes(len(out))
 
 
 async def test_direct_read_cancelled_waits_for_the_running_checksum(disk, monkeypatch):
     held = Held(IncomingBlock.check)
-    async with stored_block(disk, 3 * PIECE_BYTES) as stored:
+    async with stored_block(disk, 3 * IO_BYTES) as stored:
         await stored.make_cold()
         # A checksum calls nothing of the system that could be held.
         monkeypatch.setattr(IncomingBlock, "check", lambda *args: held(*args))
-        task = asyncio.create_task(stored.read(on_page(3 * PIECE_BYTES)))
+        task = asyncio.create_task(stored.read(on_page(3 * IO_BYTES)))
         await asyncio.to_thread(held.entered.wait)
         task.cancel()
         for _ in range(20):
@@ -375,7 +375,7 @@ async def test_file_store_direct_write_of_any_size_and_alignment_is_the_same_fil
 
 
 @pytest.mark.parametrize(
-    "sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, PIECE_BYTES + 900), (1,)]
+    "sizes", [(5000, 8192), (4096, 5000, 4096), (8192, 100, IO_BYTES + 900), (1,)]
 )
 def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, sizes):
     parts = [on_page(size) for size in sizes]
@@ -393,17 +393,17 @@ def test_new_file_direct_write_of_odd_parts_leaves_nothing_out(tmp_path, sizes):
 
 async def test_file_store_direct_writes_put_all_but_the_last_page_past_the_cache(disk, monkeypatch):
     writes = Writes(monkeypatch)
-    await written(disk, 3 * PIECE_BYTES, direct_writes=True)
+    await written(disk, 3 * IO_BYTES, direct_writes=True)
     assert writes.direct
     assert all(writes.direct)
     writes.direct.clear()
-    await written(disk / "tail", 3 * PIECE_BYTES + 100, direct_writes=True)
+    await written(disk / "tail", 3 * IO_BYTES + 100, direct_writes=True)
     assert writes.direct == [True] * (len(writes.direct) - 1) + [False]
 
 
 async def test_file_store_writes_go_through_the_cache_unless_asked(disk, monkeypatch):
     writes = Writes(monkeypatch)
-    await written(disk, 3 * PIECE_BYTES)
+    await written(disk, 3 * IO_BYTES)
     assert writes.direct
     assert not any(writes.direct)
 
@@ -418,7 +418,7 @@ async def test_file_store_refused_direct_write_continues_through_the_cache(
             raise OSError(code, "refused")
 
     writes = Writes(monkeypatch, refuse)
-    await written(disk, 3 * PIECE_BYTES, direct_writes=True)
+    await written(disk, 3 * IO_BYTES, direct_writes=True)
     assert writes.direct == sorted(writes.direct, reverse=True)
     assert writes.direct.count(True) == after + 1
 
@@ -429,5 +429,5 @@ async def test_file_store_disk_error_of_a_direct_write_is_not_tried_again(disk, 
 
     writes = Writes(monkeypatch, fail)
     with pytest.raises(StoreUnavailable):
-        await written(disk, 3 * PIECE_BYTES, direct_writes=True)
+        await written(disk, 3 * IO_BYTES, direct_writes=True)
     assert writes.direct == [True]

@@ -29,7 +29,7 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.mooncake.mooncake_store import PIECE_BYTES
+from sglang_cake.stores.mooncake.mooncake_store import HASH_BYTES
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import (
     FRAME,
@@ -155,7 +155,7 @@ class TestSealedMooncakeStore(TestMooncakeStore):
 
 
 def test_store_progress_of_a_large_read_grows_piece_by_piece(shared):
-    layout = BlockLayout.plain(1, (("kv", (4 * PIECE_BYTES,)),), "uint8", 1)
+    layout = BlockLayout.plain(1, (("kv", (4 * HASH_BYTES,)),), "uint8", 1)
 
     async def test(store):
         data, out = block_of("a", layout), bytearray(layout.block_bytes)

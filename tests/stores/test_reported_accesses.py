@@ -26,7 +26,7 @@ from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.index import ScannedFile
 from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.request_recording import RequestRecordingStore, TraceFile
+from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import block_of, key_of
 
@@ -305,7 +305,7 @@ def test_request_facts_from_invalid_json_raise_value_error(change):
 
 async def test_recording_store_trace_has_one_line_per_request_and_no_keys(tmp_path):
     path = tmp_path / "trace.jsonl"
-    trace = TraceFile(path, 128)
+    trace = RequestTraceFile(path, 128)
     store = RequestRecordingStore(MemoryStore(), trace)
     await store.on_access([A, B], FACTS)
     await store.on_access([A, B, key_of("c")], FACTS)  # the same request, later

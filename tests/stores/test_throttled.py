@@ -9,7 +9,7 @@ import pytest
 from faulty_stores import FaultyStore, SlowStore
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing
-from sglang_cake.stores.throttled import PIECE_BYTES, ThrottledSource, ThrottledStore
+from sglang_cake.stores.throttled import LEAST_PIECE_BYTES, ThrottledSource, ThrottledStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, ProgressRecord, block_of, key_of, read
 
@@ -236,8 +236,8 @@ async def test_throttled_store_puts_and_lookups_are_not_delayed():
 
 # ---- what is told on the way ----
 
-LARGE_BYTES = 4 * PIECE_BYTES + PIECE_BYTES // 2
-BYTES_PER_S = PIECE_BYTES / 2  # two seconds for a piece
+LARGE_BYTES = 4 * LEAST_PIECE_BYTES + LEAST_PIECE_BYTES // 2
+BYTES_PER_S = LEAST_PIECE_BYTES / 2  # two seconds for a piece
 
 
 async def large_reads():
@@ -288,8 +288,8 @@ async def test_throttled_store_progress_follows_the_link_speed(late_s):
     await clock.advance(100)
     assert read.told.wrong == []
     assert read.told.grew
-    assert read.told.counts == [n * PIECE_BYTES for n in range(5)]
-    assert read.at_s == [max(late_s, n * PIECE_BYTES / BYTES_PER_S) for n in range(5)]
+    assert read.told.counts == [n * LEAST_PIECE_BYTES for n in range(5)]
+    assert read.at_s == [max(late_s, n * LEAST_PIECE_BYTES / BYTES_PER_S) for n in range(5)]
     assert read.ended_s == max(late_s, LARGE_BYTES / BYTES_PER_S)
 
 

@@ -57,7 +57,7 @@ class CakeRadixCache(UnifiedRadixCache):
     coordinator: "Coordinator | None" = None
     saving: "BlockSaving | None" = None
     service: "CakeService | None" = None
-    helpers: "Runahead | None" = None
+    runahead: "Runahead | None" = None
     overlap_runner: "OverlapRunner | None" = None
     ends: EndStates | None = None
     copier: "Copier | None" = None
@@ -116,10 +116,10 @@ class CakeRadixCache(UnifiedRadixCache):
         super().release_swa(lock)
 
     def evictable_size(self) -> int:
-        return int(super().evictable_size()) + self._placed_tokens()
+        return int(super().evictable_size()) + self._reclaimable_tokens()
 
     def full_evictable_size(self) -> int:
-        return int(super().full_evictable_size()) + self._placed_tokens()
+        return int(super().full_evictable_size()) + self._reclaimable_tokens()
 
     def evict(self, params: EvictParams) -> EvictResult:
         self._before_slots_are_freed()
@@ -153,8 +153,8 @@ class CakeRadixCache(UnifiedRadixCache):
             return
         if self.coordinator is not None:
             self.coordinator.release(rid)
-        if self.helpers is not None:
-            self.helpers.release(rid)
+        if self.runahead is not None:
+            self.runahead.release(rid)
 
     def forget_all(self) -> None:
         """The same for every request."""
@@ -170,12 +170,12 @@ class CakeRadixCache(UnifiedRadixCache):
     def switch_off(self) -> None:
         """From now on this process does nothing for any request. With several ranks, cake takes
         part in the reductions until all ranks know (`let_go`)."""
-        saving, helpers = self.saving, self.helpers
+        saving, runahead = self.saving, self.runahead
         self.saving = None
-        self.helpers = None
+        self.runahead = None
         try:
-            if helpers is not None:
-                helpers.close()  # or other members would ask this one in vain
+            if runahead is not None:
+                runahead.close()  # or other members would ask this one in vain
         except Exception:
             logger.exception("cake: the group could not be left")
         if saving is not None:
@@ -543,8 +543,8 @@ class CakeRadixCache(UnifiedRadixCache):
                 self.saving.released(record)
             if req.rid != self.releasing:
                 self.coordinator.release(req.rid)
-        if self.helpers is not None:
-            self.helpers.release(req.rid)
+        if self.runahead is not None:
+            self.runahead.release(req.rid)
 
     @guarded("CakeRadixCache.release_aborted_request")
     def _aborted(self, request: Any) -> None:
@@ -571,12 +571,12 @@ class CakeRadixCache(UnifiedRadixCache):
         missing_bytes = missing * int(allocator.mamba_allocator.entry_bytes_per_page)
         return -(-missing_bytes // int(allocator.full_attn_allocator.entry_bytes))
 
-    def _placed_tokens(self) -> int:
-        return 0 if self.coordinator is None else self.coordinator.placed_tokens
+    def _reclaimable_tokens(self) -> int:
+        return 0 if self.coordinator is None else self.coordinator.reclaimable_tokens
 
     @guarded("CakeRadixCache.evict", 0)
     def _reclaim(self, missing: int) -> int:
         """Free slots of landed blocks. Returns the tokens freed."""
-        if missing <= 0 or self.coordinator is None or not self.coordinator.placed_tokens:
+        if missing <= 0 or self.coordinator is None or not self.coordinator.reclaimable_tokens:
             return 0
         return self.coordinator.reclaim(missing)

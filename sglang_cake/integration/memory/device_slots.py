@@ -58,7 +58,7 @@ class DeviceSlots:
         self._block_tokens = kv.layout.block_tokens
         self._taken: list[Copy] = []  # copies that `take_slots` gave away, as far as they may run
         self.block_bytes = kv.layout.block_bytes
-        self.placed_tokens = 0  # of reserved slots, and of slots that hold landed blocks
+        self.reclaimable_tokens = 0  # of reserved slots, and of slots that hold landed blocks
 
     @property
     def link_bytes(self) -> int:
@@ -77,7 +77,7 @@ class DeviceSlots:
         todo = [b for b in blocks if b not in taken]
         copies = self._allocate(todo)
         memory.reserved |= copies
-        self.placed_tokens += len(copies) * self._block_tokens
+        self.reclaimable_tokens += len(copies) * self._block_tokens
 
     def take_bytes(self, record: PromptRecord, block: int, staged: StagedBlock) -> bool:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
@@ -134,7 +134,7 @@ class DeviceSlots:
         todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
         copies = self._allocate(todo, reclaim_from)
         memory.slots |= copies
-        self.placed_tokens += len(copies) * self._block_tokens
+        self.reclaimable_tokens += len(copies) * self._block_tokens
         for block, copy in copies.items():
             copy.begin()
             self._copier.load(copy, memory.staged[block])
@@ -178,7 +178,7 @@ class DeviceSlots:
         slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
         for block in blocks:
             del record.memory.slots[block]
-        self.placed_tokens -= len(copies) * self._block_tokens
+        self.reclaimable_tokens -= len(copies) * self._block_tokens
         return slots
 
     @property
@@ -234,7 +234,7 @@ class DeviceSlots:
             return None
         for block in landed:
             del record.memory.slots[block]
-        self.placed_tokens -= len(landed) * self._block_tokens
+        self.reclaimable_tokens -= len(landed) * self._block_tokens
         return {b: copy.slots for b, copy in (fresh | copies).items()}
 
     def trim(self, handed_out: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
@@ -256,7 +256,7 @@ class DeviceSlots:
         if being_read:
             self.free(torch.cat([handed_out[b] for b in being_read]))
         record.memory.slots |= landed
-        self.placed_tokens += len(landed) * self._block_tokens
+        self.reclaimable_tokens += len(landed) * self._block_tokens
 
     def free(self, slots: torch.Tensor) -> None:
         """Free slots that nothing writes to. They begin and end with a page."""
@@ -293,19 +293,19 @@ class DeviceSlots:
 
         Computing would reach the leftmost block soonest.
         """
-        before = self.placed_tokens
+        before = self.reclaimable_tokens
         for record in reversed(records):
             for block in sorted(record.memory.reserved):
-                if before - self.placed_tokens >= tokens:
+                if before - self.reclaimable_tokens >= tokens:
                     break
                 self.unreserve(record, [block], "memory")
                 if record.meet.state(block) is BlockState.WANTED:
                     self.discard(record, record.meet.lost(block), "memory")
             for block in sorted(record.memory.slots):
-                if before - self.placed_tokens >= tokens:
+                if before - self.reclaimable_tokens >= tokens:
                     break
                 self.drop(record, block, "memory")
-        return before - self.placed_tokens
+        return before - self.reclaimable_tokens
 
     # ---- inside ----
 
@@ -369,5 +369,5 @@ class DeviceSlots:
         self.free(torch.cat([copy.slots for copy in chosen.values()]))
         for block in chosen:
             del copies[block]
-        self.placed_tokens -= len(chosen) * self._block_tokens
+        self.reclaimable_tokens -= len(chosen) * self._block_tokens
         return list(chosen.values())

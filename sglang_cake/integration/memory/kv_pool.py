@@ -346,7 +346,7 @@ class DeviceKV:
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class RingPlace:
     """Device memory for a piece of a block on its way into the pool.
 
     Attributes:
@@ -396,7 +396,7 @@ class CopyStreams:
         self.ring_out = ring((memory.out_places, memory.piece_bytes))
         indices = torch.arange(memory.in_places, device=device).split(1)
         places = [
-            Place(*each, torch.cuda.Event(), torch.cuda.Event())
+            RingPlace(*each, torch.cuda.Event(), torch.cuda.Event())
             for each in zip(self.ring_in, indices, strict=True)
         ]
         self._places = itertools.cycle(places)
@@ -438,17 +438,17 @@ class CopyStreams:
             for stream in self.of_sglang if also_scheduler else self.of_sglang[-1:]:
                 stream.wait_event(last.pool)
 
-    def next_place(self) -> Place:
+    def next_place(self) -> RingPlace:
         """For copies that are launched in `into` until `end_use`."""
         return next(self._places)
 
-    def end_use(self, place: Place) -> torch.cuda.Event:
+    def end_use(self, place: RingPlace) -> torch.cuda.Event:
         """Another piece may be fetched into the place after what was launched in `into`. Returns
         that event, timed."""
         place.read = _recorded(self.into, timed=True)
         return place.read
 
-    def fetch(self, source: torch.Tensor, place: Place) -> torch.Tensor:
+    def fetch(self, source: torch.Tensor, place: RingPlace) -> torch.Tensor:
         """Copy host memory (uint8) into a place. Returns what holds it, for copies in `into`."""
         target = place.memory[: source.numel()]
         self.fetching.wait_event(place.read)

@@ -36,9 +36,9 @@ def _forward(original: OriginalFunction, worker: Any, batch: Any, *args: Any, **
             return tree.overlap_runner.forward(original, worker, batch, **kwargs)
         finally:
             tree.let_go()
-    helpers = tree.helpers
-    timer = _timer(tree) if helpers is None else None
-    forward = original if helpers is None else partial(helpers.forward, original)
+    runahead = tree.runahead
+    timer = _timer(tree) if runahead is None else None
+    forward = original if runahead is None else partial(runahead.forward, original)
     try:
         result = forward(worker, batch, **kwargs)
     except Exception as error:

@@ -36,7 +36,7 @@ class RequestReporter:
         if trace_path and speaks:
             self._trace = open(trace_path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
-    def trace(
+    def write_event(
         self, record: PromptRecord, event: str, *, at_s: float | None = None, **fields: object
     ) -> None:
         """Write one trace line, if a trace is wanted. `at_s`: when it happened, if not now."""
@@ -73,7 +73,7 @@ class RequestReporter:
     def prefilled(self, record: PromptRecord) -> None:
         """The last prefill step of the request is scheduled."""
         stats = record.stats
-        self.trace(
+        self.write_event(
             record,
             "done",
             computed_tokens=stats.computed_tokens,

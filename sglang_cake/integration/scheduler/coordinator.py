@@ -217,7 +217,9 @@ class Coordinator:
             most_slots=most_slots,
         )
         self._look_up(record)
-        self._reporter.trace(record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens)
+        self._reporter.write_event(
+            record, "arrive", tokens=len(tokens), block_tokens=self.block_tokens
+        )
 
     def _arrive_without_keys(self, req: "Req", front: int) -> None:
         """Its first `front` tokens are in the tree, as far as known."""
@@ -246,7 +248,7 @@ class Coordinator:
             return record.key_chain.prefix_digest(record.tokens)
         return bytes(32) if self._namespace is None or self.suspended else self._namespace
 
-    def answer(self, req: "Req", prompt_digest: bytes) -> None:
+    def save_answer(self, req: "Req", prompt_digest: bytes) -> None:
         """A decode server has the KV of a prompt, and is about to generate: have the blocks after
         the prompt stored. Those of the prompt are the prefill server's to store.
 
@@ -411,9 +413,9 @@ class Coordinator:
         return self._device_slots.reclaim(list(self._records.values()), tokens)
 
     @property
-    def placed_tokens(self) -> int:
+    def reclaimable_tokens(self) -> int:
         """Slots that are reserved for blocks, or hold landed ones."""
-        return self._device_slots.placed_tokens
+        return self._device_slots.reclaimable_tokens
 
     @property
     def copying(self) -> bool:
@@ -597,7 +599,7 @@ class Coordinator:
         """The request went back to the queue between two of its chunks."""
         record = self._own(req)
         record.queue.times_requeued += 1
-        self._reporter.trace(record, "yield")
+        self._reporter.write_event(record, "yield")
 
     def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
@@ -820,7 +822,7 @@ class Coordinator:
             needed += record.meet.front
         elif not record.queue.has_memory:
             return False
-        return needed < self.spare_slots - self.placed_tokens
+        return needed < self.spare_slots - self.reclaimable_tokens
 
     def _media(self, req: "Req") -> Media | None:
         """The media that keys of this request cover; None, and counted: they do not cover all."""
@@ -949,13 +951,13 @@ class Coordinator:
         record.stats.loaded_tokens += span.tokens
         self._tenants.charge(record.facts.tenant, span.tokens)
         self._counters.add("loaded_tokens", span.tokens)
-        self._reporter.trace(record, "attach", start=span.start, stop=span.stop)
+        self._reporter.write_event(record, "attach", start=span.start, stop=span.stop)
 
     def _computed(self, record: PromptRecord, span: Span) -> None:
         record.stats.computed_tokens += span.tokens
         self._tenants.charge(record.facts.tenant, span.tokens)
         self._counters.add("computed_tokens", span.tokens)
-        self._reporter.trace(record, "claim", start=span.start, stop=span.stop)
+        self._reporter.write_event(record, "claim", start=span.start, stop=span.stop)
 
     def _claim(self, req: "Req", record: PromptRecord, stop: int) -> None:
         self.prompt_loads.set_first_loadable(record, record.meet.claim(stop))

@@ -275,9 +275,9 @@ class CakePrefillAdder(PrefillAdder):
             return Skip(AddReqResult.CONTINUE)  # it stays in the queue; the next request may go
         with coordinator.timed():
             recorded = coordinator.record(req) is not None
-            if self._waiting >= _PLANNED and tree.helpers is None and coordinator.waits_still(req):
+            if self._waiting >= _PLANNED and tree.runahead is None and coordinator.waits_still(req):
                 return Skip(AddReqResult.CONTINUE)
-            if recorded or tree.helpers is not None:
+            if recorded or tree.runahead is not None:
                 with lock_node(self, req.last_node):
                     has_memory = self._has_memory_for(req)
                     if recorded:
@@ -319,10 +319,10 @@ class CakePrefillAdder(PrefillAdder):
     def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
         """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
         tree, coordinator = self._cake()
-        if coordinator is None or tree.helpers is None:
+        if coordinator is None or tree.runahead is None:
             return None
         alone = not (has_chunked_req or self.can_run_list or self._decodes)
-        match tree.helpers.consider(req, alone=alone):
+        match tree.runahead.consider(req, alone=alone):
             case "wait":
                 coordinator.waiting = True
                 return Skip(AddReqResult.OTHER)  # no later request is admitted before it

@@ -166,13 +166,13 @@ class PromptLoads:
         elif isinstance(event, LookedUp):
             record.local.stored = event.stored
             record.local.ends = event.ends
-            self._reporter.trace(record, "found", stored_blocks=sum(event.stored))
+            self._reporter.write_event(record, "found", stored_blocks=sum(event.stored))
         elif isinstance(event, Fetched):
             record.local.fetched[event.block] = event.staged
             record.local.last_fetched_s = max(record.local.last_fetched_s, event.at_s)
-            self._reporter.trace(record, "land", at_s=event.at_s, block=event.block)
+            self._reporter.write_event(record, "land", at_s=event.at_s, block=event.block)
         else:
             if event.reason == LATE:
                 self._late(record)
             record.local.failed.add(event.block)
-            self._reporter.trace(record, "lost", block=event.block, reason=event.reason)
+            self._reporter.write_event(record, "lost", block=event.block, reason=event.reason)

@@ -92,8 +92,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         coordinator.poll([*serving, *(req.rid for req in handshaking)], chunked)
         if tree.saving is not None:
             tree.saving.polled(lambda record: coordinator.record(record.req) is record)
-    if tree.helpers is not None:
-        tree.helpers.poll(scheduler)
+    if tree.runahead is not None:
+        tree.runahead.poll(scheduler)
 
 
 @guarded("Identity.poll", unsafe=True)
@@ -176,7 +176,7 @@ def _received(_: None, transfers: "DecodeTransferQueue", decode_req: "DecodeRequ
     if coordinator is None or req.skip_radix_cache_insert or req.finished():
         return
     spare = spare_metadata(transfers.metadata_buffers, decode_req.metadata_buffer_index)
-    coordinator.answer(req, struct.pack("4q", *spare.tolist()))
+    coordinator.save_answer(req, struct.pack("4q", *spare.tolist()))
 
 
 def _idle(_: None, scheduler: "Scheduler") -> None:
@@ -188,7 +188,7 @@ def _idle(_: None, scheduler: "Scheduler") -> None:
         return
     tree = scheduler.tree_cache
     requests = request_source(scheduler)
-    if tree.helpers is not None:
+    if tree.runahead is not None:
         time.sleep(_POLL_PAUSE_S)
     elif requests is not None:  # otherwise this rank waits for the one that receives requests
         # Loads and requests of other ranks do not wake this one.

@@ -33,7 +33,7 @@ MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namesp
 # 16 MiB in the page cache take 0.9 of the processor time that they take in pieces of 2 MiB. The
 # disk idles between pieces of direct I/O, which has no read-ahead. A cancelled caller waits for a
 # few milliseconds.
-PIECE_BYTES = 8 << 20
+IO_BYTES = 8 << 20
 # Errors of file systems and drivers that cannot read directly into this memory.
 _NOT_DIRECTLY = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 # Its calls keep the GIL. None of them waits for the disk (`is_cached`), and with many threads each
@@ -215,7 +215,7 @@ class _Pieces:
 
     def read(self, block: IncomingBlock) -> int:
         """Read the next piece; returns how many bytes it has, 0 at the end. Raises: OSError."""
-        pages = _whole_pages(block.room(PIECE_BYTES), block.done) if self.direct else []
+        pages = _whole_pages(block.room(IO_BYTES), block.done) if self.direct else []
         if pages:
             try:
                 return os.preadv(self._fd, pages, block.done)
@@ -224,7 +224,7 @@ class _Pieces:
                     raise
         if self.direct:  # refused, or the part after the last whole page
             self.direct = not set_direct(self._fd, direct=False)
-        return os.preadv(self._fd, block.room(PIECE_BYTES), block.done)
+        return os.preadv(self._fd, block.room(IO_BYTES), block.done)
 
 
 def _whole_pages(views: list[memoryview], at: int) -> list[memoryview]:
@@ -306,7 +306,7 @@ class NewFile:
         while rest:
             check_stop(stop)
             try:
-                written = self._write([*rest[:-1], rest[-1][:PIECE_BYTES]])
+                written = self._write([*rest[:-1], rest[-1][:IO_BYTES]])
             except OSError as error:  # of a descriptor: it names no file
                 error.filename = self._name
                 raise

@@ -51,7 +51,7 @@ REPORT_S = 5.0  # time limit of a report of a corrupt block
 HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
 HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
 LIST_MEMORY_BYTES = 16 << 20  # a longer list is kept on a disk
-PIECE_BYTES = 1 << 18  # of a block, copied and sent at a time
+SEND_BYTES = 1 << 18  # of a block, copied and sent at a time
 NOT_OURS = frozenset((404, 405, 501))  # status of `contains` on a plain server
 # A proxy may have answered so while the server restarted, which mostly takes some seconds. A plain
 # server gets one request more in 5 minutes.
@@ -268,9 +268,9 @@ class HttpStore(Store):
 
         async def pieces() -> AsyncIterator[bytes]:
             yield header
-            for start in range(0, len(body), PIECE_BYTES):
+            for start in range(0, len(body), SEND_BYTES):
                 # A copy, because the transport may still buffer it after a cancellation.
-                yield bytes(body[start : start + PIECE_BYTES])
+                yield bytes(body[start : start + SEND_BYTES])
 
         async with self._transport.request(
             "PUT",

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
-PIECE_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 20
 # A transfer may take any time while FLOOR_BYTES of it, or all that is left, move in STUCK_S. Below
 # that (9 KB/s) it would hold its connection, and its share of the puts, almost for nothing.
 STUCK_S = 30.0
@@ -74,7 +74,7 @@ async def accept_body(request: web.BaseRequest) -> None:
 async def read_pieces(
     request: web.BaseRequest, moved: Callable[[int], None]
 ) -> AsyncIterator[bytearray]:
-    """The body, in pieces of PIECE_BYTES or a little more; only the last is shorter.
+    """The body, in pieces of RECEIVE_BYTES or a little more; only the last is shorter.
 
     Args: moved: called with the number of bytes that have arrived.
     """
@@ -82,7 +82,7 @@ async def read_pieces(
     async for data in request.content.iter_any():
         moved(len(data))
         piece += data
-        if len(piece) >= PIECE_BYTES:
+        if len(piece) >= RECEIVE_BYTES:
             yield piece
             piece = bytearray()
     if piece:

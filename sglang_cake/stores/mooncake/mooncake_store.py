@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 5.0  # limit for a call; the library itself waits for about 30 s
 RETRY_S = 5.0  # between two attempts to join the store
-PIECE_BYTES = 2**18  # copied and hashed at once, while in the CPU's cache
+HASH_BYTES = 2**18  # copied and hashed at once, while in the CPU's cache
 DEFAULT_SEGMENT_BYTES = 4 * 10**9
 MIN_SEGMENT_BYTES = 2**24  # limit of the library
 _MASTER = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):([0-9]{1,5})")
@@ -279,8 +279,8 @@ class MooncakeStore(Store):
                 raise BlockCorrupt(f"{count} bytes, a block has {self._frame.framed_bytes}")
             with hold:
                 block = IncomingBlock(self._frame, key, out, progress)
-                for start in range(0, count, PIECE_BYTES):
-                    block.feed(buffer.view[start : min(start + PIECE_BYTES, count)])
+                for start in range(0, count, HASH_BYTES):
+                    block.feed(buffer.view[start : min(start + HASH_BYTES, count)])
                 return block.finish()
 
     def _put(self, client: MooncakeClient, key: BlockKey, data: memoryview, hold: Hold) -> bool:

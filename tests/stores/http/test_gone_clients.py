@@ -24,7 +24,7 @@ from system_calls import Held
 from sglang_cake.stores.file import block_files
 from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import STATS, block_path
-from sglang_cake.stores.http.request_body import PIECE_BYTES
+from sglang_cake.stores.http.request_body import RECEIVE_BYTES
 from sglang_cake.stores.http.server_blocks import READ_THREADS, BlockCheck, SharedFile
 
 PATH = block_path(BIG_FRAME.digest, A)
@@ -63,7 +63,7 @@ def test_store_serve_readers_that_left_are_not_read_for(server, monkeypatch):
 # notice that the connection is closed.
 @pytest.mark.parametrize(
     ("owner", "name", "sent_bytes"),
-    [(block_files, "new_tmp_name", 1), (os, "writev", PIECE_BYTES)],
+    [(block_files, "new_tmp_name", 1), (os, "writev", RECEIVE_BYTES)],
     ids=["begun", "partly written"],
 )
 def test_store_serve_put_whose_client_left_leaves_nothing(
