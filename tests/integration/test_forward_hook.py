@@ -20,7 +20,7 @@ def test_forward_hook_step_of_any_kind_of_model_is_measured(
     loader = Mock(cost=LoadCost(0.0, 0.05))
     step_costs = StepCosts(loader, PrefillCost(0.01, 1e-3, 0.0), chunk_tokens=64, pipelined=True)
     coordinator = SimpleNamespace(step_costs=step_costs)
-    tree = SimpleNamespace(coordinator=coordinator, overlap_runner=None, helpers=None)
+    tree = SimpleNamespace(coordinator=coordinator, overlap_runner=None, runahead=None)
     monkeypatch.setattr(forward_hook, "running_tree", tree)
     forward = hooks_of(forward_hook.install)[f"forward_batch_{kind}"]
     step_costs.claimed(0, 64)
