@@ -118,6 +118,8 @@ def server_fields(
             f"{name} {version(dist) if dist else ''} {_implementation(loaded)}"
             for name, (loaded, dist) in sorted(plugins.items())
         )
+    if remote := _remote_code():
+        fields["remote_code"] = remote
     if (plugin := plugin_algorithm(values.speculative_algorithm)) is not None:
         # The KV of accepted tokens is what its worker leaves.
         fields["plugin_algorithm"] = f"{plugin.name} {_implementation(plugin.factory)}"
@@ -223,6 +225,28 @@ def _code_of(made: Any) -> tuple[Path, list[Path]]:
             return folder, [Path(file)]
         folder = next(iter(found), folder)
     return folder, sorted(content.code_files(folder))
+
+
+def _remote_code() -> str:
+    """A digest of the code that transformers has run from the folders of models and tokenizers,
+    with all that it imports from there; "" if there is none. An `auto_map` may name code of another
+    repository than the model's."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    texts: set[bytes] = set()
+    try:
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file is None or not name.startswith("transformers_modules."):
+                continue
+            for each in map(Path, [file, *get_relative_import_files(file)]):
+                # Folders differ between machines.
+                texts.add(os.fsencode(each.name) + b"\0" + each.read_bytes())
+    except (OSError, ValueError) as error:
+        logger.warning("cake: code is unknown, so no other process uses its KV: %s", error)
+        return uuid.uuid4().hex
+    digest = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in sorted(texts)))
+    return digest.hexdigest() if texts else ""
 
 
 def _source(model_class: type) -> str:
