@@ -148,8 +148,8 @@ def group_namespaces(namespace: Namespace, groups: range | None) -> list[Namespa
 
 def rope_theta(config: Any, model: torch.nn.Module) -> float | None:
     """The base of the model's RoPE; None without RoPE, or if RoPE rotates only a part of a head, or
-    pairs of neighbouring channels as in Command-R (`is_neox_style` of SGLang's modules)."""
-    if not all(getattr(module, "is_neox_style", True) for module in model.modules()):
+    pairs of neighbouring channels as in Command-R."""
+    if not _rotates_halves(model):
         return None
     found = getattr(config, "rope_parameters", None) or {}
     theta = found.get("rope_theta", getattr(config, "rope_theta", None))
@@ -157,6 +157,25 @@ def rope_theta(config: Any, model: torch.nn.Module) -> float | None:
     if isinstance(theta, int | float) and theta > 1 and share in (None, 1):
         return float(theta)
     return None
+
+
+def _rotates_halves(model: torch.nn.Module) -> bool:
+    if not hasattr(model, "attention_instances"):
+        return all(getattr(module, "is_neox_style", True) for module in model.modules())
+    # Of SGLang's Transformers backend. There, a function beside the layers rotates.
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    found = [
+        function
+        for file in files
+        for name, function in vars(file).items()
+        if name.startswith("rotate_half")
+    ]
+    head = torch.arange(4.0, device="cpu").reshape(1, 1, 1, 4)
+    try:
+        turned = [function(head).flatten().tolist() for function in found]
+    except Exception:  # code of a model's folder may be anything
+        return False
+    return bool(turned) and all(each == [-2, -3, 0, 1] for each in turned)
 
 
 def _device_name(ctx: "TreeCacheBuildContext") -> str:
