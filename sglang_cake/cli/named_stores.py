@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from sglang_cake.codecs import frame as frames
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.keys import Digest
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
@@ -106,24 +107,33 @@ def frame_of_stored(stored: StoredNamespace) -> BlockFrame:
     return frames.frame_of(namespace, layout)
 
 
-async def namespaces_of(named: NamedStore, prefix: str | None = None) -> list[StoredNamespace]:
-    """The one namespace whose digest starts with `prefix` (hex); None: all namespaces.
+async def namespaces_of(named: NamedStore, digest: Digest | None = None) -> list[StoredNamespace]:
+    """The namespace with this digest, if the store has it; None: all namespaces.
+
+    Raises: StoreUnavailable; ConfigError for `memory://`.
+    """
+    refuse_memory(named)
+    stored = await named.source.namespaces()
+    return [each for each in stored if digest in (None, each.digest)]
+
+
+async def whole_digest(stores: list[NamedStore], prefix: str | None) -> Digest | None:
+    """The digest of the one namespace, in any of the stores, whose digest starts with `prefix`
+    (hex). None: `prefix` is None.
 
     Raises: StoreUnavailable; ConfigError if none or several start with that prefix, if it is empty,
         or for `memory://`.
     """
-    refuse_memory(named)
-    stored = await named.source.namespaces()
     if prefix is None:
-        return stored
+        return None
     if not prefix:
         raise ConfigError("the digest of the namespace is empty")
-    chosen = [each for each in stored if each.digest.hex().startswith(prefix.lower())]
-    if not chosen:
-        raise ConfigError(f"{named.url}: no namespace starts with {prefix!r}")
-    if len(chosen) > 1:
-        raise ConfigError(f"{named.url}: {len(chosen)} namespaces start with {prefix!r}")
-    return chosen
+    digests = {each.digest for named in stores for each in await namespaces_of(named)}
+    chosen = [each for each in digests if each.hex().startswith(prefix.lower())]
+    if len(chosen) != 1:
+        start = f"{len(chosen)} namespaces start" if chosen else "no namespace starts"
+        raise ConfigError(f"{', '.join(each.url for each in stores)}: {start} with {prefix!r}")
+    return chosen[0]
 
 
 def refuse_memory(named: NamedStore) -> None:
@@ -136,14 +146,14 @@ def refuse_memory(named: NamedStore) -> None:
 
 
 async def readable(
-    named: NamedStore, prefix: str | None = None
+    named: NamedStore, digest: Digest | None = None
 ) -> tuple[list[tuple[StoredNamespace, BlockFrame]], dict[str, str]]:
-    """The namespaces that can be read, and for the others why not (by digest, in hex).
+    """Of `namespaces_of`, those that can be read, and for the others why not (by digest, in hex).
 
     Raises: StoreUnavailable, ConfigError.
     """
     good, bad = [], {}
-    for stored in await namespaces_of(named, prefix):
+    for stored in await namespaces_of(named, digest):
         try:
             good.append((stored, frame_of_stored(stored)))
         except ValueError as error:

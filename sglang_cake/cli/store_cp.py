@@ -22,6 +22,7 @@ from sglang_cake.cli.named_stores import (
     refuse_memory,
     room_bytes,
     run_tool,
+    whole_digest,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -68,7 +69,8 @@ async def _cp(args: argparse.Namespace) -> int:
     refuse_memory(destination)
     destination.source.check()  # makes a missing folder
     result = Copied()
-    good, result.unreadable_namespaces = await readable(source, args.namespace)
+    digest = await whole_digest([source], args.namespace)
+    good, result.unreadable_namespaces = await readable(source, digest)
     complain(source, result.unreadable_namespaces)
     for _, frame in good:
         try:

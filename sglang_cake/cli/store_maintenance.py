@@ -26,6 +26,7 @@ from sglang_cake.cli.named_stores import (
     readable,
     run_tool,
     stats_of,
+    whole_digest,
 )
 from sglang_cake.cli.text_tables import count_text, size_text, table
 from sglang_cake.codecs.frame import BlockFrame
@@ -96,9 +97,11 @@ def add_clear(subparsers: Any) -> None:
 
 async def _verify(args: argparse.Namespace) -> int:
     results = []
-    for named in named_stores(args.url):
+    stores = named_stores(args.url)
+    digest = await whole_digest(stores, args.namespace)
+    for named in stores:
         result = Verified(named.url)
-        good, result.unreadable_namespaces = await readable(named, args.namespace)
+        good, result.unreadable_namespaces = await readable(named, digest)
         complain(named, result.unreadable_namespaces)
         with progress("verifying") as bar:
             for _, frame in good:
@@ -263,7 +266,9 @@ async def _each(blocks: list[BlockInfo]) -> AsyncIterator[BlockInfo]:
 
 
 async def _clear(args: argparse.Namespace) -> int:
-    found = [(named, *await readable(named, args.namespace)) for named in named_stores(args.url)]
+    stores = named_stores(args.url)
+    digest = await whole_digest(stores, args.namespace)
+    found = [(named, *await readable(named, digest)) for named in stores]
     count = sum(len(good) + len(bad) for _, good, bad in found)
     if not args.yes:
         _ask(f"Delete all blocks of {count} namespaces in {args.url}?")

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-from sglang_cake.core.errors import ConfigError
-from sglang_cake.stores.url import StoreUrl, parse_size
+from sglang_cake.cli.named_stores import checked
+from sglang_cake.stores.url import StoreUrl, parse_quota
 
 
 def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -39,19 +39,12 @@ def add_serve_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentPa
     )
     add("--read-token-file", type=Path, help="tokens of clients that may only read, one a line")
     add("--workers", type=int, help="worker processes (as many as CPUs, at most 4)")
-    add("--namespace-quota", type=_size, help="most bytes of one namespace on the disk, as 1TB")
+    add("--namespace-quota", help="most bytes of one namespace on the disk, as 1TB")
     parser.set_defaults(run=run)
 
 
 # Options of a file store's URL.
 OPTIONS = ("capacity", "min_free", "policy", "tenant_quota", "fair", "admit", "fsync")
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:  # argparse shows the text of its own error only
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
     from sglang_cake.stores.http.auth import make_own_token
     from sglang_cake.stores.http.server_processes import DEFAULT_WORKERS, ServeSettings, serve
 
+    quota: int | None = None
+    if args.namespace_quota is not None:
+        quota = checked("--namespace-quota", args.namespace_quota, parse_quota)
     given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     root = args.root.absolute()
     token_file = make_own_token() if args.token_file is None else args.token_file
@@ -71,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         tls_key=args.tls_key,
         token_file=token_file,
         read_token_file=args.read_token_file,
-        namespace_quota_bytes=args.namespace_quota,
+        namespace_quota_bytes=quota,
         workers=DEFAULT_WORKERS if args.workers is None else args.workers,
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")

@@ -19,10 +19,12 @@ from sglang_cake.cli.named_stores import (
     readable,
     run_tool,
     stats_of,
+    whole_digest,
 )
 from sglang_cake.cli.text_tables import count_text, printable, size_text, table, time_text
 from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.codec_names import CHOICES, RAW
+from sglang_cake.core.keys import Digest
 from sglang_cake.core.namespace import LABEL
 from sglang_cake.stores.base import StoredNamespace, StoreLayer
 from sglang_cake.stores.open_store import describe_store, parse_sources
@@ -96,17 +98,19 @@ def _setting_text(name: str, value: object) -> str:
 
 
 async def _ls(args: argparse.Namespace) -> int:
-    stores, status = [], 0
-    for named in named_stores(args.url):
-        if args.namespace is not None:
-            status |= await _list_blocks(named, args.namespace, as_json=args.json)
+    told, status = [], 0
+    stores = named_stores(args.url)
+    digest = await whole_digest(stores, args.namespace)
+    for named in stores:
+        if digest is not None:
+            status |= await _list_blocks(named, digest, as_json=args.json)
             continue
         found = [await _describe(named, stored) for stored in await namespaces_of(named)]
-        stores.append({"url": named.url, "namespaces": found})
+        told.append({"url": named.url, "namespaces": found})
         if not args.json:
             print(_namespace_table(named, found))
-    if args.json and args.namespace is None:
-        print(json.dumps({"stores": stores}))
+    if args.json and digest is None:
+        print(json.dumps({"stores": told}))
     return status
 
 
@@ -158,8 +162,8 @@ def _namespace_table(named: NamedStore, found: list[dict[str, Any]]) -> str:
     return f"{named.url}\n" + table(heads, rows, right=(4, 5))
 
 
-async def _list_blocks(named: NamedStore, prefix: str, *, as_json: bool) -> int:
-    good, bad = await readable(named, prefix)
+async def _list_blocks(named: NamedStore, digest: Digest, *, as_json: bool) -> int:
+    good, bad = await readable(named, digest)
     complain(named, bad)
     for _, frame in good:
         if not as_json:

@@ -13,15 +13,17 @@ Rounding is to the nearest, ties to even, as in PyTorch. Products and sums are r
 # mypy: disable-error-code="no-untyped-def"
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 
 from sglang_cake.codecs.block_arrays import BFLOAT16, FLOAT16
@@ -31,9 +33,32 @@ _I16, _I32, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.Float
 HALF_MAX = np.float32(65504)
 
 
+# A loop includes functions of other files here.
+_SOURCES = tuple(
+    (file.name, file.stat().st_mtime_ns, file.stat().st_size)
+    for file in sorted(Path(__file__).parent.glob("*.py"))
+)
+
+
+class _DiskFiles(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
+    """A name of a file is that of one source and one type of arguments. Numba gives the names of
+    an older source again, before it replaces their content: another process may load that."""
+
+    def save(self, key: Any, data: Any) -> None:
+        name = hashlib.sha256(repr((self._version, self._source_stamp, key)).encode()).hexdigest()
+        file = f"{self._index_name}.{name[:32]}.nbc"
+        self._save_data(file, data)
+        self._save_index({**self._load_index(), key: file})
+
+
 class _DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """Keeps a compiled function on disk. Files that cannot be written, or that a crash of the
     machine left damaged, count as absent."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = (self._impl.locator.get_source_stamp(), _SOURCES)
+        self._cache_file = _DiskFiles(self._cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, *args: Any) -> Any:
         return self._tried(super().load_overload, *args)

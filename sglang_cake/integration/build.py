@@ -70,7 +70,7 @@ from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
-from sglang_cake.stores.encoded import check_codec
+from sglang_cake.stores.encoded import may_lose
 from sglang_cake.stores.open_store import open_slices, parse_sources
 from sglang_cake.stores.request_recording import RequestTraceFile
 from sglang_cake.stores.url import redacted
@@ -193,7 +193,7 @@ class CakeService:
         if getattr(pool, "request_window", None) is not None:
             tree.joined = WeakSet()
         stored = _sliced(self.kv.layout, slices, ends)
-        check_codec(stored, config.codec, config.max_error, self._rope_theta)
+        lossy = may_lose(stored, config.codec, config.max_error, self._rope_theta)
         facts = server_fields(
             ctx,
             stored,
@@ -279,6 +279,7 @@ class CakeService:
                 speaks=speaks,
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
+            lossy=lossy,
             keys_media=keys_media(ctx),
             # A row of the first draft layer depends on the next token, one of the second layer on
             # the next two, and so on.

@@ -16,7 +16,6 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,12 +70,9 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
     _shorten_errors(parser)
 
 
-class _Enable(argparse.Action):
+class _Enable(argparse._StoreTrueAction):  # SGLang's `--config` file may have no other switches
     """`--enable-cake`. Checks SGLang's names already here. If SGLang had renamed `from_cli_args`,
     cake's hook of it would never run, and the flag would have no effect."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object

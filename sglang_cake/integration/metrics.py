@@ -1,5 +1,6 @@
 """Cake's counters on SGLang's own `/metrics`, prefix `sglang:cake_`."""
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -304,7 +305,7 @@ class TierMetrics:
         )
         self._up = Gauge(
             "sglang:cake_tier_up",
-            "Whether a tier is used; 0 while it is left out, and when there is none any more.",
+            "Whether a tier is used; 0 while it is left out, NaN if there is none any more.",
             [*names, "use"],
             multiprocess_mode="mostrecent",
         )
@@ -317,14 +318,15 @@ class TierMetrics:
         """Args: store: the source of `tiers`. The counts of another store begin at zero."""
         self._make_known(len(tiers))
         before = self._seen[1] if self._seen[0] is store else [{} for _ in tiers]
-        for number, (tier, seen) in enumerate(zip(tiers, before, strict=True), 1):
-            for name, count in tier.counts.items():
+        for number, (each, seen) in enumerate(zip(tiers, before, strict=True), 1):
+            for name, count in each.counts.items():
                 self._counter(number, name).inc(count - seen.get(name, 0))
         self._seen = (store, [dict(tier.counts) for tier in tiers])
         for number in range(1, self._known + 1):
-            exists = number <= len(tiers)
-            self._of(self._up, number, use="read").set(exists and tiers[number - 1].reading)
-            self._of(self._up, number, use="put").set(exists and tiers[number - 1].writing)
+            tier = tiers[number - 1] if number <= len(tiers) else None
+            # Files that several processes share keep a label for ever, so NaN stands for no tier.
+            self._of(self._up, number, use="read").set(math.nan if tier is None else tier.reading)
+            self._of(self._up, number, use="put").set(math.nan if tier is None else tier.writing)
 
     def _make_known(self, tiers: int) -> None:
         """Create every label of new tiers, at zero."""

@@ -360,7 +360,8 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
     if not experts:
         dense = layers * 3 * hidden * int(config["intermediate_size"])
         return dense, dense
-    width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    # Those of text tokens. ERNIE VL has others, narrower ones, for images.
+    width, *others = _list(config.get("moe_intermediate_size") or config["intermediate_size"])
     if config.get("intermediate_size_mlp"):  # Llama 4
         mixtures = layers // int(config.get("interleave_moe_layer_step") or 1)
         shared, dense_width = width, int(config["intermediate_size_mlp"])
@@ -373,15 +374,21 @@ def _mlp(config: Config, layers: int) -> tuple[int, int]:
     dense = (layers - mixtures) * 3 * hidden * dense_width
     router = hidden * experts
 
-    def of(used: int) -> int:
+    def of(used: int, width: int) -> int:
         return dense + mixtures * (3 * hidden * (used * width + shared) + router)
 
-    return of(_first_of(config, _CHOSEN_FIELDS) or 1), of(experts)
+    chosen = _first_of(config, _CHOSEN_FIELDS) or 1
+    return of(chosen, width), of(experts, width + sum(others))
 
 
 def _first_of(config: Config, names: Sequence[str]) -> int:
-    """The first of these fields that is set; 0: none is."""
-    return next((int(config[name]) for name in names if config.get(name)), 0)
+    """The first of these fields that is set, for text tokens; 0: none is."""
+    return next((_list(config[name])[0] for name in names if config.get(name)), 0)
+
+
+def _list(value: Any) -> list[int]:
+    """The value of a field that is a list, text first, in some multimodal models."""
+    return [int(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def _weight_bytes(quantization: Config) -> float:

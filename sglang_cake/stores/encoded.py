@@ -215,12 +215,15 @@ class EncodedStore(WrapperStore):
         ready(self._layout, payload, out.cast("B"))
 
 
-def check_codec(
-    layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None
-) -> None:
-    """Raises: ConfigError if the codec cannot encode such blocks."""
-    if codec != RAW:
-        chains_of(layout, codec, max_error, rope_theta)
+def may_lose(layout: BlockLayout, codec: str, max_error: float, rope_theta: float | None) -> bool:
+    """Whether blocks from the store may differ from those that were put into it.
+
+    Raises: ConfigError if the codec cannot encode such blocks.
+    """
+    if codec == RAW:
+        return False
+    chains = chains_of(layout, codec, max_error, rope_theta)
+    return any(chain.loses for chain in chains.values())
 
 
 @functools.lru_cache(maxsize=8)
@@ -236,8 +239,8 @@ def chains_of(
 
     named: tuple[str, ...] = (codec,)
     if codec == AUTO:
-        may_lose = max_error > 0 and takes_lossy(layout)
-        named = tuple(name for name in CODECS if name != RAW and (may_lose or name in LOSSLESS))
+        lossy = max_error > 0 and takes_lossy(layout)
+        named = tuple(name for name in CODECS if name != RAW and (lossy or name in LOSSLESS))
     chains = {name: chain_of(name, layout, rope_theta) for name in named}
     for chain in chains.values():
         chain.warm_up(layout)

@@ -48,6 +48,14 @@ def parse_size(text: str) -> int:
     return int(Decimal(match[1]) * _PREFIXES[prefix])
 
 
+def parse_quota(text: str) -> int:
+    """As `parse_size`. Raises: ConfigError; also for zero."""
+    size_bytes = parse_size(text)
+    if not size_bytes:
+        raise ConfigError(f"{text!r} would keep nothing: leave it out for no quota")
+    return size_bytes
+
+
 def parse_bandwidth(text: str) -> float:
     """Bytes a second in `50MB/s`, `1GiB/s`, `32Gbps` or `7Gbit/s`; the last two count bits.
 

@@ -35,7 +35,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
-from sglang_cake.stores.encoded import EncodedStore, check_codec
+from sglang_cake.stores.encoded import EncodedStore, may_lose
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
@@ -133,7 +133,7 @@ async def test_encoded_store_of_a_checked_codec_opens_without_encoding(
         warm_up(chain, layout)
 
     monkeypatch.setattr(Chain, "warm_up", counted)
-    check_codec(layout, "auto", 0.1, None)
+    assert may_lose(layout, "auto", 0.1, None)
     once = len(warmed)
     for _ in range(2):
         sources = parse_sources(f"file://{tmp_path}/kv?min_free=0")
@@ -142,6 +142,17 @@ async def test_encoded_store_of_a_checked_codec_opens_without_encoding(
         )
         await store.close()
     assert len(warmed) == once > 1
+
+
+@pytest.mark.parametrize("codec", CHOICES)
+def test_codec_loses_what_its_chains_lose(codec: str) -> None:
+    assert may_lose(LAYOUT, codec, 0.0, None) == (codec in LOSSY)
+    assert may_lose(LAYOUT, codec, 0.1, None) == (codec in (*LOSSY, "auto"))
+
+
+def test_codec_auto_with_a_bound_loses_nothing_of_numbers_of_8_bits() -> None:
+    layout = BlockLayout.plain(1, (("k", (1, 16)), ("v", (1, 16))), "float8_e4m3fn", 48)
+    assert not may_lose(layout, "auto", 0.1, None)
 
 
 def opened(url: str, codec: str) -> Store:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import resource
 
 import numba
@@ -69,3 +70,19 @@ def test_compiled_loop_on_a_full_disk_runs_and_leaves_no_older_one(loop, free_by
         again = loop(10)
         assert again(3) == 30
         assert is_loaded(again) == loaded
+
+
+def test_compiled_loop_of_a_process_between_two_writes_of_another_is_not_older(loop, monkeypatch):
+    assert loop(2)(3) == 6
+    replace = os.replace
+    seen = []
+
+    def replace_and_run(old, new):
+        replace(old, new)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", replace)
+            seen.append(loop(10)(3))
+
+    monkeypatch.setattr(os, "replace", replace_and_run)
+    assert loop(10)(3) == 30
+    assert seen == [30, 30]

@@ -107,14 +107,12 @@ class CoordinatorHarness(HeldReads):
         tail_tokens: int = 0,
         next_tokens: int = 0,
         tree: Any = None,
-        codec: str = "raw",
     ) -> None:
         """Args:
         store: is put in front of what is stored.
         ranks: there are others (`peer`).
         tree: a `HybridTree`, whose pools are used; `slots`, `end_blocks` and `tail_tokens` are its
             own.
-        codec: as the flag names it; the harness has no use for it.
         """
         super().__init__(io)
         self.arrived: list[FakeReq] = []
@@ -159,7 +157,6 @@ class CoordinatorHarness(HeldReads):
             self.device_slots,
             config=CakeConfig(
                 mode=mode,
-                codec=codec,
                 block_tokens=block,
                 min_load_tokens=min_load_tokens or block,
                 priority=priority,

@@ -4,12 +4,14 @@ import json
 import logging
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(content, "file_system_type", lambda path: EXT4)  # whatever it is here
     return tmp_path / "cache" / "sglang_cake" / "content"
+
+
+# A class of SGLang's models that names the files of its weights.
+_OVERRIDES = re.compile(r"allow_patterns_overrides *=|secondary_weights *=")
 
 
 def _write(folder: Path, **files: bytes) -> Path:
@@ -324,6 +330,20 @@ def test_model_folder_weight_config_and_code_files_are_selected(tmp_path: Path) 
     (folder / "layers" / "above").symlink_to(folder, target_is_directory=True)
     with_code = {file.name for file in content.config_files(folder, code=True)}
     assert with_code == config | {"modeling.py", "attention.py"}
+
+
+def test_weight_files_in_every_subfolder_that_sglang_loads_from_count(tmp_path: Path) -> None:
+    models = Path(str(distribution("sglang").locate_file("sglang/srt/models")))
+    text = "".join(file.read_text() for file in models.glob("cosmos3*.py"))
+    patterns = set(re.findall(r'"([^"\n]+/\*\.safetensors)"', text))
+    assert "vision_encoder/*.safetensors" in patterns
+    others = {file.name for file in models.glob("*.py") if _OVERRIDES.search(file.read_text())}
+    assert others == {"cosmos3.py", "cosmos3_edge.py"}
+    folder = _write(tmp_path, model=b"1")
+    for pattern in ("transformer", "vision_encoder", "vae"):
+        _write(folder / pattern, model=b"1")
+    loaded = {file for pattern in patterns for file in folder.glob(pattern)}
+    assert loaded == set(content.weight_files(str(folder), folder)) - {folder / "model.safetensors"}
 
 
 def test_content_digest_folder_of_a_file_counts(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 import itertools
 import math
-import shutil
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from coordinator_harness import (
     FakeReq,
     req_of,
 )
-from distributions import install
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from polling import until
@@ -572,22 +569,6 @@ def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorH
     harness.arrive(req)
     harness.poll(req, times=3)
     assert harness.coordinator.reclaimable_tokens == 4 * BLOCK
-
-
-def test_coordinator_codec_whose_package_is_being_replaced_is_still_lossy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`pip install --upgrade` beside a running server removes the metadata first."""
-    code = "from sglang_cake.codecs.groups import Groups\n"
-    code += "from sglang_cake.codecs.pipeline import Chain\n"
-    (tmp_path / "cake_replaced_codec.py").write_text(code + "CHAIN = Chain(Groups(8, group=64))\n")
-    install(tmp_path, "replaced", "sglang_cake.codecs", "replaced = cake_replaced_codec:CHAIN")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with CoordinatorHarness(codec="replaced") as harness:
-        shutil.rmtree(tmp_path / "replaced-1.0.dist-info")
-        harness.arrive(req_of(3))
-        (record,) = harness.coordinator.live.values()
-        assert record.lossy
 
 
 def test_coordinator_two_live_requests_with_one_id_never_share_a_record(

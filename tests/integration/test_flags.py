@@ -109,6 +109,15 @@ def test_launchers_refused_flags_exit_with_2_and_one_line(
     _check_refused(_launch(tmp_path, command, ["--model-path", llama, *CPU, *flags]), line)
 
 
+def test_launcher_flags_in_a_config_file_are_those_of_the_command_line(
+    tmp_path: Path, llama: str
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("enable-cake: true\npage-size: 48\ncake-block-tokens: 128\n")
+    given = ["--model-path", llama, *CPU, "--config", str(file)]
+    _check_refused(_launch(tmp_path, FORKED_LAUNCH, given), "no multiple of the page size 48")
+
+
 def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     """There are no weights."""
     encoder = {**LLAMA, "architectures": ["BertModel"]}

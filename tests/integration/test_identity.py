@@ -20,6 +20,7 @@ pytest.importorskip("sglang")
 from registered_hooks import hooks_of
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from transformers import dynamic_module_utils
 
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
@@ -334,6 +335,27 @@ def test_identity_external_model_code_of_too_many_files_is_of_one_process(
     (tmp_path / "other.py").touch()
     assert _digest(served=served) != _digest(served=served)
     assert "the code of Served is unknown" in caplog.text
+
+
+def test_identity_code_of_another_repository_changes_the_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto_map` of the model in `model` names code of `code`, which imports a file beside it."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    digests = []
+    for scale in (1, 1, 2):
+        code = tmp_path / "code"
+        code.mkdir(exist_ok=True)
+        (code / "modeling.py").write_text("from .scales import SCALE\n\nclass Model: ...\n")
+        (code / "scales.py").write_text(f"SCALE = {scale}\n")
+        name = f"{code}--modeling.Model"
+        dynamic_module_utils.get_class_from_dynamic_module(name, str(tmp_path / "model"))
+        digests.append(_digest())
+        for module in [each for each in sys.modules if each.startswith("transformers_modules")]:
+            monkeypatch.delitem(sys.modules, module)
+    assert digests[0] == digests[1] != digests[2]
+    assert _digest() not in digests
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Nothing is lossy without being asked for."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers.models.cohere.modeling_cohere import CohereConfig, CohereModel
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaModel
 
 pytest.importorskip("sglang")
 
@@ -48,3 +51,22 @@ def test_rope_theta_is_that_of_whole_heads_whose_halves_are_rotated(
     rotary.is_neox_style = halves  # as SGLang's `RotaryEmbedding` has it
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), rotary)
     assert rope_theta(SimpleNamespace(**config), model) == theta
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "theta"),
+    [
+        (LlamaModel, LlamaConfig, 10000.0),
+        (CohereModel, CohereConfig, None),  # as Helium, which SGLang has no model of its own for
+        (torch.nn.Identity, None, None),
+    ],
+)
+def test_rope_theta_of_the_transformers_backend_is_that_of_rotated_halves(
+    model_class: type[torch.nn.Module], config_class: Any, theta: float | None
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+    made = () if config_class is None else (config_class(**sizes, num_attention_heads=2),)
+    model = torch.nn.Sequential(model_class(*made))
+    model.attention_instances = {}
+    config = SimpleNamespace(rope_parameters={"rope_theta": 10000.0})
+    assert rope_theta(config, model) == theta

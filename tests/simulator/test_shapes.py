@@ -94,6 +94,34 @@ def test_shape_parameters_equal_the_published_numbers(
     assert found.active + embeddings == pytest.approx(active, rel=0.02)
 
 
+def test_shape_experts_for_images_are_weights_that_text_tokens_do_not_pass() -> None:
+    """ERNIE-4.5-VL-28B-A3B."""
+    text = {
+        "num_hidden_layers": 28,
+        "hidden_size": 2560,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        "moe_num_experts": 64,
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 2,
+        "vocab_size": 103424,
+        "tie_word_embeddings": True,
+    }
+    lists = {
+        "moe_num_experts": [64, 64],
+        "moe_intermediate_size": [1536, 512],
+        "moe_layer_start_index": [1, 1],
+    }
+    found, of_text = shape_of({**text, **lists}), shape_of(text)
+    assert found.active == of_text.active
+    assert found.parameters - of_text.parameters == 27 * 64 * 3 * 2560 * 512
+    assert found.parameters == pytest.approx(28.4e9, rel=0.01)
+    assert found.active == pytest.approx(3e9, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("name", "kv_bytes", "state_bytes", "window_bytes"),
     [

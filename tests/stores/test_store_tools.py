@@ -353,6 +353,27 @@ def test_store_tools_start_of_two_namespaces_is_refused(root, capsys, tool):
     assert (len(held(root, ALICE)), len(held(root, BOB))) == (3, 1)
 
 
+def test_store_tools_namespace_of_one_tier_is_found_among_all(root, tmp_path, capsys):
+    fill(tmp_path / "other", BOB, "d", "e")
+    fill(tmp_path / "other2", BOB, "f")
+    tiers = ",".join(url_of(each) for each in (root, tmp_path / "other", tmp_path / "other2"))
+    alice, bob = (each.digest.hex() for each in (ALICE, BOB))
+    assert [
+        each["ok"] for each in told(capsys, "verify", tiers, "--namespace", alice)["stores"]
+    ] == [
+        3,
+        0,
+        0,
+    ]
+    assert store("ls", tiers, bob) == 0
+    capsys.readouterr()
+    answer = told(capsys, "clear", tiers, "--namespace", bob, "--yes")
+    assert [each["deleted_blocks"] for each in answer["stores"]] == [1, 2, 1]
+    assert store("clear", tiers, "--namespace", bob, "--yes") == 2
+    assert f"no namespace starts with {bob!r}" in capsys.readouterr().err
+    assert len(held(root, ALICE)) == 3
+
+
 def test_store_clear_without_yes_asks_or_refuses(root, capsys):
     assert store("clear", url_of(root)) == 2
     assert "Say so with --yes" in capsys.readouterr().err

@@ -158,6 +158,7 @@ BAD_URLS = {
     "file:///a?speed=1": "'speed': unknown key, allowed: admit, bandwidth, capacity, fair, "
     "fsync, key_file, min_free, policy, tenant_quota",
     "file:///a?capacity=1MB": "'capacity': '1MB' is too small, at least 16777216 bytes",
+    "file:///a?tenant_quota=0": "'tenant_quota': '0' would keep nothing",
     "file:///a?policy=best": "'policy': 'best' is not possible, allowed: fifo, lru, lfu, gdfs, ",
     "file:///a?Fsync=off": "'Fsync': unknown key",
     "file:///a?&": "is given twice",

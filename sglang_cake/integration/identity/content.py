@@ -26,7 +26,10 @@ from sglang_cake.stores.file.disk import file_system_type
 
 logger = logging.getLogger("sglang_cake")
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
+WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz"),
+    "[tv]*er/*.safetensors",  # transformer/ and vision_encoder/ of Cosmos3
+)
 # JSON files without effect on KV. Keys are made of token ids, so those of the tokenizer are here.
 _TEXT_JSON = {
     "added_tokens.json",

@@ -118,6 +118,8 @@ def server_fields(
             f"{name} {version(dist) if dist else ''} {_implementation(loaded)}"
             for name, (loaded, dist) in sorted(plugins.items())
         )
+    if remote := _remote_code():
+        fields["remote_code"] = remote
     if (plugin := plugin_algorithm(values.speculative_algorithm)) is not None:
         # The KV of accepted tokens is what its worker leaves.
         fields["plugin_algorithm"] = f"{plugin.name} {_implementation(plugin.factory)}"
@@ -146,8 +148,8 @@ def group_namespaces(namespace: Namespace, groups: range | None) -> list[Namespa
 
 def rope_theta(config: Any, model: torch.nn.Module) -> float | None:
     """The base of the model's RoPE; None without RoPE, or if RoPE rotates only a part of a head, or
-    pairs of neighbouring channels as in Command-R (`is_neox_style` of SGLang's modules)."""
-    if not all(getattr(module, "is_neox_style", True) for module in model.modules()):
+    pairs of neighbouring channels as in Command-R."""
+    if not _rotates_halves(model):
         return None
     found = getattr(config, "rope_parameters", None) or {}
     theta = found.get("rope_theta", getattr(config, "rope_theta", None))
@@ -155,6 +157,25 @@ def rope_theta(config: Any, model: torch.nn.Module) -> float | None:
     if isinstance(theta, int | float) and theta > 1 and share in (None, 1):
         return float(theta)
     return None
+
+
+def _rotates_halves(model: torch.nn.Module) -> bool:
+    if not hasattr(model, "attention_instances"):
+        return all(getattr(module, "is_neox_style", True) for module in model.modules())
+    # Of SGLang's Transformers backend. There, a function beside the layers rotates.
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    found = [
+        function
+        for file in files
+        for name, function in vars(file).items()
+        if name.startswith("rotate_half")
+    ]
+    head = torch.arange(4.0, device="cpu").reshape(1, 1, 1, 4)
+    try:
+        turned = [function(head).flatten().tolist() for function in found]
+    except Exception:  # code of a model's folder may be anything
+        return False
+    return bool(turned) and all(each == [-2, -3, 0, 1] for each in turned)
 
 
 def _device_name(ctx: "TreeCacheBuildContext") -> str:
@@ -223,6 +244,28 @@ def _code_of(made: Any) -> tuple[Path, list[Path]]:
             return folder, [Path(file)]
         folder = next(iter(found), folder)
     return folder, sorted(content.code_files(folder))
+
+
+def _remote_code() -> str:
+    """A digest of the code that transformers has run from the folders of models and tokenizers,
+    with all that it imports from there; "" if there is none. An `auto_map` may name code of another
+    repository than the model's."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    texts: set[bytes] = set()
+    try:
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file is None or not name.startswith("transformers_modules."):
+                continue
+            for each in map(Path, [file, *get_relative_import_files(file)]):
+                # Folders differ between machines.
+                texts.add(os.fsencode(each.name) + b"\0" + each.read_bytes())
+    except (OSError, ValueError) as error:
+        logger.warning("cake: code is unknown, so no other process uses its KV: %s", error)
+        return uuid.uuid4().hex
+    digest = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in sorted(texts)))
+    return digest.hexdigest() if texts else ""
 
 
 def _source(model_class: type) -> str:

@@ -79,6 +79,7 @@ class Coordinator:
 
     Args:
         page_tokens: page size of the tree.
+        lossy: what the store delivers may differ from what was computed.
         keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
         adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
@@ -117,6 +118,7 @@ class Coordinator:
         end_blocks: int = 0,
         tail_tokens: int = 0,
         end_rank: tuple[int, int] = (0, 1),
+        lossy: bool = False,
         keys_media: bool = False,
         next_tokens: int = 0,
     ) -> None:
@@ -128,7 +130,7 @@ class Coordinator:
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
-        self._lossy = config.lossy  # which may read the metadata of all installed packages
+        self._lossy = lossy
         self.block_tokens = config.block_tokens_in(page_tokens)
         self._page_tokens = page_tokens
         self._adapter = adapter

@@ -33,7 +33,7 @@ from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
-from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
+from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
 
 logger = logging.getLogger(__name__)
 LOOKUP_THREADS = 2
@@ -317,7 +317,7 @@ def parse(url: StoreUrl) -> FileSource:
         policy=url.option("policy", one_of(*POLICIES), url.policy),
         reads_count=url.reads_count,
         tenant_rules=TenantRules(
-            quota_bytes=url.option("tenant_quota", parse_size, None),
+            quota_bytes=url.option("tenant_quota", parse_quota, None),
             fair=url.option("fair", one_of("on", "off"), "off") == "on",
         ),
         min_benefit_ratio=url.option("admit", _parse_benefit_ratio, 0.0),

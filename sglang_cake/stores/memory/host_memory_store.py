@@ -30,7 +30,7 @@ from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.memory.block_memory import BlockMemory
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
-from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_size
+from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
 
 MOST_THREADS: Final = 4  # for each direction: so many saturate the memory of one socket
 
@@ -279,7 +279,7 @@ def parse(url: StoreUrl) -> HostMemorySource:
         policy=url.option("policy", one_of(*POLICIES), url.policy),
         reads_count=url.reads_count,
         tenant_rules=TenantRules(
-            quota_bytes=url.option("tenant_quota", parse_size, None),
+            quota_bytes=url.option("tenant_quota", parse_quota, None),
             fair=url.option("fair", one_of("on", "off"), "off") == "on",
         ),
         sharers=url.sharers,

@@ -447,6 +447,7 @@ def test_store_serve_invalid_options_are_one_line_and_exit_status_2(tmp_path, se
         ("--tls-cert", token, "--tls-key", token): "cannot be used",
         ("--capacity", "1kB"): "capacity",
         ("--policy", "random"): "lfu",
+        ("--namespace-quota", "0GB"): "--namespace-quota: '0GB' would keep nothing",
     }
     for options, word in mistakes.items():
         said = refusal(root, *options)
