@@ -70,7 +70,7 @@ class _DeviceSlots:
     """Slots without a device."""
 
     block_bytes = 1
-    placed_tokens = 0
+    reclaimable_tokens = 0
 
     def take_bytes(self, record: PromptRecord, block: int, staged: Any) -> bool:
         return False

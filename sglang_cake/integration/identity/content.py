@@ -28,7 +28,7 @@ logger = logging.getLogger("sglang_cake")
 
 WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz"),
-    "[tv]*er/*.safetensors",  # transformer/ and vision_encoder/ of Cosmos3
+    *("transformer/*.safetensors", "vision_encoder/*.safetensors"),  # of Cosmos3
 )
 # JSON files without effect on KV. Keys are made of token ids, so those of the tokenizer are here.
 _TEXT_JSON = {
