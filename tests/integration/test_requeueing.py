@@ -14,10 +14,12 @@ pytest.importorskip("sglang")
 
 from adder_harness import BareTree, prefill_adder
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from registered_hooks import hooks_of
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.scheduler import Scheduler as SchedulerOfSGLang
 
 from sglang_cake.integration.boundary import BOUNDARY
-from sglang_cake.integration.scheduler import queue_order
+from sglang_cake.integration.scheduler import queue_order, scheduler_hooks
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.planner import StepPlan
@@ -291,6 +293,63 @@ def test_chunked_request_stays_if_its_adapter_could_lose_its_place(admissions: M
     assert admission.chunk(stored) is stored
     scheduler.lora_drainer = None
     assert admission.chunk(stored) is None
+
+
+@pytest.mark.parametrize("beside_steps", [False, True])
+def test_waiting_request_that_is_held_back_takes_no_place_of_an_adapter(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, beside_steps: bool
+) -> None:
+    def admit(adder: Any, req: Any, *args: Any) -> AddReqResult:
+        adder.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
+    monkeypatch.setattr(BareTree, "step_stop", lambda tree, req: None)
+    before_adapter = hooks_of(scheduler_hooks.install)["can_schedule_lora_req"]
+    admission = admissions()
+    tree: Any = BareTree(admission.coordinator)
+    tree.attach_waiting = admission.base.attach
+
+    def fits(adapters: set[str | None]) -> bool:
+        return len(adapters) <= 2
+
+    scheduler: Any = admission.scheduler
+    scheduler.tree_cache = tree
+    scheduler.enable_lora_overlap_loading = beside_steps
+    scheduler.lora_overlap_loader = SimpleNamespace(
+        try_overlap_load_lora=lambda adapter, running: fits({adapter} | running)
+    )
+    manager = SimpleNamespace(validate_lora_batch=fits)
+    scheduler.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+
+    def admitted(running: set[str | None]) -> list[str]:
+        """The loop of SGLang's `_get_new_batch_prefill_raw`."""
+        adder = prefill_adder(scheduler, tree, chunk_tokens=64)
+        for req in admission.queue:
+            before_adapter(scheduler, req, running)
+            if SchedulerOfSGLang.can_schedule_lora_req(scheduler, req, running):
+                assert adder.add_one_req(req, False, None) == AddReqResult.CONTINUE
+                running.add(req.lora_id)
+        return [req.rid for req in adder.can_run_list]
+
+    for rid, adapter in zip("pqrstuv", ("a", "b", "a", None, "b", "c", None), strict=True):
+        req = admission.req(rid, stored=rid in "pqu")
+        req.lora_id, req.last_node = adapter, None
+        req.full_untruncated_fill_ids = req.origin_input_ids
+        admission.queue.append(req)
+    if beside_steps:  # SGLang has loaded the adapters of the first two
+        assert admitted(set()) == ["r", "t"]
+        return
+    assert admitted(set()) == ["r", "s", "v"]
+    assert admitted({"a"}) == ["r", "s", "v"]
+    assert admitted({"b"}) == ["r", "t"]
+    assert admitted({"b", "c"}) == ["t"]
+    held_back = [req for req in admission.queue if req.rid in "pqu"]
+    admission.base.open(*(key for req in held_back for key in req.keys))
+    admission.base.poll(*held_back, times=8)
+    assert admitted({"b"}) == ["p", "q", "r", "t"]
 
 
 def test_chunked_request_with_loads_landing_within_the_step_stays(admissions: Make) -> None:

@@ -98,6 +98,9 @@ class Coordinator:
         failed: cake failed on this rank since the ranks were last alike.
         spare_slots: slots that are free or can be evicted, without those that admitted requests
             may still need, as SGLang counts them.
+        new_adapters: with LoRA, the adapter of the request that may be admitted next, unless the
+            step has it already.
+        held_adapters: the same of a request that was just held back, for which SGLang counts it.
         step_s: time that cake has taken of the step under way, see `timed`.
         off_here: cake is off on this rank.
         off_everywhere: cake is off, and every rank knows.
@@ -161,6 +164,8 @@ class Coordinator:
         self.tree_evicts = False
         self.failed = False
         self.spare_slots = math.inf
+        self.new_adapters: set[str | None] = set()  # None: requests without an adapter take a place
+        self.held_adapters: set[str | None] = set()
         self.step_s = 0.0
 
     @contextlib.contextmanager

@@ -153,6 +153,7 @@ class CakePrefillAdder(PrefillAdder):
         match decision:
             case Skip(skipped):
                 self.tree_cache.drop_state(req)
+                self._hold_back()
                 return skipped
             case OverlapLastStep(span):
                 return self._overlap_waiting(req, span, truncation_align_size)
@@ -207,6 +208,7 @@ class CakePrefillAdder(PrefillAdder):
     def _begin(self) -> None:
         coordinator = self._cake()[1]
         if coordinator is not None:
+            coordinator.new_adapters = coordinator.held_adapters = set()
             coordinator.step_costs.scheduling(decodes=self._decodes)
             coordinator.spare_slots = self.rem_total_tokens
 
@@ -437,6 +439,12 @@ class CakePrefillAdder(PrefillAdder):
         """No other request joins this step."""
         self.rem_chunk_tokens = 0
         return result if result != AddReqResult.CONTINUE else AddReqResult.OTHER
+
+    @guarded(_WAITING)
+    def _hold_back(self) -> None:
+        coordinator = self._cake()[1]
+        if coordinator is not None:
+            coordinator.held_adapters = coordinator.new_adapters
 
     @guarded("CakePrefillAdder.preempt_to_schedule", False)
     def _waits(self, req: "Req") -> bool:

@@ -40,6 +40,7 @@ def install() -> None:
     """Register the scheduler hooks. Call while plugins are being loaded."""
     register(f"{_POLICY}.calc_priority", _prioritized, HookType.AFTER)
     register(f"{_SCHEDULER}.get_prefill_adder_class", _adder_class, HookType.AFTER)
+    register(f"{_SCHEDULER}.can_schedule_lora_req", _adapters_in_use, HookType.BEFORE)
     register(f"{_SCHEDULER}._process_hicache_events", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}._add_request_to_queue", _arrived, HookType.AFTER)
     register(f"{_SCHEDULER}.optimistic_release_and_requeue", _starts_over, HookType.AFTER)
@@ -59,6 +60,19 @@ def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
 
 def _adder_class(original: Any, scheduler: "Scheduler") -> Any:
     return original if _coordinator(scheduler) is None else partial(CakePrefillAdder, scheduler)
+
+
+def _adapters_in_use(scheduler: "Scheduler", req: "Req", running: set[str | None]) -> None:
+    """SGLang counts the adapter of each request that it gave to the adder, admitted or not. One
+    that was held back takes no place of those after it.
+
+    Where SGLang loads adapters beside steps, it has loaded this one too. It keeps its place there:
+    the next one would be loaded over it, and again the other way round in the next step."""
+    coordinator = _coordinator(scheduler)
+    if coordinator is not None and not scheduler.enable_lora_overlap_loading:
+        running -= coordinator.held_adapters
+        coordinator.held_adapters = set()
+        coordinator.new_adapters = {req.lora_id} - running
 
 
 def _prioritized(_: None, policy: Any, queue: "list[Req]", *args: Any, **kwargs: Any) -> None:
