@@ -336,7 +336,7 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
     )
     identity = SimpleNamespace(poll=lambda: calls.append("identify"))
     holder = SimpleNamespace(
-        coordinator=coordinator, service=SimpleNamespace(identity=identity), helpers=None
+        coordinator=coordinator, service=SimpleNamespace(identity=identity), runahead=None
     )
     scheduler = SimpleNamespace(
         tree_cache=holder,
@@ -382,7 +382,7 @@ def test_boundary_scheduler_sleeps_only_while_it_waits_for_loads(
             waiting=waiting, live=[], alone=ranks != "tensor parallel", loads_over_in_s=0.2
         ),
         service=SimpleNamespace(waker=SimpleNamespace(sleep=lambda *how: calls.extend(how))),
-        helpers=None,
+        runahead=None,
     )
     receiver = SimpleNamespace(recv_from_tokenizer=source)
     (idle,) = (each for each in registry if each.endswith("Scheduler.on_idle"))
