@@ -271,10 +271,11 @@ class _Worker(Worker):
                 folder,
                 credentials,
                 ServerMetrics(),
+                most_connections=settings.max_connections // settings.workers,
                 workers=settings.workers,
                 namespace_quota_bytes=settings.namespace_quota_bytes,
             )
-            connections = ConnectionServer(store, settings.max_connections // settings.workers)
+            connections = ConnectionServer(store)
             listening = await loop.create_server(
                 connections,
                 sock=self.sockets[0].sock,
