@@ -141,15 +141,37 @@ def test_worker_pool_terminated_worker_finishes_its_put(tmp_path):
     assert server.stop() == 0
 
 
-def test_worker_pool_irreplaceable_worker_ends_the_server(tmp_path, capfd):
+def test_worker_pool_irreplaceable_worker_is_tried_again_while_others_go_on(tmp_path, capfd):
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    server = OurServer(root, "--workers", 2)
+    victim, other = server.workers()
+    root.rename(moved)
+    root.write_text("no folder")
+    os.kill(victim, signal.SIGKILL)
+    line, said = "a worker cannot start; the others go on", ""
+    while line not in said:
+        said += until(lambda: capfd.readouterr().err, "there is a line about it")
+    assert ask(server, "GET", "/health")[0] == 200
+    root.unlink()
+    moved.rename(root)
+    until(lambda: len(server.workers()) == 2, "it is replaced")
+    assert other in server.workers()
+    assert server.stop() == 0
+    said += capfd.readouterr().err
+    assert "Traceback" not in said
+    (found,) = (each for each in said.splitlines() if line in each)
+    assert str(root) in found
+
+
+def test_worker_pool_last_worker_that_cannot_be_replaced_ends_the_server(tmp_path, capfd):
     root = tmp_path / "root"
     server = OurServer(root, "--workers", 2)
     workers = server.workers()
     root.rename(tmp_path / "moved")
     root.write_text("no folder")
-    os.kill(workers[0], signal.SIGKILL)
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
     assert server.ended() == 2
-    assert not any(map(is_alive, workers))
     assert not connects(server.port)
     said = capfd.readouterr().err
     assert "Traceback" not in said
