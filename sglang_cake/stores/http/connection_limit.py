@@ -96,11 +96,9 @@ class ConnectionServer(web.Server):
     An instance is the protocol factory of `loop.create_server`.
     """
 
-    def __init__(
-        self, server: StoreServer, most_connections: int, keepalive_s: float = KEEPALIVE_S
-    ) -> None:
+    def __init__(self, server: StoreServer, keepalive_s: float = KEEPALIVE_S) -> None:
         self._server = server
-        self._places = Places(most_connections)
+        self._places = Places(server.most_connections)
         self._place_of: dict[asyncio.BaseProtocol, Place] = {}
         super().__init__(
             self._answer,

@@ -56,24 +56,28 @@ class StoreServer:
         credentials: ServerCredentials,
         metrics: ServerMetrics,
         *,
+        most_connections: int,
         workers: int = 1,
         namespace_quota_bytes: int | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
         """Args:
         metrics: of this process.
+        most_connections: to this process; puts of blocks may take half of them.
         workers: number of processes that answer for this server.
         stuck_s: time limit of a transfer that hardly moves (see `request_body`).
         """
         self._folder = folder
         self.credentials = credentials
         self.metrics = metrics
+        self.most_connections = most_connections
         self._workers = workers
         self._stuck_s = stuck_s
         self._askers = LimitedThreads(ASK_THREADS, "cake-http-ask")
         self._blocks = BlockService(
             folder,
             metrics,
+            most_connections=most_connections,
             namespace_quota_bytes=namespace_quota_bytes,
             stuck_s=stuck_s,
         )

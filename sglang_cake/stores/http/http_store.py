@@ -51,6 +51,9 @@ REPORT_S = 5.0  # time limit of a report of a corrupt block
 HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
 HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
 LIST_MEMORY_BYTES = 16 << 20  # a longer list is kept on a disk
+# A longer list is an error: of 100 million blocks, whose order of eviction takes a server 80 GB of
+# memory. A server that does not end its list would fill the disk.
+MAX_LIST_BYTES = 13 * 10**9
 SEND_BYTES = 1 << 18  # of a block, copied and sent at a time
 NOT_OURS = frozenset((404, 405, 501))  # status of `contains` on a plain server
 # A proxy may have answered so while the server restarted, which mostly takes some seconds. A plain
@@ -344,7 +347,8 @@ class HttpStore(Store):
         """As in `Store`. The list is kept in a temporary file: the server does not wait for a
         reader who works on each block.
 
-        Raises: StoreUnavailable, always on a plain server, and if there is no room for the file.
+        Raises: StoreUnavailable, always on a plain server, and if the list is too long or there is
+            no room for the file.
         """
 
         async def attempt() -> aiohttp.ClientResponse:
@@ -360,6 +364,8 @@ class HttpStore(Store):
             try:
                 async for line in read_lines(response, protocol.MAX_LIST_LINE_BYTES, self._limits):
                     kept.write(line + b"\n")
+                    if kept.tell() > MAX_LIST_BYTES:
+                        raise StoreUnavailable(f"a list of more than {MAX_LIST_BYTES} bytes")
             except StoreUnavailable as error:
                 failure = error
             except OSError as error:

@@ -70,6 +70,14 @@ class TryAgain(RemoteError):
         self.after_s = after_s
 
 
+class Busy(StoreFull):
+    """The server has too many puts at once, and may have a place in `after_s`."""
+
+    def __init__(self, message: str, after_s: float) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
 class CredentialsRenewed(Exception):
     """A request failed with an outdated token or CA file, which has been read again."""
 
@@ -204,6 +212,11 @@ class HttpTransport:
                 if last:
                     raise StoreUnavailable(f"{self._endpoint.base}: {error}") from error
                 self.counters.retries += 1
+            except Busy as error:
+                if last:
+                    raise
+                self.counters.retries += 1
+                await asyncio.sleep(error.after_s)
             except RemoteError as error:
                 if last or not isinstance(error, TryAgain):
                     raise RemoteError(error.fault, f"{self._endpoint.base}: {error}") from error
@@ -376,14 +389,17 @@ async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
     redirected = 300 <= status < 400
     why = "a redirect, which is not followed" if redirected else why
     message = f"{response.method} was answered {status}: {why or text}"
+    after_s = _retry_after_s(response)
     if status == 507:
         raise StoreFull(message)
+    if status == 503 and response.method == "PUT" and 0 < after_s <= MAX_RETRY_AFTER_S:
+        raise Busy(message, after_s)
     if redirected:
         raise RemoteError(Fault.REDIRECTS, message)
     if status == 403:
         raise RemoteError(Fault.FORBIDDEN, message)
     if status >= 500 and status != 501:
-        raise TryAgain(Fault.STATUSES, message, _retry_after_s(response))
+        raise TryAgain(Fault.STATUSES, message, after_s)
     raise RemoteError(Fault.STATUSES, message)
 
 

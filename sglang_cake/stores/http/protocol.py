@@ -8,8 +8,9 @@ import enum
 import json
 import re
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 from msgspec.json import Decoder
 
 from sglang_cake.core import untrusted
@@ -96,28 +97,43 @@ _IN_NAMESPACE = {
 }
 
 
+# Of an answer, which is not trusted. A caller can add these numbers, and show them as dates.
+_Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Time = Annotated[float, Meta(ge=0, le=2**35)]  # until the year 3058
+
+
 class _BlockLine(Struct):
-    key: str
-    bytes: int
-    used_s: float | None
+    key: _Hash
+    bytes: _Count
+    used_s: _Time | None
 
 
 class _Stats(Struct):
-    blocks: int | None = None
-    block_bytes: int | None = None
-    used_bytes: int | None = None
-    capacity_bytes: int | None = None
-    policy: str = ""
+    blocks: _Count | None = None
+    block_bytes: _Count | None = None
+    used_bytes: _Count | None = None
+    capacity_bytes: _Count | None = None
+    policy: Annotated[str, Meta(pattern=r"\A[a-z0-9-]{0,32}\Z")] = ""
+
+
+class _Evictions(Struct):
+    """In the same object as the other statistics. The fields are those of `EvictionCounts`."""
+
+    evicted_bytes: _Count = 0
+    evicted_blocks: _Count = 0
+    evicting_us: _Count = 0
+    skipped_blocks: _Count = 0
 
 
 class _StoredNamespace(Struct):
-    digest: str
+    digest: _Hash
     fields: dict[str, str]
 
 
 _BLOCK_LINE = Decoder(_BlockLine)
 _STATS = Decoder(_Stats)
-_EVICTIONS = Decoder(EvictionCounts)  # in the same object as the other statistics
+_EVICTIONS = Decoder(_Evictions)
 _STORED_NAMESPACES = Decoder(list[_StoredNamespace])
 _NAMESPACE = re.compile(r"/([0-9a-f]{64})/([a-z.]*)", re.ASCII)
 _BLOCK = re.compile(r"/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})", re.ASCII)
@@ -159,10 +175,7 @@ def read_block_line(line: bytes) -> BlockInfo:
     """Raises: StoreUnavailable."""
     try:
         found = untrusted.decode(_BLOCK_LINE, line)
-        key = bytes.fromhex(found.key)
-        if len(key) != KEY_BYTES:
-            raise ValueError("not a key")
-        return BlockInfo(BlockKey(key), found.bytes, found.used_s)
+        return BlockInfo(BlockKey(bytes.fromhex(found.key)), found.bytes, found.used_s)
     except ValueError as error:
         raise StoreUnavailable(f"the list has a malformed line: {error}") from None
 
@@ -182,8 +195,8 @@ def read_stats(body: bytes) -> StoreStats:
     """Raises: StoreUnavailable."""
     try:
         found = untrusted.decode(_STATS, body)
-        evictions = untrusted.decode(_EVICTIONS, body)
-        return StoreStats(**structs.asdict(found), evictions=evictions)
+        evictions = structs.asdict(untrusted.decode(_EVICTIONS, body))
+        return StoreStats(**structs.asdict(found), evictions=EvictionCounts(**evictions))
     except ValueError as error:
         raise StoreUnavailable(f"the answer of stats is malformed: {error}") from None
 

@@ -91,10 +91,12 @@ class BlockService:
         folder: BlockFolder,
         metrics: ServerMetrics,
         *,
+        most_connections: int,
         namespace_quota_bytes: int | None,
         stuck_s: float,
     ) -> None:
         """Args:
+        most_connections: to this process. A put that waits holds one, and lookups need some too.
         stuck_s: time limit of a transfer that hardly moves (see `request_body`), and of a put that
             waits for others.
         """
@@ -102,6 +104,9 @@ class BlockService:
         self._metrics = metrics
         self._quota_bytes = namespace_quota_bytes
         self._stuck_s = stuck_s
+        # All puts together take at most half of the connections, or one more than MAX_PUTS.
+        self._most_waiting_puts = max(1, most_connections // 2 - MAX_PUTS)
+        self._waiting_puts = 0
         self._put_places = asyncio.Semaphore(MAX_PUTS)
         self._readers = LimitedThreads(READ_THREADS, "cake-http-read")
         self._writers = LimitedThreads(MAX_PUTS, "cake-http-write")
@@ -197,13 +202,19 @@ class BlockService:
     async def _put_place(self) -> AsyncIterator[None]:
         """One of the MAX_PUTS places. Waits for it, before the body is asked for.
 
-        Raises: RefusedRequest if no place becomes free in time.
+        Raises: RefusedRequest if too many puts wait, or if no place becomes free in time.
         """
+        busy = RefusedRequest(503, "too many puts at once", {"Retry-After": "1"})
+        if self._waiting_puts >= self._most_waiting_puts:
+            raise busy
+        self._waiting_puts += 1
         try:
             async with asyncio.timeout(self._stuck_s):
                 await self._put_places.acquire()
         except TimeoutError:
-            raise RefusedRequest(503, "too many puts at once", {"Retry-After": "1"}) from None
+            raise busy from None
+        finally:
+            self._waiting_puts -= 1
         try:
             yield
         finally:

@@ -14,9 +14,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.base import EVICTION_COUNTS, EvictionCounts
 
 PREFIX = "sglang_cake_store"
+# Of each process. All counts of requests take a third of it.
+FILES = ("counter", "gauge_livesum")
+FILE_BYTES = 1 << 16
 METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE")
 
 
@@ -24,6 +28,10 @@ class ServerMetrics:
     """The metrics of one process. Belongs to one thread."""
 
     def __init__(self) -> None:
+        """Raises: StoreUnavailable if there is no room for the files."""
+        folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        if folder is not None:
+            _take_room(Path(folder))
         self._registry = CollectorRegistry()
         self.sent_bytes = self._counter("sent_bytes", "Bytes of blocks sent")
         self.received_bytes = self._counter("received_bytes", "Bytes of blocks received")
@@ -93,6 +101,23 @@ class ServerMetrics:
         registry.register(self)
         registry.register(_Gauges(gauges))
         return generate_latest(registry)
+
+
+def _take_room(folder: Path) -> None:
+    """Make the files of this process. `prometheus_client` maps files without blocks on the disk,
+    so the first write to a page would kill the process if the disk is full.
+
+    Raises: StoreUnavailable.
+    """
+    paths = [folder / f"{kind}_{os.getpid()}.db" for kind in FILES]
+    try:
+        for path in paths:
+            with path.open("ab") as file:
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+    except OSError as error:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise StoreUnavailable(f"no room for metrics in {folder}: {error.strerror}") from error
 
 
 def _has_begun(file: Path) -> bool:

@@ -8,24 +8,28 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import mmap
 import os
 import resource
 import shutil
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.workers.base import Worker
 
+from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import CakeError, ConfigError, StoreUnavailable
 from sglang_cake.core.local_files import temporary_folder
+from sglang_cake.stores.circuit_breaker import one_line
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import ServerCredentials
 from sglang_cake.stores.http.request_body import STUCK_S
@@ -46,6 +50,7 @@ SETTLE_S = 0.2  # after the last accept: requests that have been sent are read i
 END_S = 20.0  # requests in progress may take so long when the server stops
 CUT_S = 2.0  # requests that are cut off then may take so long to end
 GRACE_S = 10  # beyond both, before a worker is killed
+READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
     Forks, so no other thread may run.
 
     Args: announce: called once with the store's URL, in a worker, when all workers are ready.
-    Raises: ConfigError; StoreUnavailable if a worker cannot start.
+    Raises: ConfigError; StoreUnavailable if a worker cannot start at the start, or if none is left.
     """
     settings.check()
     tls = (settings.tls_cert, settings.tls_key)
@@ -96,13 +101,12 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
         url = _url(settings, listening)
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared)  # for `server_metrics`, in the workers
         application = _Application(settings, credentials, shared, lambda: announce(url), listening)
+        arbiter = _Arbiter(application)
         try:
-            _Arbiter(application).run()
+            arbiter.run()
         except SystemExit as end:
             if end.code:
-                failure = shared / "failure"
-                reason = failure.read_text() if failure.exists() else "a worker could not start"
-                raise StoreUnavailable(reason) from None
+                raise StoreUnavailable(arbiter.failure) from None
         finally:
             del os.environ["PROMETHEUS_MULTIPROC_DIR"]
 
@@ -174,6 +178,7 @@ class _Application(BaseApplication):
         self.settings = settings
         self.credentials = credentials
         self.shared = shared
+        self.announced = shared / "announced"  # there once the server has been announced
         self.announce = announce
         self._listening_fd = listening.detach()
         super().__init__()
@@ -199,36 +204,84 @@ class _Application(BaseApplication):
         return self
 
 
-def _worker_ended(arbiter: Arbiter, worker: Worker) -> None:
+def _worker_ended(arbiter: "_Arbiter", worker: "_Worker") -> None:
     """Called by gunicorn."""
     from prometheus_client.multiprocess import mark_process_dead
 
     mark_process_dead(worker.pid)
     if arbiter.LISTENERS:  # the server is not stopping
-        logger.warning("worker %d ended and is replaced", worker.pid)
+        arbiter.replace(worker)
 
 
 class _Arbiter(Arbiter):
-    """gunicorn's parent process."""
+    """gunicorn's parent process.
+
+    A worker that ends is replaced at once. If its replacement cannot start, the other workers go
+    on, and further tries have pauses between them.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self, application: "_Application") -> None:
+        self._pause = Backoff()
+        self.failure = "the server ended"
+        super().__init__(application)
+
+    def spawn_workers(self) -> None:
+        if not self._pause.left_s(time.monotonic()):
+            super().spawn_workers()
+
+    def spawn_worker(self) -> None:
+        try:
+            super().spawn_worker()
+        except OSError as error:  # no memory, process or descriptor
+            self._not_started(str(error))
+        except SystemExit:  # in the new process, before `_Worker.run`
+            os._exit(1)
+
+    def replace(self, worker: "_Worker") -> None:
+        """A worker has ended. Raises: HaltServer."""
+        if worker.told != READY:
+            self._not_started(worker.told or f"worker {worker.pid} ended before it was ready")
+            return
+        self._pause.reset()
+        logger.warning("worker %d ended and is replaced", worker.pid)
+
+    def _not_started(self, reason: str) -> None:
+        """Raises: HaltServer at the start, and if no worker is left: a service manager sees it."""
+        self.failure = reason
+        if not self.WORKERS or not self.app.announced.exists():
+            raise HaltServer("a worker could not start", 1)
+        if not self._pause.has_failed:
+            logger.warning(
+                "a worker cannot start; the others go on, and it is tried every 1 to 60 s: %s",
+                reason,
+            )
+        self._pause.start(time.monotonic())
 
     def handle_int(self) -> None:
         """As SIGTERM: finish the requests in progress. A second SIGINT cuts them off."""
         raise StopIteration
-
-    def stop(self, graceful: bool = True) -> None:
-        """End all workers."""
-        with contextlib.suppress(HaltServer):
-            super().stop(graceful)
-            return
-        self.stop(graceful)  # interrupted, because another worker could not start
 
 
 class _Worker(Worker):
     """gunicorn's handle on a worker process; `run` is the process."""
 
     wsgi: _Application
+
+    def __init__(self, *args: Any) -> None:
+        """In the parent process."""
+        super().__init__(*args)
+        # Shared with the parent. No file, since a worker may not start because a disk is full.
+        self._told = mmap.mmap(-1, mmap.PAGESIZE)
+
+    @property
+    def told(self) -> str:
+        """READY, or why the worker cannot start; empty before that."""
+        return self._told[:].rstrip(b"\0").decode(errors="replace")
+
+    def _tell(self, text: str) -> None:
+        self._told[:] = text.encode(errors="replace").ljust(mmap.PAGESIZE, b"\0")
 
     def init_signals(self) -> None:
         for number in self.SIGNALS:
@@ -241,12 +294,16 @@ class _Worker(Worker):
         try:
             asyncio.run(self._work())
             status = 0
-        except CakeError as error:
-            (self.wsgi.shared / "failure").write_text(str(error))
+        except (CakeError, OSError, MemoryError) as error:
+            if self.booted:
+                traceback.print_exc()
+            else:
+                self._tell(one_line(error) or type(error).__name__)
+                status = 0  # gunicorn logs a line for any other one
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(status if self.booted else Arbiter.WORKER_BOOT_ERROR)
+            os._exit(status)
 
     async def _work(self) -> None:
         """Answer requests until SIGTERM or SIGINT, or until the parent is gone.
@@ -271,10 +328,11 @@ class _Worker(Worker):
                 folder,
                 credentials,
                 ServerMetrics(),
+                most_connections=settings.max_connections // settings.workers,
                 workers=settings.workers,
                 namespace_quota_bytes=settings.namespace_quota_bytes,
             )
-            connections = ConnectionServer(store, settings.max_connections // settings.workers)
+            connections = ConnectionServer(store)
             listening = await loop.create_server(
                 connections,
                 sock=self.sockets[0].sock,
@@ -283,6 +341,7 @@ class _Worker(Worker):
                 ssl_handshake_timeout=None if credentials.tls is None else HANDSHAKE_S,
             )
             self.booted = True
+            self._tell(READY)
             self._announce()
             tasks = (
                 asyncio.create_task(self._report(store, stopping)),
@@ -311,12 +370,12 @@ class _Worker(Worker):
 
     def _announce(self) -> None:
         """The last worker that becomes ready at the start announces the server."""
-        shared = self.wsgi.shared
-        (shared / f"ready-{self.pid}").touch()
-        if len(list(shared.glob("ready-*"))) >= self.wsgi.settings.workers:
+        application = self.wsgi
+        (application.shared / f"ready-{self.pid}").touch()
+        if len(list(application.shared.glob("ready-*"))) >= application.settings.workers:
             with contextlib.suppress(FileExistsError):
-                (shared / "announced").touch(exist_ok=False)
-                self.wsgi.announce()
+                application.announced.touch(exist_ok=False)
+                application.announce()
 
     def _parent_lives(self) -> bool:
         return bool(os.getppid() == self.ppid)

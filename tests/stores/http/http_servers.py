@@ -167,11 +167,12 @@ class OurServer:
 class ServerInProcess:
     """A server in a thread of this process, with its own limits and one event loop."""
 
-    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None):
+    def __init__(self, root, *, stuck_s=WAIT_S, keepalive_s=WAIT_S, tls=None, most_connections=100):
         self._root = root
         self._stuck_s = stuck_s
         self._keepalive_s = keepalive_s
         self._tls = tls
+        self._most_connections = most_connections
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -199,8 +200,14 @@ class ServerInProcess:
         folder = BlockFolder(self._root)
         self._metrics = ServerMetrics()
         credentials = ServerCredentials(make_own_token(), tls_files=self._tls)
-        server = StoreServer(folder, credentials, self._metrics, stuck_s=self._stuck_s)
-        connections = ConnectionServer(server, 100, self._keepalive_s)
+        server = StoreServer(
+            folder,
+            credentials,
+            self._metrics,
+            most_connections=self._most_connections,
+            stuck_s=self._stuck_s,
+        )
+        connections = ConnectionServer(server, self._keepalive_s)
         listening = await self._loop.create_server(
             connections, sock=self._listening, ssl=credentials.tls
         )

@@ -13,14 +13,14 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.stores.circuit_breaker import AdaptiveTimeout
+from sglang_cake.stores.circuit_breaker import FAILURES, AdaptiveTimeout
 from sglang_cake.stores.http.http_store import (
     ASK_AGAIN_FIRST_S,
     ASK_AGAIN_LAST_S,
     HEAD_ROUNDS,
     HEADS_AT_ONCE,
 )
-from sglang_cake.stores.http.http_transport import MAX_RETRY_AFTER_S, TRIES
+from sglang_cake.stores.http.http_transport import MAX_RETRY_AFTER_S, TRIES, Busy
 from sglang_cake.stores.http.protocol import MAX_ANSWER_BYTES, block_path, touched_path
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
@@ -268,6 +268,21 @@ async def test_http_store_retry_after_header_is_honoured_up_to_a_bound():
         assert store.counters.retries == 2
         assert times[1] - times[0] >= 0.99
         assert times[2] - times[1] >= MAX_RETRY_AFTER_S - 0.01
+
+
+async def test_http_store_puts_that_the_server_has_no_place_for_are_no_failures():
+    async def answer(asked):
+        if asked.method == "PUT" and asked.path == block_path(FRAME.digest, A):
+            asked.answer(503, headers="Retry-After: 1\r\n")
+        else:
+            asked.answer(204 if asked.method == "PUT" else 404)
+
+    async with client_and_server(answer, depth=2 * FAILURES) as (store, _):
+        puts = [store.put(A, block_of("a")) for _ in range(2 * FAILURES)]
+        results = await asyncio.gather(*puts, return_exceptions=True)
+        assert [type(result) for result in results] == [Busy] * len(puts)
+        assert store.counters.retries == len(puts) * (TRIES - 1)
+        assert store.counters.failures == store.counters.refused == 0
 
 
 @pytest.mark.parametrize("status", [204, 206, 301, 302, 304, 307, 400, 401, 403, 429])

@@ -1,10 +1,12 @@
 """Whatever comes over the wire: the server goes on, and nothing wrong becomes visible."""
 
+import asyncio
 import json
 import os
 import socket
 
 import pytest
+from bad_server import bad_server
 from http_servers import (
     WAIT_S,
     A,
@@ -18,10 +20,12 @@ from http_servers import (
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES
-from sglang_cake.core.errors import BlockCorrupt
+from sglang_cake.core.errors import BlockCorrupt, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import read_fields
+from sglang_cake.stores.base import EVICTION_COUNTS, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.protocol import Kind, block_path, parse_path
 from sglang_cake.stores.http.server_blocks import BlockCheck
@@ -200,6 +204,57 @@ def test_read_answers_of_a_random_body_are_bits_or_unavailable(body, count):
         return
     assert bytes(answers) == body
     assert len(body) == count
+
+
+HOSTILE_LINES = {
+    "no number": (FRAME.framed_bytes, "NaN"),
+    "an infinite time": (FRAME.framed_bytes, "1e999"),
+    "a time that no calendar has": (FRAME.framed_bytes, "1e300"),
+    "a time before 1970": (FRAME.framed_bytes, "-1e9"),
+    "a text": (FRAME.framed_bytes, '"2026"'),
+    "a negative size": (-1, "0.0"),
+    "a size of 400 digits": (10**400, "0.0"),
+}
+
+
+@pytest.mark.parametrize(("size", "used_s"), HOSTILE_LINES.values(), ids=HOSTILE_LINES.keys())
+async def test_store_ls_of_a_lying_server_is_one_line_and_exit_status_2(capsys, size, used_s):
+    line = f'{{"key": "{A.hex()}", "bytes": {size}, "used_s": {used_s}}}\n'
+    space = StoredNamespace(FRAME.digest, FRAME.namespace.describe())
+
+    async def answer(asked):
+        if asked.path == protocol.NAMESPACES:
+            asked.answer(200, json.dumps(protocol.write_namespaces([space])).encode())
+        else:
+            kind = f"Content-Type: {protocol.LIST_TYPE}\r\n"
+            asked.answer(200, line.encode(), headers=kind)
+
+    async with bad_server(answer) as server:
+        for names in ([], [FRAME.digest.hex()]):
+            assert await asyncio.to_thread(main, ["store", "ls", server.base, *names]) == 2
+            said = capsys.readouterr().err
+            assert said.startswith("sglang-cake: the list has a malformed line"), said
+            assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, -1) for name in ("blocks", "used_bytes", "capacity_bytes", "evicted_bytes")),
+        ("used_bytes", 10**400),
+        ("policy", "\x1b[2J"),
+    ],
+)
+def test_read_stats_number_or_name_that_no_store_has_is_unavailable(name, value):
+    with pytest.raises(StoreUnavailable, match=name):
+        protocol.read_stats(json.dumps({name: value}).encode())
+
+
+def test_read_stats_of_written_ones_are_the_same():
+    numbers = iter(range(1, 9))
+    evictions = EvictionCounts(*(next(numbers) for _ in EVICTION_COUNTS))
+    stats = StoreStats(*(next(numbers) for _ in range(4)), evictions, "cake-prefix")
+    assert protocol.read_stats(json.dumps(protocol.write_stats(stats)).encode()) == stats
 
 
 JSON = st.recursive(

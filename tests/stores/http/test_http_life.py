@@ -1,6 +1,7 @@
 """Servers that stop, are killed and come back."""
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -32,6 +33,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, Stor
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.http import http_store
 from sglang_cake.stores.http.protocol import block_path, contains_path
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
 
@@ -131,6 +133,18 @@ async def test_http_store_list_is_whole_after_its_server_has_stopped(tmp_path, m
             await asyncio.to_thread(server.stop)
             keys = {first.key} | {block.key async for block in blocks}
     assert len(keys) == count
+
+
+async def test_http_store_list_without_end_is_an_error_beyond_a_bound(tmp_path, monkeypatch):
+    def endless(folder, digest):
+        return (BlockInfo(BlockKey(i.to_bytes(32, "big")), 9, 1.0) for i in itertools.count())
+
+    monkeypatch.setattr(BlockFolder, "list_blocks", endless)
+    monkeypatch.setattr(http_store, "MAX_LIST_BYTES", 1 << 20)
+    with ServerInProcess(tmp_path / "root") as server:
+        async with opened_client(f"http://127.0.0.1:{server.port}") as store:
+            with pytest.raises(StoreUnavailable, match="a list of more than 1048576 bytes"):
+                [block async for block in store.list_blocks()]
 
 
 async def test_http_store_after_server_restarts_reads_and_puts_again(tmp_path):

@@ -33,6 +33,7 @@ from http_servers import (
 )
 from polling import until
 from private_files import write_private
+from system_calls import Held
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -50,6 +51,7 @@ from sglang_cake.stores.http.server_blocks import MAX_BLOCK_BYTES, MAX_PUTS
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
 PATH = block_path(FRAME.digest, A)
+REFUSED_PUTS = 'requests_total{method="PUT",status="503"}'
 GOOD = framed("a")
 
 
@@ -330,6 +332,24 @@ def test_http_server_put_that_waits_too_long_for_other_puts_gets_503(tmp_path, m
         is_well.set()
         for connection in puts:
             assert read_status(connection) == 201
+            connection.close()
+
+
+def test_http_server_puts_beyond_half_of_the_connections_get_503_and_lookups_answers(
+    tmp_path, monkeypatch
+):
+    most = 4 * MAX_PUTS
+    held = Held(BlockFolder.writing)
+    monkeypatch.setattr(BlockFolder, "writing", lambda *args: held(*args))  # a disk that hangs
+    with ServerInProcess(tmp_path / "root", most_connections=most) as server:
+        put_description(server)
+        puts = [start_put(server, n, FRAME, FRAMED_BYTES)[0] for n in range(most)]
+        until(lambda: server.metrics().get(REFUSED_PUTS) == most // 2, "as many are refused")
+        assert ask(server, "POST", contains_path(FRAME.digest, FRAMED_BYTES), A)[2] == b"\0"
+        held.go.set()
+        found = [read_status(connection) for connection in puts]
+        assert sorted(found) == [201] * (most // 2) + [503] * (most // 2)
+        for connection in puts:
             connection.close()
 
 

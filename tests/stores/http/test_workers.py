@@ -1,5 +1,6 @@
 """Several processes answer on one port: they count together, end together, and are replaced."""
 
+import errno
 import http.client
 import os
 import signal
@@ -24,9 +25,11 @@ from http_servers import (
     start_request,
 )
 from polling import until
+from system_calls import failing
 
+from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.http.protocol import block_path
-from sglang_cake.stores.http.server_metrics import ServerMetrics
+from sglang_cake.stores.http.server_metrics import FILE_BYTES, FILES, ServerMetrics
 from sglang_cake.testing.store_contract import FRAME
 
 PATH = block_path(FRAME.digest, A)
@@ -90,6 +93,24 @@ def test_server_metrics_skip_the_file_of_a_process_that_starts(tmp_path, monkeyp
     assert ServerMetrics().text({"blocks": 3}).endswith(b"sglang_cake_store_blocks 3.0\n")
 
 
+def test_store_serve_metrics_files_have_their_room_before_they_are_written(tmp_path, monkeypatch):
+    """They are memory-mapped: a page that finds no room on a full disk kills the process."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with OurServer(tmp_path / "root", "--workers", 2):
+        files = [path.stat() for path in tmp_path.glob("sglang-cake-serve-*/*.db")]
+        assert len(files) == 2 * len(FILES)
+        for file in files:
+            assert file.st_blocks * 512 >= file.st_size == FILE_BYTES
+
+
+def test_server_metrics_without_room_are_one_error_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    with pytest.raises(StoreUnavailable, match=f"no room for metrics in {tmp_path}: No space"):
+        ServerMetrics()
+    assert not list(tmp_path.iterdir())
+
+
 def test_worker_pool_stopped_or_killed_server_leaves_no_worker(server, tmp_path):
     workers = server.workers()
     assert server.stop() == 0
@@ -141,15 +162,37 @@ def test_worker_pool_terminated_worker_finishes_its_put(tmp_path):
     assert server.stop() == 0
 
 
-def test_worker_pool_irreplaceable_worker_ends_the_server(tmp_path, capfd):
+def test_worker_pool_irreplaceable_worker_is_tried_again_while_others_go_on(tmp_path, capfd):
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    server = OurServer(root, "--workers", 2)
+    victim, other = server.workers()
+    root.rename(moved)
+    root.write_text("no folder")
+    os.kill(victim, signal.SIGKILL)
+    line, said = "a worker cannot start; the others go on", ""
+    while line not in said:
+        said += until(lambda: capfd.readouterr().err, "there is a line about it")
+    assert ask(server, "GET", "/health")[0] == 200
+    root.unlink()
+    moved.rename(root)
+    until(lambda: len(server.workers()) == 2, "it is replaced")
+    assert other in server.workers()
+    assert server.stop() == 0
+    said += capfd.readouterr().err
+    assert "Traceback" not in said
+    (found,) = (each for each in said.splitlines() if line in each)
+    assert str(root) in found
+
+
+def test_worker_pool_last_worker_that_cannot_be_replaced_ends_the_server(tmp_path, capfd):
     root = tmp_path / "root"
     server = OurServer(root, "--workers", 2)
     workers = server.workers()
     root.rename(tmp_path / "moved")
     root.write_text("no folder")
-    os.kill(workers[0], signal.SIGKILL)
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
     assert server.ended() == 2
-    assert not any(map(is_alive, workers))
     assert not connects(server.port)
     said = capfd.readouterr().err
     assert "Traceback" not in said
