@@ -404,8 +404,8 @@ class Loader:
 
     Args:
         store: None: no prompt may begin before `use`.
-        staging: buffers of one block each; when they run out, loading pauses. With end states, a
-            quarter of them must hold at least one end state and one block.
+        staging: buffers of one block each; when they run out, loading pauses. With end states,
+            they must hold at least one end state and one block.
         queue_depth: the most reads under way at once.
         prior: cost of a store that nothing was read from yet.
         least_limit_s: every read may take that long.

@@ -1,6 +1,9 @@
 """A coordinator whose model has end states: over a store whose reads a test releases."""
 
+import math
 import random
+import time
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -160,6 +163,44 @@ def test_coordinator_abort_returns_the_end_blocks(harness: CoordinatorHarness) -
     harness.arrive(req)
     harness.poll(req, times=4)
     assert harness.staging.free == harness.staging.capacity - ENDS
+
+
+def test_coordinator_prompts_that_pass_others_get_buffers_for_their_ends() -> None:
+    """One prompt waits for device memory with three quarters of the buffers, and the one that has
+    passed it has its end in the last quarter when the third one comes."""
+    with CoordinatorHarness(mode="load", slots=99 * BLOCK, end_blocks=3, staging=16) as harness:
+        harness.coordinator.spare_slots = 0  # running requests have all of it
+        prompts = {
+            rid: FakeReq(rid, array("q", range(start, start + int(blocks * BLOCK))))
+            for rid, start, blocks in (
+                ("first", 0, 30.5),
+                ("next", 10**5, 20.5),
+                ("last", 2 * 10**5, 20.5),
+            )
+        }
+        keys = {}
+        for rid, req in prompts.items():
+            count = len(req.origin_input_ids) // BLOCK
+            keys[rid] = harness.fill(req.origin_input_ids, set(range(count)))
+            harness.open(*harness.fill_end(req.origin_input_ids, count * BLOCK))
+        first, following, last = prompts.values()
+        harness.open(*keys["first"], *keys["last"])
+        harness.arrive(first)
+        harness.poll(first, times=4)
+        harness.coordinator.spare_slots = math.inf
+        harness.arrive(following)
+        harness.poll(following, first, times=4)
+        assert harness.staging.free == 0
+        harness.arrive(last)
+        harness.poll(last, following, first)
+        harness.open(*keys["next"])
+        left = [last, following, first]
+        until_s = time.monotonic() + PATIENCE_S
+        while left and time.monotonic() < until_s:
+            harness.poll(*left)
+            left = [req for req in left if not harness.step(req)]
+        assert not left
+        assert last.customized_info["cake"][0]["loaded_tokens"] == 20 * BLOCK
 
 
 def test_coordinator_end_slower_than_computing_is_not_loaded() -> None:

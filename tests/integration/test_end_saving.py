@@ -204,6 +204,42 @@ def test_end_saving_without_buffers_is_tried_again(harness: EndHarness) -> None:
     assert harness.asked == [6 * BLOCK]
 
 
+def test_end_saving_gets_buffers_that_come_back_one_by_one_before_blocks(
+    harness: EndHarness,
+) -> None:
+    """As from a store that is slower than prefill: blocks would take each of them."""
+    harness.copier.held = []
+    record, other = known(6, extra_tokens=3), known(6)
+    taken = [harness.writer.take() for _ in range(harness.buffers.capacity)]
+    harness.checkpointed(record, 6 * BLOCK + 3)
+    harness.checkpointed(other, 2 * BLOCK)
+    for buffer in taken[:COUNT]:
+        assert buffer is not None
+        harness.buffers.give(buffer)
+        harness.saving.polled(lambda each: True)
+    assert harness.asked == [6 * BLOCK]
+    for buffer in taken[COUNT:]:
+        assert buffer is not None
+        harness.buffers.give(buffer)
+        harness.saving.polled(lambda each: True)
+    assert harness.buffers.free == 0  # blocks have them
+    for save in harness.copier.held:
+        save.ended.set_result(None)
+
+
+def test_end_saving_that_waits_at_the_end_leaves_free_buffers_to_blocks(
+    harness: EndHarness,
+) -> None:
+    record = known(6, extra_tokens=3)
+    taken = [harness.writer.take() for _ in range(3)]
+    harness.tell(record, 6 * BLOCK + 3, last=True)
+    assert harness.stored_ends(record) == []
+    assert len(harness.memory) == 1
+    for buffer in taken:
+        assert buffer is not None
+        harness.buffers.give(buffer)
+
+
 def test_end_saving_with_several_ranks_asks_the_tree_with_buffers_and_without() -> None:
     """The question changes the tree, and other ranks may have had buffers for it."""
     with EndHarness(alone=False) as harness:

@@ -64,7 +64,7 @@ class BlockSaving:
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
     keeps its KV in the tree. Then it is given up, and counted. An end state is
     given up earlier, if a later one takes its place or the tree has evicted it. With several ranks
-    it is not tried again.
+    it is not tried again. While one waits for its buffers, blocks get none.
 
     Args: alone: no other rank has a tree that must stay like this one's.
     """
@@ -129,7 +129,7 @@ class BlockSaving:
         if find_end is not None and self.wants_end(record, end, last=last):
             unsaved.end = end
             unsaved.find_end = find_end
-        self._save(record, unsaved)
+        self._save(record, unsaved, last=last)
         if last:
             self._give_up(unsaved)
 
@@ -244,9 +244,11 @@ class BlockSaving:
             )
         )
 
-    def _save(self, record: PromptRecord, unsaved: _Unsaved) -> None:
+    def _save(self, record: PromptRecord, unsaved: _Unsaved, *, last: bool = False) -> None:
         if unsaved.find_end is not None:  # first, since it is the shortest-lived
             self._save_end(record, unsaved)
+        if not last and any(each.find_end is not None for each in self._requests.values()):
+            return  # an end needs all of its buffers at once; without ends no block is of use
         blocks: list[int] = []
         buffers: list[Buffer] = []
         for block in unsaved.blocks:

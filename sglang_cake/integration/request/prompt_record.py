@@ -65,6 +65,7 @@ class LoadUpdate:
             `PromptRecord.local_elapsed_s`; 0: all rest.
         now_s: a clock that all ranks share.
         cost: of the loads that the prompt has ahead of it, each number the smallest of all ranks.
+        rests: all ranks' links rest.
     """
 
     stored: tuple[bool, ...] | None
@@ -74,6 +75,7 @@ class LoadUpdate:
     now_s: float
     cost: LoadCost
     ends: tuple[bool, ...] = ()
+    rests: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +128,7 @@ class AgreedLoads:
         first_poll_s: the shared clock at the first update.
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
+        rests: as in `LoadUpdate`, at the last one.
     """
 
     cost: LoadCost
@@ -137,11 +140,13 @@ class AgreedLoads:
     first_poll_s: float | None = None
     now_s: float = 0.0
     load_from: int | None = None
+    rests: bool = False
 
     def apply(self, update: LoadUpdate) -> None:
         """Take in what the ranks agreed on."""
         self.cost = update.cost
         self.elapsed_s = update.elapsed_s
+        self.rests = update.rests
         self.first_poll_s = self.first_poll_s or update.now_s
         self.now_s = update.now_s
         self.begun |= bool(update.fetched)

@@ -764,8 +764,8 @@ class Coordinator:
             ahead += record.device_work
 
     def _serve(self, serving: Sequence[str]) -> None:
-        live = (self._records.get(rid) for rid in serving)
-        served = [record for record in live if record is not None and record.uses_link]
+        live = [record for record in map(self._records.get, serving) if record is not None]
+        served = [record for record in live if record.uses_link]
         # The first one that has memory may fill the host memory, since its blocks leave it. A
         # prompt that has slots gets more of them, so that none is kept from this one.
         able: PromptRecord | None = None
@@ -779,6 +779,18 @@ class Coordinator:
         if able is not None:
             self._device_slots.reserve(able, self.step_costs.blocks_ahead(able))
         self.prompt_loads.serve(served, able)
+        if able is not None and self.prompt_loads.starved:
+            self._make_room(able, live)
+
+    def _make_room(self, able: PromptRecord, live: Sequence[PromptRecord]) -> None:
+        """Prompts that `able` has passed hold all buffers, with blocks that wait for device memory,
+        or for the rest of an end. Give up the blocks of the last of them, which are computed."""
+        for record in reversed(live):
+            if record is not able and record.memory.staged:
+                for block in list(record.memory.staged):
+                    self._device_slots.drop(record, block, "memory")
+                self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
+                return
 
     def _end_failed_copies(self) -> None:
         """End requests with a block that could not be copied. `attach_islands` would drop it on

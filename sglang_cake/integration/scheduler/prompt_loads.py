@@ -12,6 +12,10 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.loading.loader import Fetched, Loader, LoaderEvent, LookedUp
 from sglang_cake.loading.meet import BlockState
 
+# How long the prompt that may fill staging waits for buffers, on the ranks' shared clock. A buffer
+# whose block is being copied comes back in milliseconds.
+MOST_REST_S = 0.1
+
 
 class PromptLoads:
     """The only writer of `PromptRecord.local` and `PromptRecord.agreed`. The scheduler thread owns
@@ -34,6 +38,8 @@ class PromptLoads:
         self._reporter = reporter
         self._records: dict[str, PromptRecord] = {}  # by load id
         self._served: PromptRecord | None = None  # the link works for it before all others
+        self._may_fill: PromptRecord | None = None  # it may use all of the host memory
+        self._went_on_s = 0.0  # when its link did not rest last
         self.now_s = 0.0
 
     # ---- events ----
@@ -139,6 +145,14 @@ class PromptLoads:
             if record is not first or record is not self._served:
                 record.not_served_first()
         self._served = first
+        if may_fill is None or may_fill is not self._may_fill or not may_fill.agreed.rests:
+            self._went_on_s = self.now_s
+        self._may_fill = may_fill
+
+    @property
+    def starved(self) -> bool:
+        """Whether the prompt that may fill the host memory has got no buffer for long."""
+        return self.now_s - self._went_on_s > MOST_REST_S
 
     # ---- inside ----
 
