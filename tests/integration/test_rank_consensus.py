@@ -146,8 +146,10 @@ def test_rank_consensus_rank_whose_link_rests_leaves_the_wait_to_the_others() ->
     resting.local.rests = True
     for facts, *_ in agree([[resting], [waiting]], [ANY] * 2):
         assert facts[0].elapsed_s >= 2000.0
+        assert not facts[0].rests
     for facts, *_ in agree([[resting], [resting]], [ANY] * 2):
         assert facts[0].elapsed_s == 0.0
+        assert facts[0].rests
 
 
 def test_rank_consensus_blocks_without_news_are_not_reduced() -> None:

@@ -307,6 +307,20 @@ class DeviceSlots:
                 self.drop(record, block, "memory")
         return before - self.reclaimable_tokens
 
+    def unstage(self, records: Sequence[PromptRecord]) -> None:
+        """Give up a quarter of the staged blocks of the last request that has any, its leftmost
+        ones first.
+
+        A prompt fills staging while it may have device memory. If other requests take that memory
+        then, its blocks would keep the buffers from the prompt that may have memory now, whose
+        slots would keep the memory from this one.
+        """
+        for record in reversed(records):
+            if staged := sorted(record.memory.staged):
+                for block in staged[: -(-len(staged) // 4)]:
+                    self.drop(record, block, "memory")
+                return
+
     # ---- inside ----
 
     def _wait_launched(self, launches: Sequence["Future[Copy]"]) -> list[Copy | None]:

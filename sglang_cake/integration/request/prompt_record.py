@@ -65,6 +65,7 @@ class LoadUpdate:
             `PromptRecord.local_elapsed_s`; 0: all rest.
         now_s: a clock that all ranks share.
         cost: of the loads that the prompt has ahead of it, each number the smallest of all ranks.
+        rests: the links of all ranks rest.
     """
 
     stored: tuple[bool, ...] | None
@@ -74,6 +75,7 @@ class LoadUpdate:
     now_s: float
     cost: LoadCost
     ends: tuple[bool, ...] = ()
+    rests: bool = False
 
 
 @dataclass(slots=True, eq=False)

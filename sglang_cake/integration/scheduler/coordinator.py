@@ -779,6 +779,8 @@ class Coordinator:
         if able is not None:
             self._device_slots.reserve(able, self.step_costs.blocks_ahead(able))
         self.prompt_loads.serve(served, able)
+        if self.prompt_loads.must_free_buffers():
+            self._device_slots.unstage(served)
 
     def _end_failed_copies(self) -> None:
         """End requests with a block that could not be copied. `attach_islands` would drop it on

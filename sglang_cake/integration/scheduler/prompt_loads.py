@@ -12,6 +12,10 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.loading.loader import Fetched, Loader, LoaderEvent, LookedUp
 from sglang_cake.loading.meet import BlockState
 
+# A prompt that may use all of the host memory waits so long for a buffer. Buffers that blocks of
+# its own leave come back sooner.
+_PATIENCE_S = 0.1
+
 
 class PromptLoads:
     """The only writer of `PromptRecord.local` and `PromptRecord.agreed`. The scheduler thread owns
@@ -34,6 +38,8 @@ class PromptLoads:
         self._reporter = reporter
         self._records: dict[str, PromptRecord] = {}  # by load id
         self._served: PromptRecord | None = None  # the link works for it before all others
+        self._may_fill: PromptRecord | None = None  # it may use all of the host memory
+        self._no_buffer_since_s: float | None = None  # for that prompt; None: it has one
         self.now_s = 0.0
 
     # ---- events ----
@@ -66,6 +72,11 @@ class PromptLoads:
         """Bring the record up to date with what all ranks agreed on."""
         self.now_s = update.now_s
         record.agreed.apply(update)
+        if record is self._may_fill:
+            if update.fetched or not update.rests:
+                self._no_buffer_since_s = None
+            elif self._no_buffer_since_s is None:
+                self._no_buffer_since_s = update.now_s
         if update.stored is not None:
             usable = record.meet.usable(update.stored, update.ends)
             view = record.meet.view()
@@ -94,6 +105,15 @@ class PromptLoads:
         staged = record.local.fetched.pop(block)
         assert staged is not None  # no slots were reserved for it
         staged.release(used=True)
+
+    def must_free_buffers(self) -> bool:
+        """Whether buffers must come back at any price: the prompt that may use all of them has
+        waited too long for one. Returns it once."""
+        since_s = self._no_buffer_since_s
+        if since_s is None or self.now_s < since_s + _PATIENCE_S:
+            return False
+        self._no_buffer_since_s = None
+        return True
 
     # ---- requests to the loader ----
 
@@ -132,6 +152,9 @@ class PromptLoads:
     def serve(self, records: Sequence[PromptRecord], may_fill: PromptRecord | None) -> None:
         """The link works for `records` in this order. Args: may_fill: the one of them that may use
         all of the host memory."""
+        self._may_fill = may_fill
+        if may_fill is None:
+            self._no_buffer_since_s = None
         may_fill_id = None if may_fill is None else may_fill.load_id
         self._loader.order([record.load_id for record in records], may_fill=may_fill_id)
         first = records[0] if records else None

@@ -140,6 +140,7 @@ def _own(record: PromptRecord) -> LoadUpdate:
         elapsed_s=record.local_elapsed_s(),
         now_s=time.monotonic(),
         cost=local.cost,
+        rests=local.rests,
     )
 
 
@@ -203,4 +204,5 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         elapsed_s=0.0 if elapsed_s == _NEUTRAL else elapsed_s,
         now_s=now_s,
         cost=LoadCost(latency_s, block_s, copy_s, error, coming_s, record.local.cost.depth),
+        rests=elapsed_s == _NEUTRAL,
     )
