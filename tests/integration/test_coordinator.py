@@ -287,6 +287,49 @@ def test_coordinator_prompt_that_passes_one_without_memory_gets_buffers(mode: st
         prefill(harness, [short, long])
 
 
+@pytest.mark.parametrize("short_first", [False, True])
+@pytest.mark.parametrize("mode", ["load", "both"])
+def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_some(
+    mode: str, short_first: bool
+) -> None:
+    """The two do not fit in device memory together."""
+    with CoordinatorHarness(mode=mode, slots=24 * BLOCK, staging=8) as harness:
+        coordinator, allocator = harness.coordinator, harness.allocator
+        long, short = req_of(20.5, "long"), other_of(9.5, "short")
+        keys = harness.fill(long.origin_input_ids, set(range(20)))
+        harness.open(*harness.fill(short.origin_input_ids, set(range(9))))
+        coordinator.spare_slots = 24 * BLOCK
+        harness.arrive(long, most_slots=21 * BLOCK)
+        harness.poll(long, times=2)
+        record = coordinator.live["long"]
+        assert record.memory.reserved
+        harness.open(*keys)
+        until(lambda: not harness.staging.free, "blocks of a long step fill staging")
+        coordinator.reclaim(harness.size)
+        decoding = allocator.alloc(12 * BLOCK)
+        coordinator.spare_slots = 12 * BLOCK
+        harness.poll(long)
+        assert len(record.memory.staged) == 8
+        harness.arrive(short, most_slots=10 * BLOCK)
+        harness.poll(long, short, times=2)
+        assert coordinator.reclaimable_tokens == 9 * BLOCK
+        allocator.free(decoding)
+        waiting = [short, long] if short_first else [long, short]
+
+        def prefilled() -> bool:
+            coordinator.spare_slots = allocator.available_size() + coordinator.reclaimable_tokens
+            harness.poll(*waiting)
+            for req in [req for req in waiting if req.prefix_len][:1] or waiting.copy():
+                if harness.step(req):
+                    waiting.remove(req)
+                    harness.leave(req)
+                elif req.prefix_len:  # SGLang knows one chunked request
+                    break
+            return not waiting
+
+        until(prefilled, "both are prefilled")
+
+
 def test_coordinator_late_reads_that_have_all_places_of_the_link_end_the_loads() -> None:
     """Those of a prompt before it: no block of this one is being read."""
     load = LoadCost(0.0, 1e-3, error=0.0, depth=2)
