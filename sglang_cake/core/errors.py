@@ -52,7 +52,7 @@ class BlockMissing(StoreError):
 
 
 class BlockCorrupt(StoreError):
-    """The stored bytes failed a check; the store has set them aside, or removed them."""
+    """The stored bytes failed a check; the store sets them aside, or removes them."""
 
     reason = "corrupt"
 

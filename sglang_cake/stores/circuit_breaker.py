@@ -53,6 +53,8 @@ class AdaptiveTimeout:
 
     The limit is SLACK times the expected duration of a request of this size, by the mean and the
     deviation of the measured time per byte. Each request counts CALL_BYTES more than it transfers.
+    That rate says little about a request of more than twice the size of any before: it allows at
+    most `first_s`, or as long as for twice the size.
     Each timeout doubles later limits, up to the ceiling, until a request is answered. So after a
     link became slow, some requests fail, and later ones get enough time.
     """
@@ -63,6 +65,7 @@ class AdaptiveTimeout:
         self._limits = limits
         self._mean_s: float | None = None  # per byte
         self._deviation_s = 0.0
+        self._most_bytes = 0  # of a request that was answered
         self.backoff = 1.0  # factor of every limit
 
     def timeout_s(self, size_bytes: int) -> float:
@@ -76,12 +79,18 @@ class AdaptiveTimeout:
         """A request that transfers `size_bytes` rarely takes longer."""
         if self._mean_s is None:
             return self._limits.floor_s
-        return SLACK * (CALL_BYTES + size_bytes) * (self._mean_s + 4 * self._deviation_s)
+        per_byte_s = SLACK * (self._mean_s + 4 * self._deviation_s)
+        known_bytes = min(size_bytes, 2 * self._most_bytes)
+        return max(
+            (CALL_BYTES + known_bytes) * per_byte_s,
+            min((CALL_BYTES + size_bytes) * per_byte_s, self._limits.first_s),
+        )
 
     def answered(self, size_bytes: int, took_s: float) -> None:
         """Record a request that transferred `size_bytes` in `took_s`."""
         per_byte_s = took_s / (CALL_BYTES + size_bytes)
         self.backoff = 1.0
+        self._most_bytes = max(self._most_bytes, size_bytes)
         if self._mean_s is None:
             self._mean_s = per_byte_s
             self._deviation_s = per_byte_s / 2

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from aiohttp import web
 from filestore import closing
+from polling import PATIENCE_S
 from test_s3 import credentials  # noqa: F401 - a fixture
 from web_server import serving
 
@@ -164,6 +165,9 @@ async def test_s3_store_undeletable_corrupt_block_stays_corrupt():
         for _ in range(2):
             with pytest.raises(BlockCorrupt):
                 await read(store, A)
+            async with asyncio.timeout(PATIENCE_S):
+                while await store.contains([A]) == [False]:  # until the delete has failed
+                    pass
 
 
 @pytest.mark.parametrize("answer", [not_allowed, out_of_order])

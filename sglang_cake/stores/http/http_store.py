@@ -28,6 +28,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits, one_line
+from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.stores.http.http_transport import (
@@ -47,7 +48,6 @@ from sglang_cake.stores.url import StoreUrl, absolute_path
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-REPORT_S = 5.0  # time limit of a report of a corrupt block
 HEADS_AT_ONCE = EXACT_KEYS  # HEAD requests in flight, on a plain server
 HEAD_ROUNDS = 3  # of HEADs for one lookup; enough for a stored prefix of 4,000 blocks
 LIST_MEMORY_BYTES = 16 << 20  # a longer list is kept on a disk
@@ -94,6 +94,7 @@ class HttpStore(Store):
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
+        self._reports = CorruptReports(self._report)
         self._clock = clock
         self._is_plain: bool | None = None  # None: not known yet
         self._was_plain = False  # by the last answer, also before an outage
@@ -129,7 +130,7 @@ class HttpStore(Store):
             found += await look_up_in_rounds(
                 some, self._has, at_once=HEADS_AT_ONCE, rounds=HEAD_ROUNDS
             )
-        return found
+        return [there and key not in self._reports for key, there in zip(keys, found, strict=True)]
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `Store`, for MAX_CONTAINS_KEYS keys at most; nothing on a plain server."""
@@ -206,6 +207,8 @@ class HttpStore(Store):
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`. Nothing writes `out` after this returns, raises or is cancelled."""
+        if key in self._reports:
+            raise BlockMissing(key.hex())
         try:
             async with self._reading:
                 return await self._transport.call(
@@ -214,7 +217,7 @@ class HttpStore(Store):
                     lambda: self._get(key, out, progress),
                 )
         except BlockCorrupt:
-            await self._report(key)
+            self._reports.begin(key)
             raise
 
     async def _report(self, key: BlockKey) -> None:
@@ -225,8 +228,8 @@ class HttpStore(Store):
         if self._is_plain:
             return
         path = protocol.block_path(self._frame.digest, key)
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, CredentialsRenewed):
-            async with asyncio.timeout(REPORT_S), self._transport.request("POST", path):
+        with contextlib.suppress(aiohttp.ClientError, OSError, CredentialsRenewed):
+            async with self._transport.request("POST", path):
                 pass  # the answer does not matter: the block is computed
 
     async def _get(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
@@ -249,6 +252,7 @@ class HttpStore(Store):
         """As in `Store`. Nothing reads `data` after this returns, raises or is cancelled."""
         assert self._frame.takes(data.nbytes), data.nbytes
         body = data.cast("B")
+        await self._reports.end(key)
         async with self._writing:
             if self._is_plain is None:
                 await self._ask(())
@@ -392,6 +396,7 @@ class HttpStore(Store):
         return await self._small(attempt)
 
     async def close(self) -> None:
+        await self._reports.end_all()
         await self._transport.close()
 
     async def _small(

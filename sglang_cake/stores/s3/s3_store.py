@@ -1,7 +1,6 @@
 """`s3://bucket/prefix?endpoint=http://host:9000&region=eu-central-1`: blocks in a bucket."""
 
 import asyncio
-import contextlib
 import json
 import math
 import re
@@ -23,11 +22,18 @@ from botocore.exceptions import (
 
 from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    ConfigError,
+    StoreError,
+    StoreUnavailable,
+)
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import TimeoutLimits, one_line
+from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
 from sglang_cake.stores.s3.bucket import S3Bucket, S3Error, S3Place
 from sglang_cake.stores.threads import DaemonPool, run_stoppable
@@ -87,6 +93,7 @@ class S3Store(Store):
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
+        self._reports = CorruptReports(self.delete)
         self._framer = DaemonPool(1, "cake-s3-frame")
         self._clock = clock
         self._describe_s = -math.inf  # time to write the description again
@@ -99,22 +106,24 @@ class S3Store(Store):
         """As in `Store`; at most MAX_ROUNDS round trips."""
         found = await look_up_in_rounds(keys, self._has, at_once=LOOKUPS_AT_ONCE, rounds=MAX_ROUNDS)
         self._check_open()
-        return found
+        return [there and key not in self._reports for key, there in zip(keys, found, strict=True)]
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
+        if key in self._reports:
+            raise BlockMissing(key.hex())
         try:
             async with self._reading:
                 return await self._read(key, out, progress)
         except BlockCorrupt:
-            with contextlib.suppress(StoreError):  # the next reader finds it again
-                await self.delete(key)
+            self._reports.begin(key)
             raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert self._frame.takes(data.nbytes), data.nbytes
         view = data.cast("B")
+        await self._reports.end(key)
         async with self._writing:
             await self._describe()
             body = await run_stoppable(
@@ -152,6 +161,7 @@ class S3Store(Store):
 
     async def close(self) -> None:
         """Reads and puts in flight fail."""
+        await self._reports.end_all()
         self._closed = True
         self._framer.shutdown(wait=False, cancel_futures=True)
         await self._bucket.close()

@@ -8,6 +8,7 @@ import time
 import pytest
 from bad_server import bad_server
 from http_servers import FRAMED_BYTES, TOKEN, A, B, framed, opened
+from polling import async_until
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
@@ -111,6 +112,7 @@ async def test_http_store_wrong_block_bytes_are_corrupt_and_reported(lie):
         with pytest.raises(BlockCorrupt):
             await get_a(store)
         # A lie is not asked for again, and the server is told of it.
+        await async_until(lambda: len(server.asked) > 1)
         assert [asked.method for asked in server.asked] == ["GET", "POST"]
         assert store.counters.corrupt == 1
 
@@ -122,11 +124,39 @@ async def test_http_store_answer_longer_than_its_length_is_an_error():
         assert len(str(error.value)) < 500
 
 
+async def test_http_store_corrupt_block_is_missing_while_it_is_reported():
+    """The reader goes on, however long the server takes to check its copy."""
+    checked = asyncio.Event()
+
+    async def answer(asked):
+        if asked.method == "GET":
+            asked.answer(200, GOOD if checked.is_set() else flipped(-1))
+        elif "contains" in asked.path:
+            asked.answer(200, b"\1\1")
+        else:
+            await checked.wait()
+            asked.answer(204)
+
+    async with client_and_server(answer) as (store, server):
+        with pytest.raises(BlockCorrupt):
+            await get_a(store)
+        with pytest.raises(BlockMissing):
+            await get_a(store)
+        assert await store.contains([A, B]) == [False, True]
+        put = asyncio.ensure_future(store.put(A, block_of("a")))  # after the report
+        await async_until(lambda: [asked.method for asked in server.asked].count("POST") == 2)
+        assert "PUT" not in [asked.method for asked in server.asked]
+        checked.set()
+        with pytest.raises(StoreUnavailable):  # it is no server for puts
+            await put
+        assert await get_a(store) == block_of("a")
+
+
 async def test_http_store_repeated_corrupt_reads_open_the_breaker():
     async with client_and_server(answers(200, flipped(-1))) as (store, server):
-        for _ in range(20):
+        for n in range(20):
             with pytest.raises((BlockCorrupt, StoreUnavailable)):
-                await get_a(store)
+                await read(store, key_of(n))
         reads = sum(asked.method == "GET" for asked in server.asked)
         assert 0 < reads < 20
         assert store.counters.breaker_openings == 1

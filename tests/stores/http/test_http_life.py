@@ -201,7 +201,7 @@ async def test_store_serve_corrupt_block_is_set_aside_logged_and_counted(tmp_pat
         path.write_bytes(raw)
         with pytest.raises(BlockCorrupt):
             await read(store, A)
-        assert not path.exists()
+        await async_until(lambda: not path.exists())
         assert (tmp_path / FRAME.digest.hex() / "corrupt" / name).exists()
         assert await store.contains([A]) == [False]
         assert await store.put(A, block_of("a")) is True

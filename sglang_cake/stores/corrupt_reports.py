@@ -1,0 +1,47 @@
+"""Reports of corrupt blocks to a remote store, which go on while the reader computes."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from sglang_cake.core.errors import StoreError
+from sglang_cake.core.keys import BlockKey
+
+MOST_REPORTS = 16  # under way; the next reader finds any further corrupt block again
+REPORT_S = 5.0  # time limit of a report
+
+
+class CorruptReports:
+    """Reports of one store. For one event loop.
+
+    Until its report has ended, the store treats a block as missing.
+    """
+
+    def __init__(self, report: Callable[[BlockKey], Awaitable[None]]) -> None:
+        """Args: report: one block; a StoreError is ignored."""
+        self._report = report
+        self._under_way: dict[BlockKey, asyncio.Task[None]] = {}
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._under_way
+
+    def begin(self, key: BlockKey) -> None:
+        """Report a block in the background, unless MOST_REPORTS are under way."""
+        if key not in self._under_way and len(self._under_way) < MOST_REPORTS:
+            task = asyncio.ensure_future(self._limited(key))
+            self._under_way[key] = task
+            task.add_done_callback(lambda _: self._under_way.pop(key))
+
+    async def end(self, *keys: BlockKey) -> None:
+        """Return when no block of `keys` is being reported, so that a put of it is not undone."""
+        if tasks := [self._under_way[key] for key in keys if key in self._under_way]:
+            await asyncio.wait(tasks)
+
+    async def end_all(self) -> None:
+        """Return when no report is under way, within REPORT_S."""
+        await self.end(*self._under_way)
+
+    async def _limited(self, key: BlockKey) -> None:
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await self._report(key)

@@ -1,0 +1,43 @@
+"""Reports of corrupt blocks, which no reader waits for."""
+
+import asyncio
+
+from sglang_cake.core.errors import StoreUnavailable
+from sglang_cake.stores.corrupt_reports import MOST_REPORTS, REPORT_S, CorruptReports
+from sglang_cake.testing.store_contract import key_of
+from sglang_cake.testing.virtual_time import in_virtual_time
+
+KEYS = [key_of(n) for n in range(2 * MOST_REPORTS)]
+
+
+def test_corrupt_reports_beyond_the_bound_are_left_out():
+    begun, go = [], asyncio.Event()
+
+    async def report(key):
+        begun.append(key)
+        await go.wait()
+        raise StoreUnavailable("down")
+
+    async def main():
+        reports = CorruptReports(report)
+        for key in (*KEYS, KEYS[0]):
+            reports.begin(key)
+        assert [key in reports for key in KEYS] == [True] * MOST_REPORTS + [False] * MOST_REPORTS
+        go.set()
+        await reports.end_all()
+        assert begun == KEYS[:MOST_REPORTS]
+        assert not any(key in reports for key in KEYS)
+
+    asyncio.run(main())
+
+
+def test_corrupt_reports_without_an_answer_end_at_their_limit():
+    async def main():
+        reports = CorruptReports(lambda key: asyncio.Event().wait())
+        reports.begin(KEYS[0])
+        await reports.end(KEYS[1])
+        assert asyncio.get_running_loop().time() == 0
+        await reports.end(KEYS[0])
+        return asyncio.get_running_loop().time()
+
+    assert in_virtual_time(main()) == REPORT_S
