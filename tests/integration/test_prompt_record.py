@@ -4,7 +4,7 @@ import time
 
 from kv_pools import record_of
 
-from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 
 
 def waiting() -> PromptRecord:
@@ -55,3 +55,12 @@ def test_restore_prompt_not_served_restarts_the_clock() -> None:
     record.agreed.elapsed_s = 1000.0
     record.not_served_first()  # a lookup is for nobody else
     assert record.agreed.elapsed_s == 1000.0
+
+
+def test_restore_link_whose_blocks_wait_for_the_poll_does_not_rest() -> None:
+    """Between two steps a fast link fills all buffers, which are free after the poll."""
+    record = waiting()
+    cost = record.agreed.cost
+    for fetched in ((3,), ()):
+        record.agreed.apply(LoadUpdate(None, fetched, (), 0.0, 1.0, cost, rests=True))
+        assert record.agreed.rests == (not fetched)

@@ -128,7 +128,8 @@ class AgreedLoads:
         first_poll_s: the shared clock at the first update.
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
-        rests: as in `LoadUpdate`, at the last one.
+        rests: at the last update all ranks' links rested, and no block had been fetched: not even
+            one that waited in its buffer for this update.
     """
 
     cost: LoadCost
@@ -146,7 +147,7 @@ class AgreedLoads:
         """Take in what the ranks agreed on."""
         self.cost = update.cost
         self.elapsed_s = update.elapsed_s
-        self.rests = update.rests
+        self.rests = update.rests and not update.fetched
         self.first_poll_s = self.first_poll_s or update.now_s
         self.now_s = update.now_s
         self.begun |= bool(update.fetched)
