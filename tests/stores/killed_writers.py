@@ -1,9 +1,9 @@
 """Forks writers for test_crash.py, which kills them: `python killed_writers.py ROOT`.
 
-One line in, for each writer: `run` (puts and deletes until killed), `fill POLICY` (puts more
-than there is room for), `crash N` (kills itself before
-its N-th system call that changes the disk) or `race` (two writers of the same blocks). Lines out:
-the writer's pid, then `ended STATUS` once it is gone and its pid is free.
+One line in, for each writer: `run` (puts and deletes until killed), `fill POLICY` (puts more than
+there is room for), `crash N` (kills itself before its N-th system call that changes the disk),
+`half` (kills itself in the middle of a block) or `race` (two writers of the same blocks). Lines
+out: the writer's pid, then `ended STATUS` once it is gone and its pid is free.
 
 Beside ROOT lies a log of what `run` and `fill` have done: `begin KEY` before a put, `put KEY` once
 it has returned, `gone KEY` before a block is deleted or evicted.
@@ -153,6 +153,17 @@ async def crash(root, at):
     os._exit(0)
 
 
+async def half(root):
+    store, real = opened(root, capacity_bytes=16 << 20), os.writev
+
+    def once(fd, views):
+        os.writev = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        return real(fd, views)
+
+    os.writev = once
+    await store.put(key_of(0), BLOCKS[0])
+
+
 def fork(work):
     pid = os.fork()
     if pid == 0:
@@ -170,6 +181,8 @@ def main():
         command, *rest = line.split()
         if command == "crash":
             pids = [fork(crash(root, int(rest[0])))]
+        elif command == "half":
+            pids = [fork(half(root))]
         elif command == "race":
             pids = [fork(race(root)), fork(race(root))]
         elif command == "fill":

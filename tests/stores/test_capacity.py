@@ -402,20 +402,16 @@ def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path):
 
 def test_index_reservation_of_a_dead_writer_is_released(tmp_path):
     folder = opened(tmp_path)
-    child = os.fork()
-    if child == 0:
-        other = opened(tmp_path)
-        with other.writing(DIGEST, key_of("half"), STORED_BYTES) as file:
-            file.append([memoryview(b"x" * 100_000)], NOW)
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+    with contextlib.closing(KilledWriters(tmp_path)) as writers:
+        writers.start("half")
+        assert writers.ended() == signal.SIGKILL
     assert booked(folder) == 1
-    assert put(folder, "half") is False
+    assert put(folder, 0) is False
     with folder.supervisor.open() as index:
         folder.supervisor.reclaim(index)  # as every minute
     assert booked(folder) == 0
     assert list(files_below(tmp_path)) == [NamespaceFolder(tmp_path, DIGEST).description]
-    assert put(folder, "half") is True
+    assert put(folder, 0) is True
     folder.close()
 
 
@@ -425,18 +421,13 @@ def test_index_reservation_of_a_dead_writer_is_released(tmp_path):
 async def test_file_store_evicting_writers_killed_lose_no_finished_block(tmp_path):
     """No lie, nothing lost that was finished, the capacity kept, and every file booked, after each
     of many kills, whatever policy decides."""
-    writers = KilledWriters(tmp_path)
-    try:
+    with contextlib.closing(KilledWriters(tmp_path)) as writers:
         for turn in range(75):
             pid = writers.start(f"fill {list(POLICIES)[turn % len(POLICIES)]}")
             writers.kill(pid, 0.002 * (turn % 25), since=SINCE[turn // len(POLICIES) % 3])
             assert du_bytes(tmp_path) <= CAPACITY_BYTES
             await audit(tmp_path)
         assert len(killed_writers.promised(tmp_path)) > 10  # or nothing was shown
-    finally:
-        writers.process.stdin.close()
-        writers.process.wait()
-        writers.process.stdout.close()
 
 
 async def audit(root):

@@ -2,6 +2,7 @@
 visible one is anything else, and nothing else looks like one."""
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -67,16 +68,16 @@ class KilledWriters:
         assert word == "ended"
         return int(status)
 
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
 
 @pytest.fixture
 def writers(tmp_path):
-    it = KilledWriters(tmp_path)
-    try:
+    with contextlib.closing(KilledWriters(tmp_path)) as it:
         yield it
-    finally:
-        it.process.stdin.close()
-        it.process.wait()
-        it.process.stdout.close()
 
 
 def check(root):
