@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.keys import BlockKey
@@ -22,8 +22,9 @@ class CorruptReports:
         self._report = report
         self._under_way: dict[BlockKey, asyncio.Task[None]] = {}
 
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._under_way
+    def among(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+        """Those of `keys` that are being reported."""
+        return frozenset(keys) & self._under_way.keys()
 
     def begin(self, key: BlockKey) -> None:
         """Report a block in the background, unless MOST_REPORTS are under way."""

@@ -22,11 +22,11 @@ def test_corrupt_reports_beyond_the_bound_are_left_out():
         reports = CorruptReports(report)
         for key in (*KEYS, KEYS[0]):
             reports.begin(key)
-        assert [key in reports for key in KEYS] == [True] * MOST_REPORTS + [False] * MOST_REPORTS
+        assert reports.among(KEYS) == {*KEYS[:MOST_REPORTS]}
         go.set()
         await reports.end_all()
         assert begun == KEYS[:MOST_REPORTS]
-        assert not any(key in reports for key in KEYS)
+        assert not reports.among(KEYS)
 
     asyncio.run(main())
 

@@ -119,6 +119,8 @@ class HttpStore(Store):
         On a plain server, HEAD_ROUNDS rounds of HEAD requests for some of the keys (see
         `lookup_rounds`).
         """
+        # Before the request: its answer may be older than the end of a report.
+        reported = self._reports.among(keys)
         found: list[bool] = []
         for start in range(0, max(1, len(keys)), protocol.MAX_CONTAINS_KEYS):
             some = keys[start : start + protocol.MAX_CONTAINS_KEYS]
@@ -130,7 +132,7 @@ class HttpStore(Store):
             found += await look_up_in_rounds(
                 some, self._has, at_once=HEADS_AT_ONCE, rounds=HEAD_ROUNDS
             )
-        return [there and key not in self._reports for key, there in zip(keys, found, strict=True)]
+        return [there and key not in reported for key, there in zip(keys, found, strict=True)]
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `Store`, for MAX_CONTAINS_KEYS keys at most; nothing on a plain server."""
@@ -207,7 +209,7 @@ class HttpStore(Store):
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`. Nothing writes `out` after this returns, raises or is cancelled."""
-        if key in self._reports:
+        if self._reports.among([key]):
             raise BlockMissing(key.hex())
         try:
             async with self._reading:

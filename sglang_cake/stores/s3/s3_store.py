@@ -104,14 +104,16 @@ class S3Store(Store):
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """As in `Store`; at most MAX_ROUNDS round trips."""
+        # Before the requests: an answer may be older than the end of a report.
+        reported = self._reports.among(keys)
         found = await look_up_in_rounds(keys, self._has, at_once=LOOKUPS_AT_ONCE, rounds=MAX_ROUNDS)
         self._check_open()
-        return [there and key not in self._reports for key, there in zip(keys, found, strict=True)]
+        return [there and key not in reported for key, there in zip(keys, found, strict=True)]
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        if key in self._reports:
+        if self._reports.among([key]):
             raise BlockMissing(key.hex())
         try:
             async with self._reading:
