@@ -124,6 +124,36 @@ async def test_http_store_answer_longer_than_its_length_is_an_error():
         assert len(str(error.value)) < 500
 
 
+async def test_http_store_lookup_that_began_during_a_report_says_missing_after_it():
+    """Its answer may be older than the report."""
+    checked, told = asyncio.Event(), asyncio.Event()
+
+    async def answer(asked):
+        if asked.method == "GET":
+            asked.answer(200, GOOD if checked.is_set() else flipped(-1))
+        elif "contains" in asked.path:
+            await told.wait()
+            asked.answer(200, b"\1")
+        else:
+            await checked.wait()
+            asked.answer(204)
+
+    async with client_and_server(answer) as (store, server):
+        with pytest.raises(BlockCorrupt):
+            await get_a(store)
+        lookup = asyncio.ensure_future(store.contains([A]))
+        await async_until(lambda: [asked.method for asked in server.asked].count("POST") == 2)
+        checked.set()
+        with pytest.raises(BlockMissing):
+            await get_a(store)
+        while [asked.method for asked in server.asked].count("GET") == 1:  # the report goes on
+            with contextlib.suppress(BlockMissing):
+                await get_a(store)
+            await asyncio.sleep(0)
+        told.set()
+        assert await lookup == [False]
+
+
 async def test_http_store_corrupt_block_is_missing_while_it_is_reported():
     """The reader goes on, however long the server takes to check its copy."""
     checked = asyncio.Event()
