@@ -202,7 +202,7 @@ FAMILIES: tuple[Family, ...] = (
                 "e2e/test_exactness.py::test_stored_prompt_of_any_length_gives_the_plain_answer",
             ),
         ),
-        gpu=("server on an H100 and an H200: Llama",),
+        gpu=("server on an H100: Llama",),
     ),
     Family(
         "is_mla",

@@ -27,8 +27,14 @@ from sglang_cake.stores.file.disk import file_system_type
 logger = logging.getLogger("sglang_cake")
 
 WEIGHTS = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz"),
-    *("transformer/*.safetensors", "vision_encoder/*.safetensors"),  # of Cosmos3
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.npz",
+    "transformer/*.safetensors",  # of Cosmos3
+    "vision_encoder/*.safetensors",
 )
 # JSON files without effect on KV. Keys are made of token ids, so those of the tokenizer are here.
 _TEXT_JSON = {

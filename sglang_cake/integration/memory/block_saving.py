@@ -129,7 +129,10 @@ class BlockSaving:
         if find_end is not None and self.wants_end(record, end, last=last):
             unsaved.end = end
             unsaved.find_end = find_end
-        self._save(record, unsaved, last=last)
+        if unsaved.find_end is not None:  # first, since it is the shortest-lived
+            self._save_end(record, unsaved)
+        if last or not self._end_waits():
+            self._save_blocks(record, unsaved)
         if last:
             self._give_up(unsaved)
 
@@ -170,8 +173,11 @@ class BlockSaving:
         for record, unsaved in list(self._requests.items()):
             if not is_live(record):
                 self.released(record)
-            elif unsaved.blocks or unsaved.find_end:
-                self._save(record, unsaved)
+            elif unsaved.find_end is not None:
+                self._save_end(record, unsaved)
+        if not self._end_waits():
+            for record, unsaved in self._requests.items():
+                self._save_blocks(record, unsaved)
 
     def released(self, record: PromptRecord) -> None:
         """The request ends or is requeued: the tree may free its slots from now on."""
@@ -244,11 +250,14 @@ class BlockSaving:
             )
         )
 
-    def _save(self, record: PromptRecord, unsaved: _Unsaved, *, last: bool = False) -> None:
-        if unsaved.find_end is not None:  # first, since it is the shortest-lived
-            self._save_end(record, unsaved)
-        if not last and any(each.find_end is not None for each in self._requests.values()):
-            return  # an end needs all of its buffers at once; without ends no block is of use
+    def _end_waits(self) -> bool:
+        """Whether an end state waits for buffers, which it needs all at once. Blocks get none then:
+        without end states they are of no use."""
+        if self._ends is None:
+            return False
+        return any(each.find_end is not None for each in self._requests.values())
+
+    def _save_blocks(self, record: PromptRecord, unsaved: _Unsaved) -> None:
         blocks: list[int] = []
         buffers: list[Buffer] = []
         for block in unsaved.blocks:

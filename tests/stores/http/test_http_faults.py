@@ -22,7 +22,12 @@ from sglang_cake.stores.http.http_store import (
     HEADS_AT_ONCE,
 )
 from sglang_cake.stores.http.http_transport import MAX_RETRY_AFTER_S, TRIES, Busy
-from sglang_cake.stores.http.protocol import MAX_ANSWER_BYTES, block_path, touched_path
+from sglang_cake.stores.http.protocol import (
+    KEY_BYTES,
+    MAX_ANSWER_BYTES,
+    block_path,
+    touched_path,
+)
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
 
@@ -124,21 +129,27 @@ async def test_http_store_answer_longer_than_its_length_is_an_error():
         assert len(str(error.value)) < 500
 
 
-async def test_http_store_lookup_that_began_during_a_report_says_missing_after_it():
-    """Its answer may be older than the report."""
-    checked, told = asyncio.Event(), asyncio.Event()
+def checking(checked, told):
+    """A corrupt block until `checked` is set, when reports are answered. Lookups are answered when
+    `told` is set: every block is there."""
 
     async def answer(asked):
         if asked.method == "GET":
             asked.answer(200, GOOD if checked.is_set() else flipped(-1))
         elif "contains" in asked.path:
             await told.wait()
-            asked.answer(200, b"\1")
+            asked.answer(200, bytes([1]) * (len(asked.body) // KEY_BYTES))
         else:
             await checked.wait()
             asked.answer(204)
 
-    async with client_and_server(answer) as (store, server):
+    return answer
+
+
+async def test_http_store_lookup_that_began_during_a_report_says_missing_after_it():
+    """Its answer may be older than the report."""
+    checked, told = asyncio.Event(), asyncio.Event()
+    async with client_and_server(checking(checked, told)) as (store, server):
         with pytest.raises(BlockCorrupt):
             await get_a(store)
         lookup = asyncio.ensure_future(store.contains([A]))
@@ -156,18 +167,9 @@ async def test_http_store_lookup_that_began_during_a_report_says_missing_after_i
 
 async def test_http_store_corrupt_block_is_missing_while_it_is_reported():
     """The reader goes on, however long the server takes to check its copy."""
-    checked = asyncio.Event()
-
-    async def answer(asked):
-        if asked.method == "GET":
-            asked.answer(200, GOOD if checked.is_set() else flipped(-1))
-        elif "contains" in asked.path:
-            asked.answer(200, b"\1\1")
-        else:
-            await checked.wait()
-            asked.answer(204)
-
-    async with client_and_server(answer) as (store, server):
+    checked, told = asyncio.Event(), asyncio.Event()
+    told.set()
+    async with client_and_server(checking(checked, told)) as (store, server):
         with pytest.raises(BlockCorrupt):
             await get_a(store)
         with pytest.raises(BlockMissing):
