@@ -451,10 +451,16 @@ class CakeService:
     async def _watch(self, metrics: StoreMetrics | None) -> None:
         """Publish the store's statistics, and write costs, at intervals."""
         costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
+        broken: Store | None = None
         while True:
             store = self._store
             if store is not None and metrics is not None:
-                metrics.publish(store, await _stats(store))
+                try:
+                    metrics.publish(store, await _stats(store))
+                except Exception:
+                    if store is not broken:  # one line for each store
+                        logger.exception("a store broke its contract; its metrics are incomplete")
+                    broken = store
             if time.monotonic() >= costs_due_s:
                 costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
                 await asyncio.to_thread(self._write_costs)
@@ -481,8 +487,10 @@ class CakeService:
         """Close a store that is no longer used, after the writes to it, and once the next one has
         been opened: a tier in memory that both have stays."""
         await self.writer.drained()
-        await self._open_now()
-        await store.close()
+        try:
+            await self._open_now()
+        finally:
+            await store.close()
 
 
 async def _stats(store: Store) -> StoreStats | None:
