@@ -345,14 +345,18 @@ class CakeService:
         store until its pending writes are done, and are computed from then on. The server need not
         be idle.
 
-        Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
+        Args: setting: as `--cake-store`. Raises: ConfigError, OSError; nothing changes then.
         """
-        parse_sources(setting, self._config.eviction_policy)
+        if self._namespace is None:  # `_known` opens it
+            parse_sources(setting, self._config.eviction_policy)
+            store = None
+        else:
+            store = self._open(setting, self._namespace)
         is_other = setting != self.setting
         self.setting = setting
         self.coordinator.store_detached = False
-        if self._namespace is not None:
-            self._use(self._open(self._namespace))
+        if store is not None:
+            self._use(store)
         if is_other:
             self.loader.forget_costs()
             self._recall_costs()
@@ -370,7 +374,7 @@ class CakeService:
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
         if not self.coordinator.store_detached:
-            self._use(self._open(namespace))
+            self._use(self._open(self.setting, namespace))
             if not self.identity.is_private:  # a private namespace may never need its store
                 self._io.post(self._start, self._open_now)
 
@@ -419,10 +423,11 @@ class CakeService:
         model = self._ctx.tp_worker.model_runner.model
         return rope_theta(self._ctx.model_config.hf_text_config, model)
 
-    def _open(self, namespace: Namespace) -> Store:
-        """Without I/O: the store is opened at its first call, and again until that works."""
+    def _open(self, setting: str | None, namespace: Namespace) -> Store:
+        """Without I/O: the store is opened at its first call, and again until that works. Raises:
+        ConfigError; OSError if there is no memory for it."""
         sources = parse_sources(
-            self.setting,
+            setting,
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
             pin=self._pin if self.kv.device.type == "cuda" else None,
