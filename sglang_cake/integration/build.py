@@ -86,6 +86,7 @@ logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
 WRITE_COSTS_EVERY_S = 30.0
 PRIOR_BYTES_PER_S = 1e9  # assumed speed of a store that nothing was read from yet
+DRAIN_S = 60.0  # how long blocks are written to a store that was replaced
 CLOSE_S = 5.0  # how long the end of the process may wait for the store
 
 
@@ -491,7 +492,7 @@ class CakeService:
     async def _close_later(self, store: Store) -> None:
         """Close a store that is no longer used, after the writes to it, and once the next one has
         been opened: a tier in memory that both have stays."""
-        await self.writer.drained()
+        await self.writer.drained(DRAIN_S)
         try:
             await self._open_now()
         finally:

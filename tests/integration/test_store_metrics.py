@@ -206,7 +206,7 @@ async def test_metrics_go_on_after_a_store_with_a_bug(monkeypatch, caplog):
 
 
 async def test_swapped_store_is_closed_if_the_next_one_has_a_bug():
-    async def drained():
+    async def drained(patience_s):
         pass
 
     old = Careless()
