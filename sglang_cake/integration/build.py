@@ -343,8 +343,8 @@ class CakeService:
 
     def attach_store(self, setting: str) -> None:
         """From now on new requests use another store. Requests that are being loaded use the old
-        store until its pending writes are done, and are computed from then on. The server need not
-        be idle.
+        store until its pending writes are done, DRAIN_S at most, and are computed from then on. The
+        server need not be idle.
 
         Args: setting: as `--cake-store`. Raises: ConfigError, OSError; nothing changes then.
         """
@@ -458,11 +458,17 @@ class CakeService:
         """Publish the store's statistics, and write costs, at intervals."""
         costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
         broken: Store | None = None
+        asked: Store | None = None
+        stats: asyncio.Future[StoreStats | None] | None = None
         while True:
             store = self._store
             if store is not None and metrics is not None:
+                if stats is None or stats.done() or store is not asked:  # a disk may hang
+                    asked = store
+                    stats = asyncio.ensure_future(_stats(store))
+                await asyncio.wait([stats], timeout=STATS_EVERY_S)
                 try:
-                    metrics.publish(store, await _stats(store))
+                    metrics.publish(store, stats.result() if stats.done() else None)
                 except Exception:
                     if store is not broken:  # one line for each store
                         logger.exception("a store broke its contract; its metrics are incomplete")

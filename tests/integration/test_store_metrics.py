@@ -185,7 +185,7 @@ class Careless(MemoryStore):
 
 
 async def test_metrics_go_on_after_a_store_with_a_bug(monkeypatch, caplog):
-    monkeypatch.setattr(build, "STATS_EVERY_S", 0.0)
+    monkeypatch.setattr(build, "STATS_EVERY_S", 0.001)
     asked, published = [], []
 
     class Asked(Careless):
@@ -203,6 +203,28 @@ async def test_metrics_go_on_after_a_store_with_a_bug(monkeypatch, caplog):
     await asyncio.wait([watching])
     assert published[:1] == [service._store]
     assert caplog.text.count("broke its contract") == 1
+
+
+async def test_metrics_of_the_next_store_do_not_wait_for_one_that_hangs(monkeypatch):
+    monkeypatch.setattr(build, "STATS_EVERY_S", 0.001)
+    published, calls = [], []
+
+    class Hung(MemoryStore):
+        async def stats(self):
+            calls.append(self)
+            await asyncio.Event().wait()
+
+    metrics = SimpleNamespace(publish=lambda *each: published.append(each))
+    hung, other = Hung(), MemoryStore()
+    service = SimpleNamespace(_store=hung)
+    watching = asyncio.ensure_future(CakeService._watch(service, metrics))
+    await async_until(lambda: len(published) > 1)  # its events, which need no answer
+    assert set(published) == {(hung, None)}
+    assert calls == [hung]
+    service._store = other
+    await async_until(lambda: published[-1][0] is other and published[-1][1] is not None)
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
 async def test_swapped_store_is_closed_if_the_next_one_has_a_bug():
