@@ -86,6 +86,7 @@ logger = logging.getLogger("sglang_cake")
 STATS_EVERY_S = 5.0
 WRITE_COSTS_EVERY_S = 30.0
 PRIOR_BYTES_PER_S = 1e9  # assumed speed of a store that nothing was read from yet
+DRAIN_S = 60.0  # how long blocks are written to a store that was replaced
 CLOSE_S = 5.0  # how long the end of the process may wait for the store
 
 
@@ -342,17 +343,21 @@ class CakeService:
 
     def attach_store(self, setting: str) -> None:
         """From now on new requests use another store. Requests that are being loaded use the old
-        store until its pending writes are done, and are computed from then on. The server need not
-        be idle.
+        store until its pending writes are done, DRAIN_S at most, and are computed from then on. The
+        server need not be idle.
 
-        Args: setting: as `--cake-store`. Raises: ConfigError; nothing changes then.
+        Args: setting: as `--cake-store`. Raises: ConfigError, OSError; nothing changes then.
         """
-        parse_sources(setting, self._config.eviction_policy)
+        if self._namespace is None:  # `_known` opens it
+            parse_sources(setting, self._config.eviction_policy)
+            store = None
+        else:
+            store = self._open(setting, self._namespace)
         is_other = setting != self.setting
         self.setting = setting
         self.coordinator.store_detached = False
-        if self._namespace is not None:
-            self._use(self._open(self._namespace))
+        if store is not None:
+            self._use(store)
         if is_other:
             self.loader.forget_costs()
             self._recall_costs()
@@ -370,7 +375,7 @@ class CakeService:
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
         if not self.coordinator.store_detached:
-            self._use(self._open(namespace))
+            self._use(self._open(self.setting, namespace))
             if not self.identity.is_private:  # a private namespace may never need its store
                 self._io.post(self._start, self._open_now)
 
@@ -419,10 +424,11 @@ class CakeService:
         model = self._ctx.tp_worker.model_runner.model
         return rope_theta(self._ctx.model_config.hf_text_config, model)
 
-    def _open(self, namespace: Namespace) -> Store:
-        """Without I/O: the store is opened at its first call, and again until that works."""
+    def _open(self, setting: str | None, namespace: Namespace) -> Store:
+        """Without I/O: the store is opened at its first call, and again until that works. Raises:
+        ConfigError; OSError if there is no memory for it."""
         sources = parse_sources(
-            self.setting,
+            setting,
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
             pin=self._pin if self.kv.device.type == "cuda" else None,
@@ -451,10 +457,22 @@ class CakeService:
     async def _watch(self, metrics: StoreMetrics | None) -> None:
         """Publish the store's statistics, and write costs, at intervals."""
         costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
+        broken: Store | None = None
+        asked: Store | None = None
+        stats: asyncio.Future[StoreStats | None] | None = None
         while True:
             store = self._store
             if store is not None and metrics is not None:
-                metrics.publish(store, await _stats(store))
+                if stats is None or stats.done() or store is not asked:  # a disk may hang
+                    asked = store
+                    stats = asyncio.ensure_future(_stats(store))
+                await asyncio.wait([stats], timeout=STATS_EVERY_S)
+                try:
+                    metrics.publish(store, stats.result() if stats.done() else None)
+                except Exception:
+                    if store is not broken:  # one line for each store
+                        logger.exception("a store broke its contract; its metrics are incomplete")
+                    broken = store
             if time.monotonic() >= costs_due_s:
                 costs_due_s = time.monotonic() + WRITE_COSTS_EVERY_S
                 await asyncio.to_thread(self._write_costs)
@@ -480,9 +498,11 @@ class CakeService:
     async def _close_later(self, store: Store) -> None:
         """Close a store that is no longer used, after the writes to it, and once the next one has
         been opened: a tier in memory that both have stays."""
-        await self.writer.drained()
-        await self._open_now()
-        await store.close()
+        await self.writer.drained(DRAIN_S)
+        try:
+            await self._open_now()
+        finally:
+            await store.close()
 
 
 async def _stats(store: Store) -> StoreStats | None:

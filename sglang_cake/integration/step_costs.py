@@ -121,10 +121,12 @@ class StepCosts:
         return self._fit.cost, self._loader.costs
 
     def recall(self, prefill: PrefillCost, loads: Sequence[LoadCost | None]) -> None:
-        """Start from the costs that an earlier process measured."""
-        self._fit.recall(prefill)
+        """Start from the costs that an earlier process measured. Those of steps that this process
+        has measured stay, as agreed on by all ranks: only the store is another one."""
         self._loader.recall(loads)
-        self.agreed = self._fit.cost
+        if not self.measured:
+            self._fit.recall(prefill)
+            self.agreed = self._fit.cost
 
     def agree(self, prefill: PrefillCost, busy_s: float) -> None:
         """Decide on these numbers of all ranks: the cost of steps, and the time until the device is

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, LentBlock, Store, StoreSource, StoreStats
 from sglang_cake.stores.request_facts import RequestFacts
@@ -183,6 +183,9 @@ class LazyStore(Store):
                     self._store = await asyncio.to_thread(
                         self._source.open, self._frame, depth=self._depth
                     )
-                except ConfigError as error:  # the server runs already: the store stays left out
-                    raise StoreUnavailable(str(error)) from error
+                except StoreError:
+                    raise
+                except Exception as error:  # the server runs already: the store stays left out
+                    words = str(error) if isinstance(error, ConfigError) else repr(error)
+                    raise StoreUnavailable(words) from error
             return self._store

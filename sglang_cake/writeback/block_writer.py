@@ -14,10 +14,11 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import UNSTORED_REASONS, Counters
-from sglang_cake.core.errors import StoreError
+from sglang_cake.core.errors import StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
 from sglang_cake.stores.base import Store
@@ -48,6 +49,21 @@ class WriteJob:
     of_end: bool = False
 
 
+class _Puts(asyncio.Semaphore):
+    """The puts into one store that are under way. For one event loop.
+
+    Attributes: given_up: further puts are not made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PUTS_IN_FLIGHT)
+        self.given_up = False
+
+    def give_up(self) -> None:
+        self.given_up = True
+        self.release()  # a put that waits ends, and lets the next one in
+
+
 class Writer:
     """The write pipeline. The capacity of the pool bounds the waiting blocks."""
 
@@ -57,7 +73,9 @@ class Writer:
         self._pool = pool
         self._io = io
         self._counters = counters
-        self.use(store)
+        self._store = store
+        self._puts = _Puts()
+        self._former: WeakSet[_Puts] = WeakSet()  # of stores before; I/O thread only
         self._jobs: set[asyncio.Task[None]] = set()
         self._quiet_until_s = 0.0
 
@@ -88,24 +106,32 @@ class Writer:
     def offer(self, job: WriteJob) -> None:
         """Take over `job` and its buffers. Without a store, its blocks are counted as unstored.
         Scheduler thread."""
-        self._io.post(self._accept, job, self._store, self._slots)
+        self._io.post(self._accept, job, self._store, self._puts)
 
     def use(self, store: Store | None) -> None:
         """Set the store of later jobs; None: their blocks are not stored. Scheduler thread."""
+        self._io.post(self._former.add, self._puts)
         self._store = store
-        self._slots = asyncio.Semaphore(PUTS_IN_FLIGHT)  # a store that hangs keeps its own
+        self._puts = _Puts()  # a store that hangs keeps its own
 
-    async def drained(self) -> None:
-        """Return when all blocks that were offered before are stored or given up. I/O thread."""
+    async def drained(self, patience_s: float | None = None) -> None:
+        """Return when all blocks that were offered before are stored or given up. I/O thread.
+
+        Args: patience_s: after that, blocks that wait for stores before the present one are given
+            up. A store that hangs keeps the buffers of the puts that have begun, and no others.
+        """
         if self._jobs:
-            await asyncio.wait(self._jobs)
+            former = list(self._former)
+            _, late = await asyncio.wait(self._jobs, timeout=patience_s)
+            for puts in former if late else ():
+                puts.give_up()
 
-    def _accept(self, job: WriteJob, store: Store | None, slots: asyncio.Semaphore) -> None:
-        task = asyncio.ensure_future(self._run(job, store, slots))
+    def _accept(self, job: WriteJob, store: Store | None, places: _Puts) -> None:
+        task = asyncio.ensure_future(self._run(job, store, places))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 
-    async def _run(self, job: WriteJob, store: Store | None, slots: asyncio.Semaphore) -> None:
+    async def _run(self, job: WriteJob, store: Store | None, places: _Puts) -> None:
         try:
             await asyncio.wrap_future(job.copied)
             keys = job.key_chain.of(job.tokens)
@@ -125,7 +151,7 @@ class Writer:
                     await store.on_access(keys, job.facts)
             except Exception:
                 logger.exception("a store broke its contract; it was not told of a request")
-        put = functools.partial(self._put, store, slots)
+        put = functools.partial(self._put, store, places)
         if job.of_end:
             end_keys = job.key_chain.end_keys(keys[-1], len(job.buffers))
             await self._put_end(put, end_keys, job.buffers)
@@ -155,7 +181,7 @@ class Writer:
     async def _put(
         self,
         store: Store,
-        slots: asyncio.Semaphore,
+        places: _Puts,
         key: BlockKey,
         buffer: Buffer,
         *,
@@ -163,7 +189,9 @@ class Writer:
     ) -> bool:
         """Returns whether the block is stored."""
         try:
-            async with slots:
+            async with places:
+                if places.given_up:
+                    raise StoreUnavailable("the store was replaced, and took too long")
                 put = store.put_first(key, buffer.view) if first else store.put(key, buffer.view)
                 fresh = await put
             if fresh:

@@ -325,6 +325,30 @@ def test_decode_server_that_cannot_name_an_adapter_stores_nothing_of_that_adapte
     assert list(coordinator.live) == ["e"]
 
 
+@pytest.mark.parametrize("prefill_adapter", ["adapter", "other", "unknown"])
+def test_decode_server_knows_the_adapter_of_a_prompt_without_keys(
+    hooks: Hooks, harness: CoordinatorHarness, prefill_adapter: str
+) -> None:
+    """The prefill server has other files under the name of the adapter, and its store is detached.
+    The KV that it sends joins the tree, below prompts with this adapter."""
+    req: Any = req_of(2.5)
+    req.metadata_buffer_index = 1
+    req.lora_id = prefill_adapter
+    metadata, coordinator = Metadata(), harness.coordinator
+    coordinator.store_detached = True
+    harness.arrive(req)
+    sent(hooks, coordinator, req, metadata)
+    coordinator.release(req.rid)
+    coordinator.store_detached = False
+    answering = generating(req)
+    answering.lora_id = "adapter"
+    received(hooks, coordinator, answering, metadata)
+    assert list(coordinator.live) == []
+    assert not coordinator.suspended
+    harness.arrive(answering)
+    assert list(coordinator.live) == ([req.rid] if prefill_adapter == "adapter" else [])
+
+
 @pytest.mark.parametrize("detached", ["prefill", "decode"])
 def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_keeps_its_namespace(
     hooks: Hooks, harness: CoordinatorHarness, detached: str

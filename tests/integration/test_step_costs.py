@@ -41,6 +41,26 @@ def test_step_costs_next_step_starts_empty(step_costs: StepCosts) -> None:
     assert step_costs.measured
 
 
+def test_step_costs_recalled_for_another_store_leave_measured_steps_as_the_ranks_agreed() -> None:
+    loader, loads = Mock(cost=LoadCost(0.0, 0.05)), [LoadCost(0.0, 0.5)]
+    step_costs = StepCosts(loader, COST, chunk_tokens=64, pipelined=True)
+    remembered = replace(COST, token_s=7e-3)
+    step_costs.recall(remembered, loads)
+    assert step_costs.own.prefill == step_costs.agreed == remembered
+    step_costs.scheduling(decodes=0)
+    step_costs.claimed(0, 64)
+    step_costs.step_launched(Timer(0.08, ended=True))
+    step_costs.polled()
+    measured = step_costs.own.prefill
+    assert measured != remembered
+    agreed = replace(measured, token_s=measured.token_s / 2)  # another rank is faster
+    step_costs.agree(agreed, 0.0)
+    step_costs.recall(remembered, loads)
+    assert step_costs.own.prefill == measured
+    assert step_costs.agreed == agreed
+    assert [call.args[0] for call in loader.recall.call_args_list] == [loads, loads]
+
+
 AUTO = CakeConfig(mode="auto", block_tokens=16, min_load_tokens=16)
 NOTHING, QUEUE = StepWork(), StepWork(tokens=640)
 

@@ -1,15 +1,20 @@
 """Metrics of the store, its tiers and its codecs in SGLang's `/metrics`."""
 
+import asyncio
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
+from polling import async_until
 from private_files import write_private
 
 from sglang_cake.core.codec_names import CODECS, REFUSALS
 from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.demo.sglang_server import free_port
+from sglang_cake.integration import build
+from sglang_cake.integration.build import CakeService
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats
@@ -162,3 +167,73 @@ async def test_events_of_an_http_store_are_counted_also_while_it_is_down(metrics
     openings = of("breaker_openings")
     store_metrics.publish(MemoryStore(), None)  # counts nothing
     assert of("breaker_openings") == openings  # a counter never goes back
+
+
+class Careless(MemoryStore):
+    """A store of another package, with a bug."""
+
+    closed = False
+
+    async def contains(self, keys):
+        raise ValueError("a bug")
+
+    async def stats(self):
+        raise ValueError("a bug")
+
+    async def close(self):
+        self.closed = True
+
+
+async def test_metrics_go_on_after_a_store_with_a_bug(monkeypatch, caplog):
+    monkeypatch.setattr(build, "STATS_EVERY_S", 0.001)
+    asked, published = [], []
+
+    class Asked(Careless):
+        async def stats(self):
+            asked.append(self)
+            return await super().stats()
+
+    metrics = SimpleNamespace(publish=lambda store, stats: published.append(store))
+    service = SimpleNamespace(_store=Asked())
+    watching = asyncio.ensure_future(CakeService._watch(service, metrics))
+    await async_until(lambda: watching.done() or len(asked) > 2)
+    service._store = MemoryStore()
+    await async_until(lambda: watching.done() or published)
+    watching.cancel()
+    await asyncio.wait([watching])
+    assert published[:1] == [service._store]
+    assert caplog.text.count("broke its contract") == 1
+
+
+async def test_metrics_of_the_next_store_do_not_wait_for_one_that_hangs(monkeypatch):
+    monkeypatch.setattr(build, "STATS_EVERY_S", 0.001)
+    published, calls = [], []
+
+    class Hung(MemoryStore):
+        async def stats(self):
+            calls.append(self)
+            await asyncio.Event().wait()
+
+    metrics = SimpleNamespace(publish=lambda *each: published.append(each))
+    hung, other = Hung(), MemoryStore()
+    service = SimpleNamespace(_store=hung)
+    watching = asyncio.ensure_future(CakeService._watch(service, metrics))
+    await async_until(lambda: len(published) > 1)  # its events, which need no answer
+    assert set(published) == {(hung, None)}
+    assert calls == [hung]
+    service._store = other
+    await async_until(lambda: published[-1][0] is other and published[-1][1] is not None)
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+async def test_swapped_store_is_closed_if_the_next_one_has_a_bug():
+    async def drained(patience_s):
+        pass
+
+    old = Careless()
+    service = SimpleNamespace(_store=Careless(), writer=SimpleNamespace(drained=drained))
+    service._open_now = lambda: CakeService._open_now(service)
+    with pytest.raises(ValueError, match="a bug"):
+        await CakeService._close_later(service, old)
+    assert old.closed

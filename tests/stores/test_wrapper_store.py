@@ -9,7 +9,7 @@ import pytest
 
 from sglang_cake.core.codec_names import AUTO, CODECS, namespace_value
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -82,3 +82,18 @@ async def test_lazy_store_calls_cancelled_while_it_opens_leave_one_task_and_no_l
     gc.collect()
     assert count == 1
     assert unretrieved == []
+
+
+class RefusedSource:
+    """Code of another package, which raises what it likes."""
+
+    def open(self, frame, *, depth):
+        raise ConnectionRefusedError("nobody listens")
+
+
+async def test_lazy_store_that_any_error_keeps_from_opening_is_unavailable():
+    store = LazyStore(RefusedSource(), FRAME, depth=1)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="nobody listens"):
+            await store.stats()
+    await store.close()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 from faulty_stores import FaultyStore, RecordingStore
+from polling import until
 
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
@@ -288,6 +289,28 @@ def test_block_writer_store_that_hangs_does_not_hold_up_the_next_one(
     harness.io.post(other.go.set)
     harness.drain()
     assert harness.count("stored_blocks") == PUTS_IN_FLIGHT + 1
+
+
+def test_block_writer_store_that_hangs_keeps_the_buffers_of_its_puts_and_no_others(
+    harness: BlockWriterHarness,
+) -> None:
+    """Blocks that wait for a hung store have all buffers, so the next store would get no block."""
+    hung, other = GatedStore(harness.memory), MemoryStore()
+    harness.writer.use(hung)
+    harness.offer(TOKENS, (0, 1, 2))
+    harness.offer(TOKENS, (3, 4, 0))
+    assert hung.begun.wait(PATIENCE_S)
+    assert harness.writer.take() is None
+    harness.writer.use(other)
+    harness.io.run(harness.writer.drained(0.0), PATIENCE_S)
+    until(lambda: harness.pool.free == CAPACITY - PUTS_IN_FLIGHT, "buffers come back")
+    assert harness.count("unstored_blocks", "unavailable") == CAPACITY - PUTS_IN_FLIGHT
+    harness.offer(TOKENS, (3, 4))
+    until(lambda: harness.count("stored_blocks") == 2, "the next store gets blocks")
+    assert set(harness.stored(other)) == {KEYS[3], KEYS[4]}
+    harness.io.post(hung.go.set)
+    harness.drain()
+    assert harness.pool.free == CAPACITY
 
 
 def test_block_writer_drained_does_not_wait_for_jobs_offered_later(

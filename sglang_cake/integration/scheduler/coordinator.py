@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest, KeyChain, Media
+from sglang_cake.core.keys import Digest, KeyChain, KeySeed, Media
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
@@ -250,10 +250,10 @@ class Coordinator:
 
     def prompt_digest(self, req: "Req") -> bytes:
         """32 bytes for all that the KV of a live prompt depends on; of a prompt without a record,
-        the namespace; zeros: it is of none."""
+        `_weights_digest`; zeros: it is of none."""
         if (record := self.record(req)) is not None:
             return record.key_chain.prefix_digest(record.tokens)
-        return bytes(32) if self._namespace is None or self.suspended else self._namespace
+        return bytes(32) if self.suspended else self._weights_digest(req) or bytes(32)
 
     def save_answer(self, req: "Req", prompt_digest: bytes) -> None:
         """A decode server has the KV of a prompt, and is about to generate: have the blocks after
@@ -271,13 +271,20 @@ class Coordinator:
         if key_chain is None or key_chain.prefix_digest(tokens) != prompt_digest:
             if media is not None:
                 self._counters.add("unnamed_requests")
-            if prompt_digest != self._namespace and not self.suspended:
+            if prompt_digest != self._weights_digest(req) and not self.suspended:
                 self._received_other_kv(req)
         elif not self.store_detached and not self._is_taken(req):
             self.release(req.rid)
             stored = (True,) * key_chain.block_count(len(tokens))
             record = self._record_of(req, key_chain, tokens, limit=0, stored=stored)
             self._keep(record)
+
+    def _weights_digest(self, req: "Req") -> bytes | None:
+        """32 bytes for the namespace of a request, and for its LoRA adapter; None: not known."""
+        if req.lora_id is None or self._namespace is None:
+            return self._namespace
+        adapter = self._adapter(req.lora_id)
+        return None if adapter is None else KeySeed(self._namespace, adapter=adapter).digest()
 
     def _received_other_kv(self, req: "Req") -> None:
         """Until the tree is emptied, nothing is stored of prompts that could go on from the KV of

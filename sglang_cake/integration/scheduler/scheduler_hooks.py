@@ -220,7 +220,7 @@ def _attach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:
         return AttachHiCacheStorageReqOutput(success=False, message=_OFF)
     try:
         tree.service.attach_store(request.hicache_storage_backend)
-    except CakeError as error:
+    except (CakeError, OSError) as error:
         return AttachHiCacheStorageReqOutput(success=False, message=str(error))
     return AttachHiCacheStorageReqOutput(success=True, message="")
 
