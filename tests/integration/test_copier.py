@@ -21,7 +21,8 @@ class SlowKV:
 
     def __init__(self) -> None:
         self.launched: list[Any] = []
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # of launches
+        self.later_error: Exception | None = None  # of copies under way
         self.thread: threading.Thread | None = None
         self.changed = threading.Condition()
         self.ended: set[Any] = set()
@@ -60,6 +61,8 @@ class SlowCopy:
         self.what = what
 
     def done(self) -> bool:
+        if self._kv.later_error is not None:
+            raise self._kv.later_error
         return self.what in self._kv.ended
 
     def seconds(self) -> float:
@@ -192,6 +195,21 @@ def test_copier_load_without_device_memory_is_no_copy_and_no_error(harness: Copi
     harness.copier.check()
     harness.kv.error = None
     assert harness.copier.save(SLOTS, [host_bytes()], ()).launched.result(PATIENCE_S)  # it goes on
+
+
+def test_copier_error_of_a_copy_under_way_is_raised_and_later_copies_are_launched(
+    harness: CopierHarness,
+) -> None:
+    harness.kv.later_error = RuntimeError("the device is gone")
+    first, second = slot_copy(), slot_copy()
+    for copy in (first, second):
+        assert copy.begin()
+        harness.copier.load(copy, harness.staged())
+        assert None not in harness.copier.wait_launched([copy.launched])
+    harness.copier.close()  # it returns when no copy is under way
+    with pytest.raises(RuntimeError, match="gone"):
+        harness.copier.check()
+    assert harness.pool.free == harness.pool.capacity - 2  # the device may still read them
 
 
 def test_copier_failed_save_is_told_to_the_writer(harness: CopierHarness) -> None:

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -196,7 +197,8 @@ class Copier:
         return copies
 
     def check(self) -> None:
-        """Raises: the first error of a load since the last call, but for want of device memory."""
+        """Raises: the first error since the last call, of a load or of a copy under way. A load
+        without device memory is no error."""
         failure = self._failure
         self._failure = None
         if failure is not None:
@@ -286,15 +288,30 @@ class CopyThread(Copier):
         self._jobs.put(begin)
 
     def _run(self) -> None:
-        under_way: list[_UnderWay] = []
+        under_way: deque[_UnderWay] = deque()
         closing = False
         with self._kv.here():
             while under_way or not closing:
+                begin: Callable[[], _UnderWay | None] | None = None
                 with contextlib.suppress(queue.Empty):
                     begin = self._jobs.get(timeout=_LOOK_S if under_way else None)
                     closing |= begin is None
-                    if begin is not None and (begun := begin()) is not None:
-                        under_way.append(begun)
-                for each in [each for each in under_way if each.copy.done()]:
-                    under_way.remove(each)
-                    each.end()
+                try:
+                    self._advance(under_way, begin)
+                except Exception as error:  # the scheduler thread waits for this one
+                    logger.exception("a copy between host and device failed")
+                    self._failure = self._failure or error
+
+    def _advance(
+        self, under_way: deque[_UnderWay], begin: Callable[[], _UnderWay | None] | None
+    ) -> None:
+        """Begin a copy, and end those that are complete. A copy that raises is forgotten: the
+        device may still use its host memory, which has no other user from then on."""
+        if begin is not None and (begun := begin()) is not None:
+            under_way.append(begun)
+        for _ in range(len(under_way)):
+            each = under_way.popleft()
+            if each.copy.done():
+                each.end()
+            else:
+                under_way.append(each)

@@ -40,12 +40,15 @@ class Waker:
     def sleep(self, requests: Any, loads_over_in_s: float = math.inf) -> bool:
         """Sleep as long as `sleep_s` allows, until `wake` is called or a request has come.
 
-        Args: requests: the socket that requests come from; any other object is not watched.
+        Args: requests: the socket that requests come from. Any other object, such as the queue of
+        SGLang's server in Rust, cannot be watched: the sleep is as short as if the loads were late.
         Returns whether something ended the sleep.
         """
         import zmq
 
-        if isinstance(requests, zmq.Socket) and requests not in self._poller:
+        if not isinstance(requests, zmq.Socket):
+            loads_over_in_s = 0.0
+        elif requests not in self._poller:
             self._poller.register(requests, zmq.POLLIN)
         pause_s = sleep_s(time.monotonic() - self._awake_since_s, loads_over_in_s)
         ready = [each for each, _ in self._poller.poll(math.ceil(1e3 * pause_s))]
