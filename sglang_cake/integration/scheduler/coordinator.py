@@ -372,7 +372,7 @@ class Coordinator:
         Each rank calls it at the start of each poll with prompts to prefill, and of the first poll
         after an unsafe hook.
         """
-        if not self.off_everywhere and not self._consensus.on(not self.off_here):
+        if not self.off_everywhere and not self._consensus.everywhere(not self.off_here):
             self.off_here = True
             self.off_everywhere = True
             self.release_all()
