@@ -93,12 +93,13 @@ async def _body(request: "Request") -> bytes:
 def _parse(body: bytes) -> str:
     """The store in a body of PUT. Raises: ConfigError."""
     try:
-        found = json.loads(body)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("store"), str) or len(found) != 1:
-        raise ConfigError('send {"store": "URL[,URL...]"}')
-    return str(found["store"])
+        match json.loads(body):
+            case {"store": str(store), **others} if not others:
+                store.encode()  # JSON may have one half of a pair of surrogates, a path may not
+                return store
+    except (ValueError, RecursionError):
+        pass
+    raise ConfigError('send {"store": "URL[,URL...]"}')
 
 
 def _check(store: str) -> None:
