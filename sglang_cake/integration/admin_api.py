@@ -109,7 +109,8 @@ def _check(store: str) -> None:
 
 async def _change_store(manager: Any, store: str | None) -> None:
     """Attach the store in all schedulers, or detach it (None). All ranks of a scheduler do it in
-    the same step. Raises: ConfigError if a scheduler refuses."""
+    the same step. Raises: ConfigError if a scheduler refuses; those of other replicas may have
+    changed then."""
     from sglang.srt.managers.io_struct import (
         AttachHiCacheStorageReqInput,
         DetachHiCacheStorageReqInput,
@@ -124,4 +125,6 @@ async def _change_store(manager: Any, store: str | None) -> None:
         )
     refused = [result.message for result in results if not result.success]
     if refused:
+        if changed := len(results) - len(refused):
+            refused.append(f"{changed} of {len(results)} replicas have changed: send it again")
         raise ConfigError("; ".join(refused))

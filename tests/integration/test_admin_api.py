@@ -89,3 +89,22 @@ def test_put_store_null_character_in_a_path_is_refused(
         assert reply.status_code == 400
         assert "names no folder" in reply.json()["error"]
     assert schedulers.asked == []
+
+
+@pytest.mark.parametrize(
+    ("refusals", "error"),
+    [
+        (["no memory"], "no memory"),
+        (["no memory", "cake is off"], "no memory; cake is off"),
+        (["", "no memory", ""], "no memory; 2 of 3 replicas have changed: send it again"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["PUT", "DELETE"])
+def test_change_store_that_replicas_refuse_tells_how_many_have_changed(
+    client: TestClient, schedulers: Schedulers, verb: str, refusals: list[str], error: str
+) -> None:
+    before = client.get(admin_api.PATH).json()
+    schedulers.answers = [SimpleNamespace(success=not why, message=why) for why in refusals]
+    reply = client.request(verb, admin_api.PATH, json={"store": "memory://64MB"})
+    assert (reply.status_code, reply.json()) == (400, {"error": error})
+    assert client.get(admin_api.PATH).json() == before
