@@ -507,12 +507,10 @@ class CakeService:
 
     async def _close_later(self, store: Store) -> None:
         """Close a store that is no longer used, after the writes to it, and once the next one has
-        been opened: a tier in memory that both have stays."""
+        been opened: a tier in memory that both have stays. The next one may hang, or have a bug."""
         await self.writer.drained(DRAIN_S)
-        try:
-            await self._open_now()
-        finally:
-            await store.close()
+        await asyncio.wait([asyncio.ensure_future(self._open_now())], timeout=DRAIN_S)
+        await store.close()
 
 
 async def _stats(store: Store) -> StoreStats | None:
