@@ -93,12 +93,13 @@ async def _body(request: "Request") -> bytes:
 def _parse(body: bytes) -> str:
     """The store in a body of PUT. Raises: ConfigError."""
     try:
-        found = json.loads(body)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("store"), str) or len(found) != 1:
-        raise ConfigError('send {"store": "URL[,URL...]"}')
-    return str(found["store"])
+        match json.loads(body):
+            case {"store": str(store), **others} if not others:
+                store.encode()  # JSON may have one half of a pair of surrogates, a path may not
+                return store
+    except (ValueError, RecursionError):
+        pass
+    raise ConfigError('send {"store": "URL[,URL...]"}')
 
 
 def _check(store: str) -> None:
@@ -108,7 +109,8 @@ def _check(store: str) -> None:
 
 async def _change_store(manager: Any, store: str | None) -> None:
     """Attach the store in all schedulers, or detach it (None). All ranks of a scheduler do it in
-    the same step. Raises: ConfigError if a scheduler refuses."""
+    the same step. Raises: ConfigError if a scheduler refuses; those of other replicas may have
+    changed then."""
     from sglang.srt.managers.io_struct import (
         AttachHiCacheStorageReqInput,
         DetachHiCacheStorageReqInput,
@@ -123,4 +125,6 @@ async def _change_store(manager: Any, store: str | None) -> None:
         )
     refused = [result.message for result in results if not result.success]
     if refused:
+        if changed := len(results) - len(refused):
+            refused.append(f"{changed} of {len(results)} replicas have changed: send it again")
         raise ConfigError("; ".join(refused))

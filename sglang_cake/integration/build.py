@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import may_decode_on_device, namespace_value
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.errors import ConfigError, StoreError
+from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.host_memory import HostArena, available_bytes
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import Digest
@@ -262,6 +262,7 @@ class CakeService:
             ends,
         )
         reducer = None if alone else _reducer(tree)
+        self._consensus = RankConsensus(reducer)
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
         self.coordinator = Coordinator(
             self.loader,
@@ -270,7 +271,7 @@ class CakeService:
             page_tokens=ctx.params.page_size,
             step_costs=self.step_costs,
             adapter=self.identity.adapter,
-            consensus=RankConsensus(reducer),
+            consensus=self._consensus,
             counters=self.counters,
             end_blocks=end_blocks,
             tail_tokens=0 if ends is None else ends.tail_tokens,
@@ -344,15 +345,24 @@ class CakeService:
     def attach_store(self, setting: str) -> None:
         """From now on new requests use another store. Requests that are being loaded use the old
         store until its pending writes are done, DRAIN_S at most, and are computed from then on. The
-        server need not be idle.
+        server need not be idle. Every rank must call this at the same point.
 
-        Args: setting: as `--cake-store`. Raises: ConfigError, OSError; nothing changes then.
+        Args: setting: as `--cake-store`. Raises: ConfigError, OSError, or StoreUnavailable if
+            another rank raises; nothing changes then, on any rank.
         """
-        if self._namespace is None:  # `_known` opens it
-            parse_sources(setting, self._config.eviction_policy)
-            store = None
-        else:
-            store = self._open(setting, self._namespace)
+        store: Store | None = None
+        failure: Exception | None = None
+        try:
+            if self._namespace is None:  # `_known` opens it
+                parse_sources(setting, self._config.eviction_policy)
+            else:
+                store = self._open(setting, self._namespace)
+        except Exception as error:  # whatever fails, this rank takes part in the reduction
+            failure = error
+        if not self._consensus.everywhere(failure is None):
+            if store is not None:
+                self._io.post(self._start, store.close)
+            raise failure or StoreUnavailable("another rank cannot make the store: see the log")
         is_other = setting != self.setting
         self.setting = setting
         self.coordinator.store_detached = False
@@ -497,12 +507,10 @@ class CakeService:
 
     async def _close_later(self, store: Store) -> None:
         """Close a store that is no longer used, after the writes to it, and once the next one has
-        been opened: a tier in memory that both have stays."""
+        been opened: a tier in memory that both have stays. The next one may hang, or have a bug."""
         await self.writer.drained(DRAIN_S)
-        try:
-            await self._open_now()
-        finally:
-            await store.close()
+        await asyncio.wait([asyncio.ensure_future(self._open_now())], timeout=DRAIN_S)
+        await store.close()
 
 
 async def _stats(store: Store) -> StoreStats | None:

@@ -523,12 +523,12 @@ class Loader:
         return {} if queue is None else queue.reads.copy()
 
     def rests(self, load_id: str) -> bool:
-        """Whether blocks of the prompt are wanted, and the link has a place, but none is being
-        read: there is no buffer, or enough lent blocks wait for their copies."""
+        """Whether no block of the prompt is being read, and none could be: all have been read,
+        there is no buffer, or enough lent blocks wait for their copies."""
         queue = self._by_id.get(load_id)
         if queue is None or queue.reads:
             return False
-        return self._has_place(queue) and queue.asks
+        return not queue.todo or (self._has_place(queue) and queue.asks)
 
     def order(self, load_ids: Sequence[str], *, may_fill: str | None) -> None:
         """The link serves these prompts in this order. Only `may_fill` may use every buffer: one

@@ -12,6 +12,8 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, LentBlock, Store, StoreSource, StoreStats
 from sglang_cake.stores.request_facts import RequestFacts
 
+CLOSE_S = 5.0  # how long the end of a store waits for a source that hangs when it is opened
+
 
 class WrapperStore(Store):
     """Implements `Store` by passing calls to `inner`, which is closed with it.
@@ -110,7 +112,6 @@ class LazyStore(Store):
         self._source = source
         self._frame = frame
         self._depth = depth
-        self._opening = asyncio.Lock()
         self._attempt: asyncio.Future[Store] | None = None  # the last one to open it
         self._store: Store | None = None
         self._closed = False
@@ -154,11 +155,12 @@ class LazyStore(Store):
         return await (await self._opened()).stats()
 
     async def close(self) -> None:
-        """Waits for an opening in progress."""
+        """Waits for an opening in progress, CLOSE_S at most. A store that opens later is closed."""
         self._closed = True
-        async with self._opening:
-            store = self._store
-            self._store = None
+        if self._attempt is not None and not self._attempt.done():
+            await asyncio.wait([self._attempt], timeout=CLOSE_S)
+        store = self._store
+        self._store = None
         if store is not None:
             await store.close()
 
@@ -175,17 +177,17 @@ class LazyStore(Store):
         return await asyncio.shield(self._attempt)
 
     async def _open(self) -> Store:
-        async with self._opening:
-            if self._closed:
-                raise StoreUnavailable("the store is closed")
-            if self._store is None:
-                try:
-                    self._store = await asyncio.to_thread(
-                        self._source.open, self._frame, depth=self._depth
-                    )
-                except StoreError:
-                    raise
-                except Exception as error:  # the server runs already: the store stays left out
-                    words = str(error) if isinstance(error, ConfigError) else repr(error)
-                    raise StoreUnavailable(words) from error
-            return self._store
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        try:
+            store = await asyncio.to_thread(self._source.open, self._frame, depth=self._depth)
+        except StoreError:
+            raise
+        except Exception as error:  # the server runs already: the store stays left out
+            words = str(error) if isinstance(error, ConfigError) else repr(error)
+            raise StoreUnavailable(words) from error
+        if self._closed:
+            await store.close()
+            raise StoreUnavailable("the store is closed")
+        self._store = store
+        return store

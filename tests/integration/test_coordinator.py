@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
+from sglang_cake.integration.scheduler.prompt_loads import MOST_REST_S
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.priority import TURN_TOKENS
@@ -328,6 +330,22 @@ def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_s
             return not waiting
 
         until(prefilled, "both are prefilled")
+
+
+def test_coordinator_prompt_whose_blocks_have_landed_takes_no_buffers_of_others() -> None:
+    with CoordinatorHarness(mode="load", slots=24 * BLOCK, staging=8) as harness:
+        long, short = req_of(20.5, "long"), other_of(9.5, "short")
+        harness.open(*harness.fill(long.origin_input_ids, set(range(20))))
+        harness.open(*harness.fill(short.origin_input_ids, set(range(9))))
+        harness.coordinator.spare_slots = 24 * BLOCK
+        harness.arrive(short, most_slots=10 * BLOCK)
+        harness.poll(short, times=2)
+        harness.arrive(long, most_slots=21 * BLOCK)
+        staged = harness.coordinator.live["long"].memory.staged
+        until_s = time.monotonic() + 2 * MOST_REST_S
+        while time.monotonic() < until_s:
+            harness.poll(short, long)
+        assert len(staged) == 6
 
 
 def test_coordinator_late_reads_that_have_all_places_of_the_link_end_the_loads() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from faults import Fault
+from polling import until
 
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
@@ -466,5 +467,47 @@ def test_ranks_decide_alike_behind_a_request_without_keys_on_one_of_them(other_r
         assert one.remaining_s == other.remaining_s
         loading = [harness.coordinator.loading(req) for harness, req in pairs]  # type: ignore[arg-type]
         assert loading[0] == loading[1]
+    finally:
+        ranks.close()
+
+
+def test_ranks_prompt_that_one_rank_has_read_gets_buffers_on_the_other() -> None:
+    """The prompt before it has lost its device memory, and fills staging on that rank alone."""
+    ranks = TwoRanks(mode="load", slots=24 * BLOCK, staging=8)
+    try:
+        longs, keys = [req_of(20.5, "long") for _ in range(2)], []
+        tokens = range(10**5, 10**5 + 9 * BLOCK + 8)
+        shorts = [FakeReq("short", array("q", tokens)) for _ in range(2)]
+        for harness, long, short in zip(ranks.harnesses, longs, shorts, strict=True):
+            keys.append(harness.fill(long.origin_input_ids, set(range(20))))
+            harness.open(*harness.fill(short.origin_input_ids, set(range(9))))
+
+        def spare(slots: int) -> None:
+            for harness in ranks.harnesses:
+                harness.coordinator.spare_slots = slots
+
+        spare(24 * BLOCK)
+        ranks.both(lambda harness, rank: harness.arrive(longs[rank], most_slots=21 * BLOCK))
+        for _ in range(2):
+            ranks.poll("long")
+        slow, fast = ranks.harnesses
+        fast.open(*keys[1])
+        until(lambda: not fast.staging.free, "blocks of a long step fill staging")
+        ranks.both(lambda harness, rank: harness.coordinator.reclaim(harness.size))
+        spare(0)
+        ranks.poll("long")
+        slow.open(*keys[0])
+        for _ in range(2):
+            ranks.poll("long")
+        assert [harness.staging.free for harness in ranks.harnesses] == [2, 0]
+        spare(12 * BLOCK)
+        ranks.both(lambda harness, rank: harness.arrive(shorts[rank], most_slots=10 * BLOCK))
+
+        def landed() -> bool:
+            assert ranks.poll("long", "short") == [None, None]
+            records = [harness.coordinator.live["short"] for harness in ranks.harnesses]
+            return all(record.meet.landed_blocks == 9 for record in records)
+
+        until(landed, "all blocks have landed")
     finally:
         ranks.close()

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
@@ -12,34 +13,90 @@ from registered_hooks import hooks_of
 
 from sglang_cake.integration.build import CakeService
 from sglang_cake.integration.scheduler import scheduler_hooks
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 
 URL = "memory://1GB,file:///kv"
 
 
+class Ranks:
+    """The parts of a detached service that `attach_store` uses, and an answer of SGLang.
+
+    Attributes:
+        said: by this rank to the others.
+        closed: `close` of stores that were made in vain.
+        used: stores from now on.
+    """
+
+    def __init__(self, failure: Exception | None = None, *, others_agree: bool = True) -> None:
+        """Args: failure: of making the store on this rank."""
+        self.said: list[float] = []
+        self.closed: list[Any] = []
+        self.used: list[Any] = []
+        self._others_agree = others_agree
+        self._failure = failure
+        self.coordinator: Any = SimpleNamespace(store_detached=True)
+        self.service: Any = SimpleNamespace(
+            setting="file:///before",
+            coordinator=self.coordinator,
+            loader=SimpleNamespace(forget_costs=lambda: None),
+            _consensus=RankConsensus(self._reduce),
+            _namespace=object(),
+            _config=SimpleNamespace(eviction_policy="lru"),
+            _open=self._open,
+            _use=self.used.append,
+            _recall_costs=lambda: None,
+            _start=None,
+            _io=SimpleNamespace(post=lambda start, close: self.closed.append(close)),
+        )
+        self.service.attach_store = lambda setting: CakeService.attach_store(self.service, setting)
+
+    def _open(self, *args: Any) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        return SimpleNamespace(close="close")
+
+    def _reduce(self, tensor: torch.Tensor) -> None:
+        self.said += tensor.tolist()
+        tensor *= self._others_agree
+
+    def attach(self) -> Any:
+        tree = BareTree(self.coordinator)
+        tree.service = self.service
+        scheduler = SimpleNamespace(tree_cache=tree)
+        attach = hooks_of(scheduler_hooks.install)["attach_hicache_storage_wrapped"]
+        sglangs = SimpleNamespace(success=False, message="Hierarchical cache is not enabled.")
+        request = SimpleNamespace(hicache_storage_backend=URL)
+        return attach(lambda *args: sglangs, scheduler, request)
+
+    @property
+    def unchanged(self) -> bool:
+        detached = self.coordinator.store_detached
+        return detached and self.service.setting == "file:///before" and not self.used
+
+
 def test_attach_store_without_memory_for_it_is_refused_and_changes_nothing() -> None:
     """A prompt would be looked up, and no store is there."""
-
-    def no_memory(*args: Any) -> Any:
-        raise OSError(12, "Cannot allocate memory")
-
-    coordinator: Any = SimpleNamespace(store_detached=True)
-    service: Any = SimpleNamespace(
-        setting="file:///before",
-        coordinator=coordinator,
-        _namespace=object(),
-        _config=SimpleNamespace(eviction_policy="lru"),
-        _open=no_memory,
-        _use=lambda store: None,
-    )
-    service.attach_store = lambda setting: CakeService.attach_store(service, setting)
-    tree = BareTree(coordinator)
-    tree.service = service
-    scheduler = SimpleNamespace(tree_cache=tree)
-    attach = hooks_of(scheduler_hooks.install)["attach_hicache_storage_wrapped"]
-    sglangs = SimpleNamespace(success=False, message="Hierarchical cache is not enabled.")
-    request = SimpleNamespace(hicache_storage_backend=URL)
-    answer = attach(lambda *args: sglangs, scheduler, request)
+    ranks = Ranks(OSError(12, "Cannot allocate memory"))
+    answer = ranks.attach()
     assert not answer.success
     assert "Cannot allocate memory" in answer.message
-    assert service.setting == "file:///before"
-    assert coordinator.store_detached
+    assert ranks.unchanged
+
+
+def test_attach_store_that_another_rank_cannot_make_is_refused_and_closed() -> None:
+    """That rank would skip the match in its tree for each arrival, and evict other nodes later."""
+    ranks = Ranks(others_agree=False)
+    answer = ranks.attach()
+    assert not answer.success
+    assert "another rank" in answer.message
+    assert ranks.unchanged
+    assert ranks.closed == ["close"]
+
+
+@pytest.mark.parametrize("failure", [None, OSError(12, "no memory"), KeyError("a bug")])
+def test_attach_store_tells_the_other_ranks_whatever_fails_here(failure: Exception | None) -> None:
+    """They wait for this rank."""
+    ranks = Ranks(failure)
+    assert ranks.attach().success is (failure is None)
+    assert ranks.said == [failure is None]
+    assert ranks.unchanged is (failure is not None)

@@ -4,8 +4,10 @@ import asyncio
 import threading
 
 import pytest
+from polling import async_until
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores import wrapper_store
 from sglang_cake.stores.wrapper_store import LazyStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, StoreContract, block_of, key_of, read
@@ -94,3 +96,19 @@ async def test_lazy_store_cancelled_opening_leaves_no_open_store():
     with pytest.raises(StoreUnavailable):
         await store.contains([])
     assert source.asked == 1
+
+
+async def test_lazy_store_close_does_not_wait_for_an_opening_that_hangs(monkeypatch):
+    monkeypatch.setattr(wrapper_store, "CLOSE_S", 0.001)
+    source = Source()
+    source.gate.clear()
+    store = LazyStore(source, FRAME, depth=1)
+    call = asyncio.create_task(store.contains([]))
+    await async_until(lambda: source.asked)
+    await store.close()
+    source.gate.set()
+    with pytest.raises(StoreUnavailable, match="is closed"):
+        await call
+    (opened,) = source.stores
+    with pytest.raises(StoreUnavailable):
+        await opened.contains([])

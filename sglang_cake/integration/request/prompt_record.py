@@ -88,7 +88,8 @@ class LocalLoads:
         served_since_s: the start of the present wait: of the lookup, and then of the time in which
             the link serves this prompt first. Each poll sets it anew while others are served first,
             or the link rests.
-        rests: the link reads nothing for this prompt, since there is no room for a block.
+        rests: the link reads nothing for this prompt, since it has read all, or there is no room
+            for a block.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.

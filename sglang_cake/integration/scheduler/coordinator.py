@@ -372,7 +372,7 @@ class Coordinator:
         Each rank calls it at the start of each poll with prompts to prefill, and of the first poll
         after an unsafe hook.
         """
-        if not self.off_everywhere and not self._consensus.on(not self.off_here):
+        if not self.off_everywhere and not self._consensus.everywhere(not self.off_here):
             self.off_here = True
             self.off_everywhere = True
             self.release_all()
@@ -657,11 +657,12 @@ class Coordinator:
             overhead_s=step_s if self._records else None,  # an idle poll is no step
             costs=self.step_costs.own,
         )
-        self.prompt_loads.take_events()
-        self._device_slots.check_copies()
+        # In this order: a link that rests has read no block that is not among the events.
         self.prompt_loads.measure(
             [record for record in self._records.values() if record.awaits_loader]
         )
+        self.prompt_loads.take_events()
+        self._device_slots.check_copies()
 
     def _look_up_evicted(self, rids: Sequence[str]) -> None:
         """Repeat the lookup of a waiting request whenever the tree has evicted more of its blocks

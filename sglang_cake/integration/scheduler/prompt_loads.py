@@ -145,7 +145,8 @@ class PromptLoads:
             if record is not first or record is not self._served:
                 record.not_served_first()
         self._served = first
-        if may_fill is None or may_fill is not self._may_fill or not may_fill.agreed.rests:
+        rests = may_fill is not None and may_fill.agreed.rests and may_fill.meet.view().wanted > 0
+        if may_fill is not self._may_fill or not rests:
             self._went_on_s = self.now_s
         self._may_fill = may_fill
 

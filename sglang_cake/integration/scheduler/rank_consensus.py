@@ -57,8 +57,8 @@ class RankConsensus:
         """Whether there is one rank."""
         return self._reduce_min is None
 
-    def on(self, here: bool) -> bool:
-        """Whether cake is on, on every rank. Every rank must call this in every poll."""
+    def everywhere(self, here: bool) -> bool:
+        """Whether something is so on every rank. Every rank must call this at the same point."""
         if self._reduce_min is None:
             return here
         tensor = torch.tensor([here], dtype=torch.float64)

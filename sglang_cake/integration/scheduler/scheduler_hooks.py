@@ -5,6 +5,7 @@ decode server is ready for it. Its blocks are looked up and loaded meanwhile. A 
 nothing, and stores what it generates.
 """
 
+import logging
 import struct
 import time
 from functools import partial
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
+
+logger = logging.getLogger("sglang_cake")
 
 # The pause between two polls that only wait for other servers: members of a KV-Runahead group, or
 # decode servers. Their messages do not wake the scheduler.
@@ -221,6 +224,7 @@ def _attach_store(original: Any, scheduler: "Scheduler", request: Any) -> Any:
     try:
         tree.service.attach_store(request.hicache_storage_backend)
     except (CakeError, OSError) as error:
+        logger.warning("cake: the store stays: %s", error)  # SGLang answers for one rank alone
         return AttachHiCacheStorageReqOutput(success=False, message=str(error))
     return AttachHiCacheStorageReqOutput(success=True, message="")
 
