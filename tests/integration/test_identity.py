@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 pytest.importorskip("sglang")
 
 from registered_hooks import hooks_of
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from transformers import dynamic_module_utils
@@ -62,6 +63,19 @@ def _model(folder: Path, name: str, text: str) -> type:
     return served
 
 
+def _built(served: type, layers: list[Any]) -> Any:
+    """A model of the class `served` with these layers."""
+    made = {"__module__": served.__module__, "modules": lambda model: iter(layers)}
+    return type(served.__name__, (served,), made)()
+
+
+def _attention(k_scale: float | None, v_scale: float | None = 1.0) -> RadixAttention:
+    layer = RadixAttention(1, 8, 1.0, 1, 0)
+    scales = [None if each is None else torch.tensor(each) for each in (k_scale, v_scale)]
+    layer.k_scale, layer.v_scale = scales
+    return layer
+
+
 def _digest(**changed: Any) -> bytes:
     facts: dict[str, Any] = {
         "args": {},
@@ -80,13 +94,14 @@ def _digest(**changed: Any) -> bytes:
         "quantization": None,
         "fp4_experts": False,
         "device": "cpu",
+        "layers": [],
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
     tokens = facts["ngram_tokens"]
     hasher = None if tokens is None else SimpleNamespace(token_map=torch.tensor(tokens))
     runner = SimpleNamespace(
-        model=facts["served"](),
+        model=_built(facts["served"], facts["layers"]),
         device=facts["device"],
         ngram_embedding_manager=SimpleNamespace(engram_hasher=hasher),
     )
@@ -175,7 +190,7 @@ def test_identity_head_groups_have_a_namespace_each() -> None:
 
 def _with_draft(dtype: str = "float32", served: type = SamplingParams, **args: Any) -> bytes:
     model = SimpleNamespace(dtype=f"torch.{dtype}", quantization=None)
-    runner = SimpleNamespace(model_config=model, model=served())
+    runner = SimpleNamespace(model_config=model, model=_built(served, []))
     draft = LoadedDraft(runner, ModelSource("d"), None)
     return _digest(drafts=[draft], args={"speculative_algorithm": "EAGLE", **args})
 
@@ -275,6 +290,19 @@ def test_identity_deterministic_inference_counts_all_ranks() -> None:
         for ranks in ({}, {"tp_size": 2}, {"tp_size": 8}, {"tp_size": 8, "attn_dp_size": 8})
     }
     assert len(digests) == 4
+
+
+@pytest.mark.parametrize("name", ["attention_backend", "prefill_attention_backend"])
+@pytest.mark.parametrize(("k_scale", "v_scale"), [(0.5, 1.0), (1.0, 0.5)])
+def test_identity_attention_backend_counts_where_kv_is_divided_by_scales(
+    name: str, k_scale: float, v_scale: float
+) -> None:
+    """Of SGLang's backends, some divide K and V before they store them, and some do not."""
+    native = {"args": {name: "torch_native"}}
+    for layers in ([], [_attention(None, None)], [_attention(1.0)], [SimpleNamespace(k_scale=2)]):
+        assert _digest(layers=layers, **native) == _digest(layers=layers) == _digest()
+    layers = [_attention(1.0), _attention(k_scale, v_scale)]
+    assert _digest(layers=layers, **native) != _digest(layers=layers)
 
 
 def test_identity_environment_variable_of_kv_changes_the_namespace(
@@ -411,13 +439,16 @@ class Named:
 
     Attributes:
         identity: takes results at once if `reduce_min` is None, else in `poll`.
+        model: as SGLang has loaded it.
     """
 
     def __init__(self, folder: Path, *, reduce_min: Any = None) -> None:
         self.published: list[Namespace] = []
+        self.model = torch.nn.ModuleList()
         ctx: Any = SimpleNamespace(
-            server_args=ServerArgs(model_path=str(folder)),
+            server_args=ServerArgs(model_path=str(folder), attention_backend="triton"),
             model_config=SimpleNamespace(model_path=str(folder), revision=None),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
         )
         self.loaded = LoadedFiles(True, ModelSource(str(folder)).weights_or_none())
         self.identity = Identity(
@@ -487,6 +518,15 @@ def test_identity_update_takes_new_weights_and_keeps_the_config(tmp_path: Path) 
     with_new_config = Named(new)
     with_new_config.identity.start()
     assert one.digest != with_new_config.digest
+
+
+def test_identity_update_with_scales_of_kv_counts_the_attention_backend(tmp_path: Path) -> None:
+    one = Named(_checkpoint(tmp_path / "a", 1.0))
+    one.identity.start()
+    assert "attention_backend" not in one.published[-1].describe()
+    one.model.append(_attention(0.5))
+    one.identity.weights_changed(None, None, None)
+    assert one.published[-1].describe()["attention_backend"] == "triton"
 
 
 def test_identity_digest_ready_after_weights_began_to_change_names_nothing(

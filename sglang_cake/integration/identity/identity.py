@@ -107,6 +107,7 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
+    fields |= _attention_fields(ctx, drafts)
     models = [model, *(each.runner.model_config for each in drafts)]
     if dequantised := _dequantised(ctx, models, values.moe_runner_backend):
         fields["dequantised"] = dequantised
@@ -176,6 +177,29 @@ def _rotates_halves(model: torch.nn.Module) -> bool:
     except Exception:  # code of a model's folder may be anything
         return False
     return bool(turned) and all(each == [-2, -3, 0, 1] for each in turned)
+
+
+def _attention_fields(
+    ctx: "TreeCacheBuildContext", drafts: "Sequence[LoadedDraft]" = ()
+) -> NamespaceFields:
+    """The attention backends, if K and V have scales other than one: FlashInfer divides K and V by
+    them before it stores them, torch_native does not; of MLA, Triton alone divides."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    runners = [ctx.tp_worker.model_runner, *(each.runner for each in drafts)]
+    layers = [layer for runner in runners for layer in runner.model.modules()]
+    scales = [
+        scale
+        for layer in layers
+        if isinstance(layer, RadixAttention)
+        for scale in (layer.k_scale, layer.v_scale)
+        if scale is not None
+    ]
+    if all(torch.as_tensor(scale).eq(1).all() for scale in scales):
+        return {}
+    values = resolving_view(ctx.server_args)
+    return kv_settings.counted_arguments(values, _defaults(ctx), {"attention"})
 
 
 def _device_name(ctx: "TreeCacheBuildContext") -> str:
@@ -617,6 +641,7 @@ class Identity:
         self._fields = fields
         self._on_known = on_known
         self._loaded = loaded
+        self._ctx = ctx
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
         self._jobs = DigestJobs(reduce_min)
@@ -682,6 +707,7 @@ class Identity:
             version: the user's name for the weights; None: that of the start.
         """
         self._fields["weight_version"] = version or str(self._values.weight_version)
+        self._fields |= _attention_fields(self._ctx)  # scales are among the weights
         known = None if load_format is None else kv_settings.file_format(load_format)
         if known is None or self._loaded.drafts:  # those may have changed too
             files = None
