@@ -94,6 +94,7 @@ def _digest(**changed: Any) -> bytes:
         "quantization": None,
         "fp4_experts": False,
         "device": "cpu",
+        "has_states": False,
         "layers": [],
         "content": {"weights": "w", "config": "c"},
         **changed,
@@ -115,6 +116,7 @@ def _digest(**changed: Any) -> bytes:
             is_fp4_experts=facts["fp4_experts"],
         ),
         params=SimpleNamespace(page_size=facts["page_size"]),
+        is_hybrid_ssm=facts["has_states"],
         tp_worker=SimpleNamespace(model_runner=runner),
     )
     found = server_fields(
@@ -303,6 +305,27 @@ def test_identity_attention_backend_counts_where_kv_is_divided_by_scales(
         assert _digest(layers=layers, **native) == _digest(layers=layers) == _digest()
     layers = [_attention(1.0), _attention(k_scale, v_scale)]
     assert _digest(layers=layers, **native) != _digest(layers=layers)
+
+
+BYTES = {"layout": replace(LAYOUT, groups=(GROUP, INDEX))}
+
+
+@pytest.mark.parametrize("changed", [{"has_states": True}, BYTES], ids=["states", "index"])
+def test_identity_device_counts_where_it_decides_the_form_of_memory(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    """Kernels for CPUs have states of linear attention transposed; those for AMD's GPUs have other
+    pages of an index, which some rotate."""
+    assert _digest(device="cpu") == _digest(device="cuda")
+    digests = {_digest(device=device, **changed) for device in ("cpu", "cuda")}
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for arch in ("gfx942", "gfx950"):
+        found = SimpleNamespace(gcnArchName=arch)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda found=found: found)
+        for writer in ("use_aiter_fused_fp8_writer", "use_gfx950_fused_indexer", "other"):
+            layers = [SimpleNamespace(**{writer: True})]
+            digests.add(_digest(device="cuda", layers=layers, **changed))
+    assert len(digests) == 8
 
 
 def test_identity_environment_variable_of_kv_changes_the_namespace(

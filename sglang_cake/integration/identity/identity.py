@@ -108,6 +108,8 @@ def server_fields(
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
     fields |= _attention_fields(ctx, drafts)
+    if form := _device_form(ctx, layout):
+        fields["device_form"] = form
     models = [model, *(each.runner.model_config for each in drafts)]
     if dequantised := _dequantised(ctx, models, values.moe_runner_backend):
         fields["dequantised"] = dequantised
@@ -200,6 +202,27 @@ def _attention_fields(
         return {}
     values = resolving_view(ctx.server_args)
     return kv_settings.counted_arguments(values, _defaults(ctx), {"attention"})
+
+
+def _device_form(ctx: "TreeCacheBuildContext", layout: BlockLayout) -> str:
+    """The kind of device, where it decides what bytes of equal shape mean; "" on NVIDIA's GPUs.
+
+    A state of linear attention is [K, V] by SGLang's kernels for CPUs, and [V, K] by all others.
+    Kernels for AMD's GPUs have forms of their own for packed numbers, and for an index, which some
+    of them rotate.
+    """
+    has_bytes = any(group.dtype == "uint8" for group in layout.groups)
+    runner = ctx.tp_worker.model_runner
+    if not (has_bytes or ctx.is_hybrid_ssm):
+        return ""
+    if runner.device != "cuda":
+        return str(runner.device)
+    if torch.version.hip is None:
+        return ""
+    writers = ("use_aiter_fused_fp8_writer", "use_gfx950_fused_indexer")
+    layers = list(runner.model.modules())
+    used = [name for name in writers if any(getattr(layer, name, False) for layer in layers)]
+    return " ".join([torch.cuda.get_device_properties().gcnArchName, *used])
 
 
 def _device_name(ctx: "TreeCacheBuildContext") -> str:
