@@ -307,6 +307,17 @@ def test_identity_attention_backend_counts_where_kv_is_divided_by_scales(
     assert _digest(layers=layers, **native) != _digest(layers=layers)
 
 
+@pytest.mark.parametrize("name", ["use_irope", "logit_cap", "xai_temperature_len"])
+def test_identity_attention_backend_counts_where_some_compute_another_attention(name: str) -> None:
+    """Chunks of Llama 4, a cap of Gemma 2 and a temperature of Grok: fa3 has the chunks and
+    trtllm_mha has not, and these are SGLang's defaults on two generations of GPUs."""
+    fa3, trtllm = ({"attention_backend": name} for name in ("fa3", "trtllm_mha"))
+    layer = _attention(None, None)
+    assert _digest(layers=[layer], args=fa3) == _digest(layers=[layer], args=trtllm)
+    setattr(layer, name, 30)
+    assert _digest(layers=[layer], args=fa3) != _digest(layers=[layer], args=trtllm)
+
+
 BYTES = {"layout": replace(LAYOUT, groups=(GROUP, INDEX))}
 
 

@@ -32,6 +32,7 @@ from sglang_cake.integration.memory.kv_shard import KvShard
 from sglang_cake.integration.support_matrix import plugin_algorithm
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 logger = logging.getLogger("sglang_cake")
@@ -184,24 +185,31 @@ def _rotates_halves(model: torch.nn.Module) -> bool:
 def _attention_fields(
     ctx: "TreeCacheBuildContext", drafts: "Sequence[LoadedDraft]" = ()
 ) -> NamespaceFields:
-    """The attention backends, if K and V have scales other than one: FlashInfer divides K and V by
-    them before it stores them, torch_native does not; of MLA, Triton alone divides."""
+    """The attention backends, if SGLang's differ in more than rounding for these models."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.layers.radix_attention import RadixAttention
 
     runners = [ctx.tp_worker.model_runner, *(each.runner for each in drafts)]
     layers = [layer for runner in runners for layer in runner.model.modules()]
-    scales = [
-        scale
-        for layer in layers
-        if isinstance(layer, RadixAttention)
-        for scale in (layer.k_scale, layer.v_scale)
-        if scale is not None
-    ]
-    if all(torch.as_tensor(scale).eq(1).all() for scale in scales):
+    if not any(_is_backends_own(each) for each in layers if isinstance(each, RadixAttention)):
         return {}
     values = resolving_view(ctx.server_args)
     return kv_settings.counted_arguments(values, _defaults(ctx), {"attention"})
+
+
+def _is_backends_own(layer: "RadixAttention") -> bool:
+    """Whether the result of a layer, or the KV that it stores, is another one with another backend.
+
+    FlashInfer divides K and V by their scales before it stores them, torch_native does not; of MLA,
+    Triton alone divides. torch_native and trtllm_mha leave out a cap of the scores (Gemma 2, Grok),
+    all but Triton a temperature that depends on the length (Grok), and all but FlashAttention the
+    chunks that a token of Llama 4 sees.
+    """
+    scales = [each for each in (layer.k_scale, layer.v_scale) if each is not None]
+    if not all(torch.as_tensor(each).eq(1).all() for each in scales):
+        return True
+    others = (layer.logit_cap, layer.xai_temperature_len)  # None, 0 or -1: there is none
+    return bool(layer.use_irope) or any((each or 0) > 0 for each in others)
 
 
 def _device_form(ctx: "TreeCacheBuildContext", layout: BlockLayout) -> str:
