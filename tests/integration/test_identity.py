@@ -19,6 +19,8 @@ pytest.importorskip("sglang")
 
 from registered_hooks import hooks_of
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers import mm_schedule
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult, MultiModalStaticCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from transformers import dynamic_module_utils
@@ -832,6 +834,29 @@ def test_weight_hooks_session_changes_the_weights(updater: Any) -> None:
     assert updater.calls == ["changing"]
     hooks["end_weight_update"](end, updater, SimpleNamespace())
     assert updater.calls[1:] == ["changing", "changed None"]
+
+
+@pytest.mark.parametrize(
+    "name", ["update_weights_from_disk", "update_weights_from_ipc", "end_weight_update"]
+)
+def test_weight_hooks_update_forgets_the_embeddings_of_the_old_weights(
+    updater: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """SGLang's /flush_cache keeps them, and stored KV of an image would have them in it."""
+    cache = MultiModalStaticCache(max_size=1 << 20)
+    monkeypatch.setattr(mm_schedule, "embedding_cache", cache)
+    updater.scheduler.tree_cache.service.identity.update_source = ModelSource
+    updater._session = "open" if name == "end_weight_update" else None
+
+    def original(updater: Any, request: Any) -> Any:
+        assert cache.set(1, EmbeddingResult(embedding=torch.zeros(4)))  # of requests until now
+        updater._session = None
+        return SimpleNamespace(success=True)
+
+    request = SimpleNamespace(model_path="/models/none", load_format="auto")
+    hooks_of(weight_hooks.install)[name](original, updater, request)
+    assert not cache.has(1)
+    assert cache.current_size == 0
 
 
 def test_weight_hooks_update_from_disk_inside_a_session_leaves_the_weights_unknown(
