@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -475,16 +475,16 @@ class Named:
 
     Attributes:
         identity: takes results at once if `reduce_min` is None, else in `poll`.
-        model: as SGLang has loaded it.
+        layers: of the model, as SGLang has loaded it.
     """
 
-    def __init__(self, folder: Path, *, reduce_min: Any = None) -> None:
+    def __init__(self, folder: Path, *, reduce_min: Any = None, layers: Sequence[Any] = ()) -> None:
         self.published: list[Namespace] = []
-        self.model = torch.nn.ModuleList()
+        self.layers = torch.nn.ModuleList(layers)
         ctx: Any = SimpleNamespace(
-            server_args=ServerArgs(model_path=str(folder), attention_backend="triton"),
+            server_args=ServerArgs(model_path=str(folder)),
             model_config=SimpleNamespace(model_path=str(folder), revision=None),
-            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.model)),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.layers)),
         )
         self.loaded = LoadedFiles(True, ModelSource(str(folder)).weights_or_none())
         self.identity = Identity(
@@ -556,13 +556,16 @@ def test_identity_update_takes_new_weights_and_keeps_the_config(tmp_path: Path) 
     assert one.digest != with_new_config.digest
 
 
-def test_identity_update_with_scales_of_kv_counts_the_attention_backend(tmp_path: Path) -> None:
-    one = Named(_checkpoint(tmp_path / "a", 1.0))
+@pytest.mark.parametrize("had_scales", [False, True])
+def test_identity_update_with_scales_of_kv_before_or_after_it_is_private(
+    tmp_path: Path, had_scales: bool
+) -> None:
+    """SGLang reads the scales of NVFP4 once, so KV of the new weights would have the old ones."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0), layers=[_attention(0.5 if had_scales else 1.0)])
     one.identity.start()
-    assert "attention_backend" not in one.published[-1].describe()
-    one.model.append(_attention(0.5))
-    one.identity.weights_changed(None, None, None)
-    assert one.published[-1].describe()["attention_backend"] == "triton"
+    one.layers[0].k_scale = _attention(1.0 if had_scales else 0.5).k_scale
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
 
 
 def test_identity_digest_ready_after_weights_began_to_change_names_nothing(

@@ -183,33 +183,40 @@ def _rotates_halves(model: torch.nn.Module) -> bool:
 
 
 def _attention_fields(
-    ctx: "TreeCacheBuildContext", drafts: "Sequence[LoadedDraft]" = ()
+    ctx: "TreeCacheBuildContext", drafts: "Sequence[LoadedDraft]"
 ) -> NamespaceFields:
-    """The attention backends, if SGLang's differ in more than rounding for these models."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    runners = [ctx.tp_worker.model_runner, *(each.runner for each in drafts)]
-    layers = [layer for runner in runners for layer in runner.model.modules()]
-    if not any(_is_backends_own(each) for each in layers if isinstance(each, RadixAttention)):
-        return {}
-    values = resolving_view(ctx.server_args)
-    return kv_settings.counted_arguments(values, _defaults(ctx), {"attention"})
-
-
-def _is_backends_own(layer: "RadixAttention") -> bool:
-    """Whether the result of a layer, or the KV that it stores, is another one with another backend.
+    """The attention backends, if SGLang's differ in more than rounding for these models.
 
     FlashInfer divides K and V by their scales before it stores them, torch_native does not; of MLA,
     Triton alone divides. torch_native and trtllm_mha leave out a cap of the scores (Gemma 2, Grok),
     all but Triton a temperature that depends on the length (Grok), and all but FlashAttention the
     chunks that a token of Llama 4 sees.
     """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    models = [ctx.tp_worker.model_runner.model, *(each.runner.model for each in drafts)]
+    layers = [layer for model in models for layer in _attention_layers(model)]
+    if not any(map(_has_scales, layers)) and not any(
+        layer.use_irope
+        or (layer.logit_cap or 0) > 0
+        or (layer.xai_temperature_len or 0) > 0  # None, 0 or -1: there is none
+        for layer in layers
+    ):
+        return {}
+    values = resolving_view(ctx.server_args)
+    return kv_settings.counted_arguments(values, _defaults(ctx), {"attention"})
+
+
+def _attention_layers(model: torch.nn.Module) -> "list[RadixAttention]":
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
+
+
+def _has_scales(layer: "RadixAttention") -> bool:
+    """Whether K or V has a scale other than one."""
     scales = [each for each in (layer.k_scale, layer.v_scale) if each is not None]
-    if not all(torch.as_tensor(each).eq(1).all() for each in scales):
-        return True
-    others = (layer.logit_cap, layer.xai_temperature_len)  # None, 0 or -1: there is none
-    return bool(layer.use_irope) or any((each or 0) > 0 for each in others)
+    return not all(torch.as_tensor(each).eq(1).all() for each in scales)
 
 
 def _device_form(ctx: "TreeCacheBuildContext", layout: BlockLayout) -> str:
@@ -672,7 +679,8 @@ class Identity:
         self._fields = fields
         self._on_known = on_known
         self._loaded = loaded
-        self._ctx = ctx
+        self._runner = ctx.tp_worker.model_runner
+        self._had_scales = any(map(_has_scales, _attention_layers(self._runner.model)))
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
         self._jobs = DigestJobs(reduce_min)
@@ -738,9 +746,10 @@ class Identity:
             version: the user's name for the weights; None: that of the start.
         """
         self._fields["weight_version"] = version or str(self._values.weight_version)
-        self._fields |= _attention_fields(self._ctx)  # scales are among the weights
         known = None if load_format is None else kv_settings.file_format(load_format)
-        if known is None or self._loaded.drafts:  # those may have changed too
+        # SGLang keeps old scales in a table (NVFP4) and in CUDA graphs.
+        self._had_scales |= any(map(_has_scales, _attention_layers(self._runner.model)))
+        if known is None or self._had_scales or self._loaded.drafts:  # those may have changed too
             files = None
         else:
             self._fields["format"] = known
