@@ -305,8 +305,10 @@ def test_identity_attention_backend_counts_where_kv_is_divided_by_scales(
     native = {"args": {name: "torch_native"}}
     for layers in ([], [_attention(None, None)], [_attention(1.0)], [SimpleNamespace(k_scale=2)]):
         assert _digest(layers=layers, **native) == _digest(layers=layers) == _digest()
-    layers = [_attention(1.0), _attention(k_scale, v_scale)]
-    assert _digest(layers=layers, **native) != _digest(layers=layers)
+    unknown = _attention(1.0)
+    unknown.k_scale = torch.tensor(1.0, device="meta")  # of `--offload-mode meta`
+    for layers in ([_attention(1.0), _attention(k_scale, v_scale)], [unknown]):
+        assert _digest(layers=layers, **native) != _digest(layers=layers)
 
 
 @pytest.mark.parametrize("name", ["use_irope", "logit_cap", "xai_temperature_len"])

@@ -215,8 +215,10 @@ def _attention_layers(model: torch.nn.Module) -> "list[RadixAttention]":
 
 def _has_scales(layer: "RadixAttention") -> bool:
     """Whether K or V has a scale other than one."""
-    scales = [each for each in (layer.k_scale, layer.v_scale) if each is not None]
-    return not all(torch.as_tensor(each).eq(1).all() for each in scales)
+    found = (layer.k_scale, layer.v_scale)
+    scales = [torch.as_tensor(each) for each in found if each is not None]
+    # With `--offload-mode meta` they have no value.
+    return any(scale.is_meta or bool(scale.ne(1).any()) for scale in scales)
 
 
 def _device_form(ctx: "TreeCacheBuildContext", layout: BlockLayout) -> str:
