@@ -15,6 +15,7 @@ from adder_harness import BareTree
 from coordinator_harness import BLOCK, NAMESPACE, CoordinatorHarness, FakeReq, req_of
 from kv_pools import Staging, mha, record_of
 from registered_hooks import Hooks, hooks_of
+from sglang.srt.lora.lora_registry import LoRARef
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
@@ -88,6 +89,24 @@ def test_prefill_server_refused_request_is_not_looked_up(
     server.disagg_prefill_bootstrap_queue.queue.append(req_of(2.5, "other"))
     hooks["_add_request_to_queue"](None, server, req_of(2.5, "refused"))
     assert list(harness.coordinator.live) == []
+
+
+@pytest.mark.parametrize("of_size", ["", "|elastic_ep_size=8"])
+def test_arrival_extra_key_that_is_the_id_of_an_adapter_is_kept_apart_from_its_requests(
+    hooks: Hooks, server: PrefillServer, of_size: str
+) -> None:
+    """SGLang's tree would give KV of the bare model to requests with the adapter, and that would be
+    stored as the adapter's."""
+    lora_id = LoRARef.deterministic_id("name", "/path")
+    theirs, client, tenant = (req_of(2.5, name) for name in ("theirs", "client", "tenant"))
+    theirs.lora_id = lora_id
+    theirs.extra_key = client.extra_key = lora_id + of_size
+    tenant.extra_key = "tenant"
+    for req in (theirs, client, tenant, client):  # and once more after a retraction
+        hooks["_add_request_to_queue"](None, server, req)
+    assert theirs.extra_key == lora_id + of_size
+    assert client.extra_key == f"{lora_id}{of_size}/"
+    assert tenant.extra_key == "tenant"
 
 
 def test_prefill_server_ranks_reduce_while_a_request_awaits_its_decode_server(

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,9 @@ from safetensors.torch import save_file
 pytest.importorskip("sglang")
 
 from registered_hooks import hooks_of
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers import mm_schedule
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult, MultiModalStaticCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from transformers import dynamic_module_utils
@@ -62,6 +65,19 @@ def _model(folder: Path, name: str, text: str) -> type:
     return served
 
 
+def _built(served: type, layers: list[Any]) -> Any:
+    """A model of the class `served` with these layers."""
+    made = {"__module__": served.__module__, "modules": lambda model: iter(layers)}
+    return type(served.__name__, (served,), made)()
+
+
+def _attention(k_scale: float | None, v_scale: float | None = 1.0) -> RadixAttention:
+    layer = RadixAttention(1, 8, 1.0, 1, 0)
+    scales = [None if each is None else torch.tensor(each) for each in (k_scale, v_scale)]
+    layer.k_scale, layer.v_scale = scales
+    return layer
+
+
 def _digest(**changed: Any) -> bytes:
     facts: dict[str, Any] = {
         "args": {},
@@ -80,13 +96,15 @@ def _digest(**changed: Any) -> bytes:
         "quantization": None,
         "fp4_experts": False,
         "device": "cpu",
+        "has_states": False,
+        "layers": [],
         "content": {"weights": "w", "config": "c"},
         **changed,
     }
     tokens = facts["ngram_tokens"]
     hasher = None if tokens is None else SimpleNamespace(token_map=torch.tensor(tokens))
     runner = SimpleNamespace(
-        model=facts["served"](),
+        model=_built(facts["served"], facts["layers"]),
         device=facts["device"],
         ngram_embedding_manager=SimpleNamespace(engram_hasher=hasher),
     )
@@ -100,6 +118,7 @@ def _digest(**changed: Any) -> bytes:
             is_fp4_experts=facts["fp4_experts"],
         ),
         params=SimpleNamespace(page_size=facts["page_size"]),
+        is_hybrid_ssm=facts["has_states"],
         tp_worker=SimpleNamespace(model_runner=runner),
     )
     found = server_fields(
@@ -175,7 +194,7 @@ def test_identity_head_groups_have_a_namespace_each() -> None:
 
 def _with_draft(dtype: str = "float32", served: type = SamplingParams, **args: Any) -> bytes:
     model = SimpleNamespace(dtype=f"torch.{dtype}", quantization=None)
-    runner = SimpleNamespace(model_config=model, model=served())
+    runner = SimpleNamespace(model_config=model, model=_built(served, []))
     draft = LoadedDraft(runner, ModelSource("d"), None)
     return _digest(drafts=[draft], args={"speculative_algorithm": "EAGLE", **args})
 
@@ -275,6 +294,53 @@ def test_identity_deterministic_inference_counts_all_ranks() -> None:
         for ranks in ({}, {"tp_size": 2}, {"tp_size": 8}, {"tp_size": 8, "attn_dp_size": 8})
     }
     assert len(digests) == 4
+
+
+@pytest.mark.parametrize("name", ["attention_backend", "prefill_attention_backend"])
+@pytest.mark.parametrize(("k_scale", "v_scale"), [(0.5, 1.0), (1.0, 0.5)])
+def test_identity_attention_backend_counts_where_kv_is_divided_by_scales(
+    name: str, k_scale: float, v_scale: float
+) -> None:
+    """Of SGLang's backends, some divide K and V before they store them, and some do not."""
+    native = {"args": {name: "torch_native"}}
+    for layers in ([], [_attention(None, None)], [_attention(1.0)], [SimpleNamespace(k_scale=2)]):
+        assert _digest(layers=layers, **native) == _digest(layers=layers) == _digest()
+    unknown = _attention(1.0)
+    unknown.k_scale = torch.tensor(1.0, device="meta")  # of `--offload-mode meta`
+    for layers in ([_attention(1.0), _attention(k_scale, v_scale)], [unknown]):
+        assert _digest(layers=layers, **native) != _digest(layers=layers)
+
+
+@pytest.mark.parametrize("name", ["use_irope", "logit_cap", "xai_temperature_len"])
+def test_identity_attention_backend_counts_where_some_compute_another_attention(name: str) -> None:
+    """Chunks of Llama 4, a cap of Gemma 2 and a temperature of Grok: fa3 has the chunks and
+    trtllm_mha has not, and these are SGLang's defaults on two generations of GPUs."""
+    fa3, trtllm = ({"attention_backend": name} for name in ("fa3", "trtllm_mha"))
+    layer = _attention(None, None)
+    assert _digest(layers=[layer], args=fa3) == _digest(layers=[layer], args=trtllm)
+    setattr(layer, name, 30)
+    assert _digest(layers=[layer], args=fa3) != _digest(layers=[layer], args=trtllm)
+
+
+BYTES = {"layout": replace(LAYOUT, groups=(GROUP, INDEX))}
+
+
+@pytest.mark.parametrize("changed", [{"has_states": True}, BYTES], ids=["states", "index"])
+def test_identity_device_counts_where_it_decides_the_form_of_memory(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    """Kernels for CPUs have states of linear attention transposed; those for AMD's GPUs have other
+    pages of an index, which some rotate."""
+    assert _digest(device="cpu") == _digest(device="cuda")
+    digests = {_digest(device=device, **changed) for device in ("cpu", "cuda")}
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for arch in ("gfx942", "gfx950"):
+        found = SimpleNamespace(gcnArchName=arch)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda found=found: found)
+        for writer in ("use_aiter_fused_fp8_writer", "use_gfx950_fused_indexer", "other"):
+            layers = [SimpleNamespace(**{writer: True})]
+            digests.add(_digest(device="cuda", layers=layers, **changed))
+    assert len(digests) == 8
 
 
 def test_identity_environment_variable_of_kv_changes_the_namespace(
@@ -411,13 +477,16 @@ class Named:
 
     Attributes:
         identity: takes results at once if `reduce_min` is None, else in `poll`.
+        layers: of the model, as SGLang has loaded it.
     """
 
-    def __init__(self, folder: Path, *, reduce_min: Any = None) -> None:
+    def __init__(self, folder: Path, *, reduce_min: Any = None, layers: Sequence[Any] = ()) -> None:
         self.published: list[Namespace] = []
+        self.layers = torch.nn.ModuleList(layers)
         ctx: Any = SimpleNamespace(
             server_args=ServerArgs(model_path=str(folder)),
             model_config=SimpleNamespace(model_path=str(folder), revision=None),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self.layers)),
         )
         self.loaded = LoadedFiles(True, ModelSource(str(folder)).weights_or_none())
         self.identity = Identity(
@@ -487,6 +556,18 @@ def test_identity_update_takes_new_weights_and_keeps_the_config(tmp_path: Path) 
     with_new_config = Named(new)
     with_new_config.identity.start()
     assert one.digest != with_new_config.digest
+
+
+@pytest.mark.parametrize("had_scales", [False, True])
+def test_identity_update_with_scales_of_kv_before_or_after_it_is_private(
+    tmp_path: Path, had_scales: bool
+) -> None:
+    """SGLang reads the scales of NVFP4 once, so KV of the new weights would have the old ones."""
+    one = Named(_checkpoint(tmp_path / "a", 1.0), layers=[_attention(0.5 if had_scales else 1.0)])
+    one.identity.start()
+    one.layers[0].k_scale = _attention(1.0 if had_scales else 0.5).k_scale
+    one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
+    assert one.identity.is_private
 
 
 def test_identity_digest_ready_after_weights_began_to_change_names_nothing(
@@ -758,6 +839,29 @@ def test_weight_hooks_session_changes_the_weights(updater: Any) -> None:
     assert updater.calls == ["changing"]
     hooks["end_weight_update"](end, updater, SimpleNamespace())
     assert updater.calls[1:] == ["changing", "changed None"]
+
+
+@pytest.mark.parametrize(
+    "name", ["update_weights_from_disk", "update_weights_from_ipc", "end_weight_update"]
+)
+def test_weight_hooks_update_forgets_the_embeddings_of_the_old_weights(
+    updater: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """SGLang's /flush_cache keeps them, and stored KV of an image would have them in it."""
+    cache = MultiModalStaticCache(max_size=1 << 20)
+    monkeypatch.setattr(mm_schedule, "embedding_cache", cache)
+    updater.scheduler.tree_cache.service.identity.update_source = ModelSource
+    updater._session = "open" if name == "end_weight_update" else None
+
+    def original(updater: Any, request: Any) -> Any:
+        assert cache.set(1, EmbeddingResult(embedding=torch.zeros(4)))  # of requests until now
+        updater._session = None
+        return SimpleNamespace(success=True)
+
+    request = SimpleNamespace(model_path="/models/none", load_format="auto")
+    hooks_of(weight_hooks.install)[name](original, updater, request)
+    assert not cache.has(1)
+    assert cache.current_size == 0
 
 
 def test_weight_hooks_update_from_disk_inside_a_session_leaves_the_weights_unknown(

@@ -18,8 +18,8 @@ from sglang_cake.integration.support_matrix import RULES
 
 DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
 CLASSES = {
-    *("counted", "draft", "content", "replaced", "private", "rounding", "some_values", "refused"),
-    "unrelated",
+    *("attention", "counted", "draft", "content", "replaced", "private", "rounding"),
+    *("some_values", "refused", "unrelated"),
 }
 REVIEWED = (Path(__file__).parent / "sglang_environment.txt").read_text().split()
 

@@ -32,6 +32,7 @@ from sglang_cake.integration.memory.kv_shard import KvShard
 from sglang_cake.integration.support_matrix import plugin_algorithm
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 logger = logging.getLogger("sglang_cake")
@@ -107,6 +108,9 @@ def server_fields(
     # order of sums.
     fields |= kv_settings.counted_arguments(values, _defaults(ctx))
     fields |= kv_settings.counted_environment(os.environ)
+    fields |= _attention_fields(ctx, drafts)
+    if form := _device_form(ctx, layout):
+        fields["device_form"] = form
     models = [model, *(each.runner.model_config for each in drafts)]
     if dequantised := _dequantised(ctx, models, values.moe_runner_backend):
         fields["dequantised"] = dequantised
@@ -176,6 +180,66 @@ def _rotates_halves(model: torch.nn.Module) -> bool:
     except Exception:  # code of a model's folder may be anything
         return False
     return bool(turned) and all(each == [-2, -3, 0, 1] for each in turned)
+
+
+def _attention_fields(
+    ctx: "TreeCacheBuildContext", drafts: "Sequence[LoadedDraft]"
+) -> NamespaceFields:
+    """The attention backends, if SGLang's differ in more than rounding for these models.
+
+    FlashInfer divides K and V by their scales before it stores them, torch_native does not; of MLA,
+    Triton alone divides. torch_native and trtllm_mha leave out a cap of the scores (Gemma 2, Grok),
+    all but Triton a temperature that depends on the length (Grok), and all but FlashAttention the
+    chunks that a token of Llama 4 sees.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    models = [ctx.tp_worker.model_runner.model, *(each.runner.model for each in drafts)]
+    layers = [layer for model in models for layer in _attention_layers(model)]
+    if not any(map(_has_scales, layers)) and not any(
+        layer.use_irope
+        or (layer.logit_cap or 0) > 0
+        or (layer.xai_temperature_len or 0) > 0  # None, 0 or -1: there is none
+        for layer in layers
+    ):
+        return {}
+    values = resolving_view(ctx.server_args)
+    return kv_settings.counted_arguments(values, _defaults(ctx), {"attention"})
+
+
+def _attention_layers(model: torch.nn.Module) -> "list[RadixAttention]":
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
+
+
+def _has_scales(layer: "RadixAttention") -> bool:
+    """Whether K or V has a scale other than one."""
+    found = (layer.k_scale, layer.v_scale)
+    scales = [torch.as_tensor(each) for each in found if each is not None]
+    # With `--offload-mode meta` they have no value.
+    return any(scale.is_meta or bool(scale.ne(1).any()) for scale in scales)
+
+
+def _device_form(ctx: "TreeCacheBuildContext", layout: BlockLayout) -> str:
+    """The kind of device, where it decides what bytes of equal shape mean; "" on NVIDIA's GPUs.
+
+    A state of linear attention is [K, V] by SGLang's kernels for CPUs, and [V, K] by all others.
+    Kernels for AMD's GPUs have forms of their own for packed numbers, and for an index, which some
+    of them rotate.
+    """
+    has_bytes = any(group.dtype == "uint8" for group in layout.groups)
+    runner = ctx.tp_worker.model_runner
+    if not (has_bytes or ctx.is_hybrid_ssm):
+        return ""
+    if runner.device != "cuda":
+        return str(runner.device)
+    if torch.version.hip is None:
+        return ""
+    writers = ("use_aiter_fused_fp8_writer", "use_gfx950_fused_indexer")
+    layers = list(runner.model.modules())
+    used = [name for name in writers if any(getattr(layer, name, False) for layer in layers)]
+    return " ".join([torch.cuda.get_device_properties().gcnArchName, *used])
 
 
 def _device_name(ctx: "TreeCacheBuildContext") -> str:
@@ -617,6 +681,8 @@ class Identity:
         self._fields = fields
         self._on_known = on_known
         self._loaded = loaded
+        self._runner = ctx.tp_worker.model_runner
+        self._had_scales = any(map(_has_scales, _attention_layers(self._runner.model)))
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
         self._jobs = DigestJobs(reduce_min)
@@ -683,7 +749,9 @@ class Identity:
         """
         self._fields["weight_version"] = version or str(self._values.weight_version)
         known = None if load_format is None else kv_settings.file_format(load_format)
-        if known is None or self._loaded.drafts:  # those may have changed too
+        # SGLang keeps old scales in a table (NVFP4) and in CUDA graphs.
+        self._had_scales |= any(map(_has_scales, _attention_layers(self._runner.model)))
+        if known is None or self._had_scales or self._loaded.drafts:  # those may have changed too
             files = None
         else:
             self._fields["format"] = known

@@ -97,7 +97,7 @@ def counted_arguments(
         classes: of arguments in kv_settings.toml.
     """
     if values.enable_deterministic_inference:
-        classes |= {"rounding", "some_values"}
+        classes |= {"attention", "rounding", "some_values"}
     found = {name: _text(getattr(values, name)) for name in sorted(defaults)}
     kinds = {name: argument_class(name) for name in found}
     return {

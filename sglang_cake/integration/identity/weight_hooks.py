@@ -20,6 +20,7 @@ from sglang_cake.integration.identity.identity import (
     ModelSource,
 )
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.request.media import forget_embeddings
 from sglang_cake.integration.support_matrix import has_draft_kv
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def _changed(
 ) -> None:
     if weights_are_being_pushed(updater):  # more may come, of which no hook tells: until the end
         return
+    forget_embeddings()
     # A running request adds KV of the old weights to the tree, even if the tree is empty now.
     idle = updater.is_fully_idle(ignore_waiting=True)
     version = getattr(request, "weight_version", None)

@@ -121,6 +121,15 @@ def item_digest(item: "MultimodalDataItem") -> bytes | None:
     return bytes.fromhex(digest.removeprefix(CONTENT_HASH_PREFIX))
 
 
+def forget_embeddings() -> None:
+    """Empty SGLang's cache of embeddings: neither an update of weights nor /flush_cache does. The
+    next KV of an image would be that of the old vision tower, under the name of the new weights."""
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+
+
 def media_of(req: "Req") -> Media | None:
     """The media of the request; None: they cannot be identified, so the request has no keys.
 

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 from array import array
 from typing import TYPE_CHECKING
@@ -34,6 +35,17 @@ def unkeyed_because(req: "Req") -> str | None:
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
         return "embeddings"
     return None
+
+
+def keep_apart_from_adapters(req: "Req") -> None:
+    """Change the extra key of a request without an adapter, if it could be one of SGLang's own.
+
+    SGLang's tree keeps KV of an adapter under the extra key and the adapter's id. A client may send
+    that id as extra key: name and path give away the ids of `--lora-paths`. The KV of the bare
+    model would be taken for the adapter's then, and be stored under the keys of its content.
+    """
+    if req.lora_id is None and re.search("[0-9a-f]{32}[^/]*$", req.extra_key or ""):
+        req.extra_key += "/"
 
 
 def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:

@@ -18,6 +18,7 @@ from sglang_cake.core.errors import CakeError
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
 from sglang_cake.integration.compat import request_source, spare_metadata
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
+from sglang_cake.integration.request.request_metadata import keep_apart_from_adapters
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, others_fit
 
@@ -137,6 +138,7 @@ def _handshaking(scheduler: "Scheduler") -> "list[Req]":
 
 
 def _arrived(_: None, scheduler: "Scheduler", req: "Req", *args: Any, **kwargs: Any) -> None:
+    keep_apart_from_adapters(req)  # the tree is asked for no match before
     queues = (scheduler.waiting_queue, _handshaking(scheduler))
     if any(queue and queue[-1] is req for queue in queues):  # otherwise SGLang refused it
         _arrive(scheduler, req)
