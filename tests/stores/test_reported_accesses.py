@@ -433,7 +433,8 @@ def test_block_folder_report_from_before_the_clock_was_set_back_is_recorded_as_o
         now_s -= 86_400.0
         with folder.supervisor.open() as index:
             assert folder.evictor.learn(index, time.sleep)  # finds that the clock was set back
-        put(folder, 0)
+            put(folder, 0)
+            assert folder.evictor.learn(index, time.sleep)  # and corrects no times from now on
         monkeypatch.setattr("time.monotonic", a_retry_later())
 
         def is_used():
