@@ -40,8 +40,8 @@ from sglang_cake.stores.url import redacted, split_urls
 if TYPE_CHECKING:
     from sglang_cake.integration.server_check import ResolvedServer
 
-BENCH_BYTES = 64 << 20  # written and read
-BENCH_S = 30.0  # for one store
+BENCH_BYTES = 64 << 20
+BENCH_S = 30.0
 LARGEST_BLOCK_BYTES = 64 << 20  # that is measured
 UNKNOWN_BLOCK_BYTES = 1 << 20  # measured if the model is not known
 NO_LIMIT = 2**40
@@ -291,23 +291,30 @@ def stores_of(config: CakeConfig) -> list[NamedStore]:
 
 
 async def store_findings(
-    store: NamedStore, queue_depth: int, kv: KvSizes | None
+    store: NamedStore,
+    queue_depth: int,
+    kv: KvSizes | None,
+    *,
+    bench_bytes: int = BENCH_BYTES,
+    bench_s: float = BENCH_S,
 ) -> tuple[list[Finding], float | None]:
     """Whether a store can be reached and used, and how many bytes per second it reads.
 
     Args:
         kv: None if the model is not known.
+        bench_bytes: written and read.
+        bench_s: limit for that.
     """
     block_bytes = UNKNOWN_BLOCK_BYTES if kv is None else kv.block_bytes
     block_bytes = max(4096, min(block_bytes, LARGEST_BLOCK_BYTES))
     try:
         store.source.check()
         with progress(f"measuring {store.url}", total=2, unit="run") as bar:
-            async with asyncio.timeout(BENCH_S):
-                (speed,) = await measure_size(store, block_bytes, [queue_depth], BENCH_BYTES, bar)
+            async with asyncio.timeout(bench_s):
+                (speed,) = await measure_size(store, block_bytes, [queue_depth], bench_bytes, bar)
     except TimeoutError:
-        text = f"{store.url}: {BENCH_S:g} s were not enough to write and read "
-        text += f"{size_text(max(BENCH_BYTES, 2 * queue_depth * block_bytes))}: use a faster one"
+        text = f"{store.url}: {bench_s:g} s were not enough to write and read "
+        text += f"{size_text(max(bench_bytes, 2 * queue_depth * block_bytes))}: use a faster one"
         return [Finding("mend", "store", text)], None
     except FullStore as error:
         text = f"{redacted(str(error))}; reading and writing were not measured"

@@ -10,13 +10,21 @@ from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder
 
 
 class BareTree(CakeRadixCache):
-    """The tree of a coordinator; nothing is ever inserted."""
+    """The tree of a coordinator; nothing is ever inserted.
+
+    Attributes: saved_end: where the next step of a request must stop.
+    """
+
+    saved_end: int | None = None
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
 
     def supports_mamba(self) -> bool:
         return False
+
+    def step_stop(self, req: Any) -> int | None:
+        return self.saved_end
 
 
 def prefill_adder(

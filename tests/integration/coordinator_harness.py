@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import torch
+from faults import FaultyCopier
 from held_reads import HeldReads
 from kv_pools import allocator_of, as_bytes, buffers_for, buffers_of, mha, scramble
 
@@ -16,7 +17,6 @@ from sglang_cake.core.buffers import Buffer, BufferPool
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.request.prompt_record import PromptRecord
@@ -33,6 +33,7 @@ BLOCK, PAGE, CHUNK = 16, 4, 40
 NAMESPACE = Digest(b"n" * 32)
 PREFILL = PrefillCost(0.0, 1e-3, 1e-9, error=0.0)
 LOAD = LoadCost(0.0, 0.05, error=0.0, depth=2)
+NO_MEMORY = torch.OutOfMemoryError("no device memory")
 
 
 @dataclass(eq=False)
@@ -44,22 +45,6 @@ class FakeReq(LoopRequest):
     )
     owned: list[torch.Tensor] = field(default_factory=list)
     beam_group: Any = None
-
-
-class ShortKV(DeviceKV):
-    """A pool on a device that has no memory to copy some blocks.
-
-    Args: no_memory: the contents of these blocks.
-    """
-
-    def __init__(self, pool: Any, no_memory: set[bytes], *, block_tokens: int) -> None:
-        super().__init__(pool, block_tokens=block_tokens)
-        self._no_memory = no_memory
-
-    def load(self, block: Buffer, slots: torch.Tensor, after: Fence) -> Copy:
-        if bytes(block.view) in self._no_memory:
-            raise torch.OutOfMemoryError("no memory")
-        return super().load(block, slots, after)
 
 
 class KnownLoader(Loader):
@@ -119,12 +104,11 @@ class CoordinatorHarness(HeldReads):
         self.end_blocks = end_blocks
         self.next_tokens = next_tokens
         self.no_end_memory = False
-        self.no_memory: set[bytes] = set()  # blocks, and those of ends, that cannot be copied
         if tree is None:
             self.pool = mha(slots, page=PAGE)
             scramble(self.pool, 1)
             self.allocator = allocator_of(self.pool, PAGE)
-            self.kv = ShortKV(self.pool, self.no_memory, block_tokens=BLOCK)
+            self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
         else:
             self.allocator, self.kv = tree.full_allocator, tree.kv
         self.size = self.allocator.size
@@ -144,9 +128,10 @@ class CoordinatorHarness(HeldReads):
             least_limit_s=60.0,
         )
         self.step_costs = CountedStepCosts(loader, prefill, chunk_tokens=chunk, pipelined=False)
+        self.copier = FaultyCopier(self.kv)
         self.device_slots = DeviceSlots(
             self.kv,
-            Copier(self.kv),
+            self.copier,
             self.allocator,
             (lambda tokens: None) if tree is None else tree.tree.evict_own,
             self.counters,
@@ -254,8 +239,6 @@ class CoordinatorHarness(HeldReads):
         return end
 
     def load(self, index: int, buffer: Buffer, end: dict[int, bytes], after: Fence) -> Copy:
-        if bytes(buffer.view) in self.no_memory:
-            raise torch.OutOfMemoryError("no memory")
         end[index] = bytes(buffer.view)
         return Copy()
 

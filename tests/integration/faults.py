@@ -1,7 +1,12 @@
-"""Makes functions behind the boundary raise."""
+"""Makes functions behind the boundary raise, and copies to the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
+
+from sglang_cake.integration.memory.copier import Copier
+from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+from sglang_cake.loading.loader import StagedBlock
 
 
 class Fault(Exception):
@@ -16,3 +21,42 @@ def replace(guarded: Callable[..., Any], make: Callable[[Callable[..., Any]], An
             cell.cell_contents = make(own)
             return
     raise AssertionError(f"{guarded} does not call what it wraps")
+
+
+class FaultyCopier(Copier):
+    """Copies of chosen blocks, and of end blocks, go wrong.
+
+    Attributes:
+        errors: contents of a block -> what its next copy raises.
+        held: contents of the blocks that the copier gets to when nobody waits for them any more.
+        launched: contents of the blocks that were copied.
+    """
+
+    def __init__(self, kv: DeviceKV) -> None:
+        super().__init__(kv, patience_s=0.0)
+        self.errors: dict[bytes, Exception] = {}
+        self.held: set[bytes] = set()
+        self.launched: list[bytes] = []
+        self._late: list[Callable[[], None]] = []
+
+    def launch_load(
+        self, launched: "Future[Copy]", staged: StagedBlock, launch: Callable[[], Copy]
+    ) -> None:
+        data, later = bytes(staged.buffer.view), super().launch_load
+
+        def copy() -> Copy:
+            if error := self.errors.pop(data, None):
+                raise error
+            self.launched.append(data)
+            return launch()
+
+        if data in self.held:
+            self._late.append(lambda: later(launched, staged, copy))
+        else:
+            later(launched, staged, copy)
+
+    def wait_launched(self, launches: "Sequence[Future[Copy]]") -> list[Copy | None]:
+        copies = super().wait_launched(launches)
+        while self._late:
+            self._late.pop()()
+        return copies

@@ -27,13 +27,24 @@ from sglang_cake.writeback.block_writer import Writer
 BLOCK, PATIENCE_S = 16, 60.0
 
 
+class ShortKV(DeviceKV):
+    """Attributes: is_short: the device has no memory left."""
+
+    is_short = False
+
+    def fence(self) -> Fence:
+        if self.is_short:
+            raise torch.OutOfMemoryError("no device memory")
+        return super().fence()
+
+
 class SavingHarness:
     """As a context manager: everything is written at its end, and all buffers are free again."""
 
     def __init__(self, *, buffers: int = 8, shard: KvShard = SOLE) -> None:
         self.pool = mha(256, dtype=torch.bfloat16)
         scramble(self.pool, 1)
-        self.kv = DeviceKV(self.pool, block_tokens=BLOCK)
+        self.kv = ShortKV(self.pool, block_tokens=BLOCK)
         self.memory = MemoryStore()
         self.store = RecordingStore(self.memory)
         self.io = IoThread()
@@ -197,18 +208,12 @@ def test_block_saving_blocks_without_a_buffer_are_saved_at_later_checkpoints_and
         assert not harness.counters.snapshot()["unstored_blocks", "queue_full"]
 
 
-def no_memory() -> Fence:
-    raise torch.OutOfMemoryError("no device memory")
-
-
-def test_block_saving_without_device_memory_is_tried_again(
-    harness: SavingHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_saving_without_device_memory_is_tried_again(harness: SavingHarness) -> None:
     record = known(4)
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.kv, "fence", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            harness.checkpoint(record, 4 * BLOCK)
+    harness.kv.is_short = True
+    with pytest.raises(torch.OutOfMemoryError):
+        harness.checkpoint(record, 4 * BLOCK)
+    harness.kv.is_short = False
     assert harness.buffers.free == harness.buffers.capacity
     assert harness.poll(record) == [0, 1, 2, 3]
 
@@ -356,15 +361,21 @@ class HeldKV(DeviceKV):
         return super().save(slots, blocks, after)
 
 
+class WaitedCopier(CopyThread):
+    """Goes on when it is waited for."""
+
+    def wait_launched(self, launches: "Sequence[Future[Copy]]") -> list[Copy | None]:
+        self._kv.go.set()  # type: ignore[attr-defined]
+        return super().wait_launched(launches)
+
+
 @pytest.mark.parametrize("late", [False, True])
-def test_block_saving_pool_that_goes_leaves_whole_blocks_or_none(
-    monkeypatch: pytest.MonkeyPatch, late: bool
-) -> None:
+def test_block_saving_pool_that_goes_leaves_whole_blocks_or_none(late: bool) -> None:
     """SGLang releases the memory of the pool. A save that does not begin in time is dropped."""
     pool = mha(256, dtype=torch.bfloat16)
     scramble(pool, 1)
     kv = HeldKV(pool)
-    copier = CopyThread(kv, patience_s=0.0 if late else PATIENCE_S)
+    copier = CopyThread(kv, patience_s=0.0) if late else WaitedCopier(kv, patience_s=PATIENCE_S)
     io, buffers, memory, counters = (
         IoThread(),
         BufferPool(buffers_for(kv, 8)),
@@ -378,15 +389,6 @@ def test_block_saving_pool_that_goes_leaves_whole_blocks_or_none(
     row = torch.arange(1, BLOCK + 1)
     saving.checkpointed(record, record.tokens, row, last=False)
     before = b"".join(bytes(as_bytes(b)[row].numpy()) for b in buffers_of(pool))
-    wait = copier.wait_launched
-
-    def waiting(launches: Sequence[Future[Copy]]) -> list[Copy | None]:
-        """A late copier goes on when the wait is over."""
-        if not late:
-            kv.go.set()
-        return wait(launches)
-
-    monkeypatch.setattr(copier, "wait_launched", waiting)
     forgotten: list[str] = []
     tree = SimpleNamespace(give_up_all=lambda: forgotten.append("all"))
     service: Any = SimpleNamespace(_tree=tree, saving=saving, kv=kv)

@@ -13,6 +13,7 @@ from coordinator_harness import (
     BLOCK,
     CHUNK,
     NAMESPACE,
+    NO_MEMORY,
     PAGE,
     CoordinatorHarness,
     FakeReq,
@@ -91,7 +92,7 @@ def test_coordinator_blocks_without_device_memory_are_computed(
     harness: CoordinatorHarness, failing: set[int]
 ) -> None:
     """They are lost blocks: no error, however many there are."""
-    harness.no_memory.update(harness.block(number) for number in failing)
+    harness.copier.errors |= {harness.block(number): NO_MEMORY for number in failing}
     req = req_of(4.5)
     harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
     harness.arrive(req)

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
-from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from coordinator_harness import BLOCK, NO_MEMORY, CoordinatorHarness, FakeReq, req_of
 from held_reads import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +51,8 @@ def test_coordinator_prompt_is_loaded_up_to_its_stored_end(harness: CoordinatorH
 def test_coordinator_end_state_without_device_memory_is_computed(
     harness: CoordinatorHarness,
 ) -> None:
-    harness.no_memory.update(harness.end_block(4 * BLOCK, number) for number in range(ENDS))
+    ends = (harness.end_block(4 * BLOCK, number) for number in range(ENDS))
+    harness.copier.errors |= dict.fromkeys(ends, NO_MEMORY)
     req = req_of(6.5)
     keys = harness.fill(req.origin_input_ids, set(range(6)))
     harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))

@@ -10,17 +10,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.23 on
 
-from coordinator_harness import NAMESPACE, CoordinatorHarness
+from coordinator_harness import NAMESPACE, NO_MEMORY, CoordinatorHarness
 from faults import Fault
 from hybrid_trees import SPARSE, CompressedTree, HybridTree, RequestWindowTree, SparseTree, tree_of
 
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, end_keys
-from sglang_cake.integration.memory.kv_pool import Copy
 
 KINDS: dict[str, Callable[[], HybridTree]] = {
     "window-state": partial(tree_of, "window-state"),
@@ -47,6 +45,8 @@ class TreeHarness(CoordinatorHarness):
         self.chain = KeyChain(KeySeed(NAMESPACE), self.block_tokens)
         self.document = [*range(1000, 1000 + BLOCKS * self.block_tokens)]
         self.keys = self.write(self.document)
+        ends = end_keys(self.chain.of(self.document)[-1], count)
+        self.end = [self.memory.blocks[key] for key in ends]  # behind the document
         self.side.empty()
         self.side.scramble()
         self.side.tree.coordinator = self.coordinator
@@ -196,6 +196,13 @@ def running_prompt(harness: TreeHarness) -> Any:
     return req
 
 
+def waiting_prompt(harness: TreeHarness) -> Any:
+    """A prompt in the queue, whose target lands with the next polls."""
+    req = harness.prompt([*harness.document, *harness.question])
+    harness.open(*harness.keys)
+    return req
+
+
 several_end_blocks = pytest.mark.parametrize(
     "kind", ["window-state", "window-state-extra-buffer", "window-unequal"]
 )
@@ -204,98 +211,42 @@ several_end_blocks = pytest.mark.parametrize(
 @several_end_blocks
 @pytest.mark.parametrize("running", [True, False])
 def test_coordinator_trees_end_state_copied_in_part_leaves_the_state_of_its_request(
-    kind: str, running: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, running: bool
 ) -> None:
     """One end block finds no device memory, the others are copied. The request goes on."""
     with TreeHarness(kind) as harness:
-        part = harness.side.ends.parts[0]
-        load, failed = part.load, []
-
-        def no_memory(index: int, *args: Any) -> Copy:
-            if not failed and index == 0:
-                failed.append(index)
-                raise torch.OutOfMemoryError("no device memory")
-            return load(index, *args)
-
-        monkeypatch.setattr(part, "load", no_memory)
-        if running:
-            req = running_prompt(harness)
-        else:
-            req = harness.prompt([*harness.document, *harness.question])
-            harness.open(*harness.keys)
-        harness.prefill(req)
-        assert failed
+        first, *others = harness.end
+        harness.copier.errors[first] = NO_MEMORY
+        harness.prefill(running_prompt(harness) if running else waiting_prompt(harness))
+        assert not harness.copier.errors
+        assert {*others} <= {*harness.copier.launched}
 
 
 @several_end_blocks
 def test_coordinator_trees_end_block_that_is_late_leaves_the_state_of_its_request(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str,
 ) -> None:
     """The copier has launched the other end blocks by then."""
     with TreeHarness(kind) as harness:
-        slots, copier = harness.device_slots, harness.device_slots._copier
-        load_end, launch_load = slots.load_end, copier.launch_load
-        launched, late = [], []
-
-        def launch(*copy: Any) -> None:
-            if len(launched) == harness.side.ends.count - 1 and not late:
-                late.append(copy)
-            else:
-                launched.append(copy)
-                launch_load(*copy)
-
-        def load(*args: Any) -> bool:
-            try:
-                return load_end(*args)
-            finally:
-                if len(late) == 1:
-                    late.append(())
-                    launch_load(*late[0])  # the copier gets to it
-
-        monkeypatch.setattr(copier, "launch_load", launch)
-        monkeypatch.setattr(copier, "_patience_s", 0.1)
-        monkeypatch.setattr(slots, "load_end", load)
-        req = running_prompt(harness)
-        harness.prefill(req)
-        assert late
+        *others, last = harness.end
+        harness.copier.held.add(last)
+        harness.prefill(running_prompt(harness))
+        assert {*others} <= {*harness.copier.launched}
+        assert last not in harness.copier.launched
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_coordinator_trees_error_of_an_end_block_withdraws_those_after_it(
-    running: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coordinator_trees_error_of_an_end_block_withdraws_those_after_it(running: bool) -> None:
     """Their slots are free by the time that the copier gets to them."""
     with TreeHarness("window-state") as harness:
-        slots, copier = harness.device_slots, harness.device_slots._copier
-        load_end, launch_load, later = slots.load_end, copier.launch_load, []
-
-        def launch(*copy: Any) -> None:
-            later.append(copy)
-            if len(later) == 1:
-                launch_load(*copy)
-
-        def fail(*args: Any) -> Copy:
-            raise Fault("a copy")
-
-        def load(*args: Any) -> bool:
-            monkeypatch.setattr(copier, "launch_load", launch)
-            monkeypatch.setattr(harness.side.ends.parts[0], "load", fail)
-            return load_end(*args)
-
-        if running:
-            req = running_prompt(harness)
-        else:
-            req = harness.prompt([*harness.document, *harness.question])
-            harness.open(*harness.keys)
-        monkeypatch.setattr(slots, "load_end", load)
+        first, *others = harness.end
+        harness.copier.errors[first] = Fault("a copy")
+        harness.copier.held.update(others)
+        req = running_prompt(harness) if running else waiting_prompt(harness)
         with pytest.raises(Fault):
             harness.prefill(req)
-        monkeypatch.undo()
-        loaded: list[object] = []
-        for copy, staged, _ in later[1:]:
-            launch_load(copy, staged, lambda: loaded.append("a block") or Copy())
-        assert len(later) > 1
-        assert not loaded
+        assert others
+        assert not {*others} & {*harness.copier.launched}
         with pytest.raises(Fault):
             harness.poll()  # as the server hears of it
 

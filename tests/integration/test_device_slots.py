@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import install
+from faults import FaultyCopier
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_pools import (
@@ -53,8 +54,9 @@ class SlotsHarness:
         self.counters = Counters()
         self.tree: list[torch.Tensor] = []
         self.asked: list[int] = []
+        self.copier = FaultyCopier(self.kv)
         self.device_slots = DeviceSlots(
-            self.kv, Copier(self.kv), self.allocator, self.evict, self.counters
+            self.kv, self.copier, self.allocator, self.evict, self.counters
         )
 
     def evict(self, tokens: int) -> None:
@@ -159,18 +161,11 @@ def test_device_slots_short_of_memory_places_the_rightmost_blocks() -> None:
     assert {s.reason for s in harness.staging.freed if not s.used} == {"ended"}
 
 
-def test_device_slots_error_of_a_copy_is_raised_to_who_waits_and_to_the_next_poll(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_slots_error_of_a_copy_is_raised_to_who_waits_and_to_the_next_poll() -> None:
     harness = SlotsHarness()
     record = harness.record(2)
     for b in range(2):
-        harness.staging.land(record, b)
-
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr(harness.kv, "load", fail)
+        harness.copier.errors[harness.staging.land(record, b)] = RuntimeError("the device is gone")
     assert harness.device_slots.place(record, range(2))
     assert harness.device_slots.copy_failed(record, range(2))
     for _ in range(2):

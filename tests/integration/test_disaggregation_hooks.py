@@ -20,7 +20,7 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration.boundary import BOUNDARY, Health
+from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
@@ -247,10 +247,7 @@ def generating(req: FakeReq, *, finished: bool = False, fake: bool = False) -> A
     return same
 
 
-def test_decode_server_counts_the_requests_between_failures(
-    hooks: Hooks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BOUNDARY, "health", Health())
+def test_decode_server_counts_the_requests_between_failures(hooks: Hooks) -> None:
     coordinator: Any = SimpleNamespace(answer=lambda req, digest: None)
     for _ in range(5):
         assert not BOUNDARY.health.failed()

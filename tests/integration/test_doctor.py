@@ -58,8 +58,9 @@ H100 = ("NVIDIA H100 80GB HBM3", 81559 * MIB)
 # The command, which measures stores with little, and for as long as a busy disk takes.
 PATIENT = """
 import sys
+from functools import partial
 from sglang_cake.cli import doctor, main
-doctor.BENCH_BYTES, doctor.BENCH_S = 1 << 20, 600.0
+doctor.store_findings = partial(doctor.store_findings, bench_bytes=1 << 20, bench_s=600.0)
 sys.exit(main())
 """
 

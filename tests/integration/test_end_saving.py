@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kv_pools import record_of
-from test_block_saving import BLOCK, PATIENCE_S, SavingHarness, no_memory
+from test_block_saving import BLOCK, PATIENCE_S, SavingHarness
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import end_keys
@@ -266,15 +266,12 @@ def test_end_saving_of_an_evicted_end_gives_its_buffers_back(harness: EndHarness
     assert harness.buffers.free == harness.buffers.capacity
 
 
-def test_end_saving_without_device_memory_gives_its_buffers_back(
-    harness: EndHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_saving_without_device_memory_gives_its_buffers_back(harness: EndHarness) -> None:
     record = known(6, 0, extra_tokens=3)
     record.agreed.stored = (True,) * 6
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.kv, "fence", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            harness.tell(record, 6 * BLOCK + 3)
+    harness.kv.is_short = True
+    with pytest.raises(torch.OutOfMemoryError):
+        harness.tell(record, 6 * BLOCK + 3)
     assert harness.buffers.free == harness.buffers.capacity
 
 

@@ -1,18 +1,18 @@
 """Host memory of a scheduler process: its pools, and its registration with a GPU."""
 
-import errno
 import gc
 import logging
+import resource
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kv_pools import mha
-from system_calls import failing, is_mapped
+from system_calls import is_mapped
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core import host_memory
 from sglang_cake.core.buffers import PAGE_BYTES
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
@@ -184,9 +184,13 @@ def test_host_pools_of_a_machine_with_little_memory_say_so(
         host_pools(kv, large, chunk_tokens=64, free_bytes=few_bytes)
 
 
-def test_host_pools_that_cannot_be_mapped_are_a_config_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(host_memory, "Mapping", failing(errno.ENOMEM))
-    with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-bytes"):
-        host_pools(kv_of(), CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES)
+def test_host_pools_that_cannot_be_mapped_are_a_config_error() -> None:
+    kv, config = kv_of(), CakeConfig(block_tokens=BLOCK, staging_bytes=2**30)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 2**28, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-byte"):
+            host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -28,7 +28,7 @@ from transformers import dynamic_module_utils
 from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration.identity import content, identity, weight_hooks
-from sglang_cake.integration.identity.content import Files, file_states
+from sglang_cake.integration.identity.content import MAX_CODE_FILES, Files, file_states
 from sglang_cake.integration.identity.identity import (
     LOADED,
     Identity,
@@ -394,11 +394,11 @@ def test_identity_external_model_code_counts_with_its_whole_package(
 
 
 def test_identity_external_model_code_of_too_many_files_is_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(content, "MAX_CODE_FILES", 2)
     served = _model(tmp_path, "cake_external_5", "class Served:\n    pass\n")
-    (tmp_path / "other.py").touch()
+    for number in range(MAX_CODE_FILES):
+        (tmp_path / f"other_{number}.py").touch()
     assert _digest(served=served) != _digest(served=served)
     assert "the code of Served is unknown" in caplog.text
 

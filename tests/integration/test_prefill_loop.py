@@ -2,6 +2,7 @@
 and a request goes back to the queue only if another one computes in the same step."""
 
 import random
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from kv_pools import since_0_5_23
 from registered_hooks import hooks_of
 from sglang.srt.mem_cache import registry
 
-from sglang_cake.integration import flags, plugin
+from sglang_cake.config import ENABLED_ENV
+from sglang_cake.integration import plugin
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.loading.cost_model import PrefillCost, PromptCosts
@@ -178,9 +180,9 @@ def test_prefill_adder_window_that_is_computed_again_counts_in_the_chunk(
 def test_window_replay_plugin_restarts_windows_of_requests_that_blocks_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flags, "is_handed_over", lambda: True)
+    monkeypatch.setenv(ENABLED_ENV, "1")
     monkeypatch.setattr(registry, "register_radix_cache_backend", lambda *args: None)
-    monkeypatch.setattr(plugin, "_accept_engine_keywords", lambda: None)
+    monkeypatch.delitem(sys.modules, "sglang.srt.entrypoints.engine", raising=False)
     prepared = hooks_of(plugin.register)["prepare_for_extend"]
     tree = BareTree(CoordinatorHarness().coordinator)
     first, joined, other = (req_of(1.5, rid) for rid in ("first", "joined", "other"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
+from coordinator_harness import BLOCK, NO_MEMORY, CoordinatorHarness, FakeReq, req_of
 from faults import Fault
 from polling import until
 
@@ -154,8 +154,8 @@ def test_ranks_poll_failing_on_one_rank_ends_requests_on_both(ranks: TwoRanks, w
     assert ranks.reclaimable_tokens() == [0, 0]
 
 
-def no_memory(*args: object) -> None:
-    raise torch.OutOfMemoryError("no memory")
+def without_memory(harness: CoordinatorHarness) -> None:
+    harness.copier.errors |= {harness.block(number): NO_MEMORY for number in range(4)}
 
 
 def test_ranks_block_without_device_memory_on_one_rank_ends_the_request_on_both(
@@ -164,7 +164,7 @@ def test_ranks_block_without_device_memory_on_one_rank_ends_the_request_on_both(
     """Before the step is decided, and without an error."""
     reqs = stored(ranks)
 
-    ranks.harnesses[1].kv.load = no_memory  # type: ignore[assignment]
+    without_memory(ranks.harnesses[1])
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
@@ -184,7 +184,7 @@ def test_ranks_copy_without_device_memory_within_a_poll_ends_the_request_in_the_
         assert ranks.poll("r") == [None, None]
     assert ranks.reclaimable_tokens() == [0, 0]
 
-    ranks.harnesses[1].kv.load = no_memory  # type: ignore[assignment]
+    without_memory(ranks.harnesses[1])
     for harness in ranks.harnesses:
         harness.coordinator.spare_slots = math.inf
     assert ranks.poll("r") == [None, None]
@@ -198,7 +198,7 @@ def test_ranks_failed_copy_behind_a_hole_ends_the_request_on_both(ranks: TwoRank
     for harness, req in zip(ranks.harnesses, reqs, strict=True):
         harness.open(*harness.fill(req.origin_input_ids, {1, 2, 3}))
 
-    ranks.harnesses[1].kv.load = no_memory  # type: ignore[assignment]
+    without_memory(ranks.harnesses[1])
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(5):
         assert ranks.poll("r") == [None, None]
@@ -207,18 +207,14 @@ def test_ranks_failed_copy_behind_a_hole_ends_the_request_on_both(ranks: TwoRank
 
 def test_ranks_error_of_a_copy_is_raised_once(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
-    load = ranks.harnesses[1].kv.load
     for harness in ranks.harnesses:
         harness.coordinator.spare_slots = 0  # landed blocks stay in host memory
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     for _ in range(3):
         assert ranks.poll("r") == [None, None]
 
-    def failing(*args: object) -> None:
-        ranks.harnesses[1].kv.load = load  # type: ignore[assignment]
-        raise Fault("a copy")
-
-    ranks.harnesses[1].kv.load = failing  # type: ignore[assignment]
+    one = ranks.harnesses[1]
+    one.copier.errors[one.block(3)] = Fault("a copy")
     for harness in ranks.harnesses:
         harness.coordinator.spare_slots = math.inf
     raised = [each for _ in range(3) for each in ranks.poll("r") if each is not None]

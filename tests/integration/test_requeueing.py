@@ -306,7 +306,6 @@ def test_waiting_request_that_is_held_back_takes_no_place_of_an_adapter(
     sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
     monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
     monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
-    monkeypatch.setattr(BareTree, "step_stop", lambda tree, req: None)
     before_adapter = hooks_of(scheduler_hooks.install)["can_schedule_lora_req"]
     admission = admissions()
     tree: Any = BareTree(admission.coordinator)
@@ -493,8 +492,9 @@ def test_chunked_request_step_ends_at_the_first_of_its_stops(
     admission = admissions()
     step = None if planned is None else StepPlan(planned, wait=False)
     monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
-    monkeypatch.setattr(BareTree, "step_stop", lambda tree, req: saved_end)
-    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    tree = BareTree(admission.coordinator)
+    tree.saved_end = saved_end
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64)
     adder.add_chunked_req(admission.req("running"))
     assert adder.chunked_req_limit == limit
 
@@ -550,11 +550,12 @@ def test_waiting_request_step_ends_at_the_first_of_its_stops(
     admission = admissions()
     step = None if planned is None else StepPlan(planned, wait=False)
     monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
-    monkeypatch.setattr(BareTree, "step_stop", lambda tree, req: saved_end)
     req = admission.req("waiting")
     req.last_node = None
     req.full_untruncated_fill_ids = req.origin_input_ids
-    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    tree = BareTree(admission.coordinator)
+    tree.saved_end = saved_end
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64)
     if chunked == "in this step":
         adder.new_chunked_req = object()
     assert adder.add_one_req(req, chunked == "before", None) == AddReqResult.CONTINUE

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
@@ -402,20 +403,19 @@ def test_runahead_scheduler_waiting_prompt_is_planned_again_only_after_a_change(
 def test_runahead_scheduler_handover_time_fades_once_for_a_prompt(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assumed = "sglang_cake.integration.runahead.runahead_scheduler.HANDOVER_S"
-    monkeypatch.setattr(assumed, 1.0)  # as after slow chains
-    one = setup(send_all)
+    one, clock = setup(send_all), time.monotonic
+    one.step_costs.measured = True
+    monkeypatch.setattr("time.monotonic", lambda: clock() + 3.0)  # a slow chain
     one.run()
-    monkeypatch.setattr(assumed, 0.0)
     one.req.sampling_params.custom_params = None
-    for number in range(60):
+    for number in range(200):
         one.req.rid = f"prompt {number}"
         if one.owner.consider(one.req, alone=True) == "wait":
             break
         for _ in range(60):
             assert one.owner.consider(one.req, alone=True) == "alone"
         one.owner.release(one.req.rid)
-    assert 5 < number < 59  # in the end, a chain is tried again
+    assert 5 < number < 199  # in the end, a chain is tried again
 
 
 def test_runahead_scheduler_own_faults_pause_its_asking(

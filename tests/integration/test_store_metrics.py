@@ -6,15 +6,13 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from polling import async_until
 from private_files import write_private
 
 from sglang_cake.core.codec_names import CODECS, REFUSALS
 from sglang_cake.core.counters import COUNTERS, Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.integration import build
-from sglang_cake.integration.build import CakeService
+from sglang_cake.integration.build import STATS_EVERY_S, CakeService
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats
@@ -24,6 +22,7 @@ from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
+from sglang_cake.testing.virtual_time import in_virtual_time
 
 LABELS = {"model": "m"}
 COSTS = PromptCosts(PrefillCost(0.01, 1e-4, 1e-9), LoadCost(0.0, 0.005, depth=1))
@@ -184,29 +183,25 @@ class Careless(MemoryStore):
         self.closed = True
 
 
-async def test_metrics_go_on_after_a_store_with_a_bug(monkeypatch, caplog):
-    monkeypatch.setattr(build, "STATS_EVERY_S", 0.001)
-    asked, published = [], []
-
-    class Asked(Careless):
-        async def stats(self):
-            asked.append(self)
-            return await super().stats()
-
+def test_metrics_go_on_after_a_store_with_a_bug(caplog):
+    published = []
     metrics = SimpleNamespace(publish=lambda store, stats: published.append(store))
-    service = SimpleNamespace(_store=Asked())
-    watching = asyncio.ensure_future(CakeService._watch(service, metrics))
-    await async_until(lambda: watching.done() or len(asked) > 2)
-    service._store = MemoryStore()
-    await async_until(lambda: watching.done() or published)
-    watching.cancel()
-    await asyncio.wait([watching])
-    assert published[:1] == [service._store]
+    service = SimpleNamespace(_store=Careless())
+
+    async def watched():
+        watching = asyncio.ensure_future(CakeService._watch(service, metrics))
+        await asyncio.sleep(3 * STATS_EVERY_S)
+        service._store = MemoryStore()
+        await asyncio.sleep(3 * STATS_EVERY_S)
+        watching.cancel()
+
+    in_virtual_time(watched())
+    assert published
+    assert {*published} == {service._store}
     assert caplog.text.count("broke its contract") == 1
 
 
-async def test_metrics_of_the_next_store_do_not_wait_for_one_that_hangs(monkeypatch):
-    monkeypatch.setattr(build, "STATS_EVERY_S", 0.001)
+def test_metrics_of_the_next_store_do_not_wait_for_one_that_hangs():
     published, calls = [], []
 
     class Hung(MemoryStore):
@@ -217,14 +212,21 @@ async def test_metrics_of_the_next_store_do_not_wait_for_one_that_hangs(monkeypa
     metrics = SimpleNamespace(publish=lambda *each: published.append(each))
     hung, other = Hung(), MemoryStore()
     service = SimpleNamespace(_store=hung)
-    watching = asyncio.ensure_future(CakeService._watch(service, metrics))
-    await async_until(lambda: len(published) > 1)  # its events, which need no answer
-    assert set(published) == {(hung, None)}
-    assert calls == [hung]
-    service._store = other
-    await async_until(lambda: published[-1][0] is other and published[-1][1] is not None)
-    watching.cancel()
-    await asyncio.wait([watching])
+
+    async def watched():
+        watching = asyncio.ensure_future(CakeService._watch(service, metrics))
+        await asyncio.sleep(5 * STATS_EVERY_S)
+        assert len(published) > 1, "its events, which need no answer"
+        assert set(published) == {(hung, None)}
+        assert calls == [hung]
+        service._store = other
+        await asyncio.sleep(3 * STATS_EVERY_S)
+        watching.cancel()
+
+    in_virtual_time(watched())
+    store, stats = published[-1]
+    assert store is other
+    assert stats is not None
 
 
 class Hanging(MemoryStore):

@@ -21,12 +21,13 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import PAGE_BYTES, Buffer, BufferPool, TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
+from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.loading import loader as loading
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import (
+    ENDED_LOOKUP_S,
     BlockRead,
     Fetched,
     Loader,
@@ -118,6 +119,16 @@ class HookedStore(WrapperStore):
                 self.at_end[key]()
 
 
+class CountingIo(IoThread):
+    """Attributes: posts: how many calls it was given."""
+
+    posts = 0
+
+    def post(self, action: Callable[..., object], *args: Any) -> None:
+        self.posts += 1
+        super().post(action, *args)
+
+
 class LoaderHarness(HeldReads):
     """A loader over a store whose reads the test opens, and what came of it.
 
@@ -125,7 +136,7 @@ class LoaderHarness(HeldReads):
     """
 
     def __init__(self, *, buffers: int = 8, depth: int = 2) -> None:
-        super().__init__()
+        super().__init__(CountingIo())
         self.recorded = RecordingStore(self.faulty)
         self.pool = buffer_pool(buffers)
         self.counters = Counters()
@@ -640,22 +651,23 @@ class HungLookups(WrapperStore):
         raise AssertionError
 
 
-@pytest.mark.parametrize("rest_s", [0.0, 600.0])
 def test_loader_lookup_of_a_prompt_that_has_ended_is_cancelled_after_a_while(
-    harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch, rest_s: float
+    harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a disk hangs, lookups would pile up, and be answered before those of live prompts. Not
     at once: that a tier is late is found out by lookups that are late."""
-    monkeypatch.setattr(loading, "ENDED_LOOKUP_S", rest_s)
     store = HungLookups(harness.recorded)
     harness.loader = harness.new_loader(store)
     for name in "ab":
         harness.begin(name, tokens_of(0, 8))
     harness.settle()
     harness.loader.cancel("a")
-    for _ in range(3):
-        harness.settle()
-    assert (store.asked, store.cancelled) == (2, 0 if rest_s else 1)
+    harness.settle()
+    assert (store.asked, store.cancelled) == (2, 0)
+    later_s = harness.io.loop.time() + ENDED_LOOKUP_S
+    monkeypatch.setattr(harness.io.loop, "time", lambda: later_s)
+    harness.settle()
+    assert (store.asked, store.cancelled) == (2, 1)
     assert harness.news() == []
     harness.loader.cancel("b")
 
@@ -1100,10 +1112,7 @@ def test_loader_lost_block_frees_its_buffer_for_the_next(
 @pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("first", [False, True])
 def test_loader_freed_buffer_wakes_the_io_thread_only_if_a_read_waits_for_it(
-    harness_of: Callable[..., LoaderHarness],
-    monkeypatch: pytest.MonkeyPatch,
-    first: bool,
-    buffers: int,
+    harness_of: Callable[..., LoaderHarness], first: bool, buffers: int
 ) -> None:
     """A wake-up takes the interpreter from the scheduler thread, and the end of the read under way
     looks for the buffer."""
@@ -1117,14 +1126,11 @@ def test_loader_freed_buffer_wakes_the_io_thread_only_if_a_read_waits_for_it(
     assert harness.landed() == [("a", 5)]
     under_way = [keys[4], keys[3]] if buffers == 3 else [keys[4]]
     assert harness.waiting() == under_way
-    posted = []
-    post = harness.io.post
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.io, "post", lambda *call: posted.append(call) or post(*call))
-        (event,) = harness.held
-        event.staged.release(used=True)
-        harness.held.clear()
-    assert len(posted) == (1 if buffers == 2 else 0)
+    (event,) = harness.held
+    before = harness.io.posts
+    event.staged.release(used=True)
+    harness.held.clear()
+    assert harness.io.posts - before == (1 if buffers == 2 else 0)
     assert harness.waiting() == [keys[4], keys[3]]
     assert harness.loader.stats.staged_blocks == 0
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_cake.cli import PIPE_STATUS, main, plan
+from sglang_cake.cli import PIPE_STATUS, main
 from sglang_cake.simulator.hardware import UNSURE
 from sglang_cake.simulator.shapes import MODELS
 
@@ -243,15 +244,17 @@ def test_command_without_an_output_works(monkeypatch: pytest.MonkeyPatch) -> Non
     assert main(PLAN) == 0
 
 
-def test_command_interrupted_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(_args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(plan, "predict", interrupted)
-    assert main(PLAN) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+def test_command_interrupted_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "sglang_cake", "trace", "replay", str(tmp_path / "trace")],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with open(tmp_path / "trace", "w"):  # waits until the command reads it
+        command.send_signal(signal.SIGINT)
+        assert command.communicate()[1] == "interrupted\n"
+    assert command.returncode == 130
 
 
 def test_command_other_broken_pipe_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

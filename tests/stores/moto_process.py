@@ -22,6 +22,10 @@ OTHER_PORT = int(os.environ.get("CAKE_TEST_S3_PORT", "0"))
 PATIENT = TimeoutLimits(first_s=60.0, floor_s=60.0)  # however busy the machine is
 
 
+def patient(source):
+    return dataclasses.replace(source, limits=PATIENT, check_s=60.0)
+
+
 class Moto:
     """A server on loopback. Forgets everything when it is started again."""
 
@@ -83,9 +87,8 @@ class Moto:
         """Its stores wait for long; tests of time limits set others."""
         (source,) = parse_sources(self.url(place) + options)
         if hasattr(source, "inner"):
-            patient = dataclasses.replace(source.inner, limits=PATIENT)
-            return dataclasses.replace(source, inner=patient)
-        return dataclasses.replace(source, limits=PATIENT)
+            return dataclasses.replace(source, inner=patient(source.inner))
+        return patient(source)
 
     def open(self, place, frame=FRAME, depth=4, options=""):
         return self.source(place, options).open(frame, depth=depth)

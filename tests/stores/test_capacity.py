@@ -9,6 +9,7 @@ import os
 import signal
 import sqlite3
 import threading
+import time
 
 import killed_writers
 import pytest
@@ -21,11 +22,10 @@ from test_crash import SINCE, KilledWriters
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
-from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
-from sglang_cake.stores.file.index import BlockIndex
+from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
@@ -253,7 +253,8 @@ def test_block_folder_corrupt_file_that_cannot_be_removed_keeps_no_index_closed(
         with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(name)):
             raise BlockCorrupt("a bad sector")
     folder.close()
-    monkeypatch.setattr(index_supervisor, "KEEP_ASIDE_S", 0.0)
+    later_s = time.time() + KEEP_ASIDE_S + 1
+    monkeypatch.setattr("time.time", lambda: later_s)
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", unlink_failing(errno.EUCLEAN, key_of(0).hex()))
         with contextlib.closing(opened(tmp_path)) as again:
@@ -272,13 +273,14 @@ def test_block_folder_block_put_while_a_corrupt_one_is_set_aside_stays(tmp_path,
     one, two = opened(tmp_path), opened(tmp_path)
     with contextlib.closing(one), contextlib.closing(two):
         put(one, 0)
-        set_aside = BlockIndex.set_aside
+        replace = os.replace
 
-        def after_put(index, *args):
+        def before_put(*args, **folders):
+            replace(*args, **folders)
+            monkeypatch.undo()
             assert put(two, 0)
-            set_aside(index, *args)
 
-        monkeypatch.setattr(BlockIndex, "set_aside", after_put)
+        monkeypatch.setattr(os, "replace", before_put)
         with pytest.raises(BlockCorrupt), one.reading(DIGEST, key_of(0)):
             raise BlockCorrupt("a flipped bit")
         assert there(one, [0]) == [0]

@@ -4,13 +4,11 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 from moto_process import moto
 from storetools import ALICE, fill, held, url_of
 from system_calls import reads_of_this_process
 
-from sglang_cake.cli import doctor
-from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
+from sglang_cake.cli.doctor import BENCH_S, KvSizes, store_findings, stores_of
 from sglang_cake.cli.named_stores import NamedStore
 from sglang_cake.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
@@ -20,17 +18,15 @@ from sglang_cake.testing.virtual_time import in_virtual_time
 MODEL = KvSizes(block_bytes=2 << 20, end_blocks=0, stored_token_bytes=1000)
 
 
-@pytest.fixture(autouse=True)
-def _little_and_as_long_as_it_takes(monkeypatch):
-    """The disk of the tests is as busy as the machine, and a call has no limit of its own."""
-    monkeypatch.setattr(doctor, "BENCH_BYTES", 1 << 20)
-    monkeypatch.setattr(doctor, "BENCH_S", 600.0)
-
-
 def said(url, kv=MODEL):
     """Lines and speed of a store."""
     (store,) = stores_of(CakeConfig(store=url))
-    return asyncio.run(store_findings(store, 2, kv))
+    return said_of(store, kv)
+
+
+def said_of(store, kv=MODEL):
+    """The same, however busy the disk is."""
+    return asyncio.run(store_findings(store, 2, kv, bench_bytes=1 << 20, bench_s=600.0))
 
 
 def refusal(url):
@@ -115,7 +111,7 @@ def test_doctor_slow_store_is_given_up_and_cleaned():
     store = FullHourStore()
     source = SimpleNamespace(check=lambda: None, open=lambda frame, depth: store)
     text = refusal_of(in_virtual_time(store_findings(NamedStore("slow://", source), 2, MODEL)))
-    assert f"{doctor.BENCH_S:g} s were not enough" in text
+    assert f"{BENCH_S:g} s were not enough" in text
     assert not store.blocks, "what it wrote is deleted"
 
 
@@ -132,13 +128,13 @@ def test_doctor_token_file_that_is_absent_is_to_mend(tmp_path):
 def test_doctor_wrong_credentials_and_no_bucket_are_to_mend(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-    monkeypatch.setattr("sglang_cake.stores.s3.s3_store.CHECK_S", 60.0)
     with moto(INITIAL_NO_AUTH_ACTION_COUNT="0") as strict:
-        text = refusal(strict.url("any-bucket"))
+        text = refusal_of(said_of(NamedStore("s3", strict.source("any-bucket"))))
     assert "check the credentials" in text
     assert "anything" not in text
     with moto() as server:
-        assert "does not exist: make it first" in refusal(server.url("nobody-made-this"))
+        absent = said_of(NamedStore("s3", server.source("nobody-made-this")))
+        assert "does not exist: make it first" in refusal_of(absent)
         (speed,), bytes_per_s = said(server.url(server.make_bucket()))
     assert speed.state == "ok"
     assert bytes_per_s > 0

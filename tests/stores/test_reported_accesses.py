@@ -22,8 +22,8 @@ from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.index import ScannedFile
+from sglang_cake.stores.file.index_supervisor import REPORT_AGAIN_S
 from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
@@ -396,8 +396,13 @@ def test_block_folder_put_in_another_process_gets_the_reported_facts(
         assert {*range(4), 20, 21, *range(30, 35)} <= {*kept}
 
 
+def a_retry_later():
+    """The clock, when reports are applied again."""
+    clock = time.monotonic
+    return lambda: clock() + REPORT_AGAIN_S[0]
+
+
 def test_block_folder_block_put_elsewhere_long_after_a_report_gets_its_facts(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_supervisor, "REPORT_AGAIN_S", (0.0,) * 1000)
     with (
         contextlib.closing(opened_folder(tmp_path)) as reporter,
         contextlib.closing(opened_folder(tmp_path)) as writer,
@@ -405,6 +410,7 @@ def test_block_folder_block_put_elsewhere_long_after_a_report_gets_its_facts(tmp
         reporter.on_access(DIGEST, keys(0, 1), FACTS)
         booked(reporter, ())
         put(writer, 0)
+        monkeypatch.setattr("time.monotonic", a_retry_later())
 
         def has_facts():
             reporter.supervisor.wake()
@@ -421,14 +427,15 @@ def test_block_folder_report_from_before_the_clock_was_set_back_is_recorded_as_o
 ):
     now_s = 2e9
     monkeypatch.setattr("time.time", lambda: now_s)
-    monkeypatch.setattr(index_supervisor, "REPORT_AGAIN_S", (0.0,) * 1000)
     with contextlib.closing(opened_folder(tmp_path)) as folder:
         folder.on_access(DIGEST, keys(0), FACTS)
         booked(folder, ())
         now_s -= 86_400.0
         with folder.supervisor.open() as index:
             assert folder.evictor.learn(index, time.sleep)  # finds that the clock was set back
-        put(folder, 0)
+            put(folder, 0)
+            assert folder.evictor.learn(index, time.sleep)  # and corrects no times from now on
+        monkeypatch.setattr("time.monotonic", a_retry_later())
 
         def is_used():
             folder.supervisor.wake()

@@ -55,7 +55,6 @@ def credentials(monkeypatch, tmp_path):
     forget_credentials(monkeypatch, tmp_path)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-    monkeypatch.setattr("sglang_cake.stores.s3.s3_store.CHECK_S", 60.0)
 
 
 @pytest.fixture(scope="module")

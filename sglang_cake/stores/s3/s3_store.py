@@ -214,6 +214,7 @@ class S3Source:
     place: S3Place
     limits: TimeoutLimits = LIMITS
     most_namespaces: int = MAX_NAMESPACES  # a longer listing is an error
+    check_s: float = CHECK_S
 
     def check(self) -> None:
         """Lists one name. A missing answer, or a server's error, is not reported."""
@@ -221,7 +222,7 @@ class S3Source:
 
         def ask() -> None:
             try:
-                asyncio.run(asyncio.wait_for(self._ask(), CHECK_S))
+                asyncio.run(asyncio.wait_for(self._ask(), self.check_s))
             except TimeoutError:
                 pass
             except StoreError as error:
