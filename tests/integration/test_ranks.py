@@ -258,11 +258,16 @@ def test_ranks_switched_off_rank_switches_off_the_other_once(ranks: TwoRanks) ->
     assert ranks.reductions == before  # nobody waits for anybody any more
 
 
-def test_ranks_evicted_prompt_is_looked_up_again_by_both(ranks: TwoRanks) -> None:
+@pytest.mark.parametrize("second_knows", [True, False])
+def test_ranks_evicted_prompt_is_looked_up_again_by_both(
+    ranks: TwoRanks, second_knows: bool
+) -> None:
+    """Behind a failure, one tree alone may have evicted: the ranks agree, and go on alike."""
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))
     assert ranks.poll("r") == [None, None]
     ranks.both(lambda harness, rank: harness.evict(reqs[rank]))
+    ranks.harnesses[1].coordinator.tree_evicts = second_knows
     ranks.agree("r")
     assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
@@ -335,19 +340,6 @@ def test_ranks_ask_their_trees_for_the_same_matches_when_one_fails(
         first.coordinator.release("r")
         assert ranks.poll("r") == [None, None]
     assert asked[0] == asked[1]
-
-
-def test_ranks_look_up_evicted_prompts_again_where_one_tree_alone_has_evicted(
-    ranks: TwoRanks,
-) -> None:
-    """As behind a failure: the ranks agree on it, so that they go on alike."""
-    reqs = stored(ranks)
-    ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))
-    assert ranks.poll("r") == [None, None]
-    ranks.both(lambda harness, rank: harness.evict(reqs[rank]))
-    ranks.harnesses[1].coordinator.tree_evicts = False
-    ranks.agree("r")
-    assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
 def test_ranks_ask_the_same_waiting_prompts_after_one_failed() -> None:

@@ -70,9 +70,9 @@ def bytes_of(key: BlockKey) -> bytes:
 class BrokenStore(WrapperStore):
     """Raises what no store may raise."""
 
-    def __init__(self, inner: Store, *, reads: bool = True, lookups: bool = True) -> None:
+    def __init__(self, inner: Store, *, lookups: bool = True) -> None:
         super().__init__(inner)
-        self.reads, self.lookups = reads, lookups
+        self.lookups = lookups
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         if self.lookups:
@@ -853,12 +853,18 @@ def test_loader_computed_blocks_are_not_lent(harness: LoaderHarness) -> None:
     assert store.lent == [keys[3], keys[2]]
 
 
-def test_loader_shared_read_goes_on_when_one_prompt_ends(harness: LoaderHarness) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+def test_loader_shared_read_goes_on_when_one_prompt_ends_or_wants_no_more(
+    harness: LoaderHarness, ends: bool
+) -> None:
     tokens, keys = harness.stored(1)
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     assert harness.waiting() == keys
-    harness.loader.cancel("a")
+    if ends:
+        harness.loader.cancel("a")
+    else:
+        harness.loader.set_load_from("a", None)
     assert harness.waiting() == keys
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
@@ -1189,16 +1195,6 @@ def test_loader_keep_none_then_zero_at_once_lands_every_block(harness: LoaderHar
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
     assert len(began) == 2
-
-
-def test_loader_keep_none_leaves_a_shared_read_to_the_other_prompt(harness: LoaderHarness) -> None:
-    tokens, keys = harness.stored(1)
-    harness.begin("a", tokens)
-    harness.begin("b", tokens)
-    assert harness.waiting() == keys
-    harness.loader.set_load_from("a", None)
-    harness.open(*keys)
-    assert harness.landed() == [("b", 0)]
 
 
 # ---- when the scheduler thread should look ----
