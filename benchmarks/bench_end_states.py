@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import facts
+from benchmarks import documents, facts
 from benchmarks.command_line import parser_of
 from sglang_cake.cli.machine_args import ServerSpec, predict_ttft
 from sglang_cake.cli.text_tables import size_text, table
@@ -25,8 +25,7 @@ CHUNK = 8192  # SGLang's default on these GPUs
 LATENCY_S = 0.001
 LINKS_GBPS = (7, 32, 100)
 LENGTHS = (16384, 65536)
-PAGE = facts.ROOT / "docs" / "simulator.md"
-BEGIN, END = "<!-- end-states: begin -->\n", "<!-- end-states: end -->\n"
+DOC = facts.ROOT / "docs" / "simulator.md"
 
 
 class Server(NamedTuple):
@@ -84,22 +83,27 @@ def cell(server: Server, gbps: float, tokens: int) -> dict[str, Any]:
     }
 
 
-def markdown(cells: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/simulator.md."""
+def documented(result: dict[str, Any]) -> dict[str, str]:
+    """The table of docs/simulator.md, by its name."""
+    heads = ["model and GPUs", "KV of a token", "end state", "link, Gbps", "tokens", "compute"]
+    heads += ["load", "**both**", "optimum", "gain", "computed"]
     lines = [
-        "| model and GPUs | KV of a token | end state | link, Gbps | tokens | compute | load |"
-        " **both** | optimum | gain | computed |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        [
+            row["server"],
+            f"{row['kv_bytes_per_token'] / 1e3:.1f} kB",
+            size_text(row["end_bytes"]) if row["end_bytes"] else "-",
+            f"{row['gbps']:g}",
+            f"{row['tokens'] // 1024}k",
+            f"{row['compute_s']:.2f}",
+            f"{row['load_s']:.2f}",
+            f"**{row['cake_s']:.2f}**",
+            f"{row['optimum_s']:.2f}",
+            f"{row['gain']:.2f}",
+            f"{row['computed_share']:.0%}",
+        ]
+        for row in result["cells"]
     ]
-    for row in cells:
-        end = size_text(row["end_bytes"]) if row["end_bytes"] else "-"
-        lines.append(
-            f"| {row['server']} | {row['kv_bytes_per_token'] / 1e3:.1f} kB | {end}"
-            f" | {row['gbps']:g} | {row['tokens'] // 1024}k"
-            f" | {row['compute_s']:.2f} | {row['load_s']:.2f} | **{row['cake_s']:.2f}**"
-            f" | {row['optimum_s']:.2f} | {row['gain']:.2f} | {row['computed_share']:.0%} |"
-        )
-    return "\n".join(lines) + "\n"
+    return {"end-states": documents.table(heads, lines, right=True)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,13 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [name for name in cells[0] if name != "server"]
     rows = [[c["server"], *(f"{c[name]:g}" for name in names)] for c in cells]
     print(table(["server", *names], rows, right=range(1, len(names) + 1)))
+    settings = {"chunk_tokens": CHUNK, "block_tokens": BLOCK, "latency_s": LATENCY_S}
+    result = {**facts.header("end_states", **settings), "cells": cells}
     if args.json:
-        settings = {"chunk_tokens": CHUNK, "block_tokens": BLOCK, "latency_s": LATENCY_S}
-        facts.write(args.json, {**facts.header("end_states", **settings), "cells": cells})
+        facts.write(args.json, result)
     if args.docs:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(before + BEGIN + markdown(cells) + END + after)
+        documents.update(documented(result), DOC)
     return 0
 
 

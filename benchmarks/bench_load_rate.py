@@ -196,6 +196,11 @@ def text(cells: Sequence[Mapping[str, Any]]) -> str:
     return documents.table(head, rows, right=True)
 
 
+def documented(result: dict[str, Any]) -> dict[str, str]:
+    """The table of docs/performance.md, by its name."""
+    return {"load-rate": text(result["cells"])}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cells; the result file is written after each."""
     args = parse_args(argv)
@@ -221,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.say(f"blocks of {block_tokens} tokens: {result['cells'][-1]['ratios']}")
     print("", text(result["cells"]), "", sep="\n")
     if args.docs:
-        documents.update({"load-rate": text(result["cells"])}, DOC)
+        documents.update(documented(result), DOC)
     progress.say(f"result: {facts.shown(args.out)}")
     return 0
 

@@ -342,23 +342,10 @@ def hits(folder: Path, *, layers: int, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def documented_hits(result: dict[str, Any]) -> dict[str, str]:
-    """The table of docs/tiers.md, by its name."""
-    rows = result["hits"]
-    puts, moved = (
-        by_median([row for row in rows if row["block"] == block], "codec", ["cpu_ms"])
-        for block in ("put", "moved up")
-    )
-    cells = [
-        [codec, f"{float(one):.1f}", f"{float(other):.1f}", f"{float(one) / float(other):.0f}"]
-        for (codec, one), (_, other) in zip(puts, moved, strict=True)
-    ]
-    heads = ["codec", "decoded at each hit, CPU ms", "lent, CPU ms", "times"]
-    return {"memory-hits": documents.table(heads, cells, right=True)}
-
-
 def documented(result: dict[str, Any]) -> dict[str, str]:
-    """The tables of docs/tiers.md, by name."""
+    """The tables of docs/tiers.md, by name: those of hits, or all others."""
+    if "hits" in result:
+        return {"memory-hits": hits_table(result["hits"])}
     heads = ["workload, requests/s", "arm", "TTFT ms", "p99", "to HiCache", "p99", "to everything"]
     ratios = ("ttft_mean_to_hicache", "ttft_p99_to_hicache", "ttft_mean_to_everything")
     cells = [
@@ -382,6 +369,20 @@ def documented(result: dict[str, Any]) -> dict[str, str]:
             ["a put", *heads_of_rates], [[names[way], *rest] for way, *rest in puts], right=True
         ),
     }
+
+
+def hits_table(rows: Sequence[dict[str, Any]]) -> str:
+    """One row for each codec."""
+    puts, moved = (
+        by_median([row for row in rows if row["block"] == block], "codec", ["cpu_ms"])
+        for block in ("put", "moved up")
+    )
+    cells = [
+        [codec, f"{float(one):.1f}", f"{float(other):.1f}", f"{float(one) / float(other):.0f}"]
+        for (codec, one), (_, other) in zip(puts, moved, strict=True)
+    ]
+    heads = ["codec", "decoded at each hit, CPU ms", "lent, CPU ms", "times"]
+    return documents.table(heads, cells, right=True)
 
 
 def by_median(rows: Sequence[dict[str, Any]], label: str, names: Sequence[str]) -> list[list[str]]:
@@ -449,15 +450,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = hits(Path(work), layers=layers, rounds=READ_ROUNDS)
         result = {**facts.header("memory-hits", layers=layers), "hits": found}
         facts.write(args.out, result)
-        texts = documented_hits(result)
-        print(*texts.values())
-        if args.docs:
-            documents.update(texts, DOC)
-        return 0
-    servers.unwind_when_told_to_end()
-    with servers.fresh_folder("memory-tier") as work:
-        result = run(args, servers.model(True), work, ProgressLog())
-    print("", text(result["summary"]), "", sep="\n")
+        print(hits_table(found))
+    else:
+        servers.unwind_when_told_to_end()
+        with servers.fresh_folder("memory-tier") as work:
+            result = run(args, servers.model(True), work, ProgressLog())
+        print("", text(result["summary"]), "", sep="\n")
     if args.docs:
         documents.update(documented(result), DOC)
     return 0

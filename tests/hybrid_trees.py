@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+import kv_pools
 import numpy as np
 import pytest
 import torch
@@ -38,11 +39,6 @@ from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
-from sglang.srt.mem_cache.unified_memory_pool import (
-    init_unified_mamba_pools,
-    init_unified_mamba_swa_pools,
-    init_unified_swa_pools,
-)
 from sglang.srt.model_executor import encoder_swa_replay
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.kits.unified_radix_cache import fixtures
@@ -680,48 +676,29 @@ class UnifiedTree(HybridTree):
 
 def unified_pools(cfg: CacheConfig, states: Any = None) -> Any:
     """What SGLang makes with `--enable-unified-memory`. Args: states: of a recurrent model."""
-    options = {
-        "device": "cpu",
+    layers = list(cfg.non_full_layer_ids)
+    changes = {
         "kv_cache_dtype": cfg.dtype,
         "head_num": cfg.head_num,
         "head_dim": cfg.head_dim,
         "v_head_dim": cfg.head_dim,
-        "page_size": cfg.page_size,
-        "start_layer": 0,
         "end_layer": cfg.num_layers,
         "full_attention_layer_ids": list(cfg.full_attention_layer_ids),
-        "enable_memory_saver": False,
-        "need_sort": False,
-        "lazy_compaction": True,
-    }
-    windows = {
         "swa_head_num": cfg.head_num,
         "swa_head_dim": cfg.head_dim,
         "swa_v_head_dim": cfg.head_dim,
-        "swa_attention_layer_ids": list(cfg.non_full_layer_ids),
-        "full_max_total_num_tokens": cfg.kv_size,
-        "swa_max_total_num_tokens": cfg.kv_size,
-    }
-    if states is None:
-        return init_unified_swa_pools(**options | windows)
-    recurrent = {
-        "mamba_layer_ids": list(cfg.non_full_layer_ids),
+        "swa_attention_layer_ids": layers,
+        "mamba_layer_ids": layers,
         "mamba2_cache_params": states,
         "max_mamba_cache_size": cfg.mamba_cache_size,
         "model_context_len": cfg.max_context_len,
         "extra_max_context_len": 0,
         "max_num_reqs": cfg.max_num_reqs,
         "enable_mamba_extra_buffer": cfg.enable_mamba_extra_buffer,
-        "enable_mamba_extra_buffer_lazy": False,
-        "speculative_num_draft_tokens": None,
-        "disable_overlap_schedule": True,
+        "sliding_window_size": cfg.sliding_window_size,
     }
-    if cfg.has_swa:
-        windows["sliding_window_size"] = cfg.sliding_window_size
-        return init_unified_mamba_swa_pools(**options | windows | recurrent)
-    alone = {"is_draft_worker": False, "use_mla_backend": False}
-    alone |= {"max_total_num_tokens": cfg.kv_size}
-    return init_unified_mamba_pools(**options | recurrent | alone)
+    beside = "windows" if states is None else "both" if cfg.has_swa else "states"
+    return kv_pools.unified_pools(cfg.kv_size, page=cfg.page_size, beside=beside, changes=changes)
 
 
 # Pools of DeepSeek V4, and whether SGLang replays.

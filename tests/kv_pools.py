@@ -4,7 +4,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -284,11 +284,12 @@ def unified_pools(
     beside: str = "windows",
     mla: bool = False,
     drafts: Sequence[str] = (),
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Pools in one memory, as `--enable-unified-memory` makes them: of full attention, as in
     `windows` or `hybrid`, and of "windows", "states" or "both". `slots`: about so many of each.
     `drafts`: pools in which two draft models have a layer each, of "full", "swa" and "mamba"; the
-    model then verifies four tokens at a time."""
+    model then verifies four tokens at a time. `changes`: of SGLang's arguments."""
     options: dict[str, Any] = {
         "device": "cpu",
         "kv_cache_dtype": torch.bfloat16,
@@ -334,6 +335,8 @@ def unified_pools(
         "qk_rope_head_dim": 8 if mla else None,
         "max_total_num_tokens": slots,
     }
+    for part in (options, windows, recurrent):
+        part |= {name: value for name, value in changes.items() if name in part}
     if beside == "states" and compat.INSTALLED == "0.5.22":
         del options["v_head_dim"]
     if drafts:
@@ -345,7 +348,8 @@ def unified_pools(
             case "states":
                 return init_unified_mamba_pools(**options | recurrent | alone)
             case _:
-                return init_unified_mamba_swa_pools(**options | windows | recurrent)
+                window = {"sliding_window_size": changes.get("sliding_window_size")}
+                return init_unified_mamba_swa_pools(**options | windows | recurrent | window)
 
 
 def _placement(pools: Sequence[str]) -> Any:

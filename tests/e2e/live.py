@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import requests
 from namespace_folder import NamespaceFolder
 from polling import until
@@ -247,6 +248,18 @@ def falsify(file: Path) -> None:
         for plane in layout.planes
     ]
     forge(file, np.concatenate(planes[1:] + planes[:1]).tobytes())
+
+
+def check_wrong_kv_is_noticed(
+    files: Sequence[Path], ask: Callable[[], Answer], truth: Answer, tolerance: float = TOLERANCE
+) -> None:
+    """The control: where these files have wrong KV, the answer is not that of `truth`."""
+    for file in files:
+        falsify(file)
+    lie = ask()
+    assert lie.loaded > 0
+    with pytest.raises(AssertionError):
+        assert_same(lie, truth, tolerance)
 
 
 def falsify_draft(file: Path) -> None:

@@ -1,6 +1,5 @@
 """Tokens and logprobs are the same with and without the store, whichever blocks are stored."""
 
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -70,17 +69,6 @@ def test_stored_document_with_a_new_question_gives_the_plain_answer(
     assert answer.loaded > 0 or both.races
 
 
-def test_stored_document_with_three_tails_gives_the_plain_answers(
-    both: Live, plain: Live, prompt: Make
-) -> None:
-    document = prompt(12 * BLOCK)
-    both.ask_and_store(document)
-    both.flush()
-    for tail in (5, 90, 300):
-        ids = document + prompt(tail)
-        assert_same(both.ask(ids), plain.reference(ids))
-
-
 @pytest.mark.parametrize("on_device", [BLOCK // 2, 3 * BLOCK, 5 * BLOCK + 1])
 def test_stored_prompt_partly_on_the_device_loads_from_the_rest(
     both: Live, plain: Live, prompt: Make, on_device: int
@@ -129,30 +117,6 @@ def test_corrupt_block_in_the_store_is_computed_counted_and_set_aside(
     until(lambda: both.metric("load_failures_total", reason="corrupt") >= before + 2, "counted")
     both.store.until_stored(ids)
     assert_same(both.ask_flushed(ids), plain.reference(ids))
-
-
-def test_truncated_block_in_the_store_is_computed_and_stored_whole(
-    both: Live, plain: Live, prompt: Make
-) -> None:
-    if both.races:
-        pytest.skip("that each block is read is certain in mode load only")
-    ids = prompt(10 * BLOCK + 1)
-    files = both.ask_and_store(ids)
-    whole = files[8].stat().st_size
-    files[8].write_bytes(files[8].read_bytes()[: whole // 2])
-    assert_same(both.ask_flushed(ids), plain.reference(ids))
-    until(lambda: files[8].stat().st_size == whole, "the block is whole again")
-
-
-def test_removed_block_folder_other_blocks_are_still_loaded(
-    both: Live, plain: Live, prompt: Make
-) -> None:
-    ids = prompt(18 * BLOCK + 5)
-    files = both.ask_and_store(ids)
-    shutil.rmtree(files[14].parents[1])
-    answer = both.ask_flushed(ids)
-    assert_same(answer, plain.reference(ids))
-    assert answer.loaded > 0 or both.races
 
 
 @pytest.mark.parametrize("start_len", [0, 300, 700])

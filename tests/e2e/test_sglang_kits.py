@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from live import Live, Start
 from sglang.test.kits import radix_cache_server_kit
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
@@ -106,16 +105,3 @@ def test_sglang_kit_multiturn_cache_hits_pass(
         output_length=8,
         dataset_path=str(dataset),
     )
-
-
-def test_sglang_kit_flushed_prompt_counts_only_loads_as_cached(racing: Live) -> None:
-    """As `test_l3_prefetch_full_prefix_hit_after_flush` of the kit, which takes a whole load."""
-    rng = random.Random(987)
-    ids = [rng.randint(1, 30000) for _ in range(1024)]
-    racing.ask_and_store(ids)
-    racing.flush()
-    reply = requests.post(
-        racing.url + "/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 4}}
-    )
-    meta = reply.json()["meta_info"]
-    assert meta["cached_tokens"] == meta["cake"]["loaded_tokens"]

@@ -5,7 +5,6 @@ control: weights differ enough that wrong KV would show.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -253,20 +252,6 @@ def test_dummy_weights_share_no_blocks_with_the_model_in_their_folder(
     answer = moved.ask(ids)
     assert answer.loaded == 0
     assert_same(answer, plain.reference(ids))
-
-
-def test_namespace_json_holds_no_folder_names_or_context_length(moved: Live) -> None:
-    assert moved.store is not None
-    descriptions = [
-        json.loads((namespace.folder / "namespace.json").read_text())
-        for namespace in moved.store.namespaces()
-    ]
-    assert descriptions
-    assert {"trained", "elsewhere"}.isdisjoint("".join(map(str, descriptions)).split("/"))
-    for each in descriptions:
-        assert each["tp_size"] == "1"
-        assert "transformers" not in str(each)
-        assert "context" not in str(each)
 
 
 def test_released_kv_memory_keeps_the_blocks_that_were_being_stored(

@@ -186,6 +186,17 @@ class CoordinatorHarness(HeldReads):
         self.store({keys[b]: self.block(b) for b in blocks})
         return keys
 
+    def stored(self, blocks: float, rid: str = "r") -> tuple[FakeReq, list[BlockKey]]:
+        """A request whose whole blocks are stored, and their keys."""
+        req = req_of(blocks, rid)
+        return req, self.fill(req.origin_input_ids, set(range(int(blocks))))
+
+    def readable(self, blocks: float, rid: str = "r") -> FakeReq:
+        """A request whose whole blocks are stored, and are read at once."""
+        req, keys = self.stored(blocks, rid)
+        self.open(*keys)
+        return req
+
     def fill_end(self, tokens: array, stop: int) -> list[BlockKey]:
         """Store the end state behind token `stop`."""
         keys = end_keys(KeyChain(KeySeed(NAMESPACE), BLOCK).of(tokens[:stop])[-1], self.end_blocks)

@@ -93,8 +93,7 @@ def test_coordinator_blocks_without_device_memory_are_computed(
 ) -> None:
     """They are lost blocks: no error, however many there are."""
     harness.copier.errors |= {harness.block(number): NO_MEMORY for number in failing}
-    req = req_of(4.5)
-    harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
+    req = harness.readable(4.5)
     harness.arrive(req)
     for _ in range(20):
         harness.poll(req)
@@ -167,8 +166,7 @@ def test_coordinator_loads_that_never_land_leave_the_prompt_to_compute(
 
 
 def test_coordinator_computing_and_loading_meet_in_one_prompt(harness: CoordinatorHarness) -> None:
-    req = req_of(8.5)
-    keys = harness.fill(req.origin_input_ids, set(range(8)))
+    req, keys = harness.stored(8.5)
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
     assert not harness.step(req)
@@ -192,8 +190,7 @@ def test_coordinator_prompt_planned_and_not_scheduled_is_loaded_wholly(
     harness: CoordinatorHarness,
 ) -> None:
     """SGLang found no memory for its step, so that nothing is computed for a while."""
-    req = req_of(8.5)
-    keys = harness.fill(req.origin_input_ids, set(range(8)))
+    req, keys = harness.stored(8.5)
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
     plan = harness.coordinator.plan(req, CHUNK)
@@ -216,8 +213,7 @@ def auto() -> Iterator[CoordinatorHarness]:
 def test_coordinator_waiting_prompt_is_loaded_once_the_link_is_fast(
     auto: CoordinatorHarness,
 ) -> None:
-    req = req_of(4.5)
-    keys = auto.fill(req.origin_input_ids, set(range(4)))
+    req, keys = auto.stored(4.5)
     auto.arrive(req)
     auto.coordinator.poll([req.rid])
     assert auto.slow.waiting == []
@@ -244,8 +240,7 @@ def test_coordinator_prompt_that_waits_for_device_memory_keeps_its_loads(
     with CoordinatorHarness(mode="auto", load=load, slots=40 * BLOCK, store=store) as harness:
         harness.loader.known_cost = load
         harness.coordinator.spare_slots = 0  # running requests have all of it
-        req = req_of(20.5)
-        keys = harness.fill(req.origin_input_ids, set(range(20)))
+        req, keys = harness.stored(20.5)
         harness.open(*keys)
         harness.arrive(req)
         record = harness.coordinator.live[req.rid]
@@ -426,8 +421,7 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
     harness.fill(req.origin_input_ids, set(range(8)))
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
-    load = harness.coordinator.record(req)
-    assert load is not None
+    load = harness.coordinator.live[req.rid]
     load.queue.remaining_s = 99.0
     assert not harness.step(req)
     entry = harness.coordinator.queue_entry(req)
@@ -437,13 +431,11 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
 
 def test_coordinator_lost_block_is_news_once(harness: CoordinatorHarness) -> None:
     """Otherwise each poll would have the request planned and predicted anew."""
-    req = req_of(8.5)
-    keys = harness.fill(req.origin_input_ids, set(range(8)))
+    req, keys = harness.stored(8.5)
     harness.faulty.lose(keys[7])
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
-    record = harness.coordinator.record(req)
-    assert record is not None
+    record = harness.coordinator.live[req.rid]
     harness.open(keys[7])
     harness.coordinator.poll([req.rid])
     assert record.loading
@@ -454,8 +446,7 @@ def test_coordinator_lost_block_is_news_once(harness: CoordinatorHarness) -> Non
 
 
 def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness) -> None:
-    req = req_of(4.5)
-    keys = harness.fill(req.origin_input_ids, set(range(4)))
+    req, keys = harness.stored(4.5)
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
     assert sorted(harness.slow.waiting) == sorted(keys[2:])
@@ -475,8 +466,7 @@ def test_coordinator_late_lookup_after_prefix_eviction_is_accepted(
     req = req_of(4.5)
     harness.fill(req.origin_input_ids, set(range(4)))
     harness.arrive(req, matched=32)
-    load = harness.coordinator.record(req)
-    assert load is not None
+    load = harness.coordinator.live[req.rid]
     req.prefix_len = 0
     harness.coordinator.attach_islands(
         req, harness.attach
@@ -512,8 +502,7 @@ def test_coordinator_waiting_prompt_that_is_evicted_is_looked_up_again(
 def test_coordinator_evicted_prompt_keeps_what_is_more_than_it_lost(
     harness: CoordinatorHarness,
 ) -> None:
-    req = req_of(6.5)
-    harness.open(*harness.fill(req.origin_input_ids, set(range(6))))
+    req = harness.readable(6.5)
     harness.arrive(req, matched=32)
     harness.poll(req)
     harness.poll(req)
@@ -541,8 +530,7 @@ def test_coordinator_prompt_that_is_being_prefilled_is_not_looked_up_again(
 
 def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
     with CoordinatorHarness(slots=5 * BLOCK) as harness:
-        req = req_of(4.5)
-        harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
+        req = harness.readable(4.5)
         hog = harness.allocator.alloc(3 * BLOCK)
         harness.arrive(req)
         harness.poll(req, times=3)
@@ -559,13 +547,11 @@ def test_coordinator_short_of_slots_computes_what_it_gives_back() -> None:
 def test_coordinator_block_landing_after_its_claim_is_wasted_as_overtaken(
     harness: CoordinatorHarness,
 ) -> None:
-    req = req_of(4.5)
-    keys = harness.fill(req.origin_input_ids, set(range(4)))
+    req, keys = harness.stored(4.5)
     harness.arrive(req)
     harness.coordinator.poll([])
     harness.open(*keys)  # landed, and the coordinator does not know yet
-    load = harness.coordinator.record(req)
-    assert load is not None
+    load = harness.coordinator.live[req.rid]
     load.meet.claim(2 * BLOCK)
     harness.coordinator.poll([])
     assert sorted(load.memory.staged) == [2, 3]
@@ -578,13 +564,11 @@ def test_coordinator_block_landing_after_its_claim_is_wasted_as_overtaken(
 
 def test_coordinator_island_short_of_slots_is_attached_in_part() -> None:
     with CoordinatorHarness(slots=8 * BLOCK, staging=10) as harness:
-        req = req_of(6.5)
-        harness.open(*harness.fill(req.origin_input_ids, set(range(6))))
+        req = harness.readable(6.5)
         hog = harness.allocator.alloc(4 * BLOCK)
         harness.arrive(req)
         harness.poll(times=4)
-        load = harness.coordinator.record(req)
-        assert load is not None
+        load = harness.coordinator.live[req.rid]
         assert sorted(load.memory.staged) == list(range(6))
         harness.coordinator.attach_islands(req, harness.attach)
         assert req.prefix_len == 0
@@ -626,8 +610,7 @@ def test_coordinator_request_with_more_than_keys_cover_is_ignored(
 
 def test_coordinator_request_whose_id_is_no_utf8_is_loaded(harness: CoordinatorHarness) -> None:
     """A client chooses it, and JSON lets it have half a surrogate pair."""
-    req = req_of(4.5, "a\ud800")
-    harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
+    req = harness.readable(4.5, "a\ud800")
     harness.arrive(req)
     harness.poll(req, times=3)
     assert harness.coordinator.reclaimable_tokens == 4 * BLOCK
@@ -639,8 +622,7 @@ def test_coordinator_two_live_requests_with_one_id_never_share_a_record(
     """SGLang refuses that only within one of its tokenizer processes."""
     first, second, third = req_of(4.5), req_of(2.5), req_of(2.5)
     harness.arrive(first)
-    record = harness.coordinator.record(first)
-    assert record is not None
+    record = harness.coordinator.live[first.rid]
     harness.arrive(second)
     assert harness.coordinator.record(first) is record
     assert harness.coordinator.record(second) is None
@@ -662,8 +644,7 @@ def test_coordinator_adapter_tenant_and_salt_seed_the_keys(harness: CoordinatorH
         for name, value in who.items():
             setattr(req, name, value)
         harness.arrive(req)
-        load = harness.coordinator.record(req)
-        assert load is not None
+        load = harness.coordinator.live[req.rid]
         harness.coordinator.release(req.rid)
         return load.key_chain.of(load.tokens)[0]
 
@@ -693,8 +674,7 @@ def test_coordinator_new_weights_change_the_keys_and_may_suspend(
     assert harness.coordinator.record(req) is None
     harness.coordinator.emptied()
     harness.arrive(req)
-    load = harness.coordinator.record(req)
-    assert load is not None
+    load = harness.coordinator.live[req.rid]
     harness.coordinator.poll([req.rid])
     assert load.agreed.stored == (False, False)
 
@@ -724,8 +704,7 @@ STAGES = ["asked", "found", "reading", "in the outbox", "staged", "placed", "att
 def test_coordinator_request_ended_at_any_stage_leaks_nothing(
     harness: CoordinatorHarness, stage: str, way: str
 ) -> None:
-    req = req_of(4.5)
-    keys = harness.fill(req.origin_input_ids, set(range(4)))
+    req, keys = harness.stored(4.5)
     harness.arrive(req)
     reached = STAGES.index(stage)
     if reached >= 1:
@@ -734,8 +713,7 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
         harness.open(*keys)
     if reached >= 4:
         harness.coordinator.poll([])  # not served: stays on the host
-        load = harness.coordinator.record(req)
-        assert load is not None
+        load = harness.coordinator.live[req.rid]
         assert sorted(load.memory.staged) == [0, 1, 2, 3]
         assert harness.staging.free == harness.staging.capacity - 4
     if reached >= 5:
@@ -760,8 +738,7 @@ def test_coordinator_request_ended_at_any_stage_leaks_nothing(
 def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
     harness: CoordinatorHarness,
 ) -> None:
-    req = req_of(4.5)
-    harness.open(*harness.fill(req.origin_input_ids, set(range(4))))
+    req = harness.readable(4.5)
     harness.arrive(req)
     harness.coordinator.poll([])
     harness.coordinator.poll([req.rid])
@@ -784,8 +761,7 @@ LANDED_AT, KEPT_AT = 15, 19  # where the 4 blocks of the only request stand in w
 def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     two: CoordinatorHarness,
 ) -> None:
-    req = req_of(4.5)
-    two.open(*two.fill(req.origin_input_ids, set(range(4))))
+    req = two.readable(4.5)
 
     def lags(numbers: torch.Tensor) -> None:
         numbers[LANDED_AT : LANDED_AT + 4] = 0
@@ -794,8 +770,7 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
     two.arrive(req)
     for _ in range(3):
         two.coordinator.poll([req.rid])
-    load = two.coordinator.record(req)
-    assert load is not None
+    load = two.coordinator.live[req.rid]
     assert sorted(load.local.fetched) == [0, 1, 2, 3]
     assert load.memory.slots == {}
     two.coordinator.attach_islands(req, two.attach)
@@ -809,8 +784,7 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
 
 
 def test_coordinator_block_missing_on_a_peer_is_freed_at_the_end(two: CoordinatorHarness) -> None:
-    req = req_of(4.5)
-    two.open(*two.fill(req.origin_input_ids, set(range(4))))
+    req = two.readable(4.5)
 
     def lags(numbers: torch.Tensor) -> None:
         numbers[LANDED_AT : LANDED_AT + 4] = 0
@@ -824,8 +798,7 @@ def test_coordinator_block_missing_on_a_peer_is_freed_at_the_end(two: Coordinato
 
 
 def test_coordinator_block_lost_on_a_peer_is_computed(two: CoordinatorHarness) -> None:
-    req = req_of(4.5)
-    two.open(*two.fill(req.origin_input_ids, set(range(4))))
+    req = two.readable(4.5)
 
     def has_lost_the_second(numbers: torch.Tensor) -> None:
         if len(numbers) > KEPT_AT:

@@ -5,9 +5,10 @@ import random
 import time
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-from coordinator_harness import BLOCK, NO_MEMORY, CoordinatorHarness, FakeReq, req_of
+from coordinator_harness import BLOCK, CoordinatorHarness, FakeReq, req_of
 from held_reads import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,14 @@ def harness() -> Iterator[CoordinatorHarness]:
         yield made
 
 
+def prompt_with_an_end(harness: CoordinatorHarness) -> FakeReq:
+    """Six blocks of it, and the end behind them, are stored, and are read at once."""
+    req = req_of(6.5)
+    tokens = req.origin_input_ids
+    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    return req
+
+
 def run(harness: CoordinatorHarness, req: FakeReq, steps: int = 30) -> dict[str, int]:
     """Until prefill is over; the report."""
     for _ in range(steps):
@@ -34,40 +43,6 @@ def run(harness: CoordinatorHarness, req: FakeReq, steps: int = 30) -> dict[str,
             [report] = req.customized_info["cake"]
             return report
     raise AssertionError("no progress")
-
-
-def test_coordinator_prompt_is_loaded_up_to_its_stored_end(harness: CoordinatorHarness) -> None:
-    req = req_of(6.5)
-    keys = harness.fill(req.origin_input_ids, set(range(6)))
-    harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))
-    harness.arrive(req)
-    harness.poll(req, times=4)
-    report = run(harness, req)
-    assert report["loaded_tokens"] == 4 * BLOCK
-    assert report["computed_tokens"] == 2 * BLOCK + BLOCK // 2
-    assert harness.counters.snapshot()["fallback", "load"] == 1
-
-
-def test_coordinator_end_state_without_device_memory_is_computed(
-    harness: CoordinatorHarness,
-) -> None:
-    ends = (harness.end_block(4 * BLOCK, number) for number in range(ENDS))
-    harness.copier.errors |= dict.fromkeys(ends, NO_MEMORY)
-    req = req_of(6.5)
-    keys = harness.fill(req.origin_input_ids, set(range(6)))
-    harness.open(*keys, *harness.fill_end(req.origin_input_ids, 4 * BLOCK))
-    harness.arrive(req)
-    harness.poll(req, times=4)
-    report = run(harness, req)
-    assert report["loaded_tokens"] == 0
-
-
-def test_coordinator_prompt_without_a_stored_end_is_computed(harness: CoordinatorHarness) -> None:
-    req = req_of(6.5)
-    harness.open(*harness.fill(req.origin_input_ids, set(range(6))))
-    harness.arrive(req)
-    report = run(harness, req)
-    assert report["loaded_tokens"] == 0
 
 
 def test_coordinator_missing_end_block_falls_back_to_the_lower_end(
@@ -85,23 +60,6 @@ def test_coordinator_missing_end_block_falls_back_to_the_lower_end(
     assert report["loaded_tokens"] == 2 * BLOCK
 
 
-def test_coordinator_computing_meets_the_run_before_the_end(harness: CoordinatorHarness) -> None:
-    req = req_of(12.5)
-    tokens = req.origin_input_ids
-    keys = harness.fill(tokens, set(range(12)))
-    ends = harness.fill_end(tokens, 12 * BLOCK)
-    harness.arrive(req)
-    harness.poll(req, times=4)
-    assert not harness.step(req)
-    assert req.prefix_len == 40
-    harness.open(*keys, *ends)
-    report = run(harness, req)
-    assert report["computed_tokens"] >= 40
-    assert report["loaded_tokens"] >= BLOCK
-    assert report["computed_tokens"] + report["loaded_tokens"] == len(tokens)
-    assert report["meet_token"] == 12 * BLOCK - report["loaded_tokens"]
-
-
 def test_coordinator_end_that_never_lands_leaves_the_prompt_to_compute(
     harness: CoordinatorHarness,
 ) -> None:
@@ -114,30 +72,19 @@ def test_coordinator_end_that_never_lands_leaves_the_prompt_to_compute(
     assert run(harness, req, steps=1_000_000)["loaded_tokens"] == 0
 
 
-def test_coordinator_slots_that_sglang_takes_back_shorten_the_run(
-    harness: CoordinatorHarness,
+@pytest.mark.parametrize("taken_blocks", [2, 6])
+def test_coordinator_slots_that_sglang_takes_back_shorten_the_run_or_give_up_the_end(
+    harness: CoordinatorHarness, taken_blocks: int
 ) -> None:
-    req = req_of(6.5)
-    tokens = req.origin_input_ids
-    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    req = prompt_with_an_end(harness)
     harness.arrive(req)
     harness.poll(req, times=4)
     assert harness.coordinator.reclaimable_tokens == 6 * BLOCK
-    assert harness.coordinator.reclaim(2 * BLOCK) == 2 * BLOCK
-    report = run(harness, req)
-    assert report["loaded_tokens"] == 4 * BLOCK
-
-
-def test_coordinator_all_slots_taken_back_give_up_the_end(harness: CoordinatorHarness) -> None:
-    req = req_of(6.5)
-    tokens = req.origin_input_ids
-    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
-    harness.arrive(req)
-    harness.poll(req, times=4)
-    assert harness.coordinator.reclaim(6 * BLOCK) == 6 * BLOCK
+    assert harness.coordinator.reclaim(taken_blocks * BLOCK) == taken_blocks * BLOCK
     harness.settle()
-    assert harness.staging.free == harness.staging.capacity
-    assert run(harness, req)["loaded_tokens"] == 0
+    in_staging = ENDS if taken_blocks < 6 else 0
+    assert harness.staging.free == harness.staging.capacity - in_staging
+    assert run(harness, req)["loaded_tokens"] == (6 - taken_blocks) * BLOCK
 
 
 def test_coordinator_lost_end_frees_the_slots_that_were_reserved(
@@ -155,15 +102,6 @@ def test_coordinator_lost_end_frees_the_slots_that_were_reserved(
     harness.poll(req, times=4)
     assert harness.coordinator.reclaimable_tokens == 0
     assert harness.slow.waiting == []
-
-
-def test_coordinator_abort_returns_the_end_blocks(harness: CoordinatorHarness) -> None:
-    req = req_of(6.5)
-    tokens = req.origin_input_ids
-    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
-    harness.arrive(req)
-    harness.poll(req, times=4)
-    assert harness.staging.free == harness.staging.capacity - ENDS
 
 
 def test_coordinator_prompts_that_pass_others_get_buffers_for_their_ends() -> None:
@@ -271,8 +209,7 @@ def test_coordinator_random_faults_and_steps_return_everything(seed: int) -> Non
 
 
 def test_ranks_that_hold_different_ends_agree_on_the_highest_that_both_have() -> None:
-    ranks = TwoRanks(end_blocks=ENDS, staging=12)
-    try:
+    with closing(TwoRanks(end_blocks=ENDS, staging=12)) as ranks:
         reqs = [req_of(6.5) for _ in ranks.harnesses]
         for rank, (harness, req) in enumerate(zip(ranks.harnesses, reqs, strict=True)):
             tokens = req.origin_input_ids
@@ -286,23 +223,18 @@ def test_ranks_that_hold_different_ends_agree_on_the_highest_that_both_have() ->
             for harness in ranks.harnesses:
                 harness.settle()
         for harness in ranks.harnesses:
-            record = harness.coordinator.live.get("r")
-            assert record is not None
+            record = harness.coordinator.live["r"]
             assert record.meet.run.stop == 3
             assert record.meet.island() is not None
             assert set(record.memory.staged) == set(record.meet.end_indices)
             harness.settle()
             assert harness.staging.free == harness.staging.capacity - ENDS
-    finally:
-        ranks.close()
 
 
 def test_coordinator_end_state_without_memory_leaves_the_prompt_to_compute(
     harness: CoordinatorHarness,
 ) -> None:
-    req = req_of(6.5)
-    tokens = req.origin_input_ids
-    harness.open(*harness.fill(tokens, set(range(6))), *harness.fill_end(tokens, 6 * BLOCK))
+    req = prompt_with_an_end(harness)
     harness.no_end_memory = True
     harness.arrive(req)
     harness.poll(req, times=4)

@@ -70,8 +70,7 @@ def test_prefill_server_loads_while_a_request_awaits_its_decode_server(
     server.disagg_prefill_bootstrap_queue.queue.append(req)
     hooks["_add_request_to_queue"](None, server, req)
     harness.open(*keys)
-    record = harness.coordinator.record(req)
-    assert record is not None
+    record = harness.coordinator.live[req.rid]
     for _ in range(8):
         harness.settle()
         hooks["_process_hicache_events"](None, server)
@@ -268,8 +267,7 @@ def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the
     reads = len(harness.slow.waiting)
     answering = generating(req)
     received(hooks, harness.coordinator, answering, metadata)
-    record = harness.coordinator.record(answering)
-    assert record is not None
+    record = harness.coordinator.live[answering.rid]
     assert record.tokens == req.origin_input_ids
     assert record.agreed.stored == (True,) * int(blocks)  # the prefill server stores them
     assert not record.awaits_loader

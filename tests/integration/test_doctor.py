@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_folder import LLAMA, model_folder
 from packaging.specifiers import SpecifierSet
 from warm import run_forked
 
@@ -28,29 +29,9 @@ from sglang_cake.cli.doctor import (
 from sglang_cake.config import CakeConfig
 from sglang_cake.integration import compat
 from sglang_cake.integration.server_check import ResolvedServer, config_file
+from sglang_cake.simulator.shapes import MODELS
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
-LLAMA_8B = {
-    **LLAMA,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
+LLAMA_8B = LLAMA | MODELS["llama-3.1-8b"]
 SERVER = ResolvedServer("cuda", 1, 1, 8192, 1, None, 2, "LlamaForCausalLM: MHA, GQA")
 KV_8B = KvSizes(block_bytes=2**24, end_blocks=0, stored_token_bytes=2**17)
 MIB, GIB = 2**20, 2**30
@@ -63,12 +44,6 @@ from sglang_cake.cli import doctor, main
 doctor.store_findings = partial(doctor.store_findings, bench_bytes=1 << 20, bench_s=600.0)
 sys.exit(main())
 """
-
-
-def model(folder: Path, config: dict[str, Any]) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def ask(tmp_path: Path, *flags: str, **environment: str) -> tuple[int, dict[str, list[Any]]]:
@@ -96,7 +71,7 @@ def run(tmp_path: Path, *flags: str, **environment: str) -> subprocess.Completed
 
 
 def test_doctor_of_a_server_that_will_work_has_nothing_to_mend(tmp_path: Path) -> None:
-    status, lines = ask(tmp_path, model(tmp_path / "m", LLAMA), "--device", "cpu")
+    status, lines = ask(tmp_path, model_folder(tmp_path / "m", LLAMA), "--device", "cpu")
     repairs = lines.pop("repairs")  # depends on the environment of the tests
     assert status == (1 if repairs[0][0] == "mend" else 0)
     assert {about: line[0][0] for about, line in lines.items() if about != "store"} == {
@@ -122,7 +97,7 @@ def test_doctor_reports_all_that_is_to_mend_at_once(tmp_path: Path) -> None:
     (tmp_path / "other" / "file").write_text("")
     status, lines = ask(
         tmp_path,
-        *("--model-path", model(tmp_path / "m", LLAMA), "--device", "cpu", "--pp-size", "2"),
+        *("--model-path", model_folder(tmp_path / "m", LLAMA), "--device", "cpu", "--pp-size", "2"),
         *("--cake-trace-file", "/none/trace"),
         *("--cake-store", f"file://{tmp_path}/other,file://{tmp_path}/kv?min_free=0"),
         SGLANG_PLUGINS="another",
@@ -144,7 +119,7 @@ def test_config_file_path_that_the_system_refuses_is_none() -> None:
 
 def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:
     encoder = {**LLAMA, "architectures": ["BertModel"]}
-    status, lines = ask(tmp_path, model(tmp_path / "encoder", encoder), "--device", "cpu")
+    status, lines = ask(tmp_path, model_folder(tmp_path / "encoder", encoder), "--device", "cpu")
     assert status == 1
     assert lines["model"][0][0] == "mend"
     assert "models that generate no text" in lines["model"][0][1]
@@ -160,7 +135,7 @@ def test_doctor_model_that_is_not_modelled_is_a_note(tmp_path: Path) -> None:
         "conv_L_cache": 3,
     }
     store = ["--cake-store", f"file://{tmp_path}/kv?min_free=0"]
-    _, lines = ask(tmp_path, model(tmp_path / "m", short), "--device", "cpu", *store)
+    _, lines = ask(tmp_path, model_folder(tmp_path / "m", short), "--device", "cpu", *store)
     assert [state for state, _ in lines["model"]] == ["ok", "note"]
     assert "layers of these kinds are not modelled" in lines["model"][1][1]
     assert "host memory" not in lines
@@ -169,7 +144,7 @@ def test_doctor_model_that_is_not_modelled_is_a_note(tmp_path: Path) -> None:
 
 
 def test_doctor_model_that_sglang_does_not_know_is_to_mend(tmp_path: Path) -> None:
-    unknown = model(tmp_path / "m", {**LLAMA, "model_type": "no-such-model"})
+    unknown = model_folder(tmp_path / "m", {**LLAMA, "model_type": "no-such-model"})
     status, lines = ask(tmp_path, unknown, "--device", "cpu")
     assert status == 1
     ((state, text),) = lines["model"]
@@ -180,7 +155,7 @@ def test_doctor_model_that_sglang_does_not_know_is_to_mend(tmp_path: Path) -> No
 
 def test_doctor_more_memory_than_the_machine_has_is_to_mend(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--cake-staging-bytes", "900TB"]
-    status, lines = ask(tmp_path, model(tmp_path / "m", LLAMA), *flags)
+    status, lines = ask(tmp_path, model_folder(tmp_path / "m", LLAMA), *flags)
     assert status == 1
     ((state, text),) = lines["host memory"]
     assert state == "mend"
@@ -188,7 +163,11 @@ def test_doctor_more_memory_than_the_machine_has_is_to_mend(tmp_path: Path) -> N
 
 
 def test_doctor_without_an_accelerator_says_what_sglang_says(tmp_path: Path) -> None:
-    flags = [model(tmp_path / "m", LLAMA), "--cake-store", f"file://{tmp_path}/kv?min_free=0"]
+    flags = [
+        model_folder(tmp_path / "m", LLAMA),
+        "--cake-store",
+        f"file://{tmp_path}/kv?min_free=0",
+    ]
     none = "import os\nos.environ |= {'CUDA_VISIBLE_DEVICES': '', 'SGLANG_USE_CPU_ENGINE': '0'}\n"
     done = _python(none + DOCTOR.replace('"--model-path", "x"', f"*{flags!r}"))
     assert done.returncode == 1, done.stderr
@@ -365,13 +344,13 @@ def test_doctor_memory_that_cannot_be_pinned_is_to_mend() -> None:
 def test_doctor_gain_is_that_of_plan(
     tmp_path: Path, gpu: tuple[str, int] | None, bytes_per_s: float, state: str, text: str
 ) -> None:
-    line = gain_finding(model(tmp_path / "m", LLAMA_8B), SERVER, 128, gpu, bytes_per_s)
+    line = gain_finding(model_folder(tmp_path / "m", LLAMA_8B), SERVER, 128, gpu, bytes_per_s)
     assert line.state == state, line.text
     assert text in line.text
 
 
 def test_doctor_gain_of_several_tiers_is_that_of_the_fastest(tmp_path: Path) -> None:
-    path = model(tmp_path / "m", LLAMA_8B)
+    path = model_folder(tmp_path / "m", LLAMA_8B)
     fast, slow = (gain_finding(path, SERVER, 128, H100, speed) for speed in (6e9, 6e7))
     assert (fast.state, slow.state) == ("ok", "mend")
     for speeds, lines in (
@@ -385,7 +364,7 @@ def test_doctor_gain_of_several_tiers_is_that_of_the_fastest(tmp_path: Path) -> 
 
 def test_doctor_gain_that_plan_cannot_predict_is_a_note(tmp_path: Path) -> None:
     server = replace(SERVER, chunk_tokens=8)
-    line = gain_finding(model(tmp_path / "m", LLAMA_8B), server, 128, H100, 7e9)
+    line = gain_finding(model_folder(tmp_path / "m", LLAMA_8B), server, 128, H100, 7e9)
     assert line.state == "note"
     assert "cannot predict it: --chunk-tokens 8" in line.text
 
@@ -408,7 +387,7 @@ def test_doctor_gain_that_plan_cannot_predict_is_a_note(tmp_path: Path) -> None:
 def test_doctor_gain_is_predicted_for_gpus_with_a_data_sheet_only(
     tmp_path: Path, gpu: str, mib: int, known: bool
 ) -> None:
-    path = model(tmp_path / "m", LLAMA_8B)
+    path = model_folder(tmp_path / "m", LLAMA_8B)
     line = gain_finding(path, SERVER, 128, (gpu, mib * MIB), 7e9)
     assert (f"no data sheet of {gpu} with" not in line.text) is known
     assert (line.state == "note") is not known, line.text

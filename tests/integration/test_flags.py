@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from model_folder import LLAMA, model_folder
 from warm import Forked, run_forked
 
 pytest.importorskip("sglang")
@@ -29,18 +30,7 @@ CPU_KEYWORDS = {
     "attention_backend": "torch_native",
     "cuda_graph_backend_decode": "disabled",
 }
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float32",
-}
+FLOAT32_LLAMA = LLAMA | {"torch_dtype": "float32"}
 Probe = Callable[..., list[dict[str, Any]]]
 
 
@@ -50,16 +40,10 @@ def _environment(home: Path) -> dict[str, str]:
     return clean | offline | {"XDG_CACHE_HOME": str(home)}
 
 
-def _model(folder: Path, config: dict[str, Any]) -> str:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
     """A folder that is a model as far as its configuration goes; there are no weights."""
-    return _model(tmp_path / "llama", LLAMA)
+    return model_folder(tmp_path / "llama", FLOAT32_LLAMA)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +104,8 @@ def test_launcher_flags_in_a_config_file_are_those_of_the_command_line(
 
 def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     """There are no weights."""
-    encoder = {**LLAMA, "architectures": ["BertModel"]}
-    flags = ["--model-path", _model(tmp_path / "encoder", encoder), "--enable-cake", *CPU]
+    encoder = {**FLOAT32_LLAMA, "architectures": ["BertModel"]}
+    flags = ["--model-path", model_folder(tmp_path / "encoder", encoder), "--enable-cake", *CPU]
     done = _launch(tmp_path, FORKED_LAUNCH, flags)
     _check_refused(done, "cake does not support models that generate no text")
 
@@ -306,7 +290,10 @@ def test_flags_unsupported_model_kind_is_refused_when_resolved(
             },
         },
     }
-    folders = [_model(tmp_path / f"m{i}", {**LLAMA, **m}) for i, m in enumerate(models.values())]
+    folders = [
+        model_folder(tmp_path / f"m{i}", {**FLOAT32_LLAMA, **m})
+        for i, m in enumerate(models.values())
+    ]
     results = probe(
         *(
             {"argv": ["--model-path", folder, *CPU, "--enable-cake"], "resolve": True}
@@ -320,7 +307,7 @@ def test_flags_unsupported_model_kind_is_refused_when_resolved(
     assert results[-1]["backend"] == "cake"
 
 
-SMALL = {**LLAMA, "head_dim": 16, "torch_dtype": "bfloat16"}
+SMALL = {**LLAMA, "head_dim": 16}
 SALA = {"architectures": ["MiniCPMSALAForCausalLM"], "model_type": "minicpm_sala"}
 HRM = {"architectures": ["HrmTextForCausalLM"], "model_type": "hrm_text"}
 OCR = {"architectures": ["UnlimitedOCRForCausalLM"], "model_type": "unlimited-ocr"}
@@ -395,7 +382,8 @@ def test_launcher_models_with_forced_settings_are_served_or_refused_by_what_help
         if compat.INSTALLED != "0.5.22" or model.get("model_type") != "beam"
     ]
     folders = [
-        _model(tmp_path / f"m{i}", {**SMALL, **found}) for i, (found, _, _) in enumerate(cases)
+        model_folder(tmp_path / f"m{i}", {**SMALL, **found})
+        for i, (found, _, _) in enumerate(cases)
     ]
     results = probe(
         *(
@@ -422,10 +410,10 @@ def test_launcher_models_of_a_gpu_are_served_or_refused_by_what_helps(
     }
     v4, v41 = {**SMALL, **V4}, {**SMALL, **V4, "model_type": "deepseek_v41"}
     v41 |= {"compress_ratios": [0, 2], "kv_source_layer_ids": [1]}
-    shared = _model(tmp_path / "v41", v41)
+    shared = model_folder(tmp_path / "v41", v41)
     cases: list[tuple[str, list[str], str]] = [
-        (_model(tmp_path / "v4", v4), [], ""),
-        (_model(tmp_path / "qwen", {**SMALL, **qwen}), [], ""),
+        (model_folder(tmp_path / "v4", v4), [], ""),
+        (model_folder(tmp_path / "qwen", {**SMALL, **qwen}), [], ""),
         (shared, [], ""),
         (shared, ["--no-enable-decoder-swa-bounded-replay"], ""),
         (shared, ["--enable-encoder-swa-bounded-replay", "--max-running-requests", "8"], ""),

@@ -519,13 +519,17 @@ def _checkpoint(folder: Path, value: float, *, config: bool = True) -> Path:
     return folder
 
 
-def test_identity_start_names_the_model_by_its_content(tmp_path: Path) -> None:
-    one = Named(_checkpoint(tmp_path / "a", 1.0))
+def _started(folder: Path, value: float) -> Named:
+    """A server whose weights have this value, and are named."""
+    one = Named(_checkpoint(folder, value))
     one.identity.start()
-    same = Named(_checkpoint(tmp_path / "b", 1.0))
-    same.identity.start()
-    other = Named(_checkpoint(tmp_path / "c", 2.0))
-    other.identity.start()
+    return one
+
+
+def test_identity_start_names_the_model_by_its_content(tmp_path: Path) -> None:
+    one = _started(tmp_path / "a", 1.0)
+    same = _started(tmp_path / "b", 1.0)
+    other = _started(tmp_path / "c", 2.0)
     assert one.digest == same.digest != other.digest
     assert not one.identity.is_private
 
@@ -545,13 +549,11 @@ def test_identity_load_that_was_not_observed_is_private(tmp_path: Path) -> None:
 
 
 def test_identity_update_takes_new_weights_and_keeps_the_config(tmp_path: Path) -> None:
-    one = Named(_checkpoint(tmp_path / "a", 1.0))
-    one.identity.start()
+    one = _started(tmp_path / "a", 1.0)
     new = _checkpoint(tmp_path / "new", 2.0)
     (new / "config.json").write_text('{"rope_theta": 7}')  # SGLang does not read it again
     one.identity.weights_changed(file_states(new.glob("*.safetensors")), "auto", None)
-    started = Named(_checkpoint(tmp_path / "b", 2.0))
-    started.identity.start()
+    started = _started(tmp_path / "b", 2.0)
     assert one.digest == started.digest
     with_new_config = Named(new)
     with_new_config.identity.start()
@@ -605,8 +607,7 @@ def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_file
     one.identity.wait()
     assert len(one.published) == 1
     assert not one.identity.is_private
-    started = Named(_checkpoint(tmp_path / "b", 2.0))
-    started.identity.start()
+    started = _started(tmp_path / "b", 2.0)
     started.identity.wait()
     assert one.digest == started.digest
 
@@ -615,8 +616,7 @@ def test_identity_update_while_the_first_weights_are_hashed_is_known_by_its_file
 def test_identity_update_in_unknown_format_is_private(
     tmp_path: Path, load_format: str | None
 ) -> None:
-    one = Named(_checkpoint(tmp_path / "a", 1.0))
-    one.identity.start()
+    one = _started(tmp_path / "a", 1.0)
     files = file_states((tmp_path / "a").glob("*.safetensors"))
     one.identity.weights_changed(files, load_format, None)
     first = one.weights
@@ -693,8 +693,7 @@ def test_identity_pushed_adapters_are_all_different(tmp_path: Path) -> None:
 
 
 def test_identity_pushed_weights_are_private_and_different(tmp_path: Path) -> None:
-    one = Named(_checkpoint(tmp_path / "a", 1.0))
-    one.identity.start()
+    one = _started(tmp_path / "a", 1.0)
     for _ in range(2):
         one.identity.weights_changed(None, None, None)
         assert one.identity.is_private
@@ -893,8 +892,7 @@ def test_weight_hooks_adapter_that_failed_to_load_here_is_recorded_as_on_other_r
 
 def test_identity_update_after_tensors_were_lost_is_private(tmp_path: Path) -> None:
     """The files may lack tensors that have no value from a file, such as buffers."""
-    one = Named(_checkpoint(tmp_path / "a", 1.0))
-    one.identity.start()
+    one = _started(tmp_path / "a", 1.0)
     one.identity.tensors_lost()
     one.identity.weights_changed(file_states((tmp_path / "a").glob("*.safetensors")), "auto", None)
     assert one.identity.is_private

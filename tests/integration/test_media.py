@@ -444,8 +444,7 @@ def test_coordinator_images_are_loaded_by_their_own_keys_only() -> None:
         for number, found in ((1, (True, True)), (2, (True, False))):
             req = replace(requested(image(number)), rid=f"r{number}")
             harness.arrive(req)
-            record = harness.coordinator.record(req)
-            assert record is not None
+            record = harness.coordinator.live[req.rid]
             harness.coordinator.poll([req.rid])
             assert record.agreed.stored == found
             assert not record.may_overlap

@@ -576,7 +576,6 @@ def test_overlapped_step_waiting_time_is_reported_apart_from_its_work(
     harness.on_layer = lambda layer: harness.give((layer + 1) / LAYERS, 0, 1)
     harness.run(batch)
     assert len(waited) == 1
-    load = harness.base.coordinator.live.get("r")
-    assert load is not None
+    load = harness.base.coordinator.live["r"]
     step_s = harness.base.step_costs.costs(load).others_s  # of the step that will be observed
     assert step_s == pytest.approx(TOKEN_S * BLOCK / 2)

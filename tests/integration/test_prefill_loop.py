@@ -60,8 +60,7 @@ class PrefillLoop:
         req.in_tree = 0
         self.base.arrive(req)
         blocks = int(len(req.origin_input_ids) // BLOCK * self.stored)
-        load = self.base.coordinator.live.get(rid)
-        assert load is not None
+        load = self.base.coordinator.live[rid]
         if self.chance.random() < 0.6:
             self.base.coordinator.release(rid)
             keys = load.key_chain.of(req.origin_input_ids)

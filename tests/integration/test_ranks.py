@@ -5,6 +5,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -63,6 +64,11 @@ class TwoRanks:
     def reclaimable_tokens(self) -> list[int]:
         return [harness.coordinator.reclaimable_tokens for harness in self.harnesses]
 
+    def agree(self, *rids: str) -> None:
+        """Three polls, without an error."""
+        for _ in range(3):
+            assert self.poll(*rids) == [None, None]
+
     def close(self) -> None:
         self._pool.shutdown()
         for harness in self.harnesses:
@@ -87,8 +93,7 @@ def stored(ranks: TwoRanks, rid: str = "r") -> list[FakeReq]:
 def test_ranks_stored_prompt_lands_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
+    ranks.agree("r")
     assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
@@ -119,8 +124,7 @@ def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> Non
     assert isinstance(raised[0], Fault)
     assert raised[1] is None
     ranks.both(lambda harness, rank: harness.arrive(other[rank]))
-    for _ in range(3):
-        assert ranks.poll("other", "r") == [None, None]
+    ranks.agree("other", "r")
     assert ranks.live() == [["other"], ["other"]]
     assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
@@ -166,8 +170,7 @@ def test_ranks_block_without_device_memory_on_one_rank_ends_the_request_on_both(
 
     without_memory(ranks.harnesses[1])
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
+    ranks.agree("r")
     assert ranks.live() == [[], []]
     assert ranks.reclaimable_tokens() == [0, 0]
 
@@ -180,8 +183,7 @@ def test_ranks_copy_without_device_memory_within_a_poll_ends_the_request_in_the_
     for harness in ranks.harnesses:
         harness.coordinator.spare_slots = 0  # landed blocks stay in host memory
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
+    ranks.agree("r")
     assert ranks.reclaimable_tokens() == [0, 0]
 
     without_memory(ranks.harnesses[1])
@@ -210,8 +212,7 @@ def test_ranks_error_of_a_copy_is_raised_once(ranks: TwoRanks) -> None:
     for harness in ranks.harnesses:
         harness.coordinator.spare_slots = 0  # landed blocks stay in host memory
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
+    ranks.agree("r")
 
     one = ranks.harnesses[1]
     one.copier.errors[one.block(3)] = Fault("a copy")
@@ -225,8 +226,7 @@ def test_ranks_error_of_a_copy_is_raised_once(ranks: TwoRanks) -> None:
 def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    one = ranks.harnesses[0].coordinator.live.get("r")
-    assert one is not None
+    one = ranks.harnesses[0].coordinator.live["r"]
     one.local.failed = 1  # type: ignore[assignment]
     raised = ranks.poll("r")
     assert isinstance(raised[0], TypeError)
@@ -255,13 +255,17 @@ def test_ranks_switched_off_rank_switches_off_the_other_once(ranks: TwoRanks) ->
     assert ranks.reductions == before  # nobody waits for anybody any more
 
 
-def test_ranks_evicted_prompt_is_looked_up_again_by_both(ranks: TwoRanks) -> None:
+@pytest.mark.parametrize("second_knows", [True, False])
+def test_ranks_evicted_prompt_is_looked_up_again_by_both(
+    ranks: TwoRanks, second_knows: bool
+) -> None:
+    """Behind a failure, one tree alone may have evicted: the ranks agree, and go on alike."""
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))
     assert ranks.poll("r") == [None, None]
     ranks.both(lambda harness, rank: harness.evict(reqs[rank]))
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
+    ranks.harnesses[1].coordinator.tree_evicts = second_knows
+    ranks.agree("r")
     assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
 
 
@@ -278,8 +282,7 @@ def test_ranks_diverged_records_end_on_both(ranks: TwoRanks) -> None:
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     ranks.poll("r")
-    one = ranks.harnesses[0].coordinator.live.get("r")
-    assert one is not None
+    one = ranks.harnesses[0].coordinator.live["r"]
     one.stats.prefill_s = 1.0  # for this rank its prefill is over
     assert ranks.poll("r") == [None, None]
     assert ranks.live() == [[], []]
@@ -322,8 +325,7 @@ def test_ranks_ask_their_trees_for_the_same_matches_when_one_fails(
         reqs[0].lora_id = reqs[1].lora_id = "adapter@a"
     ranks.both(arrive)
     assert asked == [["match"], ["match"]]
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
+    ranks.agree("r")
     for harness in ranks.harnesses:
         harness.coordinator.tree_evicts = True
     if where == "loader.drain":
@@ -337,24 +339,9 @@ def test_ranks_ask_their_trees_for_the_same_matches_when_one_fails(
     assert asked[0] == asked[1]
 
 
-def test_ranks_look_up_evicted_prompts_again_where_one_tree_alone_has_evicted(
-    ranks: TwoRanks,
-) -> None:
-    """As behind a failure: the ranks agree on it, so that they go on alike."""
-    reqs = stored(ranks)
-    ranks.both(lambda harness, rank: harness.arrive(reqs[rank], matched=4 * BLOCK))
-    assert ranks.poll("r") == [None, None]
-    ranks.both(lambda harness, rank: harness.evict(reqs[rank]))
-    ranks.harnesses[1].coordinator.tree_evicts = False
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
-    assert ranks.reclaimable_tokens() == [4 * BLOCK] * 2
-
-
 def test_ranks_ask_the_same_waiting_prompts_after_one_failed() -> None:
     """More prompts wait than a poll asks."""
-    ranks = TwoRanks(mode="auto")
-    try:
+    with closing(TwoRanks(mode="auto")) as ranks:
         reqs = stored(ranks)
         slots = ranks.harnesses[0].device_slots
         stage, slots.stage = slots.stage, fails  # type: ignore[assignment, method-assign]
@@ -377,13 +364,10 @@ def test_ranks_ask_the_same_waiting_prompts_after_one_failed() -> None:
             assert ranks.poll(*rids) == [None, None]
             one, other = (sorted(harness.step_costs.judged) for harness in ranks.harnesses)
             assert one == other != []
-    finally:
-        ranks.close()
 
 
 def test_ranks_have_the_same_turns_of_tenants_after_one_failed() -> None:
-    ranks = TwoRanks(priority="fair")
-    try:
+    with closing(TwoRanks(priority="fair")) as ranks:
         reqs = [req_of(400, "r") for _ in ranks.harnesses]
         ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
         for _ in range(2):
@@ -395,8 +379,6 @@ def test_ranks_have_the_same_turns_of_tenants_after_one_failed() -> None:
         assert ranks.poll("r") == [None, None]
         later = [harness.coordinator.queue_entry(req_of(2, "l")) for harness in ranks.harnesses]  # type: ignore[arg-type]
         assert later[0].turn == later[1].turn
-    finally:
-        ranks.close()
 
 
 def test_ranks_have_the_same_clock_after_one_failed(ranks: TwoRanks) -> None:
@@ -423,8 +405,7 @@ def test_ranks_forget_decoding_requests_alike_after_one_failed(ranks: TwoRanks) 
     """No vote names them. The ranks agree with the next prompt."""
     reqs, other = stored(ranks), stored(ranks, "other")
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-    for _ in range(3):
-        assert ranks.poll("r") == [None, None]
+    ranks.agree("r")
     assert ranks.both(lambda harness, rank: harness.step(reqs[rank])) == [None, None]
     fail_in_next_poll(ranks)
     ranks.both(lambda harness, rank: harness.arrive(other[rank]))
@@ -435,8 +416,7 @@ def test_ranks_forget_decoding_requests_alike_after_one_failed(ranks: TwoRanks) 
 @pytest.mark.parametrize("other_rank", ["has a record", "failed"])
 def test_ranks_decide_alike_behind_a_request_without_keys_on_one_of_them(other_rank: str) -> None:
     """Work ahead of a prompt that is counted by one rank alone would make another step there."""
-    ranks = TwoRanks(mode="auto", load=LoadCost(0.08, 0.05, error=0.0, depth=2))
-    try:
+    with closing(TwoRanks(mode="auto", load=LoadCost(0.08, 0.05, error=0.0, depth=2))) as ranks:
         ahead = [FakeReq("ahead", array("q", range(1000, 3000))) for _ in ranks.harnesses]
         ahead[0].lora_id = "unknown"
         ahead[1].lora_id = "adapter@a"
@@ -456,21 +436,17 @@ def test_ranks_decide_alike_behind_a_request_without_keys_on_one_of_them(other_r
         assert ranks.both(arrive) == [None, None]
         assert ranks.poll("ahead") == [None, None]
         ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
-        for _ in range(3):
-            assert ranks.poll("ahead", "r") == [None, None]
+        ranks.agree("ahead", "r")
         pairs = list(zip(ranks.harnesses, reqs, strict=True))
         one, other = (harness.coordinator.queue_entry(req) for harness, req in pairs)  # type: ignore[arg-type]
         assert one.remaining_s == other.remaining_s
         loading = [harness.coordinator.loading(req) for harness, req in pairs]  # type: ignore[arg-type]
         assert loading[0] == loading[1]
-    finally:
-        ranks.close()
 
 
 def test_ranks_prompt_that_one_rank_has_read_gets_buffers_on_the_other() -> None:
     """The prompt before it has lost its device memory, and fills staging on that rank alone."""
-    ranks = TwoRanks(mode="load", slots=24 * BLOCK, staging=8)
-    try:
+    with closing(TwoRanks(mode="load", slots=24 * BLOCK, staging=8)) as ranks:
         longs, keys = [req_of(20.5, "long") for _ in range(2)], []
         tokens = range(10**5, 10**5 + 9 * BLOCK + 8)
         shorts = [FakeReq("short", array("q", tokens)) for _ in range(2)]
@@ -505,5 +481,3 @@ def test_ranks_prompt_that_one_rank_has_read_gets_buffers_on_the_other() -> None
             return all(record.meet.landed_blocks == 9 for record in records)
 
         until(landed, "all blocks have landed")
-    finally:
-        ranks.close()

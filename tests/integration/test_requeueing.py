@@ -85,8 +85,7 @@ class ChunkedAdmission:
         made.keys = keys
         self.base.arrive(req)
         self.base.coordinator.poll([req.rid])
-        record = self.base.coordinator.live.get(rid)
-        assert record is not None
+        record = self.base.coordinator.live[rid]
         # On a busy machine seconds may pass between two arrivals, and a prompt that has waited for
         # so much longer goes first.
         self.arrived_s = (self.arrived_s or record.agreed.first_poll_s or 0.0) + 0.001
@@ -361,8 +360,7 @@ def test_chunked_request_with_loads_landing_within_the_step_stays(admissions: Ma
     assert admission.chunk(stored) is None
     # What is still to come is here before a step would end.
     admission.queue[:] = [other]
-    load = admission.base.coordinator.live.get("stored")
-    assert load is not None
+    load = admission.base.coordinator.live["stored"]
     load.agreed.cost = LoadCost(0.0, 0.015)
     load.agreed.elapsed_s = 0.0
     assert admission.chunk(stored) is stored
@@ -422,8 +420,7 @@ def test_chunked_request_goes_back_behind_those_that_have_waited_longer(
     admission.land(stored)
     arrived_s = {"oldest": 0.0, "older": 1.0, "running": 2.0, "younger": 3.0, "stored": 4.0}
     for rid, at_s in arrived_s.items():
-        record = admission.base.coordinator.live.get(rid)
-        assert record is not None
+        record = admission.base.coordinator.live[rid]
         record.agreed.first_poll_s = at_s
     admission.queue[:] = [oldest, older, younger, stored]
     assert admission.chunk(running) is None

@@ -95,6 +95,31 @@ class MeetRace(RuleBasedStateMachine):
         """Compute up to there."""
         raise NotImplementedError
 
+    def passed(self, front: int) -> None:
+        """The tree has the tokens up to there, without a step."""
+        raise NotImplementedError
+
+    @precondition(lambda self: self.meet.front < self.prompt)
+    @rule(
+        known=st.sampled_from(COSTS),
+        since_s=st.sampled_from([0.0, 1.0, 100.0]),
+        mode=st.sampled_from(["auto", "both"]),
+    )
+    def step(self, known: PromptCosts, since_s: float, mode: Mode) -> None:
+        self.attach()
+        if self.meet.front == self.prompt:
+            return
+        step = plan(self.meet, self.chunk, known, since_s, mode)
+        if not step.wait:
+            self.claim(step.stop)
+
+    @rule(share=st.floats(0, 1))
+    def tree_grows(self, share: float) -> None:
+        front = self.page_floor(self.meet.front + int(share * (self.prompt - self.meet.front)))
+        if front > self.meet.front:
+            self.passed(front)
+            self.got[:front] = ["tree"] * front
+
     @precondition(lambda self: self.loading)
     @rule()
     def land_the_last(self) -> None:

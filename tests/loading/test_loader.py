@@ -71,9 +71,9 @@ def bytes_of(key: BlockKey) -> bytes:
 class BrokenStore(WrapperStore):
     """Raises what no store may raise."""
 
-    def __init__(self, inner: Store, *, reads: bool = True, lookups: bool = True) -> None:
+    def __init__(self, inner: Store, *, lookups: bool = True) -> None:
         super().__init__(inner)
-        self.reads, self.lookups = reads, lookups
+        self.lookups = lookups
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         if self.lookups:
@@ -189,6 +189,13 @@ class LoaderHarness(HeldReads):
         self.store({key: bytes_of(key) for b, key in enumerate(keys) if b not in without})
         return keys
 
+    def stored(
+        self, blocks: int, *, name: int = 0, without: Sequence[int] = ()
+    ) -> tuple[array, list[BlockKey]]:
+        """A prompt, and the keys of its blocks, which are stored."""
+        tokens = tokens_of(name, blocks)
+        return tokens, self.fill(tokens, without=without)
+
     def begin(
         self, rid: str, tokens: array, *, first: int = 0, least: int = 1, load: bool = True
     ) -> list[LoadCost]:
@@ -291,8 +298,7 @@ def harness_of() -> Iterator[Callable[..., LoaderHarness]]:
 
 
 def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 5)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(5)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[4], keys[3]]
     assert harness.news() == [LookedUp("a", (True,) * 5)]
@@ -323,8 +329,7 @@ class TwoPlaces(WrapperStore):
 
 
 def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     harness.loader = harness.new_loader(TwoPlaces(harness.recorded, keys))
     harness.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
     asked = harness.begin("a", tokens)
@@ -355,8 +360,7 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
 
 
 def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     harness.loader.recall([LoadCost(0.0, 30.0)])
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
@@ -377,8 +381,7 @@ def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: Loader
 
 
 def test_loader_computed_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     store = TwoPlaces(harness.recorded, keys)
     store.places = {key: int(number >= 3) for number, key in enumerate(keys)}
     harness.loader = harness.new_loader(store)
@@ -392,8 +395,7 @@ def test_loader_computed_blocks_are_not_part_of_the_cost(harness: LoaderHarness)
 
 
 def test_loader_reads_only_stored_blocks_from_the_first_allowed(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens, without=[3])
+    tokens, keys = harness.stored(6, without=[3])
     harness.open(*keys)
     harness.begin("a", tokens, first=2)
     assert harness.news()[0] == LookedUp("a", (True, True, True, False, True, True))
@@ -425,8 +427,7 @@ def test_loader_lookup_without_load_reads_nothing(harness: LoaderHarness) -> Non
 def test_loader_reads_of_computed_blocks_end_and_none_starts(
     harness: LoaderHarness,
 ) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.loader.set_first_loadable("a", 5)
@@ -444,8 +445,7 @@ def test_loader_block_computed_before_its_read_begins_is_not_read(
 ) -> None:
     """The loader has started the next read, and its task has not run, when its block is
     computed."""
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     entered, go_on = threading.Event(), threading.Event()
 
     def before_block_1_is_read() -> None:
@@ -469,8 +469,7 @@ def test_loader_block_computed_before_its_read_begins_is_not_read(
 
 
 def test_loader_read_cancelled_before_it_began_frees_its_buffer(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     ended = after_read_ends(harness, keys[3], lambda: harness.loader.cancel("a"))
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[3], keys[2]]
@@ -553,8 +552,7 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(buffers=1, depth=7)
-    tokens = tokens_of(0, 9)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(9)
     store = LendingStore(harness.recorded, keys)
     harness.loader = harness.new_loader(store, depth=7, copy_s=60.0)
     harness.begin("a", tokens, first=2)
@@ -615,8 +613,7 @@ def test_loader_reads_blocks_below_while_lent_blocks_wait_for_their_copies(
     harness: LoaderHarness,
 ) -> None:
     """As when the device has no slots: the link to the tier below does not rest."""
-    tokens = tokens_of(0, 12)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(12)
     store = LendingTier(harness.recorded, keys[1::2])
     harness.loader = harness.new_loader(store)
     harness.begin("a", tokens)
@@ -688,8 +685,7 @@ class LateLookups(WrapperStore):
 def test_loader_lookup_that_answers_after_its_prompt_has_ended_asks_and_reads_nothing(
     harness: LoaderHarness, ended: bool
 ) -> None:
-    tokens = tokens_of(0, 8)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(8)
     store = LateLookups(harness.recorded)
     harness.loader = harness.new_loader(store)
     asked = harness.begin("a", tokens)
@@ -759,8 +755,7 @@ def test_loader_block_that_arrives_counts_the_tiers_of_waiting_prompts_once(
 def test_loader_ahead_of_its_copies_reads_nothing_that_is_not_worth_it(
     harness: LoaderHarness, how: str
 ) -> None:
-    tokens = tokens_of(0, 12)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(12)
     harness.open(*keys)
     store = LendingTier(harness.recorded, keys[6:])
     harness.loader = harness.new_loader(store)
@@ -782,8 +777,7 @@ def test_loader_ahead_of_its_copies_reads_nothing_that_is_not_worth_it(
 def test_loader_ahead_of_its_copies_leaves_a_block_that_moved_up_in_memory(
     harness: LoaderHarness,
 ) -> None:
-    tokens = tokens_of(0, 8)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(8)
     store = LendingTier(harness.recorded, keys[6:])
     harness.loader = harness.new_loader(store, depth=2)
     harness.begin("a", tokens)
@@ -812,8 +806,7 @@ def test_loader_over_memory_and_a_tier_below_reads_each_block_below_once(
     harness: LoaderHarness,
 ) -> None:
     """The real stores. No copy to the device ends before all of the tier below is read."""
-    tokens = tokens_of(0, 24)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(24)
     layout = BlockLayout.plain(1, (("kv", (BYTES // BLOCK,)),), "uint8", BLOCK)
     frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
     memory = HostMemorySource(64 * PAGE_BYTES).open(frame, depth=2)
@@ -839,8 +832,7 @@ def test_loader_over_memory_and_a_tier_below_reads_each_block_below_once(
 
 
 def test_loader_blocks_that_are_not_lent_are_read(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.open(*keys)
     harness.loader = harness.new_loader(LendingStore(harness.recorded, keys[2:]))
     harness.begin("a", tokens)
@@ -853,8 +845,7 @@ def test_loader_blocks_that_are_not_lent_are_read(harness: LoaderHarness) -> Non
 
 @pytest.mark.parametrize("error", [StoreUnavailable("closed"), ValueError("a bug")])
 def test_loader_store_that_fails_to_lend_is_read(harness: LoaderHarness, error: Exception) -> None:
-    tokens = tokens_of(0, 2)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(2)
     harness.open(*keys)
     harness.loader = harness.new_loader(LendingStore(harness.recorded, keys, error))
     harness.begin("a", tokens)
@@ -862,8 +853,7 @@ def test_loader_store_that_fails_to_lend_is_read(harness: LoaderHarness, error: 
 
 
 def test_loader_computed_blocks_are_not_lent(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     store = LendingStore(harness.recorded, keys)
     harness.loader = harness.new_loader(store)
     harness.begin("a", tokens, load=False)
@@ -875,13 +865,18 @@ def test_loader_computed_blocks_are_not_lent(harness: LoaderHarness) -> None:
     assert store.lent == [keys[3], keys[2]]
 
 
-def test_loader_shared_read_goes_on_when_one_prompt_ends(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
+@pytest.mark.parametrize("ends", [True, False])
+def test_loader_shared_read_goes_on_when_one_prompt_ends_or_wants_no_more(
+    harness: LoaderHarness, ends: bool
+) -> None:
+    tokens, keys = harness.stored(1)
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     assert harness.waiting() == keys
-    harness.loader.cancel("a")
+    if ends:
+        harness.loader.cancel("a")
+    else:
+        harness.loader.set_load_from("a", None)
     assert harness.waiting() == keys
     harness.open(*keys)
     assert harness.landed() == [("b", 0)]
@@ -891,8 +886,7 @@ def test_loader_shared_read_goes_on_when_one_prompt_ends(harness: LoaderHarness)
 def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
     harness: LoaderHarness,
 ) -> None:
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(1)
     harness.begin("a", tokens)
     harness.begin("b", tokens, load=False)
     assert harness.waiting() == keys
@@ -916,8 +910,7 @@ def test_loader_prompt_wanting_a_just_cancelled_read_gets_the_block(
 def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
     harness: LoaderHarness,
 ) -> None:
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(1)
     store = HookedStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     # The other prompt wants the block before the loader handles the end of the read.
@@ -935,8 +928,7 @@ def test_loader_prompt_wanting_a_just_failed_read_gets_its_own_result(
 
 
 def test_loader_under_way_shows_the_bytes_of_each_open_read(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 3)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(3)
     store = TellingStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     assert harness.loader.under_way("a") == {}
@@ -960,8 +952,7 @@ def test_loader_prompts_sharing_a_read_see_the_same_reading(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(depth=4)
-    tokens = tokens_of(0, 2)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(2)
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     harness.waiting()
@@ -983,8 +974,7 @@ def test_loader_prompts_sharing_a_read_see_the_same_reading(
 
 
 def test_loader_prompt_joining_a_read_sees_its_bytes(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(1)
     store = TellingStore(harness.recorded)
     harness.loader = harness.new_loader(store)
     harness.begin("a", tokens)
@@ -1026,8 +1016,7 @@ def ends(harness: LoaderHarness, monkeypatch: pytest.MonkeyPatch) -> list[End]:
 def test_loader_landed_event_is_queued_before_a_whole_read_ends(
     harness: LoaderHarness, ends: list[End]
 ) -> None:
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(1)
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     harness.waiting()
@@ -1051,8 +1040,7 @@ def test_loader_failed_read_frees_its_buffer_only_after_its_end(
     harness: LoaderHarness, ends: list[End], how: str
 ) -> None:
     """What is there means nothing. But it is nobody else's, as long as somebody may copy it."""
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(1)
     if how == "broken":
         harness.loader = harness.new_loader(BrokenStore(harness.memory, lookups=False))
     elif how == "missing":
@@ -1079,8 +1067,7 @@ def test_loader_without_free_buffers_pauses_until_release(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(buffers=3, depth=8)
-    tokens = tokens_of(0, 7)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(7)
     harness.open(*keys)
     harness.begin("a", tokens)
     order = []
@@ -1099,8 +1086,7 @@ def test_loader_lost_block_frees_its_buffer_for_the_next(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(buffers=1, depth=1)
-    tokens = tokens_of(0, 3)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(3)
     harness.faulty.fail(keys[2], BlockMissing("gone"))
     harness.faulty.fail(keys[1], BlockMissing("gone"))
     harness.open(*keys)
@@ -1117,8 +1103,7 @@ def test_loader_freed_buffer_wakes_the_io_thread_only_if_a_read_waits_for_it(
     """A wake-up takes the interpreter from the scheduler thread, and the end of the read under way
     looks for the buffer."""
     harness = harness_of(buffers=buffers)
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     harness.begin("a", tokens)
     harness.loader.order(["a"], may_fill="a" if first else None)
     assert harness.waiting() == [keys[5], keys[4]]
@@ -1192,8 +1177,7 @@ def test_loader_keep_none_cancels_reads_and_a_later_keep_resumes(
     harness_of: Callable[..., LoaderHarness],
 ) -> None:
     harness = harness_of(depth=2)
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.loader.set_load_from("a", None)
@@ -1207,8 +1191,7 @@ def test_loader_keep_none_cancels_reads_and_a_later_keep_resumes(
 
 
 def test_loader_keep_none_then_zero_at_once_lands_every_block(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 2)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(2)
     harness.begin("a", tokens)
     assert harness.waiting() == keys[::-1]
     began = list(harness.loader.under_way("a").values())
@@ -1220,17 +1203,6 @@ def test_loader_keep_none_then_zero_at_once_lands_every_block(harness: LoaderHar
     assert len(began) == 2
 
 
-def test_loader_keep_none_leaves_a_shared_read_to_the_other_prompt(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
-    harness.begin("a", tokens)
-    harness.begin("b", tokens)
-    assert harness.waiting() == keys
-    harness.loader.set_load_from("a", None)
-    harness.open(*keys)
-    assert harness.landed() == [("b", 0)]
-
-
 # ---- when the scheduler thread should look ----
 
 
@@ -1239,8 +1211,7 @@ def test_loader_wakes_for_the_lookup_and_for_the_last_block(
     harness_of: Callable[..., LoaderHarness], last: str
 ) -> None:
     harness = harness_of(depth=2)
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     if last == "is lost":
         harness.faulty.fail(keys[0], BlockMissing("x"))
     harness.begin("a", tokens)
@@ -1278,8 +1249,7 @@ def test_loader_wakes_for_each_prompt_whose_loads_are_over(harness: LoaderHarnes
 def test_loader_store_error_reports_the_block_lost_with_its_reason(
     harness: LoaderHarness, error: type[StoreError]
 ) -> None:
-    tokens = tokens_of(0, 3)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(3)
     harness.faulty.fail(keys[1], error("x"))
     harness.open(*keys)
     harness.begin("a", tokens)
@@ -1292,8 +1262,7 @@ def test_loader_store_error_reports_the_block_lost_with_its_reason(
 
 
 def test_loader_failed_shared_read_is_reported_to_every_prompt(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 1)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(1)
     harness.begin("a", tokens)
     harness.begin("b", tokens)
     assert harness.waiting() == keys
@@ -1334,8 +1303,7 @@ def test_loader_failed_lookup_finds_no_blocks(harness: LoaderHarness, broken: bo
 
 
 def test_loader_end_cancels_reads_and_reports_nothing_more(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[3], keys[2]]
     harness.loader.cancel("a")
@@ -1413,8 +1381,7 @@ def test_loader_unused_blocks_are_counted_as_wasted_by_reason(
 
 
 def test_loader_replaced_store_serves_only_later_prompts(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 2)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(2)
     harness.begin("a", tokens)
     assert len(harness.waiting()) == 2
     other = RecordingStore(MemoryStore())
@@ -1430,8 +1397,7 @@ def test_loader_prompt_after_a_swap_does_not_wait_for_reads_of_the_store_before(
     harness: LoaderHarness,
 ) -> None:
     """That store may hang, and have been replaced for that."""
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.begin("a", tokens)
     assert len(harness.waiting()) == 2  # as many as may be under way
     harness.loader.use(harness.memory)
@@ -1447,8 +1413,7 @@ def test_loader_prompt_after_a_swap_does_not_wait_for_reads_of_the_store_before(
 
 
 def test_loader_closed_finishes_open_reads_and_starts_no_more(harness: LoaderHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.begin("a", tokens)
     assert len(harness.waiting()) == 2
     harness.loader.close()

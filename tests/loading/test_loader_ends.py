@@ -61,8 +61,7 @@ def ends(blocks: int, *targets: int) -> tuple[bool, ...]:
 
 
 def test_loader_reads_the_end_first_and_nothing_right_of_it(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     harness.fill_end(keys, 4)
     every = harness.begin_ends("a", tokens)
     assert harness.news() == [LookedUp("a", (True,) * 6, ends(6, 4))]
@@ -75,8 +74,7 @@ def test_loader_reads_the_end_first_and_nothing_right_of_it(harness: EndsHarness
 
 def test_loader_reads_the_end_of_its_own_rank(harness: EndsHarness) -> None:
     """Ranks share the blocks of a prompt, and each has end states of its own."""
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     for harness.end_rank, target in (((1, 2), 3), ((0, 2), 5)):
         harness.fill_end(keys, target)
     harness.end_rank = (1, 2)
@@ -96,16 +94,14 @@ def test_loader_prompt_without_a_stored_end_reads_nothing(harness: EndsHarness) 
 
 
 def test_loader_run_that_a_hole_cuts_is_not_read_left_of_it(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens, without=[1])
+    tokens, keys = harness.stored(6, without=[1])
     harness.fill_end(keys, 6)
     harness.open(*harness.begin_ends("a", tokens))
     assert harness.read_keys()[ENDS:] == keys[5:1:-1]
 
 
 def test_loader_run_counts_from_the_first_block_that_the_tree_lacks(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 7)
-    keys = harness.fill(tokens, without=[4])
+    tokens, keys = harness.stored(7, without=[4])
     for target in (4, 7):
         harness.fill_end(keys, target)
     harness.open(*harness.begin_ends("a", tokens, first=3))
@@ -138,8 +134,7 @@ def test_loader_single_end_of_a_long_prompt_is_found_by_a_store_that_infers(
 def test_loader_ends_behind_blocks_that_are_not_stored_are_not_looked_up(
     harness: EndsHarness,
 ) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens, without=[0, 5])
+    tokens, keys = harness.stored(6, without=[0, 5])
     harness.begin_ends("a", tokens, first=2)
     harness.news()
     asked = harness.recorded.keys_of("contains")
@@ -147,8 +142,7 @@ def test_loader_ends_behind_blocks_that_are_not_stored_are_not_looked_up(
 
 
 def test_loader_new_target_stops_reads_of_the_old_one(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 6)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(6)
     for target in (3, 6):
         harness.fill_end(keys, target)
     every = harness.begin_ends("a", tokens)
@@ -161,8 +155,7 @@ def test_loader_new_target_stops_reads_of_the_old_one(harness: EndsHarness) -> N
 
 
 def test_loader_block_that_was_read_is_not_read_for_the_next_target(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     for target in (3, 4):
         harness.fill_end(keys, target)
     every = harness.begin_ends("a", tokens)
@@ -177,8 +170,7 @@ def test_loader_block_that_was_read_is_not_read_for_the_next_target(harness: End
 
 
 def test_loader_empty_run_stops_all_reads(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.fill_end(keys, 4)
     harness.begin_ends("a", tokens)
     harness.news()
@@ -189,8 +181,7 @@ def test_loader_empty_run_stops_all_reads(harness: EndsHarness) -> None:
 
 
 def test_loader_missing_end_block_is_lost(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.fill_end(keys, 4, without=1)
     every = harness.begin_ends("a", tokens)
     harness.open(*every)
@@ -199,8 +190,7 @@ def test_loader_missing_end_block_is_lost(harness: EndsHarness) -> None:
 
 
 def test_loader_failed_lookup_of_ends_counts_as_a_failed_lookup(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
 
     class NoEnds(WrapperStore):
         async def contains(self, asked: Sequence[BlockKey]) -> list[bool]:
@@ -215,8 +205,7 @@ def test_loader_failed_lookup_of_ends_counts_as_a_failed_lookup(harness: EndsHar
 
 
 def test_loader_pause_and_resume_reads_the_end_again(harness: EndsHarness) -> None:
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.fill_end(keys, 4)
     every = harness.begin_ends("a", tokens)
     harness.news()
@@ -253,8 +242,7 @@ def test_loader_end_is_reported_to_the_store_before_its_blocks(harness: EndsHarn
         async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
             touched.append((facts.id, list(keys)))
 
-    tokens = tokens_of(0, 4)
-    keys = harness.fill(tokens)
+    tokens, keys = harness.stored(4)
     harness.fill_end(keys, 3)
     harness.loader = harness.new_loader(Listening(harness.recorded))
     harness.begin_ends("a", tokens, load=False)

@@ -10,10 +10,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from meet_race import COSTS, MeetRace, plan, settings_of
+from meet_race import MeetRace, plan, settings_of
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import PromptCosts
 from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
 from sglang_cake.loading.planner import StepPlan
 
@@ -104,16 +103,6 @@ class MeetMachine(MeetRace):
         self.meet.dropped(b)
 
     @precondition(lambda self: self.meet.front < self.prompt)
-    @rule(known=st.sampled_from(COSTS), since_s=st.sampled_from([0.0, 1.0, 100.0]))
-    def step(self, known: PromptCosts, since_s: float) -> None:
-        self.attach()
-        if self.meet.front == self.prompt:
-            return
-        step = plan(self.meet, self.chunk, known, since_s)
-        if not step.wait:
-            self.claim(step.stop)
-
-    @precondition(lambda self: self.meet.front < self.prompt)
     @rule(data=st.data())
     def claim_anything_legal(self, data: st.DataObject) -> None:
         """As SGLang may: any step that ends before the next landed block."""
@@ -127,18 +116,13 @@ class MeetMachine(MeetRace):
         stop = max(self.page_floor(stop), min(edge, self.page_floor(self.meet.front) + self.page))
         self.claim(stop)
 
-    @rule(share=st.floats(0, 1))
-    def tree_grows(self, share: float) -> None:
-        front = self.page_floor(self.meet.front + int(share * (self.prompt - self.meet.front)))
-        if front <= self.meet.front:
-            return
+    def passed(self, front: int) -> None:
         here = {b for b in self.bytes_here if b * self.block < front}
         surplus = self.meet.advance(front)
         assert set(surplus) <= self.bytes_here
         # The block that the front stands in is kept: its rest may still be attached.
         assert here - set(surplus) <= {front // self.block}
         self.bytes_here -= set(surplus)
-        self.got[:front] = ["tree"] * front
         self.forget_computed()
 
     # ---- what must hold at every moment ----
@@ -254,12 +238,10 @@ def test_meet_late_events_leave_claimed_and_gone_blocks_unchanged(state: BlockSt
 # ---- cases worth naming ----
 
 
-def meet_of(
-    blocks: float, *, block: int = 64, page: int = 1, limit: int | None = None, front: int = 0
-) -> Meet:
-    tokens = int(blocks * block)
+def meet_of(blocks: float, *, page: int = 1, limit: int | None = None, front: int = 0) -> Meet:
+    tokens = int(blocks * 64)
     return Meet(
-        block_tokens=block,
+        block_tokens=64,
         page_tokens=page,
         limit_tokens=tokens - 1 if limit is None else limit,
         prompt_tokens=tokens,

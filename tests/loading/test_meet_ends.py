@@ -9,10 +9,9 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from meet_race import COSTS, MeetRace, plan, settings_of
+from meet_race import MeetRace, plan, settings_of
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import PromptCosts
 from sglang_cake.loading.meet import BlockState, Meet, best_run, end_indices, possible_runs
 from sglang_cake.loading.planner import StepPlan
 
@@ -143,20 +142,6 @@ class EndRace(MeetRace):
         assert not self.meet.view().wanted
 
     @precondition(lambda self: self.meet.front < self.prompt)
-    @rule(
-        known=st.sampled_from(COSTS),
-        since_s=st.sampled_from([0.0, 1.0, 100.0]),
-        mode=st.sampled_from(["auto", "both"]),
-    )
-    def step(self, known: PromptCosts, since_s: float, mode: str) -> None:
-        self.attach()
-        if self.meet.front == self.prompt:
-            return
-        step = plan(self.meet, self.chunk, known, since_s, mode)
-        if not step.wait:
-            self.claim(step.stop)
-
-    @precondition(lambda self: self.meet.front < self.prompt)
     @rule(data=st.data())
     def claim_anything_legal(self, data: st.DataObject) -> None:
         """As SGLang may, whatever has landed."""
@@ -167,13 +152,8 @@ class EndRace(MeetRace):
         least = min(self.prompt, self.page_floor(self.meet.front) + self.page)
         self.claim(max(self.page_floor(stop), least))
 
-    @rule(share=st.floats(0, 1))
-    def tree_grows(self, share: float) -> None:
-        front = self.page_floor(self.meet.front + int(share * (self.prompt - self.meet.front)))
-        if front <= self.meet.front:
-            return
+    def passed(self, front: int) -> None:
         self.surplus(self.meet.advance(front))
-        self.got[:front] = ["tree"] * front
 
     # ---- what must hold at every moment ----
 
@@ -259,10 +239,10 @@ def test_end_indices_of_different_ends_have_no_index_in_common() -> None:
 # ---- cases worth naming ----
 
 
-def meet_of(blocks: float, *, end_blocks: int = 2, block: int = 64, front: int = 0) -> Meet:
-    tokens = int(blocks * block)
+def meet_of(blocks: float, *, end_blocks: int = 2, front: int = 0) -> Meet:
+    tokens = int(blocks * 64)
     return Meet(
-        block_tokens=block,
+        block_tokens=64,
         page_tokens=1,
         limit_tokens=tokens - 1,
         prompt_tokens=tokens,

@@ -207,16 +207,6 @@ def test_radix_ends_loaded_state_of_a_running_request_is_in_its_row_in_the_next_
     side.check_books()
 
 
-@kinds()
-def test_radix_ends_given_back_are_free(kind: str) -> None:
-    side = stored(kind)
-    req = side.start(PROMPT, 8)
-    end = side.tree.allocate_end(req, Span(8, 48))
-    assert end is not None
-    side.tree.free_end(req, end)
-    side.check_books()
-
-
 # ---- save ----
 
 

@@ -1,8 +1,5 @@
 """Slots that hold landed blocks: evictable in SGLang's books, given back last, and all of them."""
 
-from array import array
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("sglang")
@@ -17,22 +14,17 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from kv_pools import Staging, record_of
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from trees import CORES, SLOTS, FakeCoordinator, TreeWithSlots
 
-from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import DeviceKV
-from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
-from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.loader import StagedBlock
-from sglang_cake.loading.meet import BlockState, Meet
-from sglang_cake.stores.request_facts import RequestFacts
+from sglang_cake.integration.request.prompt_record import PromptRecord
 
 BLOCK = 8
 
@@ -43,16 +35,14 @@ class TreeWithLandedBlocks(TreeWithSlots):
     def __init__(self, core: str) -> None:
         super().__init__(CakeRadixCache, 1, core)
         kv = DeviceKV(self.allocator.get_kvcache(), block_tokens=BLOCK)
-        self.counters = Counters()
         self.device_slots = DeviceSlots(
             kv,
             Copier(kv),
             self.allocator,
             self.tree.evict_own,
-            self.counters,
+            Counters(),
         )
-        size = kv.layout.block_bytes
-        self.pool = BufferPool([Buffer(on_page(size)) for _ in range(SLOTS // BLOCK)])
+        self.staging = Staging(kv)
         self.records: list[PromptRecord] = []
         self.tree.coordinator = FakeCoordinator()
         self.tree.coordinator.held = lambda: self.device_slots.reclaimable_tokens
@@ -60,32 +50,11 @@ class TreeWithLandedBlocks(TreeWithSlots):
 
     def land(self, blocks: int) -> bool:
         """Have `blocks` blocks of a new prompt in device slots; False: no memory for all."""
-        tokens = array("q", range(blocks * BLOCK + 1))
-        count = len(tokens)
-        meet = Meet(block_tokens=BLOCK, page_tokens=1, limit_tokens=count, prompt_tokens=count)
-        meet.found([True] * blocks)
-        chain = KeyChain(KeySeed(Digest(bytes(32))), BLOCK)
-        rid = f"r{len(self.records)}"
-        cost = LoadCost(0.0, 0.01)
-        record = PromptRecord(
-            req=SimpleNamespace(rid=rid),
-            load_id=rid,
-            tokens=tokens,
-            key_chain=chain,
-            facts=RequestFacts(rid, count),
-            meet=meet,
-            local=LocalLoads(cost, served_since_s=0.0),
-            agreed=AgreedLoads(cost),
-            matched_tokens=lambda: 0,
-            arrived_s=0.0,
-        )
+        record = record_of(blocks, block=BLOCK, rid=f"r{len(self.records)}", extra_tokens=1)
+        record.meet.found([True] * blocks)
         self.records.append(record)
         for block in range(blocks):
-            buffer = self.pool.take()
-            if buffer is None:
-                return False
-            meet.landed(block)
-            record.memory.staged[block] = StagedBlock(buffer, self.pool.give, lambda _: None)
+            self.staging.land(record, block)
         return self.device_slots.place(record, list(record.memory.staged))
 
     def drop(self, index: int) -> None:
@@ -124,6 +93,7 @@ class LandedBlocksMachine(RuleBasedStateMachine):
         node, receipt = self.side.locks.pop()
         self.side.tree.dec_lock_ref(node, receipt.to_dec_params())
 
+    @precondition(lambda self: len(self.side.records) < 12)  # staging has 64 buffers
     @rule(blocks=st.integers(1, 5))
     def land(self, blocks: int) -> None:
         self.side.land(blocks)
@@ -169,24 +139,6 @@ def test_radix_cache_random_calls_lose_no_held_slot(core: str) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=15, stateful_step_count=40, deadline=None)
     )
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_radix_cache_eviction_takes_the_tree_before_landed_blocks(core: str) -> None:
-    side = TreeWithLandedBlocks(core)
-    side.insert(list(range(100, 140)))
-    assert side.land(4)
-    assert side.tree.evictable_size() == 40 + 4 * BLOCK
-    side.tree.evict(EvictParams(num_tokens=40))
-    assert (side.own_evictable(), side.held) == (0, 4 * BLOCK)
-    result = side.tree.evict(EvictParams(num_tokens=BLOCK + 1))
-    assert result.num_tokens_evicted == 2 * BLOCK
-    record = side.records[0]
-    assert sorted(record.memory.slots) == [2, 3]  # the leftmost go: compute would reach them first
-    states = [record.meet.state(b) for b in range(4)]
-    assert states == [BlockState.GONE] * 2 + [BlockState.LANDED] * 2
-    assert side.counters.snapshot()["wasted_bytes", "memory"] == 2 * side.device_slots.block_bytes
-    assert side.pool.free == side.pool.capacity
 
 
 @pytest.mark.parametrize("core", CORES)

@@ -13,7 +13,6 @@ pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.2
 import torch
 from hybrid_machine import run_machine
 from hybrid_trees import SPARSE, SparseTree, digests_of
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from trees import CORES
 
 PAGE, BLOCK = 64, 128
@@ -51,32 +50,6 @@ def test_radix_sparse_blocks_attached_to_a_request_serve_the_rest(
     side.release(other)
     side.check_books()
     assert side.arrive(PROMPT).prefix_len == 3 * BLOCK + PAGE
-
-
-@BOTH_CORES
-@KINDS
-@pytest.mark.parametrize("running", [False, True])
-def test_radix_sparse_abort_of_a_load_frees_its_pages(kind: str, core: str, running: bool) -> None:
-    side = stored(kind, core)
-    req = side.start(PROMPT, PAGE) if running else side.arrive(PROMPT)
-    assert not side.load(req, 3 * BLOCK, running=running, aborts=True)
-    side.check_books()
-    if running:
-        side.release(req, checkpoint=False)
-    side.check_books()
-    assert side.allocator.available_size() + side.tree.evictable_size() == side.allocator.size
-
-
-@BOTH_CORES
-@KINDS
-def test_radix_sparse_evicted_blocks_are_loaded_again(kind: str, core: str) -> None:
-    side = stored(kind, core)
-    for _ in range(2):
-        assert side.arrive(PROMPT).prefix_len == 0
-        side.finish(side.restore(PROMPT, 3 * BLOCK))
-        side.tree.evict(EvictParams(num_tokens=len(PROMPT)))
-        side.check_books()
-        side.scramble()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPARSE if kind.startswith("dsa")])

@@ -14,8 +14,6 @@ from hybrid_trees import BLOCK, KINDS, Blocks, UnifiedTree
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from trees import CORES
 
-from sglang_cake.core.token_span import Span
-
 PROMPT = [*range(100, 150)]  # six blocks and two tokens
 UNIFIED = (
     "window",
@@ -68,18 +66,6 @@ def test_radix_unified_memory_loaded_blocks_and_ends_serve_the_rest(
     side.check_books()
     assert side.moves
     side.finish(req)  # it reads what was loaded, and finds it right
-
-
-@kinds()
-def test_radix_unified_memory_ends_given_back_are_free(kind: str) -> None:
-    side = stored(kind)
-    req = side.start(PROMPT, 8)
-    end = side.tree.allocate_end(req, Span(8, 48))
-    assert end is not None
-    side.tree.free_end(req, end)
-    side.check_books()
-    assert side.load(req, 48, running=True)
-    assert side.compute(req, len(PROMPT))
 
 
 class LandedBlocks(Blocks):

@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("sglang")
 
+from kv_pools import mha
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -32,16 +33,7 @@ def build(cls: type, page: int, core: str) -> tuple[Any, Any, Any]:
     """(tree, allocator, request pool) as SGLang's fixture makes them, with a server's tree core."""
     set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=page))
     requests = ReqToTokenPool(size=10, max_context_len=512, device="cpu", enable_memory_saver=False)
-    pool = MHATokenToKVPool(
-        size=SLOTS,
-        page_size=page,
-        dtype=torch.float32,
-        head_num=1,
-        head_dim=2,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    pool = mha(SLOTS, page=page, heads=1, dim=2, layers=1)
     allocator = TokenToKVPoolAllocator(
         size=SLOTS, dtype=torch.float32, device="cpu", kvcache=pool, need_sort=False
     )

@@ -230,38 +230,33 @@ def test_memory_evicts_what_requests_used_least_recently():
     assert names_in(memory, "abcd") == ["a", "c", "d"]
 
 
-def test_memory_reads_count_as_accesses_while_nobody_reports_them():
-    memory = memory_with("ab")
-    memory.release(memory.use(DIGEST, key_of("a"), counts=True))
-    stored(memory, "c")
-    assert names_in(memory, "abc") == ["a", "c"]
+def read_in(memory, name, *, counts=False):
+    """The bytes of a block that is being read, and what ends that."""
+    block = memory.use(DIGEST, key_of(name), counts=counts)
+    return block.data, lambda: memory.release(block)
 
 
-def test_memory_block_being_read_is_not_evicted():
+def lent_from(memory, name, *, counts=False):
+    """The same of a block that is lent."""
+    lent = memory.lend(DIGEST, key_of(name), counts=counts)
+    return lent.buffer.view, lent.release
+
+
+in_use = pytest.mark.parametrize("use", [read_in, lent_from])
+
+
+@in_use
+def test_memory_block_that_is_read_or_lent_is_not_evicted(use):
     memory = memory_with("ab")
-    block = memory.use(DIGEST, key_of("a"), counts=False)
+    data, end_use = use(memory, "a")
     stored(memory, "c")
     assert names_in(memory, "abc") == ["a", "c"]
     memory.delete(DIGEST, key_of("a"))
     assert stored(memory, "d")
     assert names_in(memory, "acd") == ["d"], "the buffer of a is in use"
-    assert block.data == block_of("a")
-    memory.release(block)
+    assert data == block_of("a")
+    end_use()
     assert stored(memory, "e")
-    assert names_in(memory, "de") == ["d", "e"]
-
-
-def test_memory_lent_block_stays_where_it_is_until_it_is_given_back():
-    memory = memory_with("ab")
-    lent = memory.lend(DIGEST, key_of("a"), counts=False)
-    stored(memory, "c")
-    assert names_in(memory, "abc") == ["a", "c"]
-    memory.delete(DIGEST, key_of("a"))
-    stored(memory, "d")
-    assert lent.buffer.view == block_of("a"), "its buffer has no other block"
-    assert names_in(memory, "acd") == ["d"]
-    lent.release()
-    stored(memory, "e")
     assert names_in(memory, "de") == ["d", "e"]
 
 
@@ -275,9 +270,11 @@ def test_memory_lends_half_of_its_blocks_at_most():
     assert memory.lend(DIGEST, key_of("d"), counts=True) is None
 
 
-def test_memory_lent_block_counts_as_an_access():
+@in_use
+def test_memory_block_that_is_read_or_lent_counts_as_accessed_if_nobody_reports_it(use):
     memory = memory_with("ab")
-    memory.lend(DIGEST, key_of("a"), counts=True).release()
+    _, end_use = use(memory, "a", counts=True)
+    end_use()
     stored(memory, "c")
     assert names_in(memory, "abc") == ["a", "c"]
 

@@ -329,10 +329,6 @@ def check_says(source):
     return str(error.value)
 
 
-def test_s3_source_check_of_an_existing_bucket_passes(server, bucket):
-    server.source(f"{bucket}/kv").check()
-
-
 async def test_s3_source_check_within_a_running_loop_passes(server, bucket):
     server.source(f"{bucket}/kv").check()
 

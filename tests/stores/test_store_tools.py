@@ -652,14 +652,6 @@ def test_store_ls_with_a_closed_output_pipe_ends_quietly(tmp_path):
         assert listing.stderr.read() == ""
 
 
-def test_store_ls_unknown_scheme_exits_with_status_2():
-    with process("ls", "gopher://x") as listing:
-        out, err = listing.communicate(timeout=60)
-    assert listing.returncode == 2
-    assert out == ""
-    assert err.startswith("sglang-cake: store URL 'gopher://x': unknown scheme 'gopher'")
-
-
 def test_store_verify_without_a_terminal_shows_no_progress_bar(root):
     with process("verify", url_of(root)) as verifying:
         out, err = verifying.communicate(timeout=60)
