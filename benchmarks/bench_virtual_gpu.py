@@ -6,6 +6,9 @@ The coordinator, the loader, the copies, the costs and the writer are the server
 time (`sglang_cake.testing.virtual_gpu`); the GPU, SGLang's loop and the store are models. So this
 says what the decisions and the order of copies are worth, and nothing of a real device. The
 numbers are the same on every machine.
+
+`before` is the same server with each fault of its former data path brought back
+(`former_path.py`).
 """
 
 import itertools
@@ -18,6 +21,7 @@ from unittest.mock import patch
 
 from benchmarks import documents, facts
 from benchmarks.command_line import parser_of
+from benchmarks.former_path import former_path
 from sglang_cake.cli.text_tables import table
 from sglang_cake.loading import loader
 from sglang_cake.loading.cost_model import StepWork, work_of
@@ -179,12 +183,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     rates = STORING_GB_PER_S[-1:] if args.small else STORING_GB_PER_S
     lengths = (TOKENS,) if args.small else (TOKENS, SHORT_TOKENS)
 
-    each = list(itertools.product(lengths, models))
+    def path() -> dict[str, Any]:
+        each = list(itertools.product(lengths, models))
+        return {
+            "restored": [restored(m, link, tokens) for tokens, m in each for link in links],
+            "stored": [cold(model, COLD_GB_PER_S, tokens) for tokens, model in each],
+            "beside_decodes": [beside_decodes(model, tokens) for tokens, model in each],
+        }
+
+    with former_path():
+        before = path()
     result = {
         **facts.header("virtual_gpu", tokens=TOKENS),
-        "restored": [restored(m, link, tokens) for tokens, m in each for link in links],
-        "stored": [cold(model, COLD_GB_PER_S, tokens) for tokens, model in each],
-        "beside_decodes": [beside_decodes(model, tokens) for tokens, model in each],
+        "before": before,
+        **path(),
         "cold": [cold(model, rate) for model in models for rate in rates],
         "in_memory": [
             in_memory(model, bus, tokens)
@@ -214,18 +226,27 @@ def tables(result: dict[str, Any]) -> dict[str, Table]:
     )
     return {
         "goals": goal_table(result),
-        "restored": (
-            [*HEADS, "launches"],
-            [[*row(cell), f"{cell['launches']:,.0f}"] for cell in long],
-        ),
-        "shorter": (HEADS, [row(cell) for cell in short]),
+        "restored": (HEADS, rows(long, result["before"])),
+        "shorter": (SHORT_HEADS, [short_row(cell) for cell in short]),
         "path": (PATH_HEADS, [path_row(cell) for cell in long]),
         "cold": cold_table(result["cold"]),
         "memory": (MEMORY_HEADS, [memory_row(cell) for cell in result["in_memory"]]),
     }
 
 
-HEADS = ["model, link GB/s", "T* s", "auto s", "T/T*", "of the better way"]
+ID = ("model", "link_gb_per_s", "tokens")
+HEADS = [
+    "model, link GB/s",
+    "T* s",
+    "auto s",
+    "T/T*",
+    "before",
+    "of the better way",
+    "before",
+    "launches",
+    "before",
+]
+SHORT_HEADS = [*HEADS[:4], HEADS[5]]
 PATH_HEADS = [
     "model, link GB/s",
     "loaded, of the link",
@@ -267,7 +288,7 @@ def memory_row(cell: dict[str, Any]) -> list[str]:
     ]
 
 
-def row(cell: dict[str, Any]) -> list[str]:
+def short_row(cell: dict[str, Any]) -> list[str]:
     """Times of one cell."""
     return [
         name_of(cell),
@@ -368,22 +389,26 @@ GOALS: tuple[tuple[str, str, str, Callable[[Cells], float], Callable[[float], st
 
 
 def goal_table(result: dict[str, Any]) -> Table:
-    """One row for each goal: what is reached, for each model and length."""
+    """One row for each goal: before and after for each model and length."""
     which = [(cell["model"], cell["tokens"]) for cell in result["stored"]]
 
-    def chosen(part: str, model: str, tokens: int) -> Cells:
+    def chosen(path: dict[str, Any], part: str, model: str, tokens: int) -> Cells:
         parts = ("stored", "restored", "beside_decodes") if part == "syncs" else (part,)
         return [
             cell
-            for cell in itertools.chain.from_iterable(result[each] for each in parts)
+            for cell in itertools.chain.from_iterable(path[each] for each in parts)
             if (cell["model"], cell["tokens"]) == (model, tokens)
             and (part != "restored" or cell["link_gb_per_s"] in GOAL_GB_PER_S)
         ]
 
-    return ["", "goal", *(f"{model}, {tokens:,}" for model, tokens in which)], [
-        [what, goal, *(show(number(chosen(part, *each))) for each in which)]
-        for what, goal, part, number, show in GOALS
-    ]
+    made = []
+    for what, goal, part, number, show in GOALS:
+        pairs = (
+            [show(number(chosen(path, part, *each))) for path in (result["before"], result)]
+            for each in which
+        )
+        made.append([what, goal, *(f"{before} → {now}" for before, now in pairs)])
+    return ["", "goal", *(f"{model}, {tokens:,}" for model, tokens in which)], made
 
 
 def cold_table(cells: list[dict[str, Any]]) -> Table:
@@ -399,6 +424,28 @@ def cold_table(cells: list[dict[str, Any]]) -> Table:
 def name_of(cell: dict[str, Any]) -> str:
     """The first column."""
     return f"{cell['model']}, {cell['link_gb_per_s']:g}"
+
+
+def rows(cells: list[dict[str, Any]], before: dict[str, Any]) -> list[list[str]]:
+    """One for each cell."""
+    old = {tuple(map(cell.get, ID)): cell for cell in before["restored"]}
+    made = []
+    for cell in cells:
+        was = old[tuple(map(cell.get, ID))]
+        made.append(
+            [
+                name_of(cell),
+                f"{cell['ideal_s']:.3f}",
+                f"{cell['auto_s']:.3f}",
+                f"{cell['auto_s'] / cell['ideal_s']:.3f}",
+                f"{was['auto_s'] / was['ideal_s']:.2f}",
+                f"{cell['auto_s'] / better_s(cell):.2f}",
+                f"{was['auto_s'] / better_s(was):.2f}",
+                f"{cell['launches']:,.0f}",
+                f"{was['launches']:,.0f}",
+            ]
+        )
+    return made
 
 
 def better_s(cell: dict[str, Any]) -> float:

@@ -1,14 +1,17 @@
 """The server's decisions, copies and writes on a virtual GPU under SGLang's overlap scheduler.
 
-Numbers stand in `benchmarks/reports/gpu.md`.
+Numbers, and those of the former data path, stand in `benchmarks/reports/gpu.md`.
 """
 
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 
 import pytest
 
+from benchmarks.bench_virtual_gpu import beside_decodes, cold, restored
+from benchmarks.former_path import FINDINGS, former_path
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.loading.cost_model import StepWork
 from sglang_cake.loading.planner import Mode
@@ -41,7 +44,6 @@ def test_virtual_gpu_cold_prompt_is_stored_whole(model: GpuModel) -> None:
         scheduler.serve([(0.0, req)])
         scheduler.settle()
         assert scheduler.store.keys == set(scheduler.keys(req.origin_input_ids))
-        assert scheduler.gpu.scheduler.syncs == 0
 
 
 @models
@@ -142,12 +144,43 @@ def test_virtual_gpu_decode_step_beside_loads_is_delayed_by_the_kernels_alone(
         assert gpu.held_back_s <= model.layout.block_bytes / DMA_BYTES_PER_S + kernel_s
 
 
-def test_virtual_gpu_steps_of_computed_prompts_are_predicted_within_5_percent() -> None:
+def loads_beside_forwards() -> bool:
+    return bool(restored(LLAMA_8B, 25, 32768)["loaded_gb_per_s"] >= 0.9 * 25)
+
+
+def predicts_steps() -> bool:
     with virtual_scheduler(LLAMA_8B, link_bytes_per_s=GB, mode="compute") as scheduler:
         for number, tokens in enumerate((9_000, 33_000, 17_000, 28_700) * 4):
             (run,) = scheduler.serve([(0.0, prompt(number, tokens))])
-        for predicted_s, true_s in run.predictions:
-            assert predicted_s == pytest.approx(true_s, rel=0.05)
+        return all(
+            predicted_s == pytest.approx(true_s, rel=0.05)
+            for predicted_s, true_s in run.predictions
+        )
+
+
+def is_near_the_optimum() -> bool:
+    link = 8 * GB
+    return ttft_s(LLAMA_8B, 32768, link, "auto") <= 1.05 * LLAMA_8B.ideal_s(32768, link)
+
+
+# What each finding of the review spoils.
+GOALS: dict[str, Callable[[], bool]] = {
+    "A1": lambda: cold(LLAMA_8B, 4)["stored_share"] == 1,
+    "A2": loads_beside_forwards,
+    "A3": predicts_steps,
+    "A4": is_near_the_optimum,
+    "A5": lambda: restored(LLAMA_8B, 8, 32768)["poll_launches"] <= 10,
+    "A6": lambda: restored(LLAMA_8B, 8, 32768)["scratch_mib"] <= 128,
+    "A8": lambda: beside_decodes(LLAMA_8B, 32768)["syncs"] == 0,
+    "A9": lambda: cold(LLAMA_8B, 4)["syncs"] == 0,
+}
+
+
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_virtual_gpu_finding_misses_its_goal_and_today_does_not(finding: str) -> None:
+    with former_path(finding):
+        assert not GOALS[finding]()
+    assert GOALS[finding]()
 
 
 @pytest.mark.parametrize(
