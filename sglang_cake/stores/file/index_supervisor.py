@@ -16,7 +16,7 @@ from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount
-from sglang_cake.stores.file.evictor import Evictor
+from sglang_cake.stores.file.evictor import REST_S, Evictor
 from sglang_cake.stores.file.index import BlockIndex, Touch
 from sglang_cake.stores.file.index_file import DamagedIndexError, put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
@@ -43,7 +43,10 @@ MAX_PENDING_READS = 65_536  # accesses that are not in the index yet; older ones
 # have put them since.
 REPORT_AGAIN_S = (10.0, 60.0)
 MOST_REPORTED_AGAIN = 16_384  # blocks that wait for each of these times; older ones are dropped
-REPORTED_AT_ONCE = 4096  # blocks in one transaction
+REPORTED_AT_ONCE = 4096  # of them in one tick
+# Accesses in one transaction. Puts of all processes wait for it, some tens of milliseconds in an
+# index of a million blocks.
+RECORDED_AT_ONCE = 500
 # SQLITE_ERROR is an error in a query, for which intact tables give no reason.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _PRIMARY = 0xFF  # of a code that tells more, such as SQLITE_CORRUPT_INDEX
@@ -168,6 +171,14 @@ class IndexSupervisor:
 
     def _record(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
         """Write accesses to the index and the policy; returns which ones are to stored blocks."""
+        are_stored: list[bool] = []
+        for start in range(0, len(reads), RECORDED_AT_ONCE):
+            if start:
+                self._closing.wait(REST_S)  # SQLite wakes no process that waits
+            are_stored += self._record_some(index, reads[start : start + RECORDED_AT_ONCE])
+        return are_stored
+
+    def _record_some(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
         now_s = time.time()
         reads = [  # the clock may have been set back since
             read if read.at_s <= now_s + CLOCK_BACK_S else read._replace(at_s=now_s)
