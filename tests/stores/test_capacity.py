@@ -244,6 +244,15 @@ def test_block_folder_corrupt_files_count_until_they_are_removed(folder, tmp_pat
     assert folder.stats().blocks == 0
 
 
+def test_block_folder_block_that_is_corrupt_again_counts_once(folder, tmp_path):
+    for _ in range(3):
+        put(folder, 0)
+        with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):
+            raise BlockCorrupt("a bad sector")
+    assert len(list(NamespaceFolder(tmp_path, DIGEST).corrupt.iterdir())) == 1
+    assert booked(folder) == 1
+
+
 def test_block_folder_corrupt_file_that_cannot_be_removed_keeps_no_index_closed(
     tmp_path, monkeypatch
 ):
