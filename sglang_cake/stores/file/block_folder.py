@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from sglang_cake.core.errors import (
@@ -253,6 +254,11 @@ class BlockFolder:
                     file.discard()
                 if file is None or not file.committed:
                     self._release(reservation)
+
+    def disk_errors(self) -> AbstractContextManager[None]:
+        """A context for writes to a file of `writing`, if their errors do not reach that: it turns
+        them into StoreFull or StoreUnavailable, and writing pauses."""
+        return os_errors(self._root, self._backoff)
 
     def delete(self, digest: Digest, key: BlockKey) -> None:
         """Remove one block. Raises: StoreUnavailable."""

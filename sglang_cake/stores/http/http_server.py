@@ -269,14 +269,14 @@ def _refusal_of(error: Exception, method: str, path: str) -> RefusedRequest:
         return RefusedRequest(404, "no such block")
     if isinstance(error, StoreFull):
         return RefusedRequest(507, str(error))
-    if isinstance(error, StoreUnavailable):
-        logger.warning("%s %s: %s", method, path, error)
-        return RefusedRequest(503, str(error))
     if isinstance(error, TimeoutError):
         return RefusedRequest(408, "too slow")
     if isinstance(error, web.RequestPayloadError):
         return RefusedRequest(400, "the body broke off")
     if isinstance(error, ConnectionError):
         return RefusedRequest(400, "the connection broke off")
+    if isinstance(error, StoreUnavailable | OSError):  # the latter from a disk that cannot be read
+        logger.warning("%s %s: %s", method, path, error)
+        return RefusedRequest(503, str(error))
     logger.error("%s %s failed", method, path, exc_info=error)
     return RefusedRequest(500, "the server failed; its log says how")
