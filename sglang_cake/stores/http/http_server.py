@@ -229,9 +229,12 @@ class StoreServer:
         if kind is Kind.NAMESPACES:
             spaces = await self._askers.run(lambda stop: self._folder.namespaces())
             return web.json_response(protocol.write_namespaces(spaces))
-        stats = await self._stats()
         if kind is Kind.STATS:
-            return web.json_response(protocol.write_stats(stats))
+            return web.json_response(protocol.write_stats(await self._stats()))
+        try:
+            stats = await self._stats()
+        except StoreUnavailable:  # the index may be built for minutes: the other metrics are there
+            stats = StoreStats()
         gauges = {
             "workers": self._workers,
             "blocks": stats.blocks,

@@ -41,6 +41,7 @@ from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
+from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import (
@@ -353,6 +354,17 @@ def test_http_server_put_to_a_disk_in_trouble_tells_the_client_and_writing_pause
             until(lambda: resting in ask(server, "PUT", PATH, GOOD)[2], "there is a pause")
         assert ask(server, "GET", PATH)[0] == 404
         assert "Traceback" not in caplog.text
+
+
+def test_http_server_metrics_without_an_index_lack_its_totals_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_supervisor, "OPEN_WAIT_S", 0.0)
+    (tmp_path / "index.db").mkdir()
+    with ServerInProcess(tmp_path) as server:
+        assert ask(server, "GET", "/stats")[0] == 503
+        found = metrics(server)
+    assert found['requests_total{method="GET",status="503"}'] == 1
+    assert "workers" in found
+    assert "blocks" not in found
 
 
 def test_http_server_get_from_a_disk_in_trouble_gets_503(tmp_path, monkeypatch, caplog):
