@@ -9,6 +9,7 @@ import os
 import signal
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import killed_writers
 import pytest
@@ -16,14 +17,15 @@ from filestore import evict, files_below, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
 from namespace_folder import NamespaceFolder
 from polling import until
-from system_calls import failing, unlink_failing
+from system_calls import Disk, Held, failing, unlink_failing
 from test_crash import SINCE, KilledWriters
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
-from sglang_cake.stores.file import index_supervisor
+from sglang_cake.stores.file import index_supervisor, nofollow
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.disk import FreeSpace
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.nofollow import lock, open_private
@@ -92,6 +94,50 @@ def test_block_folder_at_capacity_evicts_the_oldest_blocks(folder, tmp_path):
     assert stats.evictions.evicted_bytes == (150 - len(left)) * STORED_BYTES
     assert du_bytes(tmp_path) <= stats.used_bytes <= stats.capacity_bytes == CAPACITY_BYTES
     assert len(left) * STORED_BYTES > CAPACITY_BYTES // 2  # and the room is used
+
+
+def put_together(folder, monkeypatch, number, owner, name):
+    """Each put learns by this call how much is missing before any block is evicted."""
+    held, calls, call = Held(nofollow.remove_unread), itertools.count(1), getattr(owner, name)
+    all_know = threading.Event()
+
+    def counted(*args):
+        missing = call(*args)
+        if next(calls) == number:
+            all_know.set()
+        return missing
+
+    monkeypatch.setattr(nofollow, "remove_unread", held)
+    monkeypatch.setattr(owner, name, counted)
+    with ThreadPoolExecutor(number) as pool:
+        puts = [pool.submit(put, folder, 1000 + each) for each in range(number)]
+        assert all_know.wait(60)
+        held.go.set()
+        assert all(each.result(60) for each in puts)
+
+
+def test_block_folder_smaller_capacity_evicts_what_is_missing_once(tmp_path, monkeypatch):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(60):
+            put(folder, name)
+        used_bytes = folder.stats().used_bytes
+    smaller = {"capacity_bytes": used_bytes - 20 * STORED_BYTES, "may_lead": False}
+    with contextlib.closing(opened(tmp_path, **smaller)) as folder:
+        put_together(folder, monkeypatch, 4, BlockIndex, "reserve")
+        assert 20 <= folder.evictions().evicted_blocks <= 20 + 4 + 2  # and for folders
+
+
+def test_block_folder_disk_filled_by_others_evicts_what_is_missing_once(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    options = {"capacity_bytes": None, "may_lead": False, "clock": lambda: 0.0}
+    with contextlib.closing(opened(tmp_path, **options)) as folder:
+        for name in range(60):
+            put(folder, name)
+    disk.f_bavail = 0
+    options["min_free_bytes"] = 20 * STORED_BYTES
+    with contextlib.closing(opened(tmp_path, **options)) as folder:
+        put_together(folder, monkeypatch, 4, FreeSpace, "take")
+        assert folder.evictions().evicted_blocks == 20 + 4
 
 
 def test_block_folder_read_blocks_survive_eviction_after_a_restart(folder, tmp_path):

@@ -15,8 +15,7 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.disk import Amount
-from sglang_cake.stores.file.evictor import REST_S, Evictor
+from sglang_cake.stores.file.evictor import FREE_AT_ONCE, REST_S, Evictor
 from sglang_cake.stores.file.index import BlockIndex, Touch
 from sglang_cake.stores.file.index_file import DamagedIndexError, put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
@@ -36,7 +35,6 @@ TICK_S = 1.0
 OPEN_WAIT_S = 5.0  # limit for waiting for an index that is being opened
 RECLAIM_EVERY_S = 60.0
 CLOSE_S = 10.0  # limit for waiting at the end for a disk that does not answer
-FREE_AT_ONCE = Amount(16 << 20, 1000)  # space freed ahead in one step, between which puts can run
 KEEP_ASIDE_S = 86_400.0  # corrupt files of a namespace are kept so long after the last one
 MAX_PENDING_READS = 65_536  # accesses that are not in the index yet; older ones are dropped
 # Delays after which a report is applied again to blocks that were not stored: another process may
@@ -297,13 +295,10 @@ class IndexSupervisor:
             pass
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
-            step = Amount(
-                min(wanted.bytes, FREE_AT_ONCE.bytes), min(wanted.files, FREE_AT_ONCE.files)
-            )
-            freed = self._evictor.free(index, step)
+            freed = self._evictor.free(index, wanted)
             if not freed:
                 return
-            wanted = Amount(wanted.bytes - freed.bytes, wanted.files - freed.files)
+            wanted = wanted.less(freed).at_most(self._evictor.ahead(index))
 
     def _open(self) -> None:
         """Raises: OSError; sqlite3.Error; StoreUnavailable if the disk was unmounted."""
