@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sqlite3
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from namespace_folder import NamespaceFolder
 from polling import until
 from system_calls import Disk, Held, failing, unlink_failing
 from test_crash import SINCE, KilledWriters
+from test_file_disk_faults import mounted
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
@@ -138,6 +140,31 @@ def test_block_folder_disk_filled_by_others_evicts_what_is_missing_once(tmp_path
     with contextlib.closing(opened(tmp_path, **options)) as folder:
         put_together(folder, monkeypatch, 4, FreeSpace, "take")
         assert folder.evictions().evicted_blocks == 20 + 4
+
+
+def test_block_folder_on_a_disk_without_any_room_makes_some_for_its_index(tmp_path):
+    if not mounted(tmp_path, "-t", "tmpfs", "-o", "size=32m", "tmpfs"):
+        pytest.skip("may not mount a tmpfs here")
+    root, options = tmp_path / "kv", {"capacity_bytes": None}
+
+    def free_bytes():
+        disk = os.statvfs(root)
+        return disk.f_bavail * disk.f_frsize
+
+    try:
+        with contextlib.closing(opened(root, **options)) as folder:
+            for name in range(90):
+                put(folder, name)
+        with contextlib.suppress(OSError):
+            (tmp_path / "others").write_bytes(bytes(free_bytes()))
+        assert free_bytes() == 0
+        with contextlib.closing(opened(root, **options)) as folder:
+            assert free_bytes() > 0
+            assert put(folder, 1000)
+            assert folder.stats().blocks > 30
+    finally:
+        # Lazily: the captured log has the error, and that the descriptors of the failed try.
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def test_block_folder_read_blocks_survive_eviction_after_a_restart(folder, tmp_path):

@@ -17,13 +17,14 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.evictor import FREE_AT_ONCE, REST_S, Evictor
 from sglang_cake.stores.file.index import BlockIndex, Touch
-from sglang_cake.stores.file.index_file import DamagedIndexError, put_aside
+from sglang_cake.stores.file.index_file import WAL_BYTES, DamagedIndexError, put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names
 from sglang_cake.stores.file.scan import (
     blocks_in,
     is_stale,
+    listed_blocks_in,
     namespaces_in,
     remove_empty_folders,
     remove_stale,
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 OPEN_WAIT_S = 5.0  # limit for waiting for an index that is being opened
 RECLAIM_EVERY_S = 60.0
+ROOM_BYTES = 2 * WAL_BYTES  # free space with which an index can be opened and changed
 CLOSE_S = 10.0  # limit for waiting at the end for a disk that does not answer
 KEEP_ASIDE_S = 86_400.0  # corrupt files of a namespace are kept so long after the last one
 MAX_PENDING_READS = 65_536  # accesses that are not in the index yet; older ones are dropped
@@ -260,7 +262,11 @@ class IndexSupervisor:
 
     def _tick(self) -> None:
         if self._index is None:
-            self._open()
+            try:
+                self._open()
+            except (sqlite3.Error, OSError):
+                self._make_room()
+                raise
             self._complained = ""
         with self.open(wait=False) as index:
             with _unless_full():
@@ -327,6 +333,20 @@ class IndexSupervisor:
         self._has_checked_sums = False
         self._index = index
         self._opened.set()
+
+    def _make_room(self) -> None:
+        """Remove blocks from a disk that has no room even for the files of SQLite: without an
+        index, nothing would be evicted. Which blocks those are cannot be chosen."""
+        with contextlib.suppress(OSError):
+            blocks = (
+                block_names(digest, block.key)
+                for digest in namespaces_in(self._root)
+                for block in listed_blocks_in(self._root, digest)
+            )
+            while self._may_lead and not (self._closing.is_set() or _has_room(self._root)):
+                if (block := next(blocks, None)) is None:
+                    return
+                nofollow.remove_unread(self._root, *block)
 
     def _open_undamaged(self) -> BlockIndex:
         path = self._path
@@ -430,6 +450,11 @@ class IndexSupervisor:
             even_if_foreign=even_if_foreign,
         )
         index.forget_namespace(digest, remove)
+
+
+def _has_room(root: Path) -> bool:
+    disk = os.statvfs(root)
+    return disk.f_bavail * disk.f_frsize >= ROOM_BYTES
 
 
 def _is_mounted(root: Path) -> bool:
