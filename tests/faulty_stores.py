@@ -46,6 +46,19 @@ class SlowStore(WrapperStore):
         return self._gates.setdefault(key, asyncio.Event())
 
 
+class HeldDeletes(WrapperStore):
+    """Every delete waits until the test sets `go`."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+
+    async def delete(self, key: BlockKey) -> None:
+        self.begun.set()
+        await self.go.wait()
+        await self.inner.delete(key)
+
+
 class FaultyStore(WrapperStore):
     """Fails for chosen keys."""
 

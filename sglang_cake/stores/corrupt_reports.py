@@ -1,4 +1,4 @@
-"""Reports of corrupt blocks to a remote store, which go on while the reader computes."""
+"""Reports of corrupt blocks to a store below, which go on while the reader computes."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,10 @@ REPORT_S = 5.0  # time limit of a report
 
 
 class CorruptReports:
-    """Reports of one store. For one event loop.
-
-    Until its report has ended, the store treats a block as missing.
-    """
+    """Reports of one store. For one event loop."""
 
     def __init__(self, report: Callable[[BlockKey], Awaitable[None]]) -> None:
-        """Args: report: one block; a StoreError is ignored."""
+        """Args: report: one block, or deletes it; a StoreError is ignored."""
         self._report = report
         self._under_way: dict[BlockKey, asyncio.Task[None]] = {}
 

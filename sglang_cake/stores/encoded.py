@@ -1,7 +1,6 @@
 """Encoding of blocks in front of another store."""
 
 import asyncio
-import contextlib
 import functools
 import os
 import threading
@@ -15,10 +14,11 @@ from sglang_cake.codecs.pipeline import RAW_HEAD_BYTES, Chain, Forms, is_raw
 from sglang_cake.core.buffers import Buffer, TellBytes, on_page
 from sglang_cake.core.codec_names import AUTO, CODECS, LOSSLESS, RAW
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.errors import BlockCorrupt, StoreError
+from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.base import FormOf, LentBlock, Store
+from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -77,6 +77,7 @@ class EncodedStore(WrapperStore):
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
+        self._reports = CorruptReports(inner.delete)
         self._decoders = DaemonPool(decode_threads(depth), "cake-decode")
         self._encoders = DaemonPool(1, "cake-encode")
 
@@ -85,7 +86,7 @@ class EncodedStore(WrapperStore):
     ) -> int:
         """As in `Store`, without progress.
 
-        A block that passes its checksum and cannot be decoded is deleted.
+        A block that passes its checksum and cannot be decoded is deleted, in the background.
         """
         async with self._reading, self._lent() as take:
             payload = out if self._on_device else take()
@@ -100,8 +101,7 @@ class EncodedStore(WrapperStore):
                 work = functools.partial(self._decode, payload[:size_bytes], out)
                 await run_stoppable(self._decoders, work)
             except Malformed as error:
-                with contextlib.suppress(StoreError):  # the next read fails again
-                    await self.inner.delete(key)
+                self._reports.begin(key)
                 raise BlockCorrupt(f"{key.hex()}: {error}") from None
             return out.nbytes
 
@@ -146,6 +146,7 @@ class EncodedStore(WrapperStore):
 
     async def _put_block(self, key: BlockKey, data: memoryview, *, first: bool) -> bool:
         assert data.nbytes == self._layout.block_bytes, data.nbytes
+        await self._reports.end(key)
         async with self._writing, self._lent() as take:
             forms = Forms(data.cast("B"), first, take)
             fresh = await self._put(key, functools.partial(self._form, forms))
@@ -173,6 +174,7 @@ class EncodedStore(WrapperStore):
 
     async def close(self) -> None:
         """Calls that have not reached the inner store fail."""
+        await self._reports.end_all()
         for pool in (self._decoders, self._encoders):
             pool.shutdown(wait=False, cancel_futures=True)
         await self.inner.close()

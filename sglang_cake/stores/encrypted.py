@@ -1,7 +1,6 @@
 """Encryption of blocks in front of another store: AES-256-GCM, with one key per namespace."""
 
 import asyncio
-import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -23,11 +22,12 @@ from sglang_cake.codecs.frame import (
     sealed_namespace,
 )
 from sglang_cake.core.buffers import TellBytes, on_page
-from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError
+from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import Namespace, digest_of
 from sglang_cake.core.secret_file import read_key
 from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
+from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import WrapperStore
 
@@ -121,6 +121,7 @@ class EncryptedStore(WrapperStore):
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._idle: list[memoryview] = []
+        self._reports = CorruptReports(inner.delete)
         self._threads = DaemonPool(THREADS, "cake-seal")
 
     async def get_into(
@@ -128,7 +129,8 @@ class EncryptedStore(WrapperStore):
     ) -> int:
         """As in `Store`, without progress.
 
-        A forged block is deleted, since the inner store cannot detect it as it does a damaged one.
+        A forged block is deleted in the background, since the inner store cannot detect it as it
+        does a damaged one.
         """
         assert out.nbytes == self._block_bytes, out.nbytes
         async with self._buffer(self._reading) as buffer:
@@ -141,12 +143,12 @@ class EncryptedStore(WrapperStore):
                 await self._in_thread(self._cipher.decrypt, key, encrypted, view)
                 return size_bytes
             except BlockCorrupt:
-                with contextlib.suppress(StoreError):  # it stays, and the next read fails again
-                    await self.inner.delete(key)
+                self._reports.begin(key)
                 raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert data.nbytes <= self._block_bytes, data.nbytes
+        await self._reports.end(key)
         async with self._buffer(self._writing) as buffer:
             encrypted = buffer[: data.nbytes + SEALED_BYTES]
             await self._in_thread(self._cipher.encrypt, key, data.cast("B"), encrypted)
@@ -154,6 +156,7 @@ class EncryptedStore(WrapperStore):
 
     async def close(self) -> None:
         """Calls that have not reached the inner store fail."""
+        await self._reports.end_all()
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self.inner.close()
         await asyncio.to_thread(self._threads.shutdown)

@@ -113,12 +113,14 @@ async def run_stoppable(pool: DaemonPool, work: Callable[[threading.Event], T]) 
     `work` should check `stop` about every millisecond.
     """
     stop = threading.Event()
-    queued = submit(pool, work, stop)
+    todo = [work]
+    queued = submit(pool, lambda: todo.pop()(stop))
     try:
         await _end_of(queued)
     except asyncio.CancelledError:
         stop.set()
-        queued.cancel()
+        if queued.cancel():  # the pool keeps it until a thread is free, maybe never: without `work`
+            todo.clear()
         await wait_uncancelled(_end_of(queued))
         raise
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faulty_stores import HeldDeletes
 from private_files import write_private
 
 from sglang_cake.cli import main
@@ -30,7 +31,7 @@ from sglang_cake.codecs.frame import (
 from sglang_cake.codecs.pipeline import Chain, Forms, is_raw
 from sglang_cake.core.codec_names import CHOICES, CODECS, LOSSLESS, LOSSY, namespace_value
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError
+from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -159,6 +160,16 @@ def opened(url: str, codec: str) -> Store:
     return open_blocks(parse_sources(url), namespace(codec), LAYOUT, codec=codec, depth=2)
 
 
+def encoded(inner: Store) -> EncodedStore:
+    return EncodedStore(
+        *(inner, LAYOUT, FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode),
+        link=LinkSpeed(),
+        counters=Counters(),
+        payload_bytes=LAYOUT.block_bytes + ENCODED_HEAD_BYTES,
+        depth=1,
+    )
+
+
 async def round_trip(store: Store) -> bytes:
     assert await store.put(KEY, memoryview(BLOCK))
     assert not await store.put(KEY, memoryview(BLOCK))
@@ -262,7 +273,7 @@ def test_namespace_value_codecs_and_bounds_are_all_different() -> None:
     assert len(set(values)) == len(values)
 
 
-async def test_encoded_store_undecodable_payload_is_corrupt_then_missing(tmp_path: Path) -> None:
+async def test_encoded_store_undecodable_payload_is_corrupt_then_deleted(tmp_path: Path) -> None:
     """The checksums are right: somebody else's program wrote it."""
     store = opened(tmp_path.as_uri(), "int8")
     frame = encoded_frame(namespace("int8"), LAYOUT, "int8")
@@ -273,9 +284,22 @@ async def test_encoded_store_undecodable_payload_is_corrupt_then_missing(tmp_pat
     out = bytearray(LAYOUT.block_bytes)
     with pytest.raises(BlockCorrupt):
         await store.get_into(KEY, memoryview(out))
-    with pytest.raises(BlockMissing):
-        await store.get_into(KEY, memoryview(out))
+    await round_trip(store)
     await inner.close()
+    await store.close()
+
+
+async def test_encoded_store_reader_does_not_wait_until_an_undecodable_block_is_deleted() -> None:
+    inner = HeldDeletes(MemoryStore())
+    store = encoded(inner)
+    await inner.put(KEY, memoryview(b"no payload"))
+    with pytest.raises(BlockCorrupt):
+        await store.get_into(KEY, memoryview(bytearray(LAYOUT.block_bytes)))
+    await inner.begun.wait()
+    assert await store.contains([KEY]) == [True]
+    again = asyncio.create_task(store.put(KEY, memoryview(BLOCK)))
+    inner.go.set()
+    assert await again is True
     await store.close()
 
 
@@ -385,15 +409,7 @@ async def test_encoded_store_request_facts_and_sources_reach_the_inner_store() -
             return [3] * len(keys)
 
     inner, facts = Listening(), RequestFacts("r1", 300)
-    encode = FixedCodec(LAYOUT, "int8", chain_of("int8", LAYOUT)).encode
-    size = LAYOUT.block_bytes + ENCODED_HEAD_BYTES
-    store = EncodedStore(
-        *(inner, LAYOUT, encode),
-        link=LinkSpeed(),
-        counters=Counters(),
-        payload_bytes=size,
-        depth=1,
-    )
+    store = encoded(inner)
     await store.on_access([KEY], facts)
     assert store.sources([KEY]) == [3]
     await store.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import threading
@@ -173,6 +174,34 @@ async def test_run_stoppable_error_after_cancellation_is_not_logged(caplog):
         with pytest.raises(asyncio.CancelledError):
             await task
     assert caplog.records == []
+
+
+async def test_run_stoppable_work_cancelled_in_the_queue_of_a_hanging_thread_is_dropped():
+    started, go = threading.Event(), threading.Event()
+
+    def hold(stop):
+        started.set()
+        go.wait(60)
+
+    with DaemonPool(1, "test") as pool:
+        running = asyncio.create_task(run_stoppable(pool, hold))
+        await asyncio.to_thread(started.wait)
+        ran = []
+        work = functools.partial(ran.append)
+        dropped = weakref.ref(work)
+        waiting = asyncio.create_task(run_stoppable(pool, work))
+        del work
+        await ticks(2)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        del waiting
+        await ticks()  # the event loop lets go of the error
+        gc.collect()
+        assert dropped() is None
+        go.set()
+        await running
+    assert ran == []
 
 
 async def test_run_stoppable_work_that_is_refused_a_thread_never_runs(monkeypatch):

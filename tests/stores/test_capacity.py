@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import sqlite3
+import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import killed_writers
 import pytest
@@ -17,14 +19,18 @@ from filestore import evict, files_below, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
 from namespace_folder import NamespaceFolder
 from polling import until
-from system_calls import failing, unlink_failing
+from system_calls import Disk, Held, failing, unlink_failing
 from test_crash import SINCE, KilledWriters
+from test_file_disk_faults import mounted
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.disk import FreeSpace
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
+from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.testing.store_contract import block_of, key_of, read
@@ -92,6 +98,75 @@ def test_block_folder_at_capacity_evicts_the_oldest_blocks(folder, tmp_path):
     assert stats.evictions.evicted_bytes == (150 - len(left)) * STORED_BYTES
     assert du_bytes(tmp_path) <= stats.used_bytes <= stats.capacity_bytes == CAPACITY_BYTES
     assert len(left) * STORED_BYTES > CAPACITY_BYTES // 2  # and the room is used
+
+
+def put_together(folder, monkeypatch, number, owner, name):
+    """Each put learns by this call how much is missing before any block is evicted."""
+    held, calls, call = Held(nofollow.remove_unread), itertools.count(1), getattr(owner, name)
+    all_know = threading.Event()
+
+    def counted(*args):
+        missing = call(*args)
+        if next(calls) == number:
+            all_know.set()
+        return missing
+
+    monkeypatch.setattr(nofollow, "remove_unread", held)
+    monkeypatch.setattr(owner, name, counted)
+    with ThreadPoolExecutor(number) as pool:
+        puts = [pool.submit(put, folder, 1000 + each) for each in range(number)]
+        assert all_know.wait(60)
+        held.go.set()
+        assert all(each.result(60) for each in puts)
+
+
+def test_block_folder_smaller_capacity_evicts_what_is_missing_once(tmp_path, monkeypatch):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(60):
+            put(folder, name)
+        used_bytes = folder.stats().used_bytes
+    smaller = {"capacity_bytes": used_bytes - 20 * STORED_BYTES, "may_lead": False}
+    with contextlib.closing(opened(tmp_path, **smaller)) as folder:
+        put_together(folder, monkeypatch, 4, BlockIndex, "reserve")
+        assert 20 <= folder.evictions().evicted_blocks <= 20 + 4 + 2  # and for folders
+
+
+def test_block_folder_disk_filled_by_others_evicts_what_is_missing_once(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    options = {"capacity_bytes": None, "may_lead": False, "clock": lambda: 0.0}
+    with contextlib.closing(opened(tmp_path, **options)) as folder:
+        for name in range(60):
+            put(folder, name)
+    disk.f_bavail = 0
+    options["min_free_bytes"] = 20 * STORED_BYTES
+    with contextlib.closing(opened(tmp_path, **options)) as folder:
+        put_together(folder, monkeypatch, 4, FreeSpace, "take")
+        assert folder.evictions().evicted_blocks == 20 + 4
+
+
+def test_block_folder_on_a_disk_without_any_room_makes_some_for_its_index(tmp_path):
+    if not mounted(tmp_path, "-t", "tmpfs", "-o", "size=32m", "tmpfs"):
+        pytest.skip("may not mount a tmpfs here")
+    root, options = tmp_path / "kv", {"capacity_bytes": None}
+
+    def free_bytes():
+        disk = os.statvfs(root)
+        return disk.f_bavail * disk.f_frsize
+
+    try:
+        with contextlib.closing(opened(root, **options)) as folder:
+            for name in range(90):
+                put(folder, name)
+        with contextlib.suppress(OSError):
+            (tmp_path / "others").write_bytes(bytes(free_bytes()))
+        assert free_bytes() == 0
+        with contextlib.closing(opened(root, **options)) as folder:
+            assert free_bytes() > 0
+            assert put(folder, 1000)
+            assert folder.stats().blocks > 30
+    finally:
+        # Lazily: the captured log has the error, and that the descriptors of the failed try.
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def test_block_folder_read_blocks_survive_eviction_after_a_restart(folder, tmp_path):
@@ -242,6 +317,15 @@ def test_block_folder_corrupt_files_count_until_they_are_removed(folder, tmp_pat
     assert du_bytes(tmp_path) <= folder.stats().used_bytes
     assert folder.remove_set_aside() == MAX_SET_ASIDE
     assert folder.stats().blocks == 0
+
+
+def test_block_folder_block_that_is_corrupt_again_counts_once(folder, tmp_path):
+    for _ in range(3):
+        put(folder, 0)
+        with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):
+            raise BlockCorrupt("a bad sector")
+    assert len(list(NamespaceFolder(tmp_path, DIGEST).corrupt.iterdir())) == 1
+    assert booked(folder) == 1
 
 
 def test_block_folder_corrupt_file_that_cannot_be_removed_keeps_no_index_closed(

@@ -13,9 +13,14 @@ from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
 from sglang_cake.stores.file.disk import Amount
-from sglang_cake.stores.file.evictor import LEARN_AT_ONCE, LEARN_MOST, REST_S, Evictor
+from sglang_cake.stores.file.evictor import (
+    FREE_AT_ONCE,
+    LEARN_AT_ONCE,
+    LEARN_MOST,
+    REST_S,
+    Evictor,
+)
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile, Touch
-from sglang_cake.stores.file.index_supervisor import FREE_AT_ONCE
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 
@@ -259,13 +264,14 @@ def test_evictor_block_whose_row_stays_is_evicted_by_a_later_call(
 
 
 def test_evictor_advance_eviction_frees_its_lock_between_portions(tmp_path, monkeypatch):
-    real, asked = Evictor.free, []
+    real, portions = Evictor.free, []
 
     def make(evictor, index, wanted):
         assert evictor.lock.acquire(timeout=30)  # nobody holds it from one portion to the next
         evictor.lock.release()
-        asked.append(wanted.bytes)
-        return real(evictor, index, wanted)
+        freed = real(evictor, index, wanted)
+        portions.append(freed.bytes)
+        return freed
 
     blocks, stored_bytes = 100, FREE_AT_ONCE.bytes // 4
     with (
@@ -279,5 +285,5 @@ def test_evictor_advance_eviction_frees_its_lock_between_portions(tmp_path, monk
         until_room_is_made(folder)
         left = there(folder, range(blocks))
     assert left == list(range(blocks - len(left), blocks))
-    assert max(asked) == FREE_AT_ONCE.bytes
-    assert 4 * len(asked) >= blocks - len(left) > blocks // 2
+    assert max(portions) == FREE_AT_ONCE.bytes
+    assert 4 * len(portions) >= blocks - len(left) > blocks // 2

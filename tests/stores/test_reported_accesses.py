@@ -22,8 +22,8 @@ from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
-from sglang_cake.stores.file.index import ScannedFile
-from sglang_cake.stores.file.index_supervisor import REPORT_AGAIN_S
+from sglang_cake.stores.file.index import BlockIndex, ScannedFile
+from sglang_cake.stores.file.index_supervisor import RECORDED_AT_ONCE, REPORT_AGAIN_S
 from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
@@ -90,6 +90,25 @@ def test_block_folder_read_being_recorded_protects_its_block(tmp_path):
             wait([eviction], 0.5)  # one that does not wait for the index has happened by then
         assert eviction.result(60) == STORED_BYTES
         assert there(folder, (0, 1)) == [0]
+
+
+def test_block_folder_many_accesses_are_recorded_in_short_transactions(tmp_path, monkeypatch):
+    """Puts of all processes wait for each: with all accesses in one, they failed after 10 s."""
+    touch, sizes = BlockIndex.touch, []
+
+    def counted(index, touches):
+        sizes.append(len(touches))
+        return touch(index, touches)
+
+    monkeypatch.setattr(BlockIndex, "touch", counted)
+    with contextlib.closing(opened_folder(tmp_path)) as folder:
+        put(folder, 0)
+        many = keys(*range(2 * RECORDED_AT_ONCE + 1))
+        folder.on_access(DIGEST, many, FACTS)
+        (first,) = booked(folder, (0,))
+        assert first.uses == 1
+        assert sum(sizes) >= len(many)
+        assert max(sizes) <= RECORDED_AT_ONCE
 
 
 def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(tmp_path):

@@ -122,7 +122,8 @@ class BlockFiles:
         return True
 
     def set_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
-        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full.
+        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has
+        one of the same block.
 
         Args:
             bad: status of the corrupt file.
@@ -139,7 +140,8 @@ class BlockFiles:
             there = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if (there.st_dev, there.st_ino) != (bad.st_dev, bad.st_ino):
                 return None
-            kept = len(os.listdir(aside)) < MAX_SET_ASIDE
+            there_already = os.listdir(aside)
+            kept = name not in there_already and len(there_already) < MAX_SET_ASIDE
             if kept:
                 os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
         if not kept:

@@ -9,6 +9,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from sglang_cake.core.errors import (
@@ -100,6 +101,7 @@ class BlockFolder:
         self._files = BlockFiles(root, self._descriptions.write, sync=sync, direct=direct_writes)
         self._accesses = ReportedAccesses()
         self._counting = threading.Lock()
+        self._evicting = threading.Lock()  # two threads would free the same missing space twice
         self._logged_s = -math.inf  # time of the last line about a corrupt block
         self.corrupt_blocks = 0
         self.evictor = Evictor(
@@ -254,6 +256,11 @@ class BlockFolder:
                 if file is None or not file.committed:
                     self._release(reservation)
 
+    def disk_errors(self) -> AbstractContextManager[None]:
+        """A context for writes to a file of `writing`, if their errors do not reach that: it turns
+        them into StoreFull or StoreUnavailable, and writing pauses."""
+        return os_errors(self._root, self._backoff)
+
     def delete(self, digest: Digest, key: BlockKey) -> None:
         """Remove one block. Raises: StoreUnavailable."""
         with os_errors(self._root):
@@ -389,10 +396,14 @@ class BlockFolder:
 
     def _evict_until(self, index: BlockIndex, reserve: Callable[[], int]) -> None:
         """Evict until `reserve` returns 0 missing bytes. Raises: StoreFull; OSError."""
-        while missing_bytes := reserve():
-            self.supervisor.flush(index)
-            if not self.evictor.free(index, Amount(missing_bytes)):
-                raise StoreFull(f"{self._root}: capacity={self.evictor.capacity_bytes} is taken")
+        if not reserve():
+            return
+        with self._evicting:
+            while missing_bytes := reserve():
+                self.supervisor.flush(index)
+                if not self.evictor.free(index, Amount(missing_bytes)):
+                    capacity_bytes = self.evictor.capacity_bytes
+                    raise StoreFull(f"{self._root}: capacity={capacity_bytes} is taken")
 
     def _take_space(self, index: BlockIndex, stored_bytes: int) -> None:
         """Take space of the file system, so that `min_free` stays free.
@@ -400,15 +411,21 @@ class BlockFolder:
         Raises: StoreFull; OSError.
         """
         space = self.evictor.space
-        missing = space.take(stored_bytes)
-        if missing:
-            self.supervisor.flush(index)
-            self.evictor.free(index, missing)
-            if space.take(stored_bytes):
-                raise StoreFull(
-                    f"{self._root}: {stored_bytes} more bytes would leave less than "
-                    f"min_free={space.min_free_bytes} bytes free, or that share of the inodes"
-                )
+        if not space.take(stored_bytes):
+            return
+        with self._evicting:
+            wanted = missing = space.take(stored_bytes)
+            while missing:
+                self.supervisor.flush(index)
+                freed = self.evictor.free(index, wanted)
+                missing = space.take(stored_bytes)
+                # No more than was missing at first: some file systems free space later.
+                wanted = wanted.less(freed).at_most(missing)
+                if missing and not (freed and wanted):
+                    raise StoreFull(
+                        f"{self._root}: {stored_bytes} more bytes would leave less than min_free="
+                        f"{space.min_free_bytes} bytes free, or that share of the inodes"
+                    )
 
     def _commit(self, reservation: Reservation, usage: Usage, file: NewFile) -> None:
         """Mark the block as stored, or remove its file. Raises: StoreUnavailable; OSError."""

@@ -58,6 +58,12 @@ class Amount(NamedTuple):
     def __bool__(self) -> bool:
         return self.bytes > 0 or self.files > 0
 
+    def at_most(self, other: "Amount") -> "Amount":
+        return Amount(min(self.bytes, other.bytes), min(self.files, other.files))
+
+    def less(self, other: "Amount") -> "Amount":
+        return Amount(self.bytes - other.bytes, self.files - other.files)
+
 
 class FreeSpace:
     """Keeps `min_free_bytes` of a file system free, and the same share of its inodes. Thread-safe.

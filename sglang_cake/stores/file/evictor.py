@@ -32,6 +32,9 @@ LEARN_MOST = 10_000  # rows in one call of `learn`
 # Space that is freed ahead in the background, so that a put seldom waits for an eviction.
 AHEAD_SHARE = 0.02
 AHEAD_MOST_BYTES = 1 << 30
+# Space freed in one step. Between two steps, callers ask again how much is missing, since other
+# threads and processes free space for the same reason, and puts can run.
+FREE_AT_ONCE = Amount(16 << 20, 1000)
 LOAD_FITS_EVERY_S = 60.0
 MOST_UNREMOVED = 16  # files that an eviction cannot remove before it fails
 
@@ -130,11 +133,13 @@ class Evictor:
         return Amount(max(wanted_bytes, missing.bytes), missing.files)
 
     def free(self, index: BlockIndex, wanted: Amount) -> Amount:
-        """Evict blocks until `wanted` is freed, and then remove files that were set aside.
+        """Evict blocks until `wanted`, or FREE_AT_ONCE, is freed, and then remove files that were
+        set aside.
 
-        Returns the space that was freed, less than `wanted` if there is no more.
+        Returns the space that was freed, less than that if there is no more.
         Raises: sqlite3.Error; OSError.
         """
+        wanted = wanted.at_most(FREE_AT_ONCE)
         if self.leads:
             self._learn_some(index)
         with self.lock, self._filled_policy(index):

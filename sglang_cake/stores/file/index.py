@@ -149,6 +149,8 @@ class BlockIndex:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        # Freed pages are not overwritten, which some builds of SQLite do in the log.
+        connection.execute("PRAGMA secure_delete = FAST")
         return connection
 
     def close(self) -> None:
@@ -513,8 +515,13 @@ class BlockIndex:
     def clear(self) -> None:
         """Remove all rows, except reuse statistics."""
         with self._transaction() as db:
+            # Without the trigger, SQLite frees the pages of all blocks at once. With it, the log
+            # would become as large as the index, for which a full disk has no room.
+            ((removed,),) = db.execute("SELECT sql FROM sqlite_schema WHERE name = 'removed'")
+            db.execute("DROP TRIGGER removed")
             for table in ("agreed", "blocks", "namespaces", "total"):
                 db.execute(f"DELETE FROM {table}")
+            db.execute(removed)
             db.execute("INSERT INTO total VALUES (1, 0, 0)")
 
     def add_found(self, digest: Digest, own_bytes: int, blocks: Iterable[ScannedFile]) -> None:

@@ -15,16 +15,16 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.disk import Amount
-from sglang_cake.stores.file.evictor import Evictor
+from sglang_cake.stores.file.evictor import FREE_AT_ONCE, REST_S, Evictor
 from sglang_cake.stores.file.index import BlockIndex, Touch
-from sglang_cake.stores.file.index_file import DamagedIndexError, put_aside
+from sglang_cake.stores.file.index_file import WAL_BYTES, DamagedIndexError, put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names
 from sglang_cake.stores.file.scan import (
     blocks_in,
     is_stale,
+    listed_blocks_in,
     namespaces_in,
     remove_empty_folders,
     remove_stale,
@@ -35,15 +35,18 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 OPEN_WAIT_S = 5.0  # limit for waiting for an index that is being opened
 RECLAIM_EVERY_S = 60.0
+ROOM_BYTES = 2 * WAL_BYTES  # free space with which an index can be opened and changed
 CLOSE_S = 10.0  # limit for waiting at the end for a disk that does not answer
-FREE_AT_ONCE = Amount(16 << 20, 1000)  # space freed ahead in one step, between which puts can run
 KEEP_ASIDE_S = 86_400.0  # corrupt files of a namespace are kept so long after the last one
 MAX_PENDING_READS = 65_536  # accesses that are not in the index yet; older ones are dropped
 # Delays after which a report is applied again to blocks that were not stored: another process may
 # have put them since.
 REPORT_AGAIN_S = (10.0, 60.0)
 MOST_REPORTED_AGAIN = 16_384  # blocks that wait for each of these times; older ones are dropped
-REPORTED_AT_ONCE = 4096  # blocks in one transaction
+REPORTED_AT_ONCE = 4096  # of them in one tick
+# Accesses in one transaction. Puts of all processes wait for it, some tens of milliseconds in an
+# index of a million blocks.
+RECORDED_AT_ONCE = 500
 # SQLITE_ERROR is an error in a query, for which intact tables give no reason.
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _PRIMARY = 0xFF  # of a code that tells more, such as SQLITE_CORRUPT_INDEX
@@ -168,6 +171,14 @@ class IndexSupervisor:
 
     def _record(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
         """Write accesses to the index and the policy; returns which ones are to stored blocks."""
+        are_stored: list[bool] = []
+        for start in range(0, len(reads), RECORDED_AT_ONCE):
+            if start:
+                self._closing.wait(REST_S)  # SQLite wakes no process that waits
+            are_stored += self._record_some(index, reads[start : start + RECORDED_AT_ONCE])
+        return are_stored
+
+    def _record_some(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
         now_s = time.time()
         reads = [  # the clock may have been set back since
             read if read.at_s <= now_s + CLOCK_BACK_S else read._replace(at_s=now_s)
@@ -251,7 +262,11 @@ class IndexSupervisor:
 
     def _tick(self) -> None:
         if self._index is None:
-            self._open()
+            try:
+                self._open()
+            except (sqlite3.Error, OSError):
+                self._make_room()
+                raise
             self._complained = ""
         with self.open(wait=False) as index:
             with _unless_full():
@@ -286,13 +301,10 @@ class IndexSupervisor:
             pass
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
-            step = Amount(
-                min(wanted.bytes, FREE_AT_ONCE.bytes), min(wanted.files, FREE_AT_ONCE.files)
-            )
-            freed = self._evictor.free(index, step)
+            freed = self._evictor.free(index, wanted)
             if not freed:
                 return
-            wanted = Amount(wanted.bytes - freed.bytes, wanted.files - freed.files)
+            wanted = wanted.less(freed).at_most(self._evictor.ahead(index))
 
     def _open(self) -> None:
         """Raises: OSError; sqlite3.Error; StoreUnavailable if the disk was unmounted."""
@@ -321,6 +333,20 @@ class IndexSupervisor:
         self._has_checked_sums = False
         self._index = index
         self._opened.set()
+
+    def _make_room(self) -> None:
+        """Remove blocks from a disk that has no room even for the files of SQLite: without an
+        index, nothing would be evicted. Which blocks those are cannot be chosen."""
+        with contextlib.suppress(OSError):
+            blocks = (
+                block_names(digest, block.key)
+                for digest in namespaces_in(self._root)
+                for block in listed_blocks_in(self._root, digest)
+            )
+            while self._may_lead and not (self._closing.is_set() or _has_room(self._root)):
+                if (block := next(blocks, None)) is None:
+                    return
+                nofollow.remove_unread(self._root, *block)
 
     def _open_undamaged(self) -> BlockIndex:
         path = self._path
@@ -424,6 +450,11 @@ class IndexSupervisor:
             even_if_foreign=even_if_foreign,
         )
         index.forget_namespace(digest, remove)
+
+
+def _has_room(root: Path) -> bool:
+    disk = os.statvfs(root)
+    return disk.f_bavail * disk.f_frsize >= ROOM_BYTES
 
 
 def _is_mounted(root: Path) -> bool:

@@ -229,9 +229,12 @@ class StoreServer:
         if kind is Kind.NAMESPACES:
             spaces = await self._askers.run(lambda stop: self._folder.namespaces())
             return web.json_response(protocol.write_namespaces(spaces))
-        stats = await self._stats()
         if kind is Kind.STATS:
-            return web.json_response(protocol.write_stats(stats))
+            return web.json_response(protocol.write_stats(await self._stats()))
+        try:
+            stats = await self._stats()
+        except StoreUnavailable:  # the index may be built for minutes: the other metrics are there
+            stats = StoreStats()
         gauges = {
             "workers": self._workers,
             "blocks": stats.blocks,
@@ -269,14 +272,14 @@ def _refusal_of(error: Exception, method: str, path: str) -> RefusedRequest:
         return RefusedRequest(404, "no such block")
     if isinstance(error, StoreFull):
         return RefusedRequest(507, str(error))
-    if isinstance(error, StoreUnavailable):
-        logger.warning("%s %s: %s", method, path, error)
-        return RefusedRequest(503, str(error))
     if isinstance(error, TimeoutError):
         return RefusedRequest(408, "too slow")
     if isinstance(error, web.RequestPayloadError):
         return RefusedRequest(400, "the body broke off")
     if isinstance(error, ConnectionError):
         return RefusedRequest(400, "the connection broke off")
+    if isinstance(error, StoreUnavailable | OSError):  # the latter from a disk that cannot be read
+        logger.warning("%s %s: %s", method, path, error)
+        return RefusedRequest(503, str(error))
     logger.error("%s %s failed", method, path, exc_info=error)
     return RefusedRequest(500, "the server failed; its log says how")

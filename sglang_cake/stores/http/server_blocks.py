@@ -223,13 +223,15 @@ class BlockService:
     async def _receive(self, request: web.BaseRequest, check: BlockCheck, file: NewFile) -> None:
         def keep(piece: bytearray, stop: threading.Event) -> None:
             check.feed(memoryview(piece))
-            file.append([memoryview(piece)], stop)
+            with self._folder.disk_errors():
+                file.append([memoryview(piece)], stop)
 
         def commit(_: threading.Event) -> None:
             # The whole block is here. A client whose time limit ended would send all of it again,
             # so the commit is completed without the client.
             check.finish()
-            file.commit(threading.Event())
+            with self._folder.disk_errors():
+                file.commit(threading.Event())
 
         await accept_body(request)
         async with while_it_moves(self._stuck_s) as moved:

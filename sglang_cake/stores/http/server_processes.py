@@ -50,7 +50,9 @@ SETTLE_S = 0.2  # after the last accept: requests that have been sent are read i
 END_S = 20.0  # requests in progress may take so long when the server stops
 CUT_S = 2.0  # requests that are cut off then may take so long to end
 GRACE_S = 10  # beyond both, before a worker is killed
+SETTLED_S = 20.0  # a worker that ends sooner after its start may do so each time
 READY = "ready"
+NO_FAILURE = "the server ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +218,16 @@ def _worker_ended(arbiter: "_Arbiter", worker: "_Worker") -> None:
 class _Arbiter(Arbiter):
     """gunicorn's parent process.
 
-    A worker that ends is replaced at once. If its replacement cannot start, the other workers go
-    on, and further tries have pauses between them.
+    A worker that ends is replaced at once, or after a pause if it ended soon after its start. If
+    its replacement cannot start, the other workers go on, and further tries have such pauses
+    between them.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, application: "_Application") -> None:
         self._pause = Backoff()
-        self.failure = "the server ended"
+        self.failure = NO_FAILURE
         super().__init__(application)
 
     def spawn_workers(self) -> None:
@@ -242,22 +245,34 @@ class _Arbiter(Arbiter):
     def replace(self, worker: "_Worker") -> None:
         """A worker has ended. Raises: HaltServer."""
         if worker.told != READY:
-            self._not_started(worker.told or f"worker {worker.pid} ended before it was ready")
+            self._not_started(worker.told or "a worker ended before it was ready")
             return
-        self._pause.reset()
-        logger.warning("worker %d ended and is replaced", worker.pid)
+        now_s = time.monotonic()
+        if now_s >= worker.started_s + SETTLED_S:
+            self._pause.reset()
+            self.failure = NO_FAILURE
+        else:
+            self._rest(now_s)
+        left_s = self._pause.left_s(now_s)
+        logger.warning("worker %d ended and is replaced in %.0f s", worker.pid, left_s)
 
     def _not_started(self, reason: str) -> None:
         """Raises: HaltServer at the start, and if no worker is left: a service manager sees it."""
+        is_new = reason != self.failure
         self.failure = reason
         if not self.WORKERS or not self.app.announced.exists():
             raise HaltServer("a worker could not start", 1)
-        if not self._pause.has_failed:
+        if is_new:
             logger.warning(
                 "a worker cannot start; the others go on, and it is tried every 1 to 60 s: %s",
                 reason,
             )
-        self._pause.start(time.monotonic())
+        self._rest(time.monotonic())
+
+    def _rest(self, now_s: float) -> None:
+        """Begin a pause, unless there is one: workers that end together count once."""
+        if not self._pause.left_s(now_s):
+            self._pause.start(now_s)
 
     def handle_int(self) -> None:
         """As SIGTERM: finish the requests in progress. A second SIGINT cuts them off."""
@@ -272,6 +287,7 @@ class _Worker(Worker):
     def __init__(self, *args: Any) -> None:
         """In the parent process."""
         super().__init__(*args)
+        self.started_s = time.monotonic()
         # Shared with the parent. No file, since a worker may not start because a disk is full.
         self._told = mmap.mmap(-1, mmap.PAGESIZE)
 

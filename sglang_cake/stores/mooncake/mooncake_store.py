@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreError, StoreUnavailable
+from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
+from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.mooncake.mooncake_client import (
     MooncakeClient,
     MooncakePlace,
@@ -180,6 +181,7 @@ class MooncakeStore(Store):
         self.reads = CallThreads("cake-mooncake-read", depth, patience_s=patience_s)
         self._writes = CallThreads("cake-mooncake-write", depth, patience_s=patience_s)
         self._asks = CallThreads("cake-mooncake-ask", 1, patience_s=patience_s)
+        self._reports = CorruptReports(self.delete)
         self._joining: asyncio.Task[MooncakeClient] | None = None
         self._joining_since_s = 0.0
         self._backoff = Backoff(retry_s, retry_s)
@@ -197,13 +199,13 @@ class MooncakeStore(Store):
                 self.reads, lambda client, hold: self._get(client, key, out, progress, hold)
             )
         except BlockCorrupt:
-            with contextlib.suppress(StoreError):  # the next reader finds it again
-                await self.delete(key)
+            self._reports.begin(key)
             raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert self._frame.takes(data.nbytes), data.nbytes
         view = data.cast("B")
+        await self._reports.end(key)
         return await self._call(
             self._writes, lambda client, hold: self._put(client, key, view, hold)
         )
@@ -227,6 +229,7 @@ class MooncakeStore(Store):
 
         The memory that this process lent to the store is taken back, with the blocks in it.
         """
+        await self._reports.end_all()
         self._closed = True
         for threads in (self.reads, self._writes, self._asks):
             threads.shut()

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -33,13 +35,15 @@ from http_servers import (
 )
 from polling import until
 from private_files import write_private
-from system_calls import Held
+from system_calls import Held, failing
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
+from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import (
     MAX_CONTAINS_KEYS,
     block_path,
@@ -333,6 +337,46 @@ def test_http_server_put_that_waits_too_long_for_other_puts_gets_503(tmp_path, m
         for connection in puts:
             assert read_status(connection) == 201
             connection.close()
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EIO, 503)])
+@pytest.mark.parametrize("call", ["writev", "replace"])
+def test_http_server_put_to_a_disk_in_trouble_tells_the_client_and_writing_pauses(
+    tmp_path, monkeypatch, caplog, call, number, status
+):
+    with ServerInProcess(tmp_path / "root") as server:
+        put_description(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing(number))
+            found = ask(server, "PUT", PATH, GOOD)
+            assert (found[0], os.strerror(number).encode() in found[2]) == (status, True)
+            resting = b"writing rests"
+            until(lambda: resting in ask(server, "PUT", PATH, GOOD)[2], "there is a pause")
+        assert ask(server, "GET", PATH)[0] == 404
+        assert "Traceback" not in caplog.text
+
+
+def test_http_server_metrics_without_an_index_lack_its_totals_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_supervisor, "OPEN_WAIT_S", 0.0)
+    (tmp_path / "index.db").mkdir()
+    with ServerInProcess(tmp_path) as server:
+        assert ask(server, "GET", "/stats")[0] == 503
+        found = metrics(server)
+    assert found['requests_total{method="GET",status="503"}'] == 1
+    assert "workers" in found
+    assert "blocks" not in found
+
+
+def test_http_server_get_from_a_disk_in_trouble_gets_503(tmp_path, monkeypatch, caplog):
+    with ServerInProcess(tmp_path / "root") as server:
+        put_description(server)
+        put_block(server, "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(server_blocks, "reads_at_once", lambda *_: False)
+            patch.setattr(os, "preadv", failing(errno.EIO))
+            assert ask(server, "GET", PATH)[0] == 503
+        assert ask(server, "GET", PATH)[::2] == (200, GOOD)
+        assert "Traceback" not in caplog.text
 
 
 def test_http_server_puts_beyond_half_of_the_connections_get_503_and_lookups_answers(

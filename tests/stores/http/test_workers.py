@@ -184,6 +184,22 @@ def test_worker_pool_irreplaceable_worker_is_tried_again_while_others_go_on(tmp_
     assert str(root) in found
 
 
+def test_worker_pool_worker_that_ends_soon_each_time_is_replaced_after_longer_pauses(
+    tmp_path, capfd
+):
+    server, said = OurServer(tmp_path / "root", limits={"workers": 1}), ""
+    for pause in ("in 1 s", "in 2 s"):
+        assert ask(server, "GET", "/health")[0] == 200
+        (worker,) = server.workers()
+        os.kill(worker, signal.SIGKILL)
+        line = f"worker {worker} ended and is replaced "
+        while line not in said:
+            said += until(lambda: capfd.readouterr().err, "there is a line about it")
+        assert line + pause in said
+    assert ask(server, "GET", "/health")[0] == 200
+    assert server.stop() == 0
+
+
 def test_worker_pool_last_worker_that_cannot_be_replaced_ends_the_server(tmp_path, capfd):
     root = tmp_path / "root"
     server = OurServer(root, "--workers", 2)
