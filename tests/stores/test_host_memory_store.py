@@ -789,7 +789,7 @@ async def test_memory_tier_killed_leaves_whole_blocks_below_and_nothing_else(tmp
     program = KILLED.format(tests=os.path.dirname(__file__), urls=urls)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as writer:
         last = -1
-        while last < 200 or not any((tmp_path / "kv").glob("*/??/??/*")):
+        while last < 200 or not any((tmp_path / "kv").glob("*/??/??/[0-9a-f]*")):
             last = int(writer.stdout.readline())
         for _ in range(50):  # the block below that was seen may not be in the index yet
             last = int(writer.stdout.readline())
