@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_cake.stores.eviction import POLICIES, new_policy
+from sglang_cake.stores.eviction import POLICIES, new_policy, queues
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.eviction.reuse_model import ReuseFit
@@ -215,14 +215,39 @@ def test_eviction_policy_popped_block_added_again_is_popped_again(name):
 @pytest.mark.parametrize("name", ["lru", "gdfs", "workload", "cake"])
 def test_eviction_policy_repeated_adds_keep_its_memory_bounded(name):
     policy = new_policy(name)
+    policy.add(-1, Usage(1, 0.0, 0.0, 0, -1))
+    policy.add(-2, Usage(1, 0.0, 0.0, 1, -2))
+    policy.pop(0.0)
     tracemalloc.start()
     try:
-        for now_s in range(20_000):
+        for now_s in range(1, 20_000):
             policy.add(now_s % 100, Usage(1, now_s, now_s, 0, now_s % 100))
+            policy.touch(-2, now_s)  # the only block that was read
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held_bytes < 1_000_000  # with an entry for each add they are megabytes
+    assert held_bytes < 1_500_000  # with an entry for each add they are more
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([-1, 0, 1, 2])), max_size=400))
+def test_block_queue_random_steps_match_a_sorted_list(steps):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queues, "MAX_PART_ENTRIES", 3)
+        queue, plain = queues.BlockQueue(), []
+        for tick, (block, rank) in enumerate(steps):
+            plain = [entry for entry in plain if entry[2] != block]
+            if rank < 0:
+                queue.remove(block)
+            else:
+                queue.put(block, (rank,))
+                plain.append((rank, tick, block))
+            plain.sort()
+            assert len(queue) == len(plain)
+            assert (block in queue) == (rank >= 0)
+            first = queue.first()
+            assert first is None if not plain else first.block == plain[0][2]
+        assert [queue.pop().block for _ in plain] == [entry[2] for entry in plain]
+        assert queue.pop() is None
 
 
 def test_s3fifo_policy_small_queue_evicts_rare_blocks_and_keeps_frequent():

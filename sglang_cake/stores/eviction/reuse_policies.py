@@ -7,8 +7,8 @@ docs/eviction.md derives the values of `cake` and `cake-prefix`.
 import math
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.heaps import ClassHeaps, HeapKey
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.queues import ClassQueues, QueueKey
 from sglang_cake.stores.eviction.reuse_model import MAX_TURN, RequestClass, ReuseFits, ReuseModel
 
 # Benefits are rounded to powers of 1.25. Within a class and a power LRU decides, so an eviction
@@ -21,7 +21,7 @@ class ReusePolicy(EvictionPolicy):
     """Evicts the block of the smallest `value`, which a subclass implements.
 
     Within a class the probability of an access falls with the time since the last one. So an
-    eviction compares one block of each heap.
+    eviction compares one block of each queue.
 
     Attributes:
         model: statistics of reuse.
@@ -38,12 +38,12 @@ class ReusePolicy(EvictionPolicy):
     def __init__(self) -> None:
         super().__init__()
         self.model = ReuseModel()
-        self._class_heaps = ClassHeaps(self._block_value)
+        self._class_queues = ClassQueues(self._block_value)
 
     @property
-    def heap_count(self) -> int:
-        """Number of heaps: an eviction at a new instant compares one block of each."""
-        return len(self._class_heaps)
+    def queue_count(self) -> int:
+        """Number of queues: an eviction at a new instant compares one block of each."""
+        return len(self._class_queues)
 
     @staticmethod
     def class_of(usage: Usage) -> RequestClass:
@@ -70,15 +70,15 @@ class ReusePolicy(EvictionPolicy):
     def add(self, block: int, usage: Usage) -> None:
         request_class = self._record_access(usage)
         self._usage[block] = usage
-        key = HeapKey(request_class, self.benefit_step(usage))
-        self._class_heaps.put(block, key, usage.used_s)
+        key = QueueKey(request_class, self.benefit_step(usage))
+        self._class_queues.put(block, key, usage.used_s)
 
     def remove(self, block: int) -> None:
         self._usage.pop(block, None)
-        self._class_heaps.remove(block)
+        self._class_queues.remove(block)
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        block = self._class_heaps.pop(now_s)
+        block = self._class_queues.pop(now_s)
         return None if block is None else (block, self._usage.pop(block))
 
     def record_rejected(self, usage: Usage) -> None:
@@ -90,14 +90,14 @@ class ReusePolicy(EvictionPolicy):
 
     def refresh(self, now_s: float) -> None:
         if self.model.refit(now_s):
-            self._class_heaps.invalidate_values()
+            self._class_queues.invalidate_values()
 
     def fits_to_save(self) -> ReuseFits:
         return self.model.fits_to_save()
 
     def resume(self, fits: ReuseFits, now_s: float) -> None:
         self.model.resume(fits, now_s)
-        self._class_heaps.invalidate_values()
+        self._class_queues.invalidate_values()
 
     def _record_access(self, usage: Usage) -> RequestClass:
         """Record the last access to a block; returns its class."""
@@ -105,7 +105,7 @@ class ReusePolicy(EvictionPolicy):
         self.model.record_access(usage.ident, request_class, usage.used_s)
         return request_class
 
-    def _block_value(self, key: HeapKey, block: int, now_s: float) -> tuple[float, ...]:
+    def _block_value(self, key: QueueKey, block: int, now_s: float) -> tuple[float, ...]:
         usage = self._usage[block]
         age_s = max(0.0, now_s - usage.used_s)
         own = self.model.fit(key.request_class).log_reuse(age_s, self.life_s)
