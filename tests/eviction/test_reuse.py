@@ -13,7 +13,6 @@ from sglang_cake.stores.eviction.reuse_model import (
     MAX_CLASSES,
     MAX_CLASSES_PER_TENANT,
     MAX_SAMPLES,
-    OTHER_CLASSES,
     POOLED,
     PRIOR_FIT,
     ReuseFit,
@@ -123,11 +122,34 @@ def test_reuse_model_uses_half_a_second_apart_count_as_no_reuse():
     assert model.fits[("", 1, 0)].share < 0.01
 
 
-def test_reuse_model_classes_beyond_the_limit_are_merged():
+def test_reuse_model_classes_beyond_the_limit_count_as_unnamed():
     model = ReuseModel()
-    classes = {model.class_for((f"user text {number}", 1, 0)) for number in range(10 * MAX_CLASSES)}
-    assert len(classes) == MAX_CLASSES + 1
-    assert OTHER_CLASSES in classes
+    names = {model.class_for((f"user text {number}", 2, 1)) for number in range(10 * MAX_CLASSES)}
+    assert len(names) == MAX_CLASSES + 1
+    assert ("", 2, 1) in names
+    for turn in (1, 2, 3, 4):  # requests that name nothing are always told apart by turn
+        assert model.class_for(("", turn, 0)) == ("", turn, 0)
+
+
+@pytest.mark.parametrize("tenant", [0, 7])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_reuse_policy_class_out_of_use_makes_room_for_a_new_one(tenant, has_blocks):
+    policy = new_policy("workload")
+    for number in range(MAX_CLASSES):
+        context = AccessContext(f"job {number}", tenant=tenant)
+        policy.add(number, Usage(1, START_S, START_S, 0, number, context))
+    fits = {("job 0", 1, 0): ReuseFit(0.5, 0.1, 100)}
+    policy.model.fits.update(fits)
+    policy.refresh(START_S)
+    for number in range(MAX_CLASSES):
+        if not has_blocks:
+            policy.remove(number)
+    policy.refresh(START_S + ReuseModel.window_s + 1.0)
+    limit = MAX_CLASSES_PER_TENANT if tenant else MAX_CLASSES
+    new = [policy.model.class_for((f"new job {number}", 1, 0), tenant) for number in range(100)]
+    assert len(set(new)) == (1 if has_blocks else limit + 1)
+    assert len(policy.model.classes) == limit
+    assert policy.model.fits == (fits if has_blocks else {})
 
 
 def test_reuse_model_tenant_with_many_classes_leaves_others_theirs():

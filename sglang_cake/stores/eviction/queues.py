@@ -134,6 +134,11 @@ class ClassQueues:
         """Number of queues."""
         return len(self._queues)
 
+    @property
+    def classes(self) -> set[RequestClass]:
+        """The classes of all blocks."""
+        return {key.request_class for key, queue in self._queues.items() if queue}
+
     def put(self, block: int, key: QueueKey, used_s: float) -> None:
         """Insert a block into the queue `key`, or move it there."""
         key = self._interned.setdefault(key, key)

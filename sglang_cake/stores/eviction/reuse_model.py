@@ -10,8 +10,7 @@ seconds with probability
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -19,9 +18,9 @@ from typing import Final, NamedTuple
 # that accessed the block. Section 4.2 of the paper has the first two.
 RequestClass = tuple[str, int, int]
 MAX_TURN: Final = 4  # later turns count as this one
+# Classes with a workload. Those without one are few, and always told apart.
 MAX_CLASSES: Final = 64
-MAX_CLASSES_PER_TENANT: Final = 16  # classes with a workload that the tenant was first to use
-OTHER_CLASSES: Final[RequestClass] = ("", 0, 0)  # all classes above the limits
+MAX_CLASSES_PER_TENANT: Final = 16  # that the tenant was first to use
 POOLED: Final[RequestClass] = ("", 0, 1)  # all classes together, among saved fits
 
 REFIT_EVERY_S: Final = 60.0
@@ -78,7 +77,8 @@ class ReuseModel:
     Attributes:
         fits: by class, for classes that ever had enough samples.
         pooled: fit of all classes together.
-        classes: classes that are told apart, at most MAX_CLASSES.
+        classes: classes with a workload that are told apart, at most MAX_CLASSES, with the tenant
+            that was first to use them.
         window_s: older accesses are dropped.
         min_samples: a class with fewer has the pooled fit.
         min_gap_s: closer accesses belong to concurrent requests.
@@ -97,9 +97,8 @@ class ReuseModel:
         self._resumed: dict[RequestClass, ReuseFit] = {}  # saved fits that are not replaced yet
         self.fits: dict[RequestClass, ReuseFit] = {}
         self.pooled = PRIOR_FIT
-        self.classes: set[RequestClass] = set()
-        # Classes with a workload, by the tenant that was first to use them.
-        self._classes_of_tenant: Counter[int] = Counter()
+        self.classes: dict[RequestClass, int] = {}
+        self._idle: set[RequestClass] = set()  # of `classes`, those that may be forgotten
 
     @property
     def samples(self) -> int:
@@ -107,21 +106,32 @@ class ReuseModel:
         return len(self._last_access) + len(self._gaps)
 
     def class_for(self, request_class: RequestClass, tenant: int = 0) -> RequestClass:
-        """The class under which a request is counted: its own, or OTHER_CLASSES above the limits.
+        """The class under which a request is counted: its own, or above the limits the one of
+        requests without a workload.
+
+        A class takes the place of one that has neither blocks nor accesses.
 
         Args:
             tenant: hash of the tenant; 0: unknown, and exempt from MAX_CLASSES_PER_TENANT.
         """
+        workload, turn, was_read = request_class
+        if not workload:
+            return request_class
+        self._idle.discard(request_class)
         if request_class in self.classes:
             return request_class
-        if len(self.classes) >= MAX_CLASSES:
-            return OTHER_CLASSES
-        workload = request_class[0]
-        if workload and tenant:
-            if self._classes_of_tenant[tenant] >= MAX_CLASSES_PER_TENANT:
-                return OTHER_CLASSES
-            self._classes_of_tenant[tenant] += 1
-        self.classes.add(request_class)
+        rivals = [known for known, owner in self.classes.items() if tenant and owner == tenant]
+        if len(rivals) < MAX_CLASSES_PER_TENANT:
+            rivals = list(self.classes) if len(self.classes) >= MAX_CLASSES else []
+        if rivals:
+            idle = self._idle.intersection(rivals)
+            if not idle:
+                return "", turn, was_read
+            gone = idle.pop()
+            self._idle.remove(gone)
+            del self.classes[gone]
+            self.fits.pop(gone, None)
+        self.classes[request_class] = tenant
         return request_class
 
     def fit(self, request_class: RequestClass) -> ReuseFit:
@@ -172,8 +182,12 @@ class ReuseModel:
     def _is_sampled(self, ident: int) -> bool:
         return not (ident * 0x9E3779B97F4A7C15 >> 32) % self._one_in
 
-    def refit(self, now_s: float) -> bool:
-        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms."""
+    def refit(self, now_s: float, present: Collection[RequestClass] = ()) -> bool:
+        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms.
+
+        Args:
+            present: the classes of all blocks.
+        """
         if now_s < self._refit_at_s:
             return False
         self._refit_at_s = now_s + REFIT_EVERY_S
@@ -192,7 +206,9 @@ class ReuseModel:
         gaps: dict[RequestClass, list[float]] = {}
         for gap in self._gaps:
             gaps.setdefault(gap.access.request_class, []).append(gap.gap_s)
-        for request_class in ages.keys() | gaps.keys():
+        sampled = ages.keys() | gaps.keys()
+        self._idle = self.classes.keys() - sampled - set(present)
+        for request_class in sampled:
             class_gaps, class_ages = gaps.get(request_class, []), ages.get(request_class, [])
             if self._can_fit(request_class, len(class_gaps) + len(class_ages), now_s):
                 self.fits[request_class] = fit_exponential(class_gaps, class_ages)

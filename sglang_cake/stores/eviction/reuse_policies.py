@@ -89,7 +89,7 @@ class ReusePolicy(EvictionPolicy):
         return self._weighted(self.model.fit(request_class).share, self.model.pooled.share)
 
     def refresh(self, now_s: float) -> None:
-        if self.model.refit(now_s):
+        if self.model.refit(now_s, self._class_queues.classes):
             self._class_queues.invalidate_values()
 
     def fits_to_save(self) -> ReuseFits:
