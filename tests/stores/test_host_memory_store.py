@@ -230,6 +230,20 @@ def test_memory_evicts_what_requests_used_least_recently():
     assert names_in(memory, "abcd") == ["a", "c", "d"]
 
 
+@pytest.mark.parametrize("policy", ["lru", "cake-prefix"])
+def test_memory_after_the_clock_was_set_back_evicts_blocks_used_before(monkeypatch, policy):
+    now_s = 2e9
+    monkeypatch.setattr("time.time", lambda: now_s)
+    memory = memory_with("abc", policy)
+    now_s -= 3600.0
+    for name in "de":
+        assert stored(memory, name)
+    touch(memory, "d", 1)
+    assert names_in(memory, "abcde") == ["c", "d", "e"]
+    assert stored(memory, "f")
+    assert names_in(memory, "cdef") == ["d", "e", "f"]
+
+
 def test_memory_reads_count_as_accesses_while_nobody_reports_them():
     memory = memory_with("ab")
     memory.release(memory.use(DIGEST, key_of("a"), counts=True))
