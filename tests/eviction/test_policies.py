@@ -332,3 +332,18 @@ def test_cake_policy_slow_link_evicts_the_head_of_the_prompt_first():
     assert 50 < meet < 100
     gone = {policy.pop(1.0)[0] for _ in range(int(meet) - 1)}
     assert gone == set(range(int(meet) - 1))
+
+
+@pytest.mark.parametrize("name", ["cake", "cake-prefix"])
+@pytest.mark.parametrize("factor", [0.03, 0.1, 10.0])
+def test_cake_policy_costs_of_another_server_evict_the_least_recent_block_first(name, factor):
+    """After a restart, blocks are ranked by the default costs until a server reports its own."""
+    policy = new_policy(name, BENEFIT)
+    costs = [cost * factor for cost in (BENEFIT.token_s, BENEFIT.pair_s, BENEFIT.load_s)]
+    blocks = [(number, 300.0 * number) for number in range(4)]
+    for block, used_s in blocks:
+        context = AccessContext("chat", 1, 30, 40)
+        policy.add(block, Usage(1, used_s, used_s, 0, block, context))
+        if block == 1:
+            policy.set_benefit(Benefit(BENEFIT.block_tokens, *costs))
+    assert [policy.pop(1000.0)[0] for _ in blocks] == [0, 1, 2, 3]

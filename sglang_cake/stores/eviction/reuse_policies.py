@@ -131,6 +131,8 @@ class WorkloadPolicy(ReusePolicy):
 class CakePolicy(ReusePolicy):
     """Value = P(access within `life_s`) x seconds that the block then saves / bytes."""
 
+    benefit_exponent = 1.0
+
     def __init__(self, benefit: Benefit) -> None:
         super().__init__()
         self.benefit = benefit
@@ -144,7 +146,11 @@ class CakePolicy(ReusePolicy):
         return math.log(saved_s / max(1, usage.stored_bytes))
 
     def benefit_step(self, usage: Usage) -> int:
-        return round(self.log_benefit(usage) / LOG_BENEFIT_STEP)
+        # Relative to computing a first block: so a block that was ranked by the costs of a slower
+        # or faster server, or by the defaults before a server reported its costs, compares with
+        # other blocks.
+        unit = self.benefit_exponent * math.log(self.benefit.compute_s(0))
+        return round(self.log_benefit(usage) / LOG_BENEFIT_STEP) - round(unit / LOG_BENEFIT_STEP)
 
     def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
         return (log_reuse + benefit_step * LOG_BENEFIT_STEP,)
@@ -157,6 +163,8 @@ class CakePrefixPolicy(CakePolicy):
     PREFIX_BENEFIT_EXPONENT.
     """
 
+    benefit_exponent = PREFIX_BENEFIT_EXPONENT
+
     def log_benefit(self, usage: Usage) -> float:
         saved_s = self.benefit.mean_saved_s(usage.context.reach)
-        return PREFIX_BENEFIT_EXPONENT * math.log(saved_s / max(1, usage.stored_bytes))
+        return self.benefit_exponent * math.log(saved_s / max(1, usage.stored_bytes))
