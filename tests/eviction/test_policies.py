@@ -250,14 +250,6 @@ def test_block_queue_random_steps_match_a_sorted_list(steps):
         assert queue.pop() is None
 
 
-def test_s3fifo_policy_small_queue_evicts_rare_blocks_and_keeps_frequent():
-    policy = new_policy("s3fifo")
-    for block in range(20):
-        policy.add(block, Usage(1, 0.0, 0.0, 0, block))
-    policy.touch(0, 1.0, 2)
-    assert [policy.pop(2.0)[0] for _ in range(3)] == [1, 2, 3]
-
-
 def cached_hits(policy, idents, size):
     """Which accesses hit a cache of `size` blocks that evicts one block for each miss."""
     there, hits = {}, []
@@ -300,13 +292,6 @@ def test_arc_policy_touch_without_a_use_is_no_second_use():
         policy.add(block, Usage(1, block, block, 0, block))
     policy.touch(0, 0.0, 0, AccessContext("summaries", 1, 0, 4))
     assert [policy.pop(10.0)[0] for _ in range(3)] == [0, 1, 2]
-
-
-def test_workload_policy_likelier_class_outlives_a_more_recent_block():
-    policy = fitted(WorkloadPolicy())
-    policy.add(1, Usage(1, 10.0, 10.0, 0, 1, AccessContext("chat", 1)))
-    policy.add(2, Usage(1, 5.0, 5.0, 0, 2, AccessContext("chat", 2)))  # older, and likelier
-    assert policy.pop(10.0)[0] == 1
 
 
 @pytest.mark.parametrize("blocks", [[(1, 3), (2, 9)], [(2, 9), (1, 3)]])

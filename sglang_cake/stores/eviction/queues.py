@@ -122,9 +122,7 @@ class ClassQueues:
         self._value = value
         self._ticks = itertools.count()
         self._queues: dict[QueueKey, BlockQueue] = {}
-        # Millions of blocks share one object per key.
-        self._interned: dict[QueueKey, QueueKey] = {}
-        self._key_of: dict[int, QueueKey] = {}  # by block
+        self._queue_of: dict[int, BlockQueue] = {}  # by block
         # Heap of the first entries of all queues, with their values at `_valued_s`. Outdated
         # entries are dropped when `pop` meets them.
         self._firsts: list[tuple[Value, Entry, QueueKey]] = []
@@ -141,15 +139,13 @@ class ClassQueues:
 
     def put(self, block: int, key: QueueKey, used_s: float) -> None:
         """Insert a block into the queue `key`, or move it there."""
-        key = self._interned.setdefault(key, key)
-        before = self._key_of.get(block, key)
-        if before != key:
-            self._queues[before].remove(block)
-        self._key_of[block] = key
         queue = self._queues.get(key)
         if queue is None:
-            queue = BlockQueue(self._ticks)
-            self._queues[key] = queue
+            queue = self._queues[key] = BlockQueue(self._ticks)
+        before = self._queue_of.get(block, queue)
+        if before is not queue:
+            before.remove(block)
+        self._queue_of[block] = queue
         queue.put(block, (used_s,))
         if self._valued_s is not None:
             first = queue.first()
@@ -160,9 +156,9 @@ class ClassQueues:
 
     def remove(self, block: int) -> None:
         """Remove a block. Unknown blocks are ignored."""
-        key = self._key_of.pop(block, None)
-        if key is not None:
-            self._queues[key].remove(block)
+        queue = self._queue_of.pop(block, None)
+        if queue is not None:
+            queue.remove(block)
 
     def invalidate_values(self) -> None:
         """The function `value` gives other values from now on."""
@@ -182,7 +178,7 @@ class ClassQueues:
             current = queue.first() is entry
             if current:
                 queue.pop()
-                del self._key_of[entry.block]
+                del self._queue_of[entry.block]
             first = queue.first()
             if first is not None:
                 self._push_first(key, first, now_s)
@@ -198,7 +194,6 @@ class ClassQueues:
             first = queue.first()
             if first is None:
                 del self._queues[key]
-                self._interned.pop(key, None)
             else:
                 self._push_first(key, first, now_s)
 
