@@ -120,7 +120,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 pass
             learn_s = time.perf_counter() - began_s
             order = room._policy
-            heaps = order.heap_count if isinstance(order, ReusePolicy) else 1
+            queues = order.queue_count if isinstance(order, ReusePolicy) else 1
             began_s = time.perf_counter()
             room.free(index, Amount(evictions * size))
             make_s = time.perf_counter() - began_s
@@ -134,7 +134,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 {
                     "policy": policy,
                     "blocks": blocks,
-                    "lanes": heaps,
+                    "lanes": queues,
                     "learn_s": round(learn_s, 2),
                     "us_per_eviction_policy": round(1e6 * pop_s / evictions, 2),
                     "us_per_eviction_store": round(1e6 * make_s / evictions, 2),

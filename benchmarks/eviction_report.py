@@ -147,7 +147,7 @@ def totals(results: Results) -> Iterable[str]:
 
 
 def pace(rows: Iterable[Row]) -> Iterable[str]:
-    yield "\n| policy | heaps | µs, policy alone, a new instant each | µs, in the store's books |"
+    yield "\n| policy | queues | µs, policy alone, a new instant each | µs, in the store's books |"
     yield "|---|---|---|---|"
     for row in rows:
         alone, books = row["us_per_eviction_policy"], row["us_per_eviction_store"]

@@ -23,8 +23,8 @@ from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.conversation import ConversationTracker, Prompt
-from sglang_cake.stores.eviction.heaps import Rank
 from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
+from sglang_cake.stores.eviction.queues import Rank
 
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
 
@@ -261,11 +261,12 @@ class Replay:
 
     def _serve(self, request: TraceRequest) -> None:
         self._policy.refresh(request.at_s)
-        turn = self._conversations.turn_of(request.blocks)
+        full_blocks = request.blocks[: request.tokens // self._trace.block_tokens]
+        turn = self._conversations.turn_of(full_blocks)
         if self._told_turns and request.turn is not None:
             turn = request.turn
         reach = len(request.blocks)
-        self._conversations.record(request.blocks, Prompt(turn, reach))
+        self._conversations.record(full_blocks, Prompt(turn, len(full_blocks)))
         missing = [block for block in request.blocks if block not in self._resident]
         first = self._usage(0, request.at_s, AccessContext(request.workload, turn, 0, reach))
         ratio = self._min_benefit_ratio

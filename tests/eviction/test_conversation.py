@@ -16,12 +16,13 @@ def test_conversation_tracker_extended_prompt_is_the_next_turn():
     assert turns([1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [9]) == [1, 2, 3, 1]
 
 
-def test_conversation_tracker_changed_last_block_is_the_next_turn():
-    assert turns([1, 2, 30], [1, 2, 31, 4], [1, 2, 31, 40]) == [1, 2, 3]
+def test_conversation_tracker_repeated_prompt_is_the_next_turn():
+    assert turns([1, 2], [1, 2]) == [1, 2]
 
 
 def test_conversation_tracker_shared_system_prompt_alone_is_turn_one():
     assert turns([1, 2, 3, 4, 5, 6], [1, 2, 13, 14], [1, 2, 23, 24, 25]) == [1, 1, 1]
+    assert turns([1, 2, 3], [1, 2, 13], [1, 2, 23, 24]) == [1, 1, 1]
 
 
 def test_conversation_tracker_beyond_its_bound_forgets_old_prompts():

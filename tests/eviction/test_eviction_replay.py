@@ -270,3 +270,16 @@ def test_replay_turns_inferred_or_given_reach_the_policy(told, turns):
     assert [found[2], found[3]] == turns[1:]
     Replay(Trace(16, trace.requests[:1]), policy := new_policy("lru"), 10, told_turns=told).run()
     assert [usage.context.turn for usage in usages(policy)] == turns[:1]
+
+
+def test_replay_prompt_whose_last_block_becomes_full_is_the_next_turn():
+    requests = (TraceRequest(1.0, 40, (1, 2, 3)), TraceRequest(2.0, 60, (1, 2, 4, 5)))
+    policy = new_policy("lru")
+    Replay(Trace(16, requests), policy, 10).run()
+    assert {usage.ident: usage.context.turn for usage in usages(policy)} == {
+        1: 2,
+        2: 2,
+        3: 1,
+        4: 2,
+        5: 2,
+    }

@@ -12,7 +12,7 @@ from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.eviction.reuse_model import (
     MAX_CLASSES,
     MAX_CLASSES_PER_TENANT,
-    OTHER_CLASSES,
+    MAX_SAMPLES,
     POOLED,
     PRIOR_FIT,
     ReuseFit,
@@ -109,7 +109,7 @@ def test_reuse_model_old_accesses_are_dropped_but_the_fit_is_kept():
     model.refit(2000.0)
     before = model.fits[("", 1, 0)]
     assert model.refit(10_000.0)
-    assert not model.sampled_blocks
+    assert not model.samples
     assert model.fits[("", 1, 0)] == before  # nothing better is known
 
 
@@ -122,11 +122,34 @@ def test_reuse_model_uses_half_a_second_apart_count_as_no_reuse():
     assert model.fits[("", 1, 0)].share < 0.01
 
 
-def test_reuse_model_classes_beyond_the_limit_are_merged():
+def test_reuse_model_classes_beyond_the_limit_count_as_unnamed():
     model = ReuseModel()
-    classes = {model.class_for((f"user text {number}", 1, 0)) for number in range(10 * MAX_CLASSES)}
-    assert len(classes) == MAX_CLASSES + 1
-    assert OTHER_CLASSES in classes
+    names = {model.class_for((f"user text {number}", 2, 1)) for number in range(10 * MAX_CLASSES)}
+    assert len(names) == MAX_CLASSES + 1
+    assert ("", 2, 1) in names
+    for turn in (1, 2, 3, 4):  # requests that name nothing are always told apart by turn
+        assert model.class_for(("", turn, 0)) == ("", turn, 0)
+
+
+@pytest.mark.parametrize("tenant", [0, 7])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_reuse_policy_class_out_of_use_makes_room_for_a_new_one(tenant, has_blocks):
+    policy = new_policy("workload")
+    for number in range(MAX_CLASSES):
+        context = AccessContext(f"job {number}", tenant=tenant)
+        policy.add(number, Usage(1, START_S, START_S, 0, number, context))
+    fits = {("job 0", 1, 0): ReuseFit(0.5, 0.1, 100)}
+    policy.model.fits.update(fits)
+    policy.refresh(START_S)
+    for number in range(MAX_CLASSES):
+        if not has_blocks:
+            policy.remove(number)
+    policy.refresh(START_S + ReuseModel.window_s + 1.0)
+    limit = MAX_CLASSES_PER_TENANT if tenant else MAX_CLASSES
+    new = [policy.model.class_for((f"new job {number}", 1, 0), tenant) for number in range(100)]
+    assert len(set(new)) == (1 if has_blocks else limit + 1)
+    assert len(policy.model.classes) == limit
+    assert policy.model.fits == (fits if has_blocks else {})
 
 
 def test_reuse_model_tenant_with_many_classes_leaves_others_theirs():
@@ -139,11 +162,72 @@ def test_reuse_model_tenant_with_many_classes_leaves_others_theirs():
         assert model.class_for(("", turn, 0), 7) == ("", turn, 0)
 
 
-def test_reuse_model_many_blocks_keep_the_access_table_bounded():
+def observed(classes, seconds):
+    """A model that has seen blocks of some classes come and come back.
+
+    Args: classes: name -> (new blocks a second, share and mean time of those that come back).
+    """
+    chance, accesses, idents = random.Random(1), [], iter(range(10**6))
+    for name, (per_s, share, mean_s) in classes.items():
+        for number in range(per_s * seconds):
+            ident, at_s = next(idents), number / per_s
+            while at_s < seconds:
+                accesses.append((at_s, ident, name))
+                came_back = chance.random() < share
+                at_s += 1.0 + chance.expovariate(1 / mean_s) if came_back else math.inf
+    model, most = ReuseModel(), 0
+    for at_s, ident, name in sorted(accesses):
+        model.record_access(ident, (name, 1, 0), at_s)
+        model.refit(at_s)
+        most = max(most, model.samples)
+    model.refit(seconds + 60.0)
+    return model, most
+
+
+def test_reuse_model_busy_class_and_quiet_class_get_their_own_shares():
+    model, most = observed({"busy": (150, 0.6, 60), "quiet": (20, 0.2, 60)}, 900)
+    assert most == MAX_SAMPLES
+    busy, quiet = model.fits[("busy", 1, 0)], model.fits[("quiet", 1, 0)]
+    assert busy.share == pytest.approx(0.6, abs=0.04)
+    assert quiet.share == pytest.approx(0.2, abs=0.04)
+    for fit in (busy, quiet):
+        assert 1 / fit.rate_per_s == pytest.approx(61, rel=0.1)
+
+
+def test_reuse_model_reuse_after_a_third_of_the_window_keeps_share_and_mean():
+    model, _ = observed({"chat": (20, 0.5, 600)}, 3600)
+    fit = model.fits[("chat", 1, 0)]
+    assert fit.share == pytest.approx(0.5, abs=0.04)
+    assert 1 / fit.rate_per_s == pytest.approx(600, rel=0.1)
+
+
+def test_reuse_model_after_a_busy_time_samples_as_before_it():
     model = ReuseModel()
-    for ident in range(400_000):
-        model.record_access(ident, ("", 1, 0), ident / 1000)
-    assert model.sampled_blocks <= 32_768
+
+    def sampled(now_s):
+        for ident in range(8000):
+            model.record_access(ident, ("", 1, 0), now_s)
+        return model.samples
+
+    before = sampled(0.0)
+    for ident in range(10**6, 10**6 + 16 * MAX_SAMPLES):
+        model.record_access(ident, ("", 1, 0), 1.0)
+    assert model.samples <= MAX_SAMPLES
+    for now_s in range(10_000, 11_000, 60):
+        model.refit(float(now_s))
+    assert sampled(11_000.0) == before
+
+
+def test_reuse_model_access_whose_facts_come_later_counts_for_their_class():
+    """A block that another process stored has no facts at first."""
+    model = ReuseModel()
+    for ident in range(8 * 2 * ReuseModel.min_samples):
+        model.record_access(ident, ("", 1, 0), 100.0)
+        model.record_access(ident, CHAT, 100.0)
+        model.record_access(ident, ("", 2, 1), 120.0)
+    model.refit(200.0)
+    assert model.fits[CHAT].share > 0.9
+    assert ("", 1, 0) not in model.fits
 
 
 @pytest.mark.parametrize("name", ["workload", "cake"])
@@ -200,7 +284,7 @@ def test_reuse_model_refit_right_after_resume_keeps_the_saved_fits():
     assert model.refit(START_S + 1.0)
     assert model.fits_to_save() == KEPT
     assert restarted({}).fits_to_save() == {}
-    assert not restarted({}).sampled_blocks
+    assert not restarted({}).samples
 
 
 def test_reuse_model_saved_fit_stands_until_enough_new_observation():

@@ -230,6 +230,20 @@ def test_memory_evicts_what_requests_used_least_recently():
     assert names_in(memory, "abcd") == ["a", "c", "d"]
 
 
+@pytest.mark.parametrize("policy", ["lru", "cake-prefix"])
+def test_memory_after_the_clock_was_set_back_evicts_blocks_used_before(monkeypatch, policy):
+    now_s = 2e9
+    monkeypatch.setattr("time.time", lambda: now_s)
+    memory = memory_with("abc", policy)
+    now_s -= 3600.0
+    for name in "de":
+        assert stored(memory, name)
+    touch(memory, "d", 1)
+    assert names_in(memory, "abcde") == ["c", "d", "e"]
+    assert stored(memory, "f")
+    assert names_in(memory, "cdef") == ["d", "e", "f"]
+
+
 def read_in(memory, name, *, counts=False):
     """The bytes of a block that is being read, and what ends that."""
     block = memory.use(DIGEST, key_of(name), counts=counts)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.heaps import BlockHeap, Rank
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.queues import BlockQueue, Rank
 
 SMALL_SHARE: Final = 0.1  # of all blocks, the length of the small queue of a full S3-FIFO cache
 MAX_FREQUENCY: Final = 3  # of S3-FIFO
@@ -24,18 +24,18 @@ class RankedPolicy(EvictionPolicy):
         """
         super().__init__()
         self._rank = rank
-        self._heap = BlockHeap()
+        self._queue = BlockQueue()
 
     def add(self, block: int, usage: Usage) -> None:
         self._usage[block] = usage
-        self._heap.put(block, self._rank(block, usage))
+        self._queue.put(block, self._rank(block, usage))
 
     def remove(self, block: int) -> None:
         self._usage.pop(block, None)
-        self._heap.remove(block)
+        self._queue.remove(block)
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        entry = self._heap.pop()
+        entry = self._queue.pop()
         return None if entry is None else (entry.block, self._usage.pop(entry.block))
 
 
@@ -78,7 +78,7 @@ class GdfsPolicy(RankedPolicy):
         super().add(block, usage)
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        victim = self._heap.first()
+        victim = self._queue.first()
         if victim is not None:
             self._popped[victim.block] = victim.rank
         return super().pop(now_s)
@@ -89,7 +89,7 @@ class GdfsPolicy(RankedPolicy):
             self.add(block, usage)
             return
         self._usage[block] = usage
-        self._heap.put(block, rank)
+        self._queue.put(block, rank)
 
     @property
     def _clock(self) -> float:
@@ -196,8 +196,8 @@ class ArcPolicy(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._once = BlockHeap()  # T1
-        self._often = BlockHeap()  # T2
+        self._once = BlockQueue()  # T1
+        self._often = BlockQueue()  # T2
         self._once_ghosts: OrderedDict[int, None] = OrderedDict()  # B1
         self._often_ghosts: OrderedDict[int, None] = OrderedDict()  # B2
         self._target = 0.0  # p

@@ -16,9 +16,9 @@ class Prompt:
 class ConversationTracker:
     """Holds, for recently accessed blocks, the last prompt with them.
 
-    A request continues a conversation if its prompt begins with all full blocks of an earlier
-    prompt and is longer. A prompt that diverges inside an earlier prompt shares only a prefix with
-    it, such as a system prompt. It is a first turn.
+    Only full blocks count. A request continues a conversation if its prompt begins with all blocks
+    of an earlier prompt; a repeated prompt does, too. A prompt that diverges inside an earlier
+    prompt shares only a prefix with it, such as a system prompt. It is a first turn.
 
     Attributes:
         max_blocks: how many blocks are held; the least recently accessed are dropped.
@@ -39,8 +39,7 @@ class ConversationTracker:
                 break
             last = known
             known_blocks += 1
-        # The last block of the earlier prompt may not have been full: it has another ident now.
-        if last is None or known_blocks < last.blocks - 1:
+        if last is None or known_blocks < last.blocks:
             return 1
         return last.turn + 1
 

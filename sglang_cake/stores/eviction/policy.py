@@ -28,7 +28,7 @@ UNKNOWN_CONTEXT: Final = AccessContext()
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Facts about a block. Times are seconds since 1970."""
+    """Facts about a block. Times are seconds of the store's clock."""
 
     stored_bytes: int
     created_s: float

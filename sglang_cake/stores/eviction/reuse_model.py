@@ -10,8 +10,7 @@ seconds with probability
 """
 
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -19,9 +18,9 @@ from typing import Final, NamedTuple
 # that accessed the block. Section 4.2 of the paper has the first two.
 RequestClass = tuple[str, int, int]
 MAX_TURN: Final = 4  # later turns count as this one
+# Classes with a workload. Those without one are few, and always told apart.
 MAX_CLASSES: Final = 64
-MAX_CLASSES_PER_TENANT: Final = 16  # classes with a workload that the tenant was first to use
-OTHER_CLASSES: Final[RequestClass] = ("", 0, 0)  # all classes above the limits
+MAX_CLASSES_PER_TENANT: Final = 16  # that the tenant was first to use
 POOLED: Final[RequestClass] = ("", 0, 1)  # all classes together, among saved fits
 
 REFIT_EVERY_S: Final = 60.0
@@ -29,8 +28,7 @@ REFIT_EVERY_S: Final = 60.0
 # By then 95 % of the blocks that are accessed again have been.
 _OBSERVED_MEANS: Final = 3.0
 _SAMPLE_ONE_IN: Final = 8  # blocks, selected by `ident`: a block stays in or out of the sample
-_MAX_SAMPLED_BLOCKS: Final = 32_768
-_MAX_GAPS_PER_CLASS: Final = 4096
+MAX_SAMPLES: Final = 32_768  # accesses; at more, half of the blocks leave the sample
 _BINS: Final = 64
 _EM_ITERATIONS: Final = 20
 
@@ -68,8 +66,9 @@ class _Access(NamedTuple):
 
 
 class _Gap(NamedTuple):
-    at_s: float  # time of the later access
-    gap_s: float  # since the access before it
+    ident: int
+    access: _Access  # the earlier one
+    gap_s: float  # to the next one
 
 
 class ReuseModel:
@@ -78,7 +77,8 @@ class ReuseModel:
     Attributes:
         fits: by class, for classes that ever had enough samples.
         pooled: fit of all classes together.
-        classes: classes that are told apart, at most MAX_CLASSES.
+        classes: classes with a workload that are told apart, at most MAX_CLASSES, with the tenant
+            that was first to use them.
         window_s: older accesses are dropped.
         min_samples: a class with fewer has the pooled fit.
         min_gap_s: closer accesses belong to concurrent requests.
@@ -89,38 +89,49 @@ class ReuseModel:
     min_gap_s = 1.0
 
     def __init__(self) -> None:
-        self._last_access: OrderedDict[int, _Access] = OrderedDict()  # of sampled blocks, by ident
-        self._gaps: dict[RequestClass, deque[_Gap]] = {}
+        self._last_access: dict[int, _Access] = {}  # of sampled blocks, by ident
+        self._gaps: list[_Gap] = []
+        self._one_in = _SAMPLE_ONE_IN
         self._refit_at_s = -math.inf
         self._since_s = -math.inf  # earlier accesses are ignored
         self._resumed: dict[RequestClass, ReuseFit] = {}  # saved fits that are not replaced yet
         self.fits: dict[RequestClass, ReuseFit] = {}
         self.pooled = PRIOR_FIT
-        self.classes: set[RequestClass] = set()
-        # Classes with a workload, by the tenant that was first to use them.
-        self._classes_of_tenant: Counter[int] = Counter()
+        self.classes: dict[RequestClass, int] = {}
+        self._idle: set[RequestClass] = set()  # of `classes`, those that may be forgotten
 
     @property
-    def sampled_blocks(self) -> int:
-        """Number of blocks whose last access is held."""
-        return len(self._last_access)
+    def samples(self) -> int:
+        """Number of accesses that are held; at most MAX_SAMPLES."""
+        return len(self._last_access) + len(self._gaps)
 
     def class_for(self, request_class: RequestClass, tenant: int = 0) -> RequestClass:
-        """The class under which a request is counted: its own, or OTHER_CLASSES above the limits.
+        """The class under which a request is counted: its own, or above the limits the one of
+        requests without a workload.
+
+        A class takes the place of one that has neither blocks nor accesses.
 
         Args:
             tenant: hash of the tenant; 0: unknown, and exempt from MAX_CLASSES_PER_TENANT.
         """
+        workload, turn, was_read = request_class
+        if not workload:
+            return request_class
+        self._idle.discard(request_class)
         if request_class in self.classes:
             return request_class
-        if len(self.classes) >= MAX_CLASSES:
-            return OTHER_CLASSES
-        workload = request_class[0]
-        if workload and tenant:
-            if self._classes_of_tenant[tenant] >= MAX_CLASSES_PER_TENANT:
-                return OTHER_CLASSES
-            self._classes_of_tenant[tenant] += 1
-        self.classes.add(request_class)
+        rivals = [known for known, owner in self.classes.items() if tenant and owner == tenant]
+        if len(rivals) < MAX_CLASSES_PER_TENANT:
+            rivals = list(self.classes) if len(self.classes) >= MAX_CLASSES else []
+        if rivals:
+            idle = self._idle.intersection(rivals)
+            if not idle:
+                return "", turn, was_read
+            gone = idle.pop()
+            self._idle.remove(gone)
+            del self.classes[gone]
+            self.fits.pop(gone, None)
+        self.classes[request_class] = tenant
         return request_class
 
     def fit(self, request_class: RequestClass) -> ReuseFit:
@@ -147,47 +158,61 @@ class ReuseModel:
 
     def record_access(self, ident: int, request_class: RequestClass, at_s: float) -> None:
         """Record an access to a block by a request of this class."""
-        if at_s < self._since_s or (ident * 0x9E3779B97F4A7C15 >> 32) % _SAMPLE_ONE_IN:
+        if at_s < self._since_s or not self._is_sampled(ident):
             return
         before = self._last_access.get(ident)
         if before is not None:
             gap_s = at_s - before.at_s
-            if gap_s >= self.min_gap_s:
-                gaps = self._gaps.setdefault(
-                    before.request_class, deque(maxlen=_MAX_GAPS_PER_CLASS)
-                )
-                gaps.append(_Gap(at_s, gap_s))
-            elif gap_s <= 0:
+            if gap_s < 0:
                 return
+            if gap_s >= self.min_gap_s:
+                self._gaps.append(_Gap(ident, before, gap_s))
         self._last_access[ident] = _Access(request_class, at_s)
-        self._last_access.move_to_end(ident)
-        if len(self._last_access) > _MAX_SAMPLED_BLOCKS:
-            self._last_access.popitem(last=False)
+        if self.samples > MAX_SAMPLES:
+            # The same blocks leave both parts: a bound for each of them would change their ratio,
+            # and so the share, by how busy the class and the store are.
+            self._one_in *= 2
+            self._last_access = {
+                block: access
+                for block, access in self._last_access.items()
+                if self._is_sampled(block)
+            }
+            self._gaps = [gap for gap in self._gaps if self._is_sampled(gap.ident)]
 
-    def refit(self, now_s: float) -> bool:
-        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms."""
+    def _is_sampled(self, ident: int) -> bool:
+        return not (ident * 0x9E3779B97F4A7C15 >> 32) % self._one_in
+
+    def refit(self, now_s: float, present: Collection[RequestClass] = ()) -> bool:
+        """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms.
+
+        Args:
+            present: the classes of all blocks.
+        """
         if now_s < self._refit_at_s:
             return False
         self._refit_at_s = now_s + REFIT_EVERY_S
         since_s = now_s - self.window_s
-        for ident, access in list(self._last_access.items()):
-            if access.at_s < since_s:
-                del self._last_access[ident]
+        self._last_access = {
+            ident: access for ident, access in self._last_access.items() if access.at_s >= since_s
+        }
+        self._gaps = [gap for gap in self._gaps if gap.access.at_s >= since_s]
+        if self._one_in > _SAMPLE_ONE_IN and self.samples < MAX_SAMPLES // 4:
+            self._one_in //= 2
         # Blocks without a further access yet are censored samples: only their age is known. After
         # the clock was set back, accesses lie in the future.
         ages: dict[RequestClass, list[float]] = {}
         for access in self._last_access.values():
             ages.setdefault(access.request_class, []).append(max(0.0, now_s - access.at_s))
-        all_gaps: list[float] = []
-        for request_class in ages.keys() | self._gaps.keys():
-            recent = self._gaps.get(request_class, deque())
-            while recent and recent[0].at_s < since_s:
-                recent.popleft()
-            gaps = [gap.gap_s for gap in recent]
-            all_gaps += gaps
-            class_ages = ages.get(request_class, [])
-            if self._can_fit(request_class, len(gaps) + len(class_ages), now_s):
-                self.fits[request_class] = fit_exponential(gaps, class_ages)
+        gaps: dict[RequestClass, list[float]] = {}
+        for gap in self._gaps:
+            gaps.setdefault(gap.access.request_class, []).append(gap.gap_s)
+        sampled = ages.keys() | gaps.keys()
+        self._idle = self.classes.keys() - sampled - set(present)
+        for request_class in sampled:
+            class_gaps, class_ages = gaps.get(request_class, []), ages.get(request_class, [])
+            if self._can_fit(request_class, len(class_gaps) + len(class_ages), now_s):
+                self.fits[request_class] = fit_exponential(class_gaps, class_ages)
+        all_gaps = [gap.gap_s for gap in self._gaps]
         all_ages = [age_s for class_ages in ages.values() for age_s in class_ages]
         if self._can_fit(POOLED, len(all_gaps) + len(all_ages), now_s):
             self.pooled = fit_exponential(all_gaps, all_ages)

@@ -7,8 +7,8 @@ docs/eviction.md derives the values of `cake` and `cake-prefix`.
 import math
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.heaps import ClassHeaps, HeapKey
 from sglang_cake.stores.eviction.policy import EvictionPolicy, Usage
+from sglang_cake.stores.eviction.queues import ClassQueues, QueueKey
 from sglang_cake.stores.eviction.reuse_model import MAX_TURN, RequestClass, ReuseFits, ReuseModel
 
 # Benefits are rounded to powers of 1.25. Within a class and a power LRU decides, so an eviction
@@ -21,7 +21,7 @@ class ReusePolicy(EvictionPolicy):
     """Evicts the block of the smallest `value`, which a subclass implements.
 
     Within a class the probability of an access falls with the time since the last one. So an
-    eviction compares one block of each heap.
+    eviction compares one block of each queue.
 
     Attributes:
         model: statistics of reuse.
@@ -38,12 +38,12 @@ class ReusePolicy(EvictionPolicy):
     def __init__(self) -> None:
         super().__init__()
         self.model = ReuseModel()
-        self._class_heaps = ClassHeaps(self._block_value)
+        self._class_queues = ClassQueues(self._block_value)
 
     @property
-    def heap_count(self) -> int:
-        """Number of heaps: an eviction at a new instant compares one block of each."""
-        return len(self._class_heaps)
+    def queue_count(self) -> int:
+        """Number of queues: an eviction at a new instant compares one block of each."""
+        return len(self._class_queues)
 
     @staticmethod
     def class_of(usage: Usage) -> RequestClass:
@@ -70,15 +70,15 @@ class ReusePolicy(EvictionPolicy):
     def add(self, block: int, usage: Usage) -> None:
         request_class = self._record_access(usage)
         self._usage[block] = usage
-        key = HeapKey(request_class, self.benefit_step(usage))
-        self._class_heaps.put(block, key, usage.used_s)
+        key = QueueKey(request_class, self.benefit_step(usage))
+        self._class_queues.put(block, key, usage.used_s)
 
     def remove(self, block: int) -> None:
         self._usage.pop(block, None)
-        self._class_heaps.remove(block)
+        self._class_queues.remove(block)
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        block = self._class_heaps.pop(now_s)
+        block = self._class_queues.pop(now_s)
         return None if block is None else (block, self._usage.pop(block))
 
     def record_rejected(self, usage: Usage) -> None:
@@ -89,15 +89,15 @@ class ReusePolicy(EvictionPolicy):
         return self._weighted(self.model.fit(request_class).share, self.model.pooled.share)
 
     def refresh(self, now_s: float) -> None:
-        if self.model.refit(now_s):
-            self._class_heaps.invalidate_values()
+        if self.model.refit(now_s, self._class_queues.classes):
+            self._class_queues.invalidate_values()
 
     def fits_to_save(self) -> ReuseFits:
         return self.model.fits_to_save()
 
     def resume(self, fits: ReuseFits, now_s: float) -> None:
         self.model.resume(fits, now_s)
-        self._class_heaps.invalidate_values()
+        self._class_queues.invalidate_values()
 
     def _record_access(self, usage: Usage) -> RequestClass:
         """Record the last access to a block; returns its class."""
@@ -105,7 +105,7 @@ class ReusePolicy(EvictionPolicy):
         self.model.record_access(usage.ident, request_class, usage.used_s)
         return request_class
 
-    def _block_value(self, key: HeapKey, block: int, now_s: float) -> tuple[float, ...]:
+    def _block_value(self, key: QueueKey, block: int, now_s: float) -> tuple[float, ...]:
         usage = self._usage[block]
         age_s = max(0.0, now_s - usage.used_s)
         own = self.model.fit(key.request_class).log_reuse(age_s, self.life_s)
@@ -131,6 +131,8 @@ class WorkloadPolicy(ReusePolicy):
 class CakePolicy(ReusePolicy):
     """Value = P(access within `life_s`) x seconds that the block then saves / bytes."""
 
+    benefit_exponent = 1.0
+
     def __init__(self, benefit: Benefit) -> None:
         super().__init__()
         self.benefit = benefit
@@ -144,7 +146,11 @@ class CakePolicy(ReusePolicy):
         return math.log(saved_s / max(1, usage.stored_bytes))
 
     def benefit_step(self, usage: Usage) -> int:
-        return round(self.log_benefit(usage) / LOG_BENEFIT_STEP)
+        # Relative to computing a first block: so a block that was ranked by the costs of a slower
+        # or faster server, or by the defaults before a server reported its costs, compares with
+        # other blocks.
+        unit = self.benefit_exponent * math.log(self.benefit.compute_s(0))
+        return round(self.log_benefit(usage) / LOG_BENEFIT_STEP) - round(unit / LOG_BENEFIT_STEP)
 
     def value(self, benefit_step: int, usage: Usage, log_reuse: float) -> tuple[float, ...]:
         return (log_reuse + benefit_step * LOG_BENEFIT_STEP,)
@@ -157,6 +163,8 @@ class CakePrefixPolicy(CakePolicy):
     PREFIX_BENEFIT_EXPONENT.
     """
 
+    benefit_exponent = PREFIX_BENEFIT_EXPONENT
+
     def log_benefit(self, usage: Usage) -> float:
         saved_s = self.benefit.mean_saved_s(usage.context.reach)
-        return PREFIX_BENEFIT_EXPONENT * math.log(saved_s / max(1, usage.stored_bytes))
+        return self.benefit_exponent * math.log(saved_s / max(1, usage.stored_bytes))

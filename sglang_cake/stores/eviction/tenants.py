@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.heaps import BlockHeap
 from sglang_cake.stores.eviction.policy import UNKNOWN_TENANT, EvictionPolicy, Usage
+from sglang_cake.stores.eviction.queues import BlockQueue
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 
 MAX_TENANTS: Final = 1024  # further tenants are counted as tenant 0
@@ -52,9 +52,9 @@ class TenantPolicy(EvictionPolicy):
         super().__init__()
         self._inner = inner
         self._rules = rules
-        self._lru: dict[int, BlockHeap] = {}  # by tenant
+        self._lru: dict[int, BlockQueue] = {}  # by tenant
         self.used_bytes: dict[int, int] = {}
-        self._unknown = BlockHeap()
+        self._unknown = BlockQueue()
         self._unknown_bytes = 0
 
     def add(self, block: int, usage: Usage) -> None:
@@ -146,7 +146,7 @@ class TenantPolicy(EvictionPolicy):
             return
         if tenant not in self.used_bytes and len(self.used_bytes) >= MAX_TENANTS:
             tenant = 0
-        self._lru.setdefault(tenant, BlockHeap()).put(block, (usage.used_s,))
+        self._lru.setdefault(tenant, BlockQueue()).put(block, (usage.used_s,))
         self.used_bytes[tenant] = self.used_bytes.get(tenant, 0) + usage.stored_bytes
 
     def _uncount(self, block: int) -> None:

@@ -60,7 +60,8 @@ class BlockMemory:
     """A fixed number of buffers for blocks, and the eviction policy that decides which stay.
 
     Thread-safe; no call waits for anything but the lock. A page of memory is allocated when it is
-    first used. Blocks were checked before they came here, and are not checked again.
+    first used. Blocks were checked before they came here, and are not checked again. Times are of
+    the monotonic clock: nothing outlives the process, and no one sets it back.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class BlockMemory:
 
     def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As `Store.on_access`."""
-        accesses = self._accesses.report(digest, keys, facts, time.time())
+        accesses = self._accesses.report(digest, keys, facts, time.monotonic())
         with self._lock:
             for access in accesses:
                 block = self._blocks.get((digest, access.key))
@@ -132,7 +133,7 @@ class BlockMemory:
                 if facts.benefit is not None and facts.benefit != self._benefit:
                     self._benefit = facts.benefit
                     self._policy.set_benefit(facts.benefit)
-                self._policy.refresh(time.time())
+                self._policy.refresh(now_s)
 
     # ---- blocks; each is used between a call that returns it and `release` ----
 
@@ -145,7 +146,7 @@ class BlockMemory:
             counts: the read is an access, for eviction.
             least_bytes: None as well if the payload has fewer.
         """
-        now_s = time.time()
+        now_s = time.monotonic()
         with self._lock:
             block = self._blocks.get((digest, key))
             if block is None or not block.whole or block.size_bytes < least_bytes:
@@ -183,7 +184,7 @@ class BlockMemory:
 
         Raises: StoreFull if all blocks that could be evicted for it are in use.
         """
-        now_s = time.time()
+        now_s = time.monotonic()
         with self._lock:
             if (digest, key) in self._blocks or self._closed:
                 return None
@@ -214,7 +215,7 @@ class BlockMemory:
         with self._lock:
             block.whole = not block.gone
             self._leave(block)
-            while self._policy.over_quota_bytes() and self._evict(time.time(), in_order=True):
+            while self._policy.over_quota_bytes() and self._evict(time.monotonic(), in_order=True):
                 pass
             return block.whole
 
