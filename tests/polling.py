@@ -22,3 +22,10 @@ async def async_until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what is polled for has no event
             await asyncio.sleep(0.001)
+
+
+async def until_deleted(store: Any, key: Any) -> None:
+    """Return when `store` has deleted a block in the background."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await store.contains([key]) != [False]:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.001)
