@@ -7,6 +7,7 @@ from pathlib import Path
 
 import distributions
 import pytest
+from polling import until_deleted
 
 from sglang_cake.cli import main
 from sglang_cake.codecs.catalogue import chain_of, decode, parse
@@ -123,6 +124,7 @@ def test_block_of_a_codec_that_is_not_installed_is_a_miss_and_imports_nothing(in
         store = opened(tmp_path, "zstd")
         with pytest.raises(BlockCorrupt):
             await read(store)
+        await until_deleted(store, KEY)
         with pytest.raises(BlockMissing):
             await read(store)
         await store.close()
