@@ -250,6 +250,8 @@ def test_command_interrupted_is_one_line(tmp_path: Path) -> None:
         [sys.executable, "-m", "sglang_cake", "trace", "replay", str(tmp_path / "trace")],
         stderr=subprocess.PIPE,
         text=True,
+        # Jobs in the background of a shell ignore SIGINT, and so do their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with open(tmp_path / "trace", "w"):  # waits until the command reads it
         command.send_signal(signal.SIGINT)
