@@ -44,7 +44,8 @@ def keep_apart_from_adapters(req: "Req") -> None:
     that id as extra key: name and path give away the ids of `--lora-paths`. The KV of the bare
     model would be taken for the adapter's then, and be stored under the keys of its content.
     """
-    if req.lora_id is None and re.search("[0-9a-f]{32}[^/]*$", req.extra_key or ""):
+    _, _, last = (req.extra_key or "").rpartition("/")
+    if req.lora_id is None and re.search("[0-9a-f]{32}", last):
         req.extra_key += "/"
 
 

@@ -57,7 +57,8 @@ class BlockQueue:
         self.remove(block)
         self._others[block] = entry
         if not self._parts:
-            self._parts, self._lasts = [[entry]], [entry]
+            self._parts.append([entry])
+            self._lasts.append(entry)
             return
         at = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
         part = self._parts[at]
@@ -132,7 +133,6 @@ class ClassQueues:
         """Number of queues."""
         return len(self._queues)
 
-    @property
     def classes(self) -> set[RequestClass]:
         """The classes of all blocks."""
         return {key.request_class for key, queue in self._queues.items() if queue}

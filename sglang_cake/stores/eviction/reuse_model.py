@@ -10,7 +10,7 @@ seconds with probability
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -182,11 +182,11 @@ class ReuseModel:
     def _is_sampled(self, ident: int) -> bool:
         return not (ident * 0x9E3779B97F4A7C15 >> 32) % self._one_in
 
-    def refit(self, now_s: float, present: Collection[RequestClass] = ()) -> bool:
+    def refit(self, now_s: float, present: Callable[[], Collection[RequestClass]] = tuple) -> bool:
         """Fit all classes, at most every REFIT_EVERY_S; whether it did. Takes tens of ms.
 
         Args:
-            present: the classes of all blocks.
+            present: gives the classes of all blocks; called if a fit is due.
         """
         if now_s < self._refit_at_s:
             return False
@@ -207,7 +207,7 @@ class ReuseModel:
         for gap in self._gaps:
             gaps.setdefault(gap.access.request_class, []).append(gap.gap_s)
         sampled = ages.keys() | gaps.keys()
-        self._idle = self.classes.keys() - sampled - set(present)
+        self._idle = self.classes.keys() - sampled - set(present())
         for request_class in sampled:
             class_gaps, class_ages = gaps.get(request_class, []), ages.get(request_class, [])
             if self._can_fit(request_class, len(class_gaps) + len(class_ages), now_s):
