@@ -112,8 +112,9 @@ async def read_a(store):
 
 
 def block_files(folder):
-    """By key, the files of all blocks below a folder."""
-    files = (path for path in folder.rglob("*") if path.is_file())
+    """By key, the files of all blocks below a folder. Unlike `rglob`, `os.walk` goes on if a folder
+    is removed meanwhile."""
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
     return {path.name: path for path in files if re.fullmatch("[0-9a-f]{64}", path.name)}
 
 
