@@ -31,11 +31,11 @@ from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.named_stores import blocks_in, one_store, readable
 from sglang_cake.codecs.frame import BlockFrame
-from sglang_cake.config import CakeConfig
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.demo.event_trace import TRACE_ENV, read_event_trace
 from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.stores.base import USUAL_DEPTH
 
 DOC = facts.ROOT / "docs/performance.md"
 CHUNK_TOKENS = 512
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     servers.unwind_when_told_to_end()
     progress = ProgressLog()
-    depth = CakeConfig().queue_depth
+    depth = USUAL_DEPTH
     result = facts.header(
         "load-rate",
         model="hidden 256, 4 layers" if args.small else "hidden 768, 10 layers (92M)",

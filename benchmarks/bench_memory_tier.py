@@ -256,7 +256,7 @@ def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]
             return True
 
         prior = LoadCost(0.0, 0.01, depth=READ_DEPTH)
-        loader = Loader(read, staging, io, Counters(), queue_depth=READ_DEPTH, prior=prior)
+        loader = Loader(read, staging, io, Counters(), depths=[READ_DEPTH], prior=prior)
         name = str(number)
         loader.begin(LoadRequest(name, chain, tokens, blocks, 0, lambda *_: True, take_over=take))
         for _ in range(blocks):

@@ -41,10 +41,10 @@ from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from benchmarks.ttft_report import cell, table
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms
-from sglang_cake.config import CakeConfig
 from sglang_cake.demo.event_trace import TRACE_ENV
 from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, generate
+from sglang_cake.stores.base import USUAL_DEPTH
 
 NEW_TOKENS = 4
 MODES = ("compute", "load", "both")
@@ -88,7 +88,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--queue-depth",
         type=int,
-        default=CakeConfig().queue_depth,
+        default=USUAL_DEPTH,
         metavar="N",
         help="reads of the store at a time (default %(default)s)",
     )
@@ -154,7 +154,7 @@ class Bench:
     model: Path
     prompt: list[int]  # the longest; shorter ones are its beginnings
     progress: ProgressLog
-    queue_depth: int = CakeConfig().queue_depth
+    queue_depth: int = USUAL_DEPTH
     balanced: float = 0.0  # bytes per second
     cells: list[dict[str, Any]] = field(default_factory=list)
 

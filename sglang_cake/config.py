@@ -219,7 +219,7 @@ class CakeConfig:
         _size,
         "BYTES",
         "Host memory, per rank, for blocks that are being loaded. It holds at least 4 blocks more "
-        "than --cake-queue-depth. Default: 1GiB.",
+        "than there are concurrent reads. Default: 1GiB.",
     )
     write_queue_bytes: int | None = _setting(
         None,
@@ -229,8 +229,12 @@ class CakeConfig:
         "its request ends is not stored, and counted. Default: two chunks of prefill, at least "
         "256MiB.",
     )
-    queue_depth: int = _setting(
-        4, _integer(1, _MAX_QUEUE_DEPTH), "N", "Concurrent reads of the store, per rank."
+    queue_depth: int | None = _setting(
+        None,
+        _integer(1, _MAX_QUEUE_DEPTH),
+        "N",
+        "Concurrent reads of each tier, per rank. Half as many blocks are written at once, and at "
+        "least 2. Default: 16 for s3://, 4 for other stores.",
     )
 
     runahead_rank: int | None = _setting(

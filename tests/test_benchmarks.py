@@ -38,10 +38,10 @@ from benchmarks import (
     ttft_report,
 )
 from sglang_cake.cli.demo import ProgressLog
-from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import CODECS
 from sglang_cake.demo.sglang_server import Reply
 from sglang_cake.loading.cost_model import work_of
+from sglang_cake.stores.base import USUAL_DEPTH
 from sglang_cake.testing import virtual_gpu
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +144,7 @@ def test_bench_ttft_arguments_have_defaults_and_wrong_ones_exit() -> None:
     args = bench_ttft.parse_args([])
     assert (args.lengths, args.chunks, args.repeats) == ([2048, 4096, 8192], [256, 512], 3)
     assert args.out == facts.RESULTS / "ttft-cpu.json"
-    assert args.queue_depth == CakeConfig().queue_depth
+    assert args.queue_depth == USUAL_DEPTH
     assert bench_ttft.parse_args(["--queue-depth", "8"]).queue_depth == 8
     small = bench_ttft.parse_args(["--small", "--repeats", "2"])
     assert (small.repeats, small.peer_repeats, small.name) == (2, 2, "small")

@@ -245,6 +245,7 @@ class Gpu:
             self.config("auto"),
             chunk_tokens=size.chunk_tokens,
             free_bytes=available_bytes(),
+            reads=QUEUE_DEPTH,
         )
 
     def config(self, mode: Mode) -> CakeConfig:

@@ -34,7 +34,7 @@ from sglang_cake.core.host_memory import available_bytes, buffer_counts, mib
 from sglang_cake.simulator.hardware import GPUS
 from sglang_cake.simulator.shapes import Shape, find_shape
 from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.open_store import depths_of, parse_sources
 from sglang_cake.stores.url import redacted, split_urls
 
 if TYPE_CHECKING:
@@ -144,13 +144,18 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
         if server.device == "cpu":
             found.append(_repairs())
     kv = None
+    stores = stores_of(config)
     if server is not None and shape is not None:
         kv = KvSizes.of(server, shape, config.block_tokens_in(server.page_tokens))
         can_pin = server_check.can_pin if server.device == "cuda" else None
-        found.append(memory_finding(server, kv, config, available_bytes(), can_pin))
+        reads = sum(depths_of([store.source for store in stores], config.queue_depth))
+        found.append(
+            memory_finding(server, kv, config, available_bytes(), reads=reads, can_pin=can_pin)
+        )
     speeds = []
-    for store in stores_of(config):
-        lines, bytes_per_s = await store_findings(store, config.queue_depth, kv)
+    for store in stores:
+        [depth] = depths_of([store.source], config.queue_depth)
+        lines, bytes_per_s = await store_findings(store, depth, kv)
         found += lines
         speeds += [] if bytes_per_s is None else [bytes_per_s]
     if server is not None and shape is not None and speeds:
@@ -243,12 +248,15 @@ def memory_finding(
     kv: KvSizes,
     config: CakeConfig,
     free_bytes: int,
+    *,
+    reads: int,
     can_pin: Callable[[int], bool] | None = None,
 ) -> Finding:
     """Whether the host memory of all ranks is there.
 
     Args:
         free_bytes: of host memory, for this process.
+        reads: of the store, at once.
         can_pin: size in bytes -> whether a GPU takes that much as pinned; None: need not.
     """
     block_tokens = config.block_tokens_in(server.page_tokens)
@@ -256,7 +264,7 @@ def memory_finding(
         counts = buffer_counts(
             load_bytes=kv.block_bytes,
             write_bytes=kv.block_bytes,
-            queue_depth=config.queue_depth,
+            reads=reads,
             chunk_blocks=-(-server.chunk_tokens // block_tokens),
             pool_blocks=(server.pool_tokens or NO_LIMIT) // block_tokens,
             end_blocks=kv.end_blocks,
@@ -292,7 +300,7 @@ def stores_of(config: CakeConfig) -> list[NamedStore]:
 
 async def store_findings(
     store: NamedStore,
-    queue_depth: int,
+    depth: int,
     kv: KvSizes | None,
     *,
     bench_bytes: int = BENCH_BYTES,
@@ -311,10 +319,10 @@ async def store_findings(
         store.source.check()
         with progress(f"measuring {store.url}", total=2, unit="run") as bar:
             async with asyncio.timeout(bench_s):
-                (speed,) = await measure_size(store, block_bytes, [queue_depth], bench_bytes, bar)
+                (speed,) = await measure_size(store, block_bytes, [depth], bench_bytes, bar)
     except TimeoutError:
         text = f"{store.url}: {bench_s:g} s were not enough to write and read "
-        text += f"{size_text(max(bench_bytes, 2 * queue_depth * block_bytes))}: use a faster one"
+        text += f"{size_text(max(bench_bytes, 2 * depth * block_bytes))}: use a faster one"
         return [Finding("mend", "store", text)], None
     except FullStore as error:
         text = f"{redacted(str(error))}; reading and writing were not measured"

@@ -136,7 +136,7 @@ def buffer_counts(
     *,
     load_bytes: int,
     write_bytes: int,
-    queue_depth: int,
+    reads: int,
     chunk_blocks: int,
     pool_blocks: int,
     staging_bytes: int | None,
@@ -148,7 +148,7 @@ def buffer_counts(
 
     Args:
         load_bytes, write_bytes: sizes of a buffer to load into, and of one to store from.
-        queue_depth: concurrent reads.
+        reads: of the store, at once.
         chunk_blocks: blocks that a prefill step computes at most.
         pool_blocks: blocks that the KV pool of the device holds.
         staging_bytes, write_queue_bytes: as set; None takes the default.
@@ -158,7 +158,7 @@ def buffer_counts(
     Raises: ConfigError if that is too little for what is set, or for the least that is needed.
     """
     load_bytes, write_bytes = whole_pages(load_bytes), whole_pages(write_bytes)
-    least_loads = queue_depth + COPIED_BLOCKS + end_blocks
+    least_loads = reads + COPIED_BLOCKS + end_blocks
     least_writes = max(1, end_blocks)
     if staging_bytes is None:
         loads = min(DEFAULT_STAGING_BYTES // load_bytes, _MAX_POOLS * pool_blocks)

@@ -71,7 +71,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.encoded import may_lose
-from sglang_cake.stores.open_store import open_slices, parse_sources
+from sglang_cake.stores.open_store import depths_of, open_slices, parse_sources
 from sglang_cake.stores.request_recording import RequestTraceFile
 from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
@@ -223,6 +223,7 @@ class CakeService:
             config,
             chunk_tokens=-(-flags.chunk_tokens(resolving_view(ctx.server_args)) // shard.turns),
             free_bytes=available_bytes(),
+            reads=sum(self._depths),
             end_blocks=end_blocks,
         )
         self.waker = Waker()
@@ -232,8 +233,8 @@ class CakeService:
             staging,
             self._io,
             self.counters,
-            queue_depth=config.queue_depth,
-            prior=LoadCost(0.0, block_s, depth=config.queue_depth),
+            depths=self._depths,
+            prior=LoadCost(0.0, block_s),
             wake=self.waker.wake,
         )
         self.writer = Writer(None, write_queue, self._io, self.counters)
@@ -412,8 +413,9 @@ class CakeService:
 
     def _serve(self, store: Store | None) -> None:
         """Prompts that begin from now on, and blocks that are saved, use `store`."""
-        self.loader.use(store)
-        self.writer.use(store)
+        depths = self._depths
+        self.loader.use(store, depths)
+        self.writer.use(store, depths[0])
 
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
@@ -433,6 +435,12 @@ class CakeService:
     def _rope_theta(self) -> float | None:
         model = self._ctx.tp_worker.model_runner.model
         return rope_theta(self._ctx.model_config.hf_text_config, model)
+
+    @property
+    def _depths(self) -> list[int]:
+        """Reads at once of each tier of the store that is set."""
+        sources = parse_sources(self.setting, self._config.eviction_policy)
+        return depths_of(sources, self._config.queue_depth)
 
     def _open(self, setting: str | None, namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works. Raises:

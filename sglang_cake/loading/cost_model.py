@@ -446,14 +446,21 @@ class LoadFits:
     Args:
         prior: cost of every tier that nothing was read from yet.
         least_limit_s: every read may take that long.
+        depths: reads at once of each tier, and of those after the last one here.
     """
 
-    def __init__(self, prior: LoadCost, least_limit_s: float = LEAST_LIMIT_S) -> None:
+    def __init__(
+        self,
+        prior: LoadCost,
+        least_limit_s: float = LEAST_LIMIT_S,
+        depths: Sequence[int] = (1,),
+    ) -> None:
         self._prior = prior
         self._least_limit_s = least_limit_s
-        self._fits = [LoadFit(prior)]
-        self._used_s = [-math.inf]  # by tier, when a block arrived from it last
-        self._newest = self._fits[0]
+        self._depths = depths
+        self._fits: list[LoadFit] = []
+        self._used_s: list[float] = []  # by tier, when a block arrived from it last
+        self._newest = self._fits[self._index(0)]
 
     @property
     def newest(self) -> LoadCost:
@@ -503,7 +510,7 @@ class LoadFits:
             copy_s=sum(cost.copy_s * share for cost, share in shares),
             error=sum(cost.error * share for cost, share in shares),
             coming_s=sum(cost.coming_s * share for cost, share in shares),
-            depth=self._prior.depth,
+            depth=max(cost.depth for cost, _ in shares),
         )
 
     def limit_s(self, tier: int, now_s: float) -> float:
@@ -527,7 +534,8 @@ class LoadFits:
         """The index of the tier; a new tier gets an index."""
         tier = min(tier, MOST_TIERS - 1)
         while len(self._fits) <= tier:
-            self._fits.append(LoadFit(self._prior))
+            depth = self._depths[min(len(self._fits), len(self._depths) - 1)]
+            self._fits.append(LoadFit(replace(self._prior, depth=depth)))
             self._used_s.append(-math.inf)
         return tier
 

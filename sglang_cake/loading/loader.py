@@ -282,7 +282,17 @@ class _Link:
     """A store, and its reads under way, which the I/O thread writes."""
 
     store: Store
+    depths: Sequence[int]  # reads at once of each tier, and of those after the last one here
     reads: "dict[BlockKey, _SharedRead]" = field(default_factory=dict)
+
+    def depth(self, tier: int) -> int:
+        """The most reads of a tier under way at once."""
+        return self.depths[min(tier, len(self.depths) - 1)]
+
+    def has_place(self, tier: int) -> bool:
+        """Whether another read of a tier may be under way. Any thread."""
+        reads = list(self.reads.values())
+        return sum(read.tier == tier for read in reads) < self.depth(tier)
 
 
 @dataclass(slots=True, eq=False)
@@ -380,6 +390,7 @@ class _SharedRead:
 
     key: BlockKey
     link: _Link
+    tier: int  # that it takes a place of
     block_read: BlockRead
     waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
@@ -399,14 +410,14 @@ class _SharedRead:
 
 
 class Loader:
-    """Loads of all live prompts: one queue depth, one pool of buffers, one read per block. After
-    `use`, prompts of the store before have reads and a queue depth of their own: it may hang.
+    """Loads of all live prompts: one pool of buffers, one read per block. After `use`, prompts of
+    the store before have reads of their own: it may hang.
 
     Args:
         store: None: no prompt may begin before `use`.
         staging: buffers of one block each; when they run out, loading pauses. With end states,
             they must hold at least one end state and one block.
-        queue_depth: the most reads under way at once.
+        depths: the most reads under way at once, of each tier and of those after the last one here.
         prior: cost of a store that nothing was read from yet.
         least_limit_s: every read may take that long.
         wake: called when a lookup has answered, and when a prompt's last block that is worth
@@ -420,16 +431,16 @@ class Loader:
         io: IoThread,
         counters: Counters,
         *,
-        queue_depth: int,
+        depths: Sequence[int],
         prior: LoadCost,
         least_limit_s: float = LEAST_LIMIT_S,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
-        self._link = None if store is None else _Link(store)
+        self._link = None if store is None else _Link(store, depths)
         self._staging = staging
         self._io = io
         self._counters = counters
-        self._depth = queue_depth
+        self._depths = depths
         self._gate = threading.Lock()  # makes "computed" and "being read" exclude each other
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
@@ -451,7 +462,7 @@ class Loader:
         self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
         self._prior = prior
         self._least_limit_s = least_limit_s
-        self._fits = LoadFits(prior, least_limit_s)  # `forget_costs` replaces it
+        self._fits = LoadFits(prior, least_limit_s, depths)  # `forget_costs` replaces it
 
     # ---- scheduler thread ----
 
@@ -484,7 +495,7 @@ class Loader:
     def forget_costs(self) -> None:
         """Start from the prior again, since the next store is another one. Call it after `use`:
         blocks of stores before are not measured any more."""
-        self._fits = LoadFits(self._prior, self._least_limit_s)
+        self._fits = LoadFits(self._prior, self._least_limit_s, self._depths)
 
     def set_first_loadable(self, load_id: str, block: int) -> None:
         """Blocks below `block` are computed: no read of them starts after this returns."""
@@ -528,7 +539,8 @@ class Loader:
         queue = self._by_id.get(load_id)
         if queue is None or queue.reads:
             return False
-        return not queue.todo or (self._has_place(queue) and queue.asks)
+        last = queue.todo[-1:]
+        return not last or (queue.link.has_place(queue.tier(last[0])) and queue.asks)
 
     def order(self, load_ids: Sequence[str], *, may_fill: str | None) -> None:
         """The link serves these prompts in this order. Only `may_fill` may use every buffer: one
@@ -557,9 +569,11 @@ class Loader:
         """Start no more reads. The process is about to end or the I/O thread to stop."""
         self._closed = True
 
-    def use(self, store: Store | None) -> None:
-        """Prompts that begin from now on are served by `store`; None: none may begin."""
-        self._link = None if store is None else _Link(store)
+    def use(self, store: Store | None, depths: Sequence[int]) -> None:
+        """Prompts that begin from now on are served by `store`; None: none may begin. Args: depths:
+        of this store."""
+        self._link = None if store is None else _Link(store, depths)
+        self._depths = depths
 
     def drain(self) -> list[LoaderEvent]:
         """Events since the last call, in order. The caller releases the bytes of every Fetched."""
@@ -677,7 +691,7 @@ class Loader:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
         # Only one prompt may use the last quarter of the buffers.
         for queue in self._queues:
-            if self._has_place(queue) and queue.asks:
+            if queue.asks and queue.link.has_place(queue.tier(queue.todo[-1])):
                 may_fill = queue.request.load_id == self._may_fill
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
@@ -688,10 +702,6 @@ class Loader:
                 self._awaits_memory = True
         return None
 
-    def _has_place(self, queue: _PromptQueue) -> bool:
-        """Whether another read may be under way for prompts of the same store."""
-        return len(queue.link.reads) < self._depth
-
     def _next_place(self, queue: _PromptQueue) -> int | None:
         """The place in `todo` of the block of a prompt to start next: the last one. While enough
         lent blocks wait for their copies, the last one that is not in memory; None if there is
@@ -701,7 +711,8 @@ class Loader:
         todo = queue.todo
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
         # End blocks are not copied before the last of them is there.
-        if queue.lent < max(self._depth, ahead) or todo[-1] >= queue.request.block_count:
+        may_wait = max(queue.link.depth(queue.lender), ahead)
+        if queue.lent < may_wait or todo[-1] >= queue.request.block_count:
             return len(todo) - 1
         if queue.ahead.keys() <= {queue.lender}:
             return None
@@ -712,7 +723,7 @@ class Loader:
                     (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
                     queue.counted = (0, 0)
                 if queue.tiers[block] != queue.lender:  # it has not moved up since
-                    return place
+                    return place if queue.link.has_place(queue.tiers[block]) else None
         return None
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_fill: str | None) -> None:
@@ -738,7 +749,7 @@ class Loader:
         buffer = self._staging.take()
         if buffer is None:
             return False
-        read = _SharedRead(key, queue.link, BlockRead(buffer))
+        read = _SharedRead(key, queue.link, queue.tier(block), BlockRead(buffer))
         read.join(queue, block)
         queue.link.reads[key] = read
         read.task = asyncio.ensure_future(self._fetch(read, buffer))
@@ -850,7 +861,7 @@ class Loader:
         took_s = now_s - max(self._last_fetched_s, started_s)
         self._last_fetched_s = now_s
         if self._fits.is_new(tier):  # blocks of other tiers arrived meanwhile: not its time alone
-            took_s = max(took_s, (now_s - started_s) / self._depth)
+            took_s = max(took_s, (now_s - started_s) / read.link.depth(tier))
         # A read that found the link idle for a while pays its latency.
         idle = idle_s > 2 * self._fits.of({tier: 1}, now_s).block_s + IDLE_S
         coming_s = read.block_read.coming_s()

@@ -206,6 +206,9 @@ class KeptBlock(Protocol):
 # ---- where a store is ----
 
 
+USUAL_DEPTH = 4
+
+
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
     """A namespace that has blocks in a store."""
@@ -228,7 +231,8 @@ class StoreSource(Protocol):
 
     Creating one does no I/O. A third party registers its own `parse(url: StoreUrl) -> StoreSource`
     in the entry-point group `sglang_cake.stores`, under its scheme. A source may also have
-    `describe() -> StoreLayer`, which does no I/O.
+    `describe() -> StoreLayer`, which does no I/O, and `depth`: how many reads at once its link
+    needs, if that is not USUAL_DEPTH.
     """
 
     def check(self) -> None:
@@ -252,6 +256,17 @@ class StoreSource(Protocol):
     async def namespaces(self) -> list[StoredNamespace]:
         """Namespaces that have blocks in the store, for tools. Raises: StoreUnavailable."""
         ...
+
+
+def depth_of(source: StoreSource) -> int:
+    """How many reads at once the link of a source needs."""
+    depth: int = getattr(source, "depth", USUAL_DEPTH)
+    return depth
+
+
+def puts_at_once(depth: int) -> int:
+    """How many blocks are written to a store at once that reads `depth` at once."""
+    return max(2, depth // 2)
 
 
 def describe(source: StoreSource) -> StoreLayer:

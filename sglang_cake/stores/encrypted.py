@@ -26,7 +26,14 @@ from sglang_cake.core.errors import BlockCorrupt, ConfigError
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import Namespace, digest_of
 from sglang_cake.core.secret_file import read_key
-from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
+from sglang_cake.stores.base import (
+    Store,
+    StoredNamespace,
+    StoreLayer,
+    StoreSource,
+    depth_of,
+    describe,
+)
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -195,6 +202,10 @@ class EncryptedSource:
 
     inner: StoreSource
     key_file: Path  # read by every method
+
+    @property
+    def depth(self) -> int:
+        return depth_of(self.inner)
 
     def check(self) -> None:
         read_key_file(self.key_file)

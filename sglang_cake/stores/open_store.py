@@ -27,7 +27,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.host_memory import Pin
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store, StoreLayer, StoreSource, describe
+from sglang_cake.stores.base import Store, StoreLayer, StoreSource, depth_of, describe
 from sglang_cake.stores.encoded import Encode, EncodedStore, chains_of, decode_threads
 from sglang_cake.stores.file.file_store import default_source
 from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
@@ -93,7 +93,7 @@ def open_blocks(
     layout: BlockLayout,
     *,
     codec: str,
-    depth: int,
+    depth: int | None = None,
     max_error: float = 0.0,
     rope_theta: float | None = None,
     counters: Counters | None = None,
@@ -106,6 +106,7 @@ def open_blocks(
 
     Args:
         namespace: names the codec.
+        depth: as for `open_store`.
         max_error: of `auto`.
         rope_theta: see `catalogue.chain_of`.
         on_device: see `EncodedStore`; ignored with codec `raw`.
@@ -120,6 +121,7 @@ def open_blocks(
 
     chains = chains_of(layout, codec, max_error, rope_theta)
     inner = open_store(sources, frame, depth=depth)
+    reads = sum(depths_of(sources, depth))
     link = LinkSpeed()
     encode: Encode
     if codec == AUTO:
@@ -132,7 +134,7 @@ def open_blocks(
             chains,
             max_error=max_error,
             links=links,
-            decode_threads=decode_threads(depth),
+            decode_threads=decode_threads(reads),
             counters=counters,
             on_device=on_device,
         ).encode
@@ -145,7 +147,7 @@ def open_blocks(
         link=link,
         counters=counters,
         payload_bytes=frame.payload_bytes,
-        depth=depth,
+        depth=reads,
         by_tier=codec == AUTO,
         on_device=on_device,
     )
@@ -162,7 +164,7 @@ def open_slices(
     namespaces: Sequence[Namespace],
     layout: BlockLayout,
     *,
-    depth: int,
+    depth: int | None = None,
     counters: Counters | None = None,
     trace: RequestTraceFile | None = None,
     **options: Any,
@@ -181,7 +183,10 @@ def open_slices(
     for namespace in namespaces:
         own = SliceCounters(counters) if stores else counters
         stores.append(open_blocks(sources, namespace, cut, depth=depth, counters=own, **options))
-    store = stores[0] if len(stores) == 1 else HeadSliceStore(stores, layout, depth=depth)
+    if len(stores) == 1:
+        store = stores[0]
+    else:
+        store = HeadSliceStore(stores, layout, depth=sum(depths_of(sources, depth)))
     return store if trace is None else RequestRecordingStore(store, trace)
 
 
@@ -189,7 +194,7 @@ def open_store(
     sources: list[StoreSource],
     frame: BlockFrame,
     *,
-    depth: int,
+    depth: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Store:
     """A namespace without codec; the caller closes it. No I/O: each source is opened by the first
@@ -197,13 +202,22 @@ def open_store(
 
     Args:
         sources: several are the tiers of one store, fastest first.
-        depth: calls of each kind that should be served at once.
+        depth: calls of each kind that each source should serve at once; None: as many as its link
+            needs.
         clock: seconds, monotonic; for pauses of tiers that fail.
     """
-    stores = [LazyStore(source, frame, depth=depth) for source in sources]
+    depths = depths_of(sources, depth)
+    stores = [
+        LazyStore(source, frame, depth=each) for source, each in zip(sources, depths, strict=True)
+    ]
     if len(stores) == 1:
         return stores[0]
-    return TieredStore(stores, block_bytes=frame.payload_bytes, clock=clock)
+    return TieredStore(stores, depths=depths, block_bytes=frame.payload_bytes, clock=clock)
+
+
+def depths_of(sources: Sequence[StoreSource], depth: int | None) -> list[int]:
+    """Reads at once of each source. Args: depth: of all; None: as many as its link needs."""
+    return [depth or depth_of(source) for source in sources]
 
 
 def describe_store(sources: list[StoreSource], codec: str = RAW) -> StoreLayer:

@@ -10,7 +10,14 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import Store, StoredNamespace, StoreLayer, StoreSource, describe
+from sglang_cake.stores.base import (
+    Store,
+    StoredNamespace,
+    StoreLayer,
+    StoreSource,
+    depth_of,
+    describe,
+)
 from sglang_cake.stores.threads import wait_uncancelled
 from sglang_cake.stores.wrapper_store import WrapperStore
 
@@ -115,6 +122,10 @@ class ThrottledSource:
     inner: StoreSource
     bytes_per_s: float
     links: Links = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def depth(self) -> int:
+        return depth_of(self.inner)
 
     def check(self) -> None:
         self.inner.check()

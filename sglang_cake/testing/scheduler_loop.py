@@ -32,6 +32,7 @@ from sglang_cake.integration.step_costs import StepCosts, StepTimer
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork, work_of
 from sglang_cake.loading.loader import Loader
 from sglang_cake.loading.priority import order
+from sglang_cake.stores.base import USUAL_DEPTH
 from sglang_cake.writeback.block_writer import Writer
 
 NAMESPACE = Digest(b"n" * 32)
@@ -126,14 +127,14 @@ class SchedulerLoop(ABC):
         self.overlap = overlap
         self.staging = staging
         self.counters = Counters()
-        depth = config.queue_depth
+        depth = config.queue_depth or USUAL_DEPTH
         self.loader = Loader(
             store,
             staging,
             io,
             self.counters,
-            queue_depth=depth,
-            prior=LoadCost(0.0, kv.layout.block_bytes / 1e9, depth=depth),
+            depths=[depth],
+            prior=LoadCost(0.0, kv.layout.block_bytes / 1e9),
             wake=self._wake,
         )
         self._woken = False

@@ -40,7 +40,7 @@ from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.simulator.ttft_lower_bound import ttft_lower_bound
-from sglang_cake.stores.base import BlockInfo, LentBlock, Store, StoreStats
+from sglang_cake.stores.base import USUAL_DEPTH, BlockInfo, LentBlock, Store, StoreStats
 from sglang_cake.testing.scheduler_loop import PromptRun, SchedulerLoop, prompt
 from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
@@ -578,7 +578,7 @@ class VirtualScheduler(SchedulerLoop):
         counts = buffer_counts(
             load_bytes=layout.block_bytes,
             write_bytes=layout.block_bytes,
-            queue_depth=config.queue_depth,
+            reads=config.queue_depth or USUAL_DEPTH,
             chunk_blocks=-(-model.chunk_tokens // BLOCK_TOKENS),
             pool_blocks=pool_tokens // BLOCK_TOKENS,
             staging_bytes=config.staging_bytes,

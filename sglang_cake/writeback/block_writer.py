@@ -21,11 +21,10 @@ from sglang_cake.core.counters import UNSTORED_REASONS, Counters
 from sglang_cake.core.errors import StoreError, StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import USUAL_DEPTH, Store, puts_at_once
 from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
-PUTS_IN_FLIGHT = 2
 WARN_EVERY_S = 60.0
 
 
@@ -55,8 +54,8 @@ class _Puts(asyncio.Semaphore):
     Attributes: given_up: further puts are not made.
     """
 
-    def __init__(self) -> None:
-        super().__init__(PUTS_IN_FLIGHT)
+    def __init__(self, depth: int) -> None:
+        super().__init__(puts_at_once(depth))
         self.given_up = False
 
     def give_up(self) -> None:
@@ -68,13 +67,22 @@ class Writer:
     """The write pipeline. The capacity of the pool bounds the waiting blocks."""
 
     def __init__(
-        self, store: Store | None, pool: BufferPool, io: IoThread, counters: Counters
+        self,
+        store: Store | None,
+        pool: BufferPool,
+        io: IoThread,
+        counters: Counters,
+        *,
+        depth: int = USUAL_DEPTH,
     ) -> None:
+        """Args:
+        depth: how many reads at once the link of the store needs.
+        """
         self._pool = pool
         self._io = io
         self._counters = counters
         self._store = store
-        self._puts = _Puts()
+        self._puts = _Puts(depth)
         self._former: WeakSet[_Puts] = WeakSet()  # of stores before; I/O thread only
         self._jobs: set[asyncio.Task[None]] = set()
         self._quiet_until_s = 0.0
@@ -108,11 +116,14 @@ class Writer:
         Scheduler thread."""
         self._io.post(self._accept, job, self._store, self._puts)
 
-    def use(self, store: Store | None) -> None:
-        """Set the store of later jobs; None: their blocks are not stored. Scheduler thread."""
+    def use(self, store: Store | None, depth: int = USUAL_DEPTH) -> None:
+        """Set the store of later jobs; None: their blocks are not stored. Scheduler thread.
+
+        Args: depth: how many reads at once its link needs.
+        """
         self._io.post(self._former.add, self._puts)
         self._store = store
-        self._puts = _Puts()  # a store that hangs keeps its own
+        self._puts = _Puts(depth)  # a store that hangs keeps its own
 
     async def drained(self, patience_s: float | None = None) -> None:
         """Return when all blocks that were offered before are stored or given up. I/O thread.

@@ -166,7 +166,7 @@ def counts(
     block_bytes: int = MIB,
     *,
     load_bytes: int | None = None,
-    queue_depth: int = 4,
+    reads: int = 4,
     chunk_blocks: int = 4,
     pool_blocks: int = 10**6,
     staging_bytes: int | None = None,
@@ -176,7 +176,7 @@ def counts(
     return buffer_counts(
         load_bytes=load_bytes or block_bytes,
         write_bytes=block_bytes,
-        queue_depth=queue_depth,
+        reads=reads,
         chunk_blocks=chunk_blocks,
         pool_blocks=pool_blocks,
         staging_bytes=staging_bytes,
@@ -200,7 +200,7 @@ def test_buffer_counts_encoded_block_takes_one_page_more() -> None:
 
 
 def test_buffer_counts_huge_blocks_leave_room_for_every_read() -> None:
-    assert counts(GIB, queue_depth=7).loads == 7 + COPIED_BLOCKS
+    assert counts(GIB, reads=7).loads == 7 + COPIED_BLOCKS
 
 
 def test_buffer_counts_small_kv_pool_bounds_the_defaults_only() -> None:
@@ -211,7 +211,7 @@ def test_buffer_counts_small_kv_pool_bounds_the_defaults_only() -> None:
 
 def test_buffer_counts_set_sizes_are_kept_but_for_what_reads_need() -> None:
     assert counts(staging_bytes=40 * MIB, write_queue_bytes=3 * MIB) == BufferCounts(40, 3)
-    assert counts(staging_bytes=1, write_queue_bytes=1, queue_depth=2) == BufferCounts(6, 1)
+    assert counts(staging_bytes=1, write_queue_bytes=1, reads=2) == BufferCounts(6, 1)
 
 
 def test_buffer_counts_defaults_are_reduced_to_half_of_the_available_memory() -> None:
@@ -227,7 +227,7 @@ def test_buffer_counts_defaults_are_reduced_to_half_of_the_available_memory() ->
         {"staging_bytes": GIB},
         {"write_queue_bytes": GIB},
         {"staging_bytes": 300 * MIB, "write_queue_bytes": 300 * MIB},
-        {"queue_depth": 600},
+        {"reads": 600},
     ],
 )
 def test_buffer_counts_too_much_is_one_line_with_numbers_and_flags(
@@ -244,7 +244,7 @@ def test_buffer_counts_too_much_is_one_line_with_numbers_and_flags(
 
 @given(
     block_bytes=st.integers(1, 64 * MIB),
-    queue_depth=st.integers(1, 64),
+    reads=st.integers(1, 64),
     chunk_blocks=st.integers(1, 2**24),
     pool_blocks=st.integers(1, 10**6),
     staging_bytes=st.none() | st.integers(1, 2**40),
@@ -258,7 +258,7 @@ def test_buffer_counts_take_at_most_half_of_the_available_memory(**args: int) ->
         return
     stride = -(-args["block_bytes"] // PAGE_BYTES) * PAGE_BYTES
     assert (found.loads + found.writes) * stride <= args["available_bytes"] // 2
-    assert found.loads >= args["queue_depth"] + COPIED_BLOCKS
+    assert found.loads >= args["reads"] + COPIED_BLOCKS
     assert found.writes >= 1
     if args["write_queue_bytes"] is None and not found.reduced:
         assert found.writes >= 2 * min(args["chunk_blocks"], args["pool_blocks"])

@@ -123,7 +123,7 @@ class CoordinatorHarness(HeldReads):
             self.staging,
             self.io,
             self.counters,
-            queue_depth=load.depth,
+            depths=[load.depth],
             prior=load,
             least_limit_s=60.0,
         )

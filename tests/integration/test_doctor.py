@@ -305,7 +305,7 @@ def test_doctor_memory_is_what_all_ranks_together_need() -> None:
     """A block of an 8B model is 16 MiB; a chunk of 8,192 tokens is 64 of them."""
 
     def line(free_bytes: int, server: ResolvedServer = SERVER) -> doctor.Finding:
-        return memory_finding(server, KV_8B, CakeConfig(), free_bytes)
+        return memory_finding(server, KV_8B, CakeConfig(), free_bytes, reads=4)
 
     assert line(64 * GIB).state == "ok"
     assert line(4 * GIB).state == "note"  # of a container, for example
@@ -325,11 +325,12 @@ def test_doctor_memory_that_cannot_be_pinned_is_to_mend() -> None:
         asked.append(size_bytes)
         return False
 
-    line = memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, refuse)
+    line = memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, reads=4, can_pin=refuse)
     assert line.state == "mend"
     assert "ulimit -l" in line.text
     assert asked == [3 * GIB], "1 GiB to load, and two chunks to store"
-    assert memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, lambda size: True).state == "ok"
+    line = memory_finding(SERVER, KV_8B, CakeConfig(), 64 * GIB, reads=4, can_pin=lambda size: True)
+    assert line.state == "ok"
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_host_pools_have_the_sizes_of_their_blocks() -> None:
     kv = kv_of()
     kv.encoded = True
     config = CakeConfig(block_tokens=BLOCK, staging_bytes=2**21, write_queue_bytes=2**20)
-    loads, writes = host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES)
+    loads, writes = host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES, reads=4)
     assert kv.load_buffer_bytes > kv.layout.block_bytes == 4 * PAGE_BYTES
     assert loads.capacity == loads.free == 2**21 // (5 * PAGE_BYTES)
     assert writes.capacity == writes.free == 2**20 // (4 * PAGE_BYTES)
@@ -156,7 +156,7 @@ def test_host_pools_are_one_line_in_the_log(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.INFO, "sglang_cake")
     kv = kv_of()
     loads, writes = host_pools(
-        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES
+        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=FREE_BYTES, reads=4
     )
     (record,) = caplog.records
     assert record.levelno == logging.INFO
@@ -173,7 +173,7 @@ def test_host_pools_of_a_machine_with_little_memory_say_so(
     kv = kv_of()
     few_bytes = 40 * kv.layout.block_bytes
     loads, writes = host_pools(
-        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=few_bytes
+        kv, CakeConfig(block_tokens=BLOCK), chunk_tokens=64, free_bytes=few_bytes, reads=4
     )
     assert loads.capacity + writes.capacity <= 20
     (record,) = caplog.records
@@ -181,7 +181,7 @@ def test_host_pools_of_a_machine_with_little_memory_say_so(
     assert "less than the default" in record.getMessage()
     large = CakeConfig(block_tokens=BLOCK, staging_bytes=2**20)
     with pytest.raises(ConfigError, match="--cake-staging-bytes"):
-        host_pools(kv, large, chunk_tokens=64, free_bytes=few_bytes)
+        host_pools(kv, large, chunk_tokens=64, free_bytes=few_bytes, reads=4)
 
 
 def test_host_pools_that_cannot_be_mapped_are_a_config_error() -> None:
@@ -191,6 +191,6 @@ def test_host_pools_that_cannot_be_mapped_are_a_config_error() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 2**28, hard))
     try:
         with pytest.raises(ConfigError, match=r"MiB .*Cannot allocate memory.*--cake-staging-byte"):
-            host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES)
+            host_pools(kv, config, chunk_tokens=64, free_bytes=FREE_BYTES, reads=4)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -12,7 +12,7 @@ times = st.floats(1e-4, 10.0)
 
 @given(took=st.lists(st.tuples(times, st.booleans()), max_size=40))
 def test_load_fits_single_source_equals_a_load_fit(took: list[tuple[float, bool]]) -> None:
-    fits, fit = LoadFits(PRIOR), LoadFit(PRIOR)
+    fits, fit = LoadFits(PRIOR, depths=[PRIOR.depth]), LoadFit(PRIOR)
     for took_s, first in took:
         fits.fetched(0, took_s, 1.0, first=first)
         fit.fetched(took_s, first=first)
@@ -120,7 +120,7 @@ def test_load_fits_slow_first_block_before_few_quick_ones_is_doubted() -> None:
 
 
 def test_load_fits_source_that_is_slow_each_time_is_not_taken_for_fast() -> None:
-    fits = LoadFits(LoadCost(0.0, 0.01, depth=8))
+    fits = LoadFits(LoadCost(0.0, 0.01), depths=[8])
     for _ in range(2):
         fits.fetched(0, 4.0, 1.0, first=False)
         for _ in range(7):  # eight reads in flight end together

@@ -163,8 +163,7 @@ class LoaderHarness(HeldReads):
     def new_loader(
         self,
         store: Store,
-        depth: int = 2,
-        *,
+        *depths: int,
         least_limit_s: float = PATIENCE_S,
         copy_s: float = 0.0,
     ) -> Loader:
@@ -173,8 +172,8 @@ class LoaderHarness(HeldReads):
             self.pool,
             self.io,
             self.counters,
-            queue_depth=depth,
-            prior=LoadCost(0.0, 1.0, copy_s, depth=depth),
+            depths=depths or [2],
+            prior=LoadCost(0.0, 1.0, copy_s),
             least_limit_s=least_limit_s,
             wake=self.wake,
         )
@@ -330,7 +329,7 @@ class TwoPlaces(WrapperStore):
 
 def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness) -> None:
     tokens, keys = harness.stored(6)
-    harness.loader = harness.new_loader(TwoPlaces(harness.recorded, keys))
+    harness.loader = harness.new_loader(TwoPlaces(harness.recorded, keys), 1)
     harness.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
     asked = harness.begin("a", tokens)
     harness.settle()
@@ -365,7 +364,7 @@ def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: Loader
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
     assert harness.loader.cost_of("a").block_s == 30.0
-    harness.loader.use(WrapperStore(harness.recorded))
+    harness.loader.use(WrapperStore(harness.recorded), [2])
     harness.loader.forget_costs()
     assert (harness.loader.cost.block_s, harness.loader.costs) == (1.0, [None])
     harness.open(*keys)  # the prompt goes on with the old store
@@ -554,7 +553,7 @@ def test_loader_lent_blocks_take_no_read_and_no_buffer(
     harness = harness_of(buffers=1, depth=7)
     tokens, keys = harness.stored(9)
     store = LendingStore(harness.recorded, keys)
-    harness.loader = harness.new_loader(store, depth=7, copy_s=60.0)
+    harness.loader = harness.new_loader(store, 7, copy_s=60.0)
     harness.begin("a", tokens, first=2)
     assert harness.landed() == [("a", block) for block in range(8, 1, -1)]
     assert isinstance(harness.events[0], LookedUp)
@@ -725,30 +724,43 @@ class TwoTiers(WrapperStore):
         return tiers
 
 
+def test_loader_each_tier_has_reads_of_its_own(harness: LoaderHarness) -> None:
+    tokens, keys = harness.stored(12)
+    harness.loader = harness.new_loader(TwoTiers(harness.recorded), 1, 3)
+    harness.begin("a", tokens)
+    assert harness.waiting() == [keys[11], keys[10], keys[9]], "block 8 waits for the first tier"
+    harness.open(keys[11])
+    assert harness.waiting() == [keys[10], keys[9]]
+    harness.open(keys[10])
+    assert harness.waiting() == [keys[9], keys[8], keys[7]]
+    harness.open(*keys)
+
+
 def test_loader_block_that_arrives_counts_the_tiers_of_waiting_prompts_once(
     harness: LoaderHarness,
 ) -> None:
     """A hundred long prompts may wait while a link brings a block each millisecond."""
-    prompts = {name: tokens_of(number, 8) for number, name in enumerate("abcd")}
+    prompts = {name: tokens_of(number, 32) for number, name in enumerate("abcd")}
     keys = {name: harness.fill(tokens) for name, tokens in prompts.items()}
     store = TwoTiers(harness.recorded)
-    harness.loader = harness.new_loader(store, depth=1)
+    harness.loader = harness.new_loader(store, 1)
     for name, tokens in prompts.items():
         harness.begin(name, tokens)
         harness.settle()
     harness.loader.order(list(prompts), may_fill=None)
-    for block in (7, 6, 5, 4, 3):
+    for block in (31, 30, 29, 28, 27):
         harness.open(keys["a"][block])
         assert harness.landed() == [("a", block)]
         harness.release()
     first, *others = store.given
-    assert all(other.looks <= 2 * 8 for other in others), "at the lookup, and when they wait"
+    # At the lookup, when they wait, and of the next block at each choice of a read.
+    assert all(other.looks <= 3 * 32 for other in others)
     assert harness.loader.cost_of("b") == harness.loader.cost_of("d")
     before = first.looks
     harness.open(*keys["a"], *keys["b"])
     assert harness.landed()
     assert first.looks > before
-    assert others[0].looks > 2 * 8, "it is served now"
+    assert others[0].looks > 3 * 32, "it is served now"
 
 
 @pytest.mark.parametrize("how", ["compute", "keep"])
@@ -779,7 +791,7 @@ def test_loader_ahead_of_its_copies_leaves_a_block_that_moved_up_in_memory(
 ) -> None:
     tokens, keys = harness.stored(8)
     store = LendingTier(harness.recorded, keys[6:])
-    harness.loader = harness.new_loader(store, depth=2)
+    harness.loader = harness.new_loader(store)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
     store.keys |= set(keys[2:4])  # another prompt has read them
@@ -1385,7 +1397,7 @@ def test_loader_replaced_store_serves_only_later_prompts(harness: LoaderHarness)
     harness.begin("a", tokens)
     assert len(harness.waiting()) == 2
     other = RecordingStore(MemoryStore())
-    harness.loader.use(other)
+    harness.loader.use(other, [2])
     harness.begin("b", tokens)
     assert LookedUp("b", (False, False)) in harness.news()
     harness.open(*keys)
@@ -1400,7 +1412,7 @@ def test_loader_prompt_after_a_swap_does_not_wait_for_reads_of_the_store_before(
     tokens, keys = harness.stored(4)
     harness.begin("a", tokens)
     assert len(harness.waiting()) == 2  # as many as may be under way
-    harness.loader.use(harness.memory)
+    harness.loader.use(harness.memory, [2])
     harness.begin("b", tokens)
     assert harness.landed() == [("b", 3), ("b", 2), ("b", 1), ("b", 0)]
     assert harness.loader.stats.reads == 2

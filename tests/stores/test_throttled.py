@@ -9,6 +9,9 @@ import pytest
 from faulty_stores import FaultyStore, SlowStore
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing
+from sglang_cake.stores.base import USUAL_DEPTH
+from sglang_cake.stores.open_store import depths_of, parse_sources
+from sglang_cake.stores.s3.s3_store import S3Source
 from sglang_cake.stores.throttled import LEAST_PIECE_BYTES, ThrottledSource, ThrottledStore
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, ProgressRecord, block_of, key_of, read
@@ -46,6 +49,12 @@ class ManualClock:
 async def settle():
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def test_throttled_source_has_the_depth_of_its_store():
+    urls = "file:///kv?bandwidth=1GB/s,s3://bucket/kv?bandwidth=1GB/s,http://host:8700"
+    assert depths_of(parse_sources(urls), None) == [USUAL_DEPTH, S3Source.depth, USUAL_DEPTH]
+    assert depths_of(parse_sources(urls), 7) == [7, 7, 7]
 
 
 def paced(inner, clock):

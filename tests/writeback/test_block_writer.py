@@ -18,7 +18,7 @@ from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.writeback.block_writer import PUTS_IN_FLIGHT, WriteJob, Writer
+from sglang_cake.writeback.block_writer import WriteJob, Writer
 
 BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
 SEED = KeySeed(Digest(b"n" * 32))
@@ -239,13 +239,16 @@ def test_block_writer_store_failing_in_touched_still_gets_the_blocks(
     assert harness.pool.free == CAPACITY
 
 
-def test_block_writer_puts_in_flight_are_bounded_over_all_jobs(harness: BlockWriterHarness) -> None:
+@pytest.mark.parametrize(("depth", "puts"), [(1, 2), (4, 2), (6, 3)])
+def test_block_writer_puts_in_flight_are_bounded_over_all_jobs(
+    harness: BlockWriterHarness, depth: int, puts: int
+) -> None:
     held = HeldStore(harness.memory)
-    harness.writer.use(held)
+    harness.writer.use(held, depth)
     harness.offer(TOKENS, (0, 1, 2))
     harness.offer(TOKENS, (3, 4))
     harness.drain()
-    assert held.most == PUTS_IN_FLIGHT
+    assert held.most == puts
     assert len(harness.stored()) == 5
 
 
@@ -280,7 +283,7 @@ def test_block_writer_store_that_hangs_does_not_hold_up_the_next_one(
 ) -> None:
     hung, other = GatedStore(harness.memory), GatedStore(MemoryStore())
     harness.writer.use(hung)
-    harness.offer(TOKENS, tuple(range(PUTS_IN_FLIGHT)))
+    harness.offer(TOKENS, (0, 1))
     assert hung.begun.wait(PATIENCE_S)
     harness.writer.use(other)
     harness.offer(TOKENS, (3,))
@@ -288,7 +291,7 @@ def test_block_writer_store_that_hangs_does_not_hold_up_the_next_one(
     harness.io.post(hung.go.set)
     harness.io.post(other.go.set)
     harness.drain()
-    assert harness.count("stored_blocks") == PUTS_IN_FLIGHT + 1
+    assert harness.count("stored_blocks") == 3
 
 
 def test_block_writer_store_that_hangs_keeps_the_buffers_of_its_puts_and_no_others(
@@ -303,8 +306,8 @@ def test_block_writer_store_that_hangs_keeps_the_buffers_of_its_puts_and_no_othe
     assert harness.writer.take() is None
     harness.writer.use(other)
     harness.io.run(harness.writer.drained(0.0), PATIENCE_S)
-    until(lambda: harness.pool.free == CAPACITY - PUTS_IN_FLIGHT, "buffers come back")
-    assert harness.count("unstored_blocks", "unavailable") == CAPACITY - PUTS_IN_FLIGHT
+    until(lambda: harness.pool.free == CAPACITY - 2, "buffers come back")
+    assert harness.count("unstored_blocks", "unavailable") == CAPACITY - 2
     harness.offer(TOKENS, (3, 4))
     until(lambda: harness.count("stored_blocks") == 2, "the next store gets blocks")
     assert set(harness.stored(other)) == {KEYS[3], KEYS[4]}

@@ -18,7 +18,13 @@ logger = logging.getLogger("sglang_cake")
 
 
 def host_pools(
-    kv: DeviceKV, config: CakeConfig, *, chunk_tokens: int, free_bytes: int, end_blocks: int = 0
+    kv: DeviceKV,
+    config: CakeConfig,
+    *,
+    chunk_tokens: int,
+    free_bytes: int,
+    reads: int,
+    end_blocks: int = 0,
 ) -> tuple[BufferPool, BufferPool]:
     """Buffers for blocks that are being loaded, and for blocks that are being stored.
 
@@ -28,6 +34,7 @@ def host_pools(
     Args:
         chunk_tokens: the most tokens of one step that this rank stores.
         free_bytes: of host memory; defaults take at most half of it.
+        reads: of the store, at once.
         end_blocks: blocks of an end state. They are held until the last of them is there.
 
     Raises: ConfigError if the machine does not have the memory.
@@ -37,7 +44,7 @@ def host_pools(
     counts = buffer_counts(
         load_bytes=kv.load_buffer_bytes,
         write_bytes=layout.block_bytes,
-        queue_depth=config.queue_depth,
+        reads=reads,
         chunk_blocks=chunk_blocks,
         pool_blocks=kv.slots // layout.block_tokens,
         end_blocks=end_blocks,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
 from botocore.exceptions import (
@@ -210,6 +211,9 @@ class S3Store(Store):
 @dataclass(frozen=True, slots=True)
 class S3Source:
     """Implements `StoreSource`."""
+
+    # AWS carries 85 to 90 MB/s on one connection: 1.4 GB/s on all.
+    depth: ClassVar[int] = 16
 
     place: S3Place
     limits: TimeoutLimits = LIMITS

@@ -17,7 +17,7 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import KeptBlock, LentBlock, Store, StoreStats
+from sglang_cake.stores.base import KeptBlock, LentBlock, Store, StoreStats, puts_at_once
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 3
-COPIES_AT_ONCE = 2
 UNKNOWN_S = 2.0  # after which a read is late whose link was never measured
 PROBE_S = 30.0  # time for a block that is read in the background
 MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
@@ -66,17 +65,19 @@ class CopyQueue:
         write: Callable[[BlockKey, memoryview | None], Awaitable[object]],
         buffers: BufferPool,
         threads: DaemonPool,
+        at_once: int,
     ) -> None:
         """Args:
         write: stores one block in the tier; must not raise. None: the block was evicted before its
             turn.
         buffers: each holds one block.
         threads: copy the bytes.
+        at_once: how many blocks are written at once.
         """
         self._write = write
         self.buffers = buffers
         self._threads = threads
-        self._places = asyncio.Semaphore(COPIES_AT_ONCE)
+        self._places = asyncio.Semaphore(at_once)
         self._filling: set[BlockKey] = set()  # being encoded, or copied into a buffer
         self._jobs: dict[BlockKey, asyncio.Task[None]] = {}  # waiting, or being written
         self._waiting: dict[BlockKey, KeptBlock] = {}
@@ -235,12 +236,14 @@ class Tier:
         threads: DaemonPool,
         clock: Callable[[], float],
         copied: Callable[["Tier", BlockKey], None],
+        depth: int,
     ) -> None:
         """Args:
         index: position among the tiers; 0 is the fastest.
         buffers, threads: as for `CopyQueue`.
         clock: seconds, monotonic.
         copied: called when a block was written in the background, or promoted.
+        depth: how many reads at once its link needs.
         """
         self.store = store
         self.index = index
@@ -252,7 +255,7 @@ class Tier:
         self.speed = LinkSpeed(clock)
         self.link = self.speed.read
         self.counts = TierCounts()
-        self.copies = CopyQueue(self._write_copy, buffers, threads)
+        self.copies = CopyQueue(self._write_copy, buffers, threads, puts_at_once(depth))
 
     @property
     def bit(self) -> int:

@@ -34,6 +34,7 @@ from sglang_cake.core.errors import (
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
+    USUAL_DEPTH,
     BlockInfo,
     EvictionCounts,
     FormOf,
@@ -155,12 +156,14 @@ class TieredStore(Store):
         self,
         stores: Sequence[Store],
         *,
+        depths: Sequence[int] = (),
         block_bytes: int,
         copy_bytes: int = COPY_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
         stores: fastest first.
+        depths: how many reads at once the link of each store needs; USUAL_DEPTH if left out.
         block_bytes: limit for a payload.
         copy_bytes: see COPY_BYTES.
         clock: seconds, monotonic.
@@ -177,8 +180,11 @@ class TieredStore(Store):
                 self._threads,
                 clock,
                 self._copied,
+                depth,
             )
-            for index, store in enumerate(stores)
+            for index, (store, depth) in enumerate(
+                zip(stores, depths or [USUAL_DEPTH] * len(stores), strict=True)
+            )
         ]
         self._locations = TierLocations()
         self._rereads = PromoteOnSecondRead()
