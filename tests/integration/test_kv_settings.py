@@ -18,7 +18,7 @@ from sglang_cake.integration.support_matrix import RULES
 
 DEFAULTS: dict[str, object] = {each.name: each.default for each in record_fields(ServerArgs)}
 CLASSES = {
-    *("attention", "counted", "draft", "content", "replaced", "private", "rounding"),
+    *("attention", "counted", "draft", "content", "implied", "private", "rounding"),
     *("some_values", "refused", "unrelated"),
 }
 REVIEWED = (Path(__file__).parent / "sglang_environment.txt").read_text().split()
@@ -44,16 +44,16 @@ def test_kv_facts_every_environment_variable_is_reviewed() -> None:
     )
 
 
-def test_kv_facts_unknown_argument_counts_without_showing_its_value() -> None:
-    defaults = {**DEFAULTS, "brand_new_flag": None}
-    assert not kv_settings.counted_arguments(_values(brand_new_flag=None), defaults)
+@pytest.mark.parametrize("flag", ["brand_new_flag", "speculative_new", "weight_loader_new"])
+def test_kv_facts_unknown_argument_counts_without_showing_its_value(flag: str) -> None:
+    defaults = {**DEFAULTS, flag: None}
+    assert not kv_settings.counted_arguments(_values(**{flag: None}), defaults)
     one, other = (
-        kv_settings.counted_arguments(_values(brand_new_flag=value), defaults)
-        for value in ("a", "b")
+        kv_settings.counted_arguments(_values(**{flag: value}), defaults) for value in ("a", "b")
     )
-    assert one.keys() == other.keys() == {"brand_new_flag"}
+    assert one.keys() == other.keys() == {flag}
     assert one != other
-    assert one["brand_new_flag"] != "a"
+    assert one[flag] != "a"
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_kv_facts_file_formats_are_known_to_sglang() -> None:
     assert kv_settings.FILE_FORMATS.keys() <= known
 
 
-def test_kv_facts_fields_of_the_support_rules_are_refused_replaced_or_counted() -> None:
-    classes = {"refused", "replaced", "counted"}
+def test_kv_facts_fields_of_the_support_rules_are_refused_implied_or_counted() -> None:
+    classes = {"refused", "implied", "counted"}
     assert {kv_settings.argument_class(field) for field, _, _ in RULES} <= classes
 
 

@@ -76,13 +76,9 @@ _UNRELATED_ENVIRONMENT = re.compile(
 
 def argument_class(argument: str) -> str | None:
     """The class of a server argument in kv_settings.toml; None if the file does not have it."""
-    for name, members in _CLASSES.items():
-        if argument in members:
-            return name
-    for name, members in _CLASSES.items():
-        if any(argument.startswith(m[:-1]) for m in members if m.endswith("*")):
-            return name
-    return None
+    if argument.startswith("_"):
+        return "unrelated"
+    return next((name for name, members in _CLASSES.items() if argument in members), None)
 
 
 def counted_arguments(
