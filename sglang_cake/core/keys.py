@@ -6,8 +6,8 @@ end of the block. If the prompt has images, videos or audio, it also covers thei
 positions that are not the token's index. The keys of an end state are derived from the key of the
 block before it.
 
-If a block has KV of a draft model, its key also covers the next token: a draft model is given the
-token after the one whose KV it keeps.
+If a block has KV of a draft model, its key also covers the next token, and with several draft
+layers the next tokens: the first layer is given the token after the one whose KV it keeps.
 """
 
 import hashlib

@@ -501,7 +501,7 @@ class CakeService:
         with contextlib.suppress(RuntimeError):  # no home folder: costs are not remembered
             self._cost_file = CostFile(
                 cache_folder() / "costs",
-                namespace=self._cost_key,
+                model=self._cost_key,
                 store=str(self.setting),
                 device=self.device,
             )

@@ -37,16 +37,17 @@ _CONTENT = Decoder(_Content)
 
 
 class CostFile:
-    """Remembers the costs of one machine, namespace and store setting.
+    """Remembers the costs of one machine, model and store setting.
 
     Args:
         folder: holds all such files; made at the first write, with mode 0700.
+        model: digest of the facts about model and server that costs depend on. Weights are none.
         device: name of the GPU or the processor that computes.
     """
 
-    def __init__(self, folder: Path, *, namespace: Digest, store: str, device: str) -> None:
+    def __init__(self, folder: Path, *, model: Digest, store: str, device: str) -> None:
         machine = f"{platform.node()}\0{os.cpu_count()}\0{device}\0{store}".encode()
-        name = hashlib.sha256(bytes(namespace) + machine).hexdigest()[:32]
+        name = hashlib.sha256(bytes(model) + machine).hexdigest()[:32]
         self._folder = folder
         self._path = folder / f"{name}.json"
 

@@ -94,7 +94,8 @@ class Store(ABC):
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        """Fill `out` (caller-owned, writable, of `frame.payload_bytes`) with checked bytes.
+        """Fill `out` (caller-owned, writable, of `frame.payload_bytes`) with checked bytes. No
+        caller checks them again.
 
         Args:
             progress: called with the number of leading bytes of `out` that have arrived and are

@@ -225,7 +225,7 @@ LOADS = [LoadCost(0.02, 0.003, 1e-5, 0.2, depth=4), LoadCost(0.2, 0.03, 1e-5, 0.
 
 
 def file_in(folder: Path, store: str = "file:///x", byte: int = 1) -> CostFile:
-    return CostFile(folder, namespace=Digest(bytes([byte]) * 32), store=store, device="cpu")
+    return CostFile(folder, model=Digest(bytes([byte]) * 32), store=store, device="cpu")
 
 
 def test_cost_file_costs_are_read_back_for_their_store_and_namespace_only(tmp_path: Path) -> None:

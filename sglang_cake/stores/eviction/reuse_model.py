@@ -3,10 +3,10 @@
 Source: "KVCache Cache in the Wild" (arXiv 2506.02634), section 3.4: within a class, the time from
 one access of a block to the next is exponential. Some blocks are never accessed again. So a class
 has two parameters: the `share` of its blocks that are accessed again, and their rate `rate_per_s`.
-By Bayes' rule, a block that was last accessed t seconds ago is accessed within the next `life`
-seconds with probability
+By Bayes' rule, a block that was last accessed t seconds ago is accessed within the next
+`life_s` seconds with probability
 
-    share e^(-rate t) (1 - e^(-rate life)) / (1 - share + share e^(-rate t))
+    share e^(-rate t) (1 - e^(-rate life_s)) / (1 - share + share e^(-rate t))
 """
 
 import math
