@@ -126,9 +126,41 @@ def test_block_folder_smaller_capacity_evicts_what_is_missing_once(tmp_path, mon
             put(folder, name)
         used_bytes = folder.stats().used_bytes
     smaller = {"capacity_bytes": used_bytes - 20 * STORED_BYTES, "may_lead": False}
-    with contextlib.closing(opened(tmp_path, **smaller)) as folder:
+    with contextlib.closing(opened(tmp_path, **smaller, clock=lambda: 0.0)) as folder:
         put_together(folder, monkeypatch, 4, BlockIndex, "reserve")
         assert 20 <= folder.evictions().evicted_blocks <= 20 + 4 + 2  # and for folders
+
+
+def clock_with(step_s):
+    """A clock that goes on by `step_s` at each look."""
+    return itertools.count(0.0, step_s).__next__
+
+
+def test_block_folder_much_smaller_capacity_put_gives_up_and_a_later_one_goes_on(tmp_path):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(130):
+            put(folder, name)
+        used_bytes = folder.stats().used_bytes
+    smaller = {"capacity_bytes": used_bytes - 100 * STORED_BYTES, "may_lead": False}
+    with contextlib.closing(opened(tmp_path, **smaller, clock=clock_with(0.5))) as folder:
+        with pytest.raises(StoreFull, match="more must be evicted"):
+            put(folder, 1000)
+        assert 0 < folder.evictions().evicted_blocks < 100
+        assert put(folder, 1000)
+        assert 100 <= folder.evictions().evicted_blocks < 110
+
+
+def test_block_folder_disk_filled_much_by_others_put_gives_up(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(130):
+            put(folder, name)
+    disk.f_bavail = 0
+    options = {"min_free_bytes": 100 * STORED_BYTES, "may_lead": False, "clock": clock_with(0.3)}
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None, **options)) as folder:
+        with pytest.raises(StoreFull, match="more must be evicted"):
+            put(folder, 1000)
+        assert 0 < folder.evictions().evicted_blocks < 100
 
 
 def test_block_folder_disk_filled_by_others_evicts_what_is_missing_once(tmp_path, monkeypatch):

@@ -46,6 +46,9 @@ from sglang_cake.stores.url import DEFAULT_POLICY
 logger = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0  # between two lines about corrupt blocks, since a failing disk has many
 LIST_AT_ONCE = 1000  # blocks in one query of a listing
+# Time in which a put makes room; with a much smaller capacity that would take minutes. HTTP clients
+# wait for a put for two seconds or more.
+MAKE_ROOM_S = 1.0
 MOST_UNUSED = 64  # namespaces that are described and have no blocks
 
 
@@ -88,11 +91,13 @@ class BlockFolder:
             min_benefit_ratio: which blocks are written at all, as for `eviction.policy.admits`.
             may_lead: this process may become the leader of eviction; False for tools, which would
                 hold all blocks in memory, and keep servers from it.
-            clock: seconds, monotonic; for pauses after failed writes and for free space.
+            clock: seconds, monotonic; for pauses after failed writes, for free space, and for the
+                time of a put's evictions.
 
         Raises: StoreUnavailable.
         """
         self._root = root
+        self._clock = clock
         self._backoff = WriteBackoff(clock)
         with os_errors(root):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -398,10 +403,10 @@ class BlockFolder:
         """Evict until `reserve` returns 0 missing bytes. Raises: StoreFull; OSError."""
         if not reserve():
             return
+        until_s = self._clock() + MAKE_ROOM_S
         with self._evicting:
             while missing_bytes := reserve():
-                self.supervisor.flush(index)
-                if not self.evictor.free(index, Amount(missing_bytes)):
+                if not self._evict(index, Amount(missing_bytes), until_s):
                     capacity_bytes = self.evictor.capacity_bytes
                     raise StoreFull(f"{self._root}: capacity={capacity_bytes} is taken")
 
@@ -413,11 +418,11 @@ class BlockFolder:
         space = self.evictor.space
         if not space.take(stored_bytes):
             return
+        until_s = self._clock() + MAKE_ROOM_S
         with self._evicting:
             wanted = missing = space.take(stored_bytes)
             while missing:
-                self.supervisor.flush(index)
-                freed = self.evictor.free(index, wanted)
+                freed = self._evict(index, wanted, until_s)
                 missing = space.take(stored_bytes)
                 # No more than was missing at first: some file systems free space later.
                 wanted = wanted.less(freed).at_most(missing)
@@ -426,6 +431,16 @@ class BlockFolder:
                         f"{self._root}: {stored_bytes} more bytes would leave less than min_free="
                         f"{space.min_free_bytes} bytes free, or that share of the inodes"
                     )
+
+    def _evict(self, index: BlockIndex, wanted: Amount, until_s: float) -> Amount:
+        """One step of an eviction for a put; returns what it freed.
+
+        Raises: StoreFull after `until_s`: later puts and the background thread go on; OSError.
+        """
+        if self._clock() >= until_s:
+            raise StoreFull(f"{self._root}: more must be evicted than a put waits for")
+        self.supervisor.flush(index)
+        return self.evictor.free(index, wanted)
 
     def _commit(self, reservation: Reservation, usage: Usage, file: NewFile) -> None:
         """Mark the block as stored, or remove its file. Raises: StoreUnavailable; OSError."""
