@@ -46,6 +46,40 @@ def test_file_store_read_that_hangs_does_not_keep_the_process_alive(tmp_path, ho
     assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
 
 
+OPENING_HANGS = """
+import asyncio, sys, threading
+sys.path[:0] = {path!r}
+from sglang_cake.core.io_thread import IoThread
+from sglang_cake.stores import wrapper_store
+from sglang_cake.testing.store_contract import FRAME
+
+class Source:
+    def open(self, frame, *, depth):
+        hangs.set()
+        threading.Event().wait()
+
+hangs = threading.Event()
+wrapper_store.CLOSE_S = 0.1
+store = wrapper_store.LazyStore(Source(), FRAME, depth=1)
+io = IoThread()
+asking = asyncio.run_coroutine_threadsafe(store.contains([]), io.loop)
+assert hangs.wait(60)
+if sys.argv[1] == "closed":
+    io.run(store.close(), 60)
+io.close()
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "left open"])
+def test_lazy_store_opening_that_hangs_does_not_keep_the_process_alive(how):
+    program = OPENING_HANGS.format(path=sys.path)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, how], capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
+
+
 def test_daemon_pool_at_its_limit_queues_work_and_reuses_threads():
     pool, go, both = DaemonPool(2, "test"), threading.Event(), threading.Barrier(3)
 
