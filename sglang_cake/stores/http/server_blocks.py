@@ -10,6 +10,7 @@ import errno
 import functools
 import io
 import os
+import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
@@ -336,11 +337,14 @@ class SharedFile(io.FileIO):
 
 
 def reads_at_once(fd: int, start: int, stop: int) -> bool:
-    """Whether reads do not wait for a disk: the first and the last byte are in the page cache, and
-    most likely all between. Unlike `block_files.is_cached`, it may bring their pages into it."""
+    """Whether reads do not wait for a disk: one byte of each piece is in the page cache, and most
+    likely all others. Unlike `block_files.is_cached`, it may bring their pages into it."""
     try:
-        for at in (start, stop - 1):
-            os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
+        for at in range(start, stop, COPY_BYTES):
+            # At random: a byte that is not there yet is brought by this very call. The next reader
+            # would find it, while a thread still reads all others.
+            place = random.randrange(at, min(at + COPY_BYTES, stop))
+            os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
     except OSError:  # a file system that cannot tell

@@ -174,6 +174,13 @@ def test_reading_makes_a_cold_file_warm(fd):
     read_into_cache(fd, 0, 2 * len(DATA), threading.Event())  # ends where the file does
 
 
+def test_reads_at_once_file_of_which_only_the_ends_are_cached_is_false(fd):
+    make_cold(fd)
+    for at in (0, len(DATA) - 1):
+        os.pread(fd, 1, at)
+    assert not reads_at_once(fd, 0, len(DATA))
+
+
 def test_reading_stops_when_told_to(fd):
     stop = threading.Event()
     stop.set()
