@@ -33,6 +33,7 @@ from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S
 from sglang_cake.stores.file.nofollow import lock, open_private
+from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 CAPACITY_BYTES = 16 << 20
@@ -148,6 +149,24 @@ def test_block_folder_much_smaller_capacity_put_gives_up_and_a_later_one_goes_on
         assert 0 < folder.evictions().evicted_blocks < 100
         assert put(folder, 1000)
         assert 100 <= folder.evictions().evicted_blocks < 110
+
+
+def test_block_folder_block_in_use_survives_a_long_eviction_in_the_background(
+    tmp_path, monkeypatch
+):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(130):
+            put(folder, name)
+        used_bytes = folder.stats().used_bytes
+    removing = Held(nofollow.remove_unread)
+    monkeypatch.setattr(nofollow, "remove_unread", removing)
+    capacity_bytes = used_bytes - 100 * STORED_BYTES
+    with contextlib.closing(opened(tmp_path, capacity_bytes=capacity_bytes)) as folder:
+        assert removing.entered.wait(60)
+        folder.on_access(DIGEST, [key_of(80)], RequestFacts("a request", 1000))
+        removing.go.set()
+        until(lambda: not there(folder, [90]), "there is room")
+        assert there(folder, [70, 80, 90]) == [80]
 
 
 def test_block_folder_disk_filled_much_by_others_put_gives_up(tmp_path, monkeypatch):

@@ -301,6 +301,8 @@ class IndexSupervisor:
             pass
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
+            with _unless_full():
+                self.flush(index)  # this may take minutes, and no block in use is to be evicted
             freed = self._evictor.free(index, wanted)
             if not freed:
                 return
