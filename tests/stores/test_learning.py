@@ -1,6 +1,7 @@
 """What a store knows after a restart, and while it still learns the order of what it holds."""
 
 import contextlib
+import random
 import sqlite3
 import time
 
@@ -166,6 +167,32 @@ def test_evictor_learning_pauses_between_portions_and_stops_on_request(tmp_path)
         evictor.restart(index, leads=True)
         assert not evictor.learn(index, lambda seconds: False)
         assert evictor.known_blocks == LEARN_MOST
+
+
+def test_index_sample_of_blocks_with_gaps_between_ids_is_fair(tmp_path):
+    random.seed(1)
+    with leading(tmp_path, 2000) as (_, index):
+        for block in index.stored(0, 1000)[1:]:  # of the older half one is left
+            index.drop(block)
+        firsts = [index.sample(1) for _ in range(100)]
+        assert sum(block.usage.used_s == 1e9 for (block,) in firsts) < 5
+        ids = sorted(block.id for block in index.sample(100))
+        assert len(ids) == 100 < ids[-1] - ids[0]
+        assert len(index.sample(2000)) == 1001
+
+
+def test_index_sample_of_an_empty_index_is_empty(tmp_path):
+    with leading(tmp_path, 0) as (_, index):
+        assert index.sample(100) == []
+
+
+def test_evictor_without_the_lead_takes_old_blocks(tmp_path):
+    random.seed(1)
+    with leading(tmp_path, 2000) as (evictor, index):
+        evictor.restart(index, leads=False)
+        for _ in range(20):
+            assert evictor.free(index, Amount(BYTES)).files == 1
+        assert len([number for number in indexed(index) if number < 200]) <= 182
 
 
 # ---- a clock that was ahead ----

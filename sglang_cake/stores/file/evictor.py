@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,7 +55,7 @@ class Evictor:
     - Until the policy holds all blocks, victims are chosen among the blocks that it holds.
 
     Other processes hold no blocks in memory. If the leader did not free enough space in time, they
-    evict the least valuable of LEARN_AT_ONCE blocks, starting with a random one.
+    evict the least valuable of LEARN_AT_ONCE random blocks.
 
     Attributes:
         lock: held while the policy is used, and during evictions.
@@ -227,12 +226,8 @@ class Evictor:
         seen = self._seen
         try:
             self._policy = self._new_policy()
-            self._seen = random.randrange(index.last() + 1)
             self._policy.resume(self._saved_fits, time.time())
-            batch = _read_batch(index, self._seen)
-            if len(batch) < LEARN_AT_ONCE:
-                batch = _read_batch(index, 0, LEARN_AT_ONCE - len(batch)) + batch
-            self._add_batch(batch, order=True)
+            self._add_batch(_with_past_times(index, index.sample(LEARN_AT_ONCE)), order=True)
             yield
         finally:
             self._policy = policy
@@ -419,8 +414,13 @@ class Evictor:
         return True
 
 
-def _read_batch(index: BlockIndex, after: int, at_most: int = LEARN_AT_ONCE) -> list[IndexedBlock]:
-    """As `BlockIndex.stored`, but with times that are not in the future.
+def _read_batch(index: BlockIndex, after: int) -> list[IndexedBlock]:
+    """As `BlockIndex.stored`, but with times that are not in the future. Raises: sqlite3.Error."""
+    return _with_past_times(index, index.stored(after, LEARN_AT_ONCE))
+
+
+def _with_past_times(index: BlockIndex, batch: list[IndexedBlock]) -> list[IndexedBlock]:
+    """The blocks, with times that are not in the future.
 
     The clock may have been ahead when blocks were used. The index is changed too, since an eviction
     compares its times with the policy's. Reported accesses may be CLOCK_BACK_S ahead.
@@ -428,7 +428,6 @@ def _read_batch(index: BlockIndex, after: int, at_most: int = LEARN_AT_ONCE) -> 
     Raises: sqlite3.Error.
     """
     now_s = time.time()
-    batch = index.stored(after, at_most)
     ahead = [
         block.id
         for block in batch
@@ -437,4 +436,4 @@ def _read_batch(index: BlockIndex, after: int, at_most: int = LEARN_AT_ONCE) -> 
     if not ahead:
         return batch
     index.limit_times(ahead, now_s)
-    return index.stored(after, at_most)
+    return [found for block in batch if (found := index.find(block.id)) is not None]

@@ -9,8 +9,10 @@ Only SQLite opens an existing file. Its locks are POSIX locks: a process that cl
 the file loses all of them, and the next process that closes the index removes the log in use.
 """
 
+import random
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -418,6 +420,20 @@ class BlockIndex:
             digest,
             after,
         )
+
+    def sample(self, at_most: int) -> list[IndexedBlock]:
+        """Random stored blocks, by id; all of them if one namespace has all, and few enough.
+
+        By keys, which are hashes: neighbours by id were stored together, and ids of old blocks have
+        gaps, so that a random id would mostly hit the same few.
+        """
+        sizes = dict(self._select("SELECT digest, blocks FROM namespaces WHERE blocks > 0"))
+        chosen = Counter(random.choices([*sizes], [*sizes.values()], k=at_most) if sizes else ())
+        found: list[IndexedBlock] = []
+        for digest, count in chosen.items():
+            some = self.stored_in(digest, random.randbytes(32), count)
+            found += some + self.stored_in(digest, b"", count - len(some))
+        return sorted({block.id: block for block in found}.values())
 
     def writing(self) -> list[IndexedBlock]:
         """Blocks that a process is writing, or was writing when it ended."""
