@@ -11,8 +11,10 @@ from test_capacity import DIGEST, opened, there
 
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.classic import RankedPolicy
+from sglang_cake.stores.eviction.conversation import ConversationTracker
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
+from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import (
     FREE_AT_ONCE,
@@ -193,6 +195,28 @@ def test_evictor_without_the_lead_takes_old_blocks(tmp_path):
         for _ in range(20):
             assert evictor.free(index, Amount(BYTES)).files == 1
         assert len([number for number in indexed(index) if number < 200]) <= 182
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_evictor_without_the_lead_reads_the_newest_blocks_only(tmp_path, leads):
+    with leading(tmp_path, 20) as (_, index):
+        with contextlib.closing(sqlite3.connect(tmp_path / "index.db")) as db, db:
+            db.execute("UPDATE sqlite_sequence SET seq = ?", (ConversationTracker.max_blocks + 10,))
+        _, usage = put_now(index, "new")
+        read = []
+        evictor = Evictor(
+            tmp_path,
+            None,
+            "lru",
+            min_free_bytes=0,
+            tenant_rules=NO_TENANT_RULES,
+            min_benefit_ratio=0.0,
+            on_learned=lambda ident, context: read.append(ident),
+        )
+        evictor.restart(index, leads=leads)
+        assert evictor.learn(index, stop)
+        idents = [ident_of(key_of(number)) for number in range(20)] + [usage.ident]
+        assert read == (idents if leads else idents[11:])
 
 
 # ---- a clock that was ahead ----

@@ -12,6 +12,7 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
+from sglang_cake.stores.eviction.conversation import ConversationTracker
 from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
@@ -79,7 +80,8 @@ class Evictor:
         """Args:
         root, capacity_bytes, policy, min_free_bytes, tenant_rules, min_benefit_ratio, clock: as for
             `BlockFolder`.
-        on_learned: called with `ident` and last access of each block that is read from the index.
+        on_learned: called with `ident` and last access of each block that is read from the index:
+            all blocks in the leader, the newest ones in other processes.
         """
         self._root = root
         self.capacity_bytes = capacity_bytes
@@ -334,7 +336,9 @@ class Evictor:
     def restart(self, index: BlockIndex, *, leads: bool) -> None:
         """Start with an empty policy, for a new index, a new leader, or new times."""
         self._load_fits(index, leads=leads)
-        self._seen = 0  # last: another thread may just have added blocks to the policy before
+        # Without a policy to fill, the newest blocks are enough for `on_learned`.
+        seen = 0 if leads else max(0, index.last() - ConversationTracker.max_blocks)
+        self._seen = seen  # last: another thread may just have added blocks to the policy before
 
     def _load_fits(self, index: BlockIndex, *, leads: bool) -> None:
         fits = index.fits()
