@@ -53,6 +53,7 @@ CALLS = {
     "last": lambda index: index.last(),
     "stored": lambda index: index.stored(0, 100),
     "stored_in": lambda index: index.stored_in(DIGEST, b"", 100),
+    "sample": lambda index: index.sample(100),
     "writing": lambda index: index.writing(),
     "totals": lambda index: index.totals(),
     "stored_totals": lambda index: index.stored_totals(),
