@@ -219,6 +219,30 @@ def test_evictor_without_the_lead_reads_the_newest_blocks_only(tmp_path, leads):
         assert read == (idents if leads else idents[11:])
 
 
+def without_the_oldest(index, blocks):
+    """Another process deletes them."""
+    for block in index.stored(0, blocks):
+        index.drop(block)
+
+
+def test_evictor_passes_blocks_that_others_deleted_in_steps(tmp_path):
+    step = FREE_AT_ONCE.files
+    with leading(tmp_path, 2 * step + 100) as (evictor, index):
+        assert evictor.learn(index, lambda seconds: None)
+        without_the_oldest(index, step + 50)
+        assert evictor.free(index, Amount(BYTES)) == Amount(0, step)
+        assert evictor.free(index, Amount(BYTES)) == Amount(BYTES, 51)
+        assert indexed(index)[0] == step + 51
+
+
+def test_evictor_most_of_whose_blocks_others_deleted_forgets_them(tmp_path):
+    with leading(tmp_path, 1000) as (evictor, index):
+        assert evictor.learn(index, lambda seconds: None)
+        without_the_oldest(index, 700)
+        assert evictor.learn(index, lambda seconds: None)
+        assert evictor.known_blocks == 300
+
+
 # ---- a clock that was ahead ----
 
 AHEAD_S = 3 * 86_400.0

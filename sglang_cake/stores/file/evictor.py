@@ -137,7 +137,8 @@ class Evictor:
         """Evict blocks until `wanted`, or FREE_AT_ONCE, is freed, and then remove files that were
         set aside.
 
-        Returns the space that was freed, less than that if there is no more.
+        Returns the space that was freed, less than that if there is no more. The file of a block
+        that others have deleted counts, and its bytes do not.
         Raises: sqlite3.Error; OSError.
         """
         wanted = wanted.at_most(FREE_AT_ONCE)
@@ -145,7 +146,9 @@ class Evictor:
             self._learn_some(index)
         with self.lock, self._filled_policy(index):
             freed = self._evict_first(index, wanted)
-        if freed.bytes < wanted.bytes or freed.files < wanted.files:
+        if freed.files < FREE_AT_ONCE.files and (
+            freed.bytes < wanted.bytes or freed.files < wanted.files
+        ):
             try:
                 aside = self.remove_aside(index)
                 freed = Amount(freed.bytes + aside.bytes, freed.files + aside.files)
@@ -178,7 +181,9 @@ class Evictor:
         kept: dict[int, Usage] = {}
         now_s = time.time()
         try:
-            while freed.bytes < wanted.bytes or freed.files < wanted.files:
+            while (
+                freed.bytes < wanted.bytes or freed.files < wanted.files
+            ) and freed.files < FREE_AT_ONCE.files:
                 # Blocks whose tenant the index has changed may leave no tenant above its quota.
                 if only_over_quota and not self._policy.over_quota_bytes():
                     break
@@ -188,8 +193,9 @@ class Evictor:
                 block, usage = popped
                 kept[block] = usage
                 stored = index.find(block)
-                if stored is None:
+                if stored is None:  # there may be millions of these after `store clear`
                     del kept[block]
+                    freed = freed._replace(files=freed.files + 1)
                     continue
                 if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     del kept[block]
@@ -288,9 +294,12 @@ class Evictor:
         Raises: sqlite3.Error.
         """
         now_s = time.time()
-        if now_s < self._learned_s - CLOCK_BACK_S:
-            # The clock was set back. Blocks that were used before would stay the newest ones until
-            # it has caught up: read them again, which limits their times.
+        # The clock was set back. Blocks that were used before would stay the newest ones until it
+        # has caught up: read them again, which limits their times.
+        is_back = now_s < self._learned_s - CLOCK_BACK_S
+        # Others have deleted most blocks, whose facts fill the memory.
+        are_gone = len(self._policy) > 2 * index.totals()[0] + LEARN_AT_ONCE
+        if is_back or are_gone:
             self.restart(index, leads=self.leads)
         self._learned_s = now_s
         for _ in range(LEARN_MOST // LEARN_AT_ONCE):

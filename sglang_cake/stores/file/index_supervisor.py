@@ -15,6 +15,7 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import FREE_AT_ONCE, REST_S, Evictor
 from sglang_cake.stores.file.index import BlockIndex, Touch
 from sglang_cake.stores.file.index_file import WAL_BYTES, DamagedIndexError, put_aside
@@ -297,7 +298,8 @@ class IndexSupervisor:
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _free_ahead(self, index: BlockIndex) -> None:
-        while not self._closing.is_set() and self._evictor.enforce_quotas(index, FREE_AT_ONCE):
+        step = Amount(FREE_AT_ONCE.bytes)
+        while not self._closing.is_set() and self._evictor.enforce_quotas(index, step):
             pass
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
