@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,10 +116,16 @@ def status_of(root: Path, *names: str) -> os.stat_result | None:
         return None
 
 
-def files_in(root: Path, *names: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files in a folder; none if it cannot be read. Files that vanish are skipped."""
+def files_in(
+    root: Path, *names: str, like: re.Pattern[str] | None = None
+) -> Iterator[tuple[str, os.stat_result]]:
+    """The regular files in a folder; none if it cannot be read. Files that vanish are skipped.
+
+    Args: like: only those with such names.
+    """
     with contextlib.suppress(OSError), opened(root, *names) as folder:
-        for name in os.listdir(folder):
+        there = os.listdir(folder)
+        for name in there if like is None else filter(like.fullmatch, there):
             with contextlib.suppress(OSError):
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):

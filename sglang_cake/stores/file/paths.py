@@ -26,7 +26,7 @@ CORRUPT = "corrupt"
 DIGEST_OR_KEY = re.compile(r"[0-9a-f]{64}")
 SHARD = re.compile(r"[0-9a-f]{2}")
 _OWNER = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})")
-_TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
+TMP = re.compile(r"\.tmp-([0-9a-f]{16}-[0-9]{1,10})-[0-9a-f]{16}")
 
 
 def block_names(digest: Digest, key: BlockKey) -> tuple[str, str, str, str]:
@@ -66,7 +66,8 @@ def owner_of(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
-def tmp_owner(name: str) -> str | None:
-    """Name of the process (`this_process`) in a temporary file's name; None for other names."""
-    match = _TMP.fullmatch(name)
-    return match[1] if match else None
+def tmp_owner(name: str) -> str:
+    """Name of the process (`this_process`) in a temporary file's name (`TMP`)."""
+    match = TMP.fullmatch(name)
+    assert match is not None, name
+    return match[1]

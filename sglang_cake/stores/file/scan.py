@@ -22,6 +22,7 @@ from sglang_cake.stores.file.paths import (
     DIGEST_OR_KEY,
     INDEX,
     SHARD,
+    TMP,
     owner_of,
     this_host,
     tmp_owner,
@@ -128,9 +129,8 @@ def _fields(root: Path, digest: Digest) -> dict[str, str]:
 def _block_files(
     root: Path, shard: tuple[str, str, str]
 ) -> Iterator[tuple[BlockKey, os.stat_result]]:
-    for name, status in nofollow.files_in(root, *shard):
-        if DIGEST_OR_KEY.fullmatch(name):
-            yield BlockKey(bytes.fromhex(name)), status
+    for name, status in nofollow.files_in(root, *shard, like=DIGEST_OR_KEY):
+        yield BlockKey(bytes.fromhex(name)), status
 
 
 # ---- for a new index ----
@@ -168,10 +168,8 @@ def remove_stale(root: Path, *names: str) -> tuple[int, set[str]]:
     """
     removed = 0
     living = set[str]()
-    for name, status in nofollow.files_in(root, *names):
+    for name, status in nofollow.files_in(root, *names, like=TMP):
         owner = tmp_owner(name)
-        if owner is None:
-            continue
         if is_stale(owner, status.st_mtime):
             with contextlib.suppress(OSError):
                 nofollow.remove_file(root, *names, name)
