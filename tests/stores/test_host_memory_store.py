@@ -24,7 +24,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockMissing, ConfigError, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.memory.block_memory import MOST_PASSED, BlockMemory
+from sglang_cake.stores.memory.block_memory import MOST_PASSED, TOUCHED_AT_ONCE, BlockMemory
 from sglang_cake.stores.open_store import open_store, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -228,6 +228,33 @@ def test_memory_evicts_what_requests_used_least_recently():
     touch(memory, "a", 1)
     assert stored(memory, "d")
     assert names_in(memory, "abcd") == ["a", "c", "d"]
+
+
+class CountedLock:
+    """Attributes: taken: how often one of this kind was."""
+
+    taken = 0
+    real = staticmethod(threading.Lock)
+
+    def __init__(self):
+        self._lock = self.real()
+
+    def __enter__(self):
+        CountedLock.taken += 1
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+def test_memory_lookups_come_between_the_touches_of_a_long_prompt(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Lock", CountedLock)
+        memory = memory_of(4)
+    keys = [key_of(name) for name in range(20 * TOUCHED_AT_ONCE)]
+    before = CountedLock.taken
+    memory.on_access(DIGEST, keys, RequestFacts("a request", 1000))
+    assert CountedLock.taken - before >= 20
 
 
 @pytest.mark.parametrize("policy", ["lru", "cake-prefix"])

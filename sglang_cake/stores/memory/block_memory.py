@@ -24,6 +24,9 @@ REFRESH_S: Final = 1.0
 # An eviction passes over at most so many blocks that are not written below yet, or are another
 # tenant's, in search of a better one. The bound limits the time of an eviction.
 MOST_PASSED: Final = 64
+# Blocks of a prompt that are touched without a pause for lookups, which an event loop makes: about
+# a millisecond. A prompt may have thousands.
+TOUCHED_AT_ONCE: Final = 100
 # Blocks that are lent at once, as a share of all: others can always be evicted.
 LENT_SHARE: Final = 0.5
 
@@ -122,11 +125,13 @@ class BlockMemory:
     def on_access(self, digest: Digest, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As `Store.on_access`."""
         accesses = self._accesses.report(digest, keys, facts, time.monotonic())
+        for start in range(0, len(accesses), TOUCHED_AT_ONCE):
+            with self._lock:
+                for access in accesses[start : start + TOUCHED_AT_ONCE]:
+                    block = self._blocks.get((digest, access.key))
+                    if block is not None:
+                        self._policy.touch(block.ident, access.at_s, 1, access.context)
         with self._lock:
-            for access in accesses:
-                block = self._blocks.get((digest, access.key))
-                if block is not None:
-                    self._policy.touch(block.ident, access.at_s, 1, access.context)
             now_s = time.monotonic()
             if now_s - self._refreshed_s >= REFRESH_S:
                 self._refreshed_s = now_s
@@ -185,10 +190,13 @@ class BlockMemory:
         Raises: StoreFull if all blocks that could be evicted for it are in use.
         """
         now_s = time.monotonic()
+        if (digest, key) in self._blocks:
+            return None
+        # Without the lock, since it waits for a long report.
+        access = self._accesses.access_for_put(digest, key, now_s)
         with self._lock:
             if (digest, key) in self._blocks or self._closed:
                 return None
-            access = self._accesses.access_for_put(digest, key, now_s)
             usage = Usage(
                 self._stride_bytes,
                 now_s,
