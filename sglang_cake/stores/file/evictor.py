@@ -345,8 +345,8 @@ class Evictor:
     def restart(self, index: BlockIndex, *, leads: bool) -> None:
         """Start with an empty policy, for a new index, a new leader, or new times."""
         self._load_fits(index, leads=leads)
-        # Without a policy to fill, the newest blocks are enough for `on_learned`.
-        seen = 0 if leads else max(0, index.last() - ConversationTracker.max_blocks)
+        # Without a policy, the newest blocks are enough, for `on_learned`. Each has taken two ids.
+        seen = 0 if leads else max(0, index.last() - 2 * ConversationTracker.max_blocks)
         self._seen = seen  # last: another thread may just have added blocks to the policy before
 
     def _load_fits(self, index: BlockIndex, *, leads: bool) -> None:
@@ -405,7 +405,7 @@ class Evictor:
     def _pop_unknown(
         self, index: BlockIndex, now_s: float, kept: Collection[int]
     ) -> tuple[int, Usage] | None:
-        # New blocks, and then all blocks: some were still being written when later ones were read.
+        # New blocks, and then all blocks: processes that do not lead have seen a sample.
         for again in (False, True):
             self._seen = 0 if again else self._seen
             while batch := _read_batch(index, self._seen):

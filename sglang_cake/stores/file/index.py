@@ -271,13 +271,16 @@ class BlockIndex:
             return Reserved(missing_bytes=int(missing.args[0]))
 
     def commit(self, reserved: Reservation | IndexedBlock, stored_bytes: int) -> int | None:
-        """Mark a block as stored; returns its id. None if its row was removed.
+        """Mark a block as stored; returns its id, a new one. None if its row was removed.
 
-        The id differs from the reserved one if a new index was built from the files meanwhile.
+        So the ids of stored blocks are in the order in which they were stored, whichever process
+        took longer to write: who has read all up to an id has not missed one.
         """
         with self._transaction() as db:
+            db.execute("UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'blocks'")
             db.execute(
-                f"UPDATE blocks SET state = {State.STORED}, owner = NULL, stored_bytes = ? "
+                "UPDATE blocks SET id = (SELECT seq FROM sqlite_sequence WHERE name = 'blocks'), "
+                f"state = {State.STORED}, owner = NULL, stored_bytes = ? "
                 f"WHERE id = ? AND {_NAMESPACE} AND key = ?",
                 (stored_bytes, *reserved[:3]),
             )
