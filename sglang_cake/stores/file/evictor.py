@@ -347,7 +347,8 @@ class Evictor:
         self._load_fits(index, leads=leads)
         # Without a policy, the newest blocks are enough, for `on_learned`. Each has taken two ids.
         seen = 0 if leads else max(0, index.last() - 2 * ConversationTracker.max_blocks)
-        self._seen = seen  # last: another thread may just have added blocks to the policy before
+        with self.lock:  # last: another thread may just have added blocks to the policy before
+            self._seen = seen
 
     def _load_fits(self, index: BlockIndex, *, leads: bool) -> None:
         fits = index.fits()
