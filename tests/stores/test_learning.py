@@ -20,6 +20,7 @@ from sglang_cake.stores.file.evictor import (
     FREE_AT_ONCE,
     LEARN_AT_ONCE,
     LEARN_MOST,
+    MOST_PASSED,
     REST_S,
     Evictor,
 )
@@ -226,14 +227,18 @@ def without_the_oldest(index, blocks):
         index.drop(block)
 
 
-def test_evictor_passes_blocks_that_others_deleted_in_steps(tmp_path):
-    step = FREE_AT_ONCE.files
-    with leading(tmp_path, 2 * step + 100) as (evictor, index):
+@pytest.mark.parametrize("by_others", ["deleted", "used"])
+def test_evictor_passes_blocks_that_others_deleted_or_used_in_steps(tmp_path, by_others):
+    blocks = MOST_PASSED + 50
+    with leading(tmp_path, 2 * blocks) as (evictor, index):
         assert evictor.learn(index, lambda seconds: None)
-        without_the_oldest(index, step + 50)
-        assert evictor.free(index, Amount(BYTES)) == Amount(0, step)
-        assert evictor.free(index, Amount(BYTES)) == Amount(BYTES, 51)
-        assert indexed(index)[0] == step + 51
+        if by_others == "deleted":
+            without_the_oldest(index, blocks)
+        else:
+            index.touch([Touch(DIGEST, key_of(number), 2e9, 1) for number in range(blocks)])
+        assert evictor.free(index, Amount(BYTES)) == Amount(passed=MOST_PASSED)
+        assert evictor.free(index, Amount(BYTES)) == Amount(BYTES, 1, 50)
+        assert blocks not in indexed(index)
 
 
 def test_evictor_most_of_whose_blocks_others_deleted_forgets_them(tmp_path):

@@ -50,13 +50,14 @@ ENTRY_BYTES = 256  # of a name in its folder: 105 to 150 measured on ext4
 
 
 class Amount(NamedTuple):
-    """Space in a file system; false if it is zero."""
+    """Space in a file system; false if it is zero, and nothing was passed."""
 
     bytes: int = 0
     files: int = 0  # inodes
+    passed: int = 0  # blocks that an eviction took from the order, and that freed nothing
 
     def __bool__(self) -> bool:
-        return self.bytes > 0 or self.files > 0
+        return self.bytes > 0 or self.files > 0 or self.passed > 0
 
     def at_most(self, other: "Amount") -> "Amount":
         return Amount(min(self.bytes, other.bytes), min(self.files, other.files))

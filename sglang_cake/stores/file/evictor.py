@@ -35,6 +35,9 @@ AHEAD_MOST_BYTES = 1 << 30
 # Space freed in one step. Between two steps, callers ask again how much is missing, since other
 # threads and processes free space for the same reason, and puts can run.
 FREE_AT_ONCE = Amount(16 << 20, 1000)
+# Blocks that free nothing in one step: other processes deleted or used them. There may be millions
+# in a row, as after `store clear`.
+MOST_PASSED = 1000
 LOAD_FITS_EVERY_S = 60.0
 MOST_UNREMOVED = 16  # files that an eviction cannot remove before it fails
 
@@ -137,8 +140,7 @@ class Evictor:
         """Evict blocks until `wanted`, or FREE_AT_ONCE, is freed, and then remove files that were
         set aside.
 
-        Returns the space that was freed, less than that if there is no more. The file of a block
-        that others have deleted counts, and its bytes do not.
+        Returns the space that was freed, less than that if there is no more, or after MOST_PASSED.
         Raises: sqlite3.Error; OSError.
         """
         wanted = wanted.at_most(FREE_AT_ONCE)
@@ -146,12 +148,11 @@ class Evictor:
             self._learn_some(index)
         with self.lock, self._filled_policy(index):
             freed = self._evict_first(index, wanted)
-        if freed.files < FREE_AT_ONCE.files and (
-            freed.bytes < wanted.bytes or freed.files < wanted.files
-        ):
+        is_short = freed.bytes < wanted.bytes or freed.files < wanted.files
+        if is_short and freed.passed < MOST_PASSED:
             try:
                 aside = self.remove_aside(index)
-                freed = Amount(freed.bytes + aside.bytes, freed.files + aside.files)
+                freed = _with(freed, aside.bytes, aside.files)
             except OSError as error:
                 self._complain_of_file(error)
         self.space.freed(freed)
@@ -183,7 +184,7 @@ class Evictor:
         try:
             while (
                 freed.bytes < wanted.bytes or freed.files < wanted.files
-            ) and freed.files < FREE_AT_ONCE.files:
+            ) and freed.passed < MOST_PASSED:
                 # Blocks whose tenant the index has changed may leave no tenant above its quota.
                 if only_over_quota and not self._policy.over_quota_bytes():
                     break
@@ -193,14 +194,15 @@ class Evictor:
                 block, usage = popped
                 kept[block] = usage
                 stored = index.find(block)
-                if stored is None:  # there may be millions of these after `store clear`
+                if stored is None:
                     del kept[block]
-                    freed = freed._replace(files=freed.files + 1)
+                    freed = _with(freed, passed=1)
                     continue
                 if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     del kept[block]
                     self._policy.give_back(block, usage)
                     self._add(block, stored.usage)
+                    freed = _with(freed, passed=1)
                     continue
                 try:
                     evicted = self._evict(index, stored)
@@ -215,7 +217,7 @@ class Evictor:
                     continue
                 if evicted:
                     del kept[block]
-                    freed = Amount(freed.bytes + stored.usage.stored_bytes, freed.files + 1)
+                    freed = _with(freed, stored.usage.stored_bytes, 1)
                     self.counts["evicted_bytes"] += stored.usage.stored_bytes
                     self.counts["evicted_blocks"] += 1
         finally:
@@ -426,6 +428,10 @@ class Evictor:
         nofollow.remove_empty(self._root, *shard)
         index.drop(block)
         return True
+
+
+def _with(freed: Amount, more_bytes: int = 0, files: int = 0, passed: int = 0) -> Amount:
+    return Amount(freed.bytes + more_bytes, freed.files + files, freed.passed + passed)
 
 
 def _read_batch(index: BlockIndex, after: int) -> list[IndexedBlock]:
