@@ -35,6 +35,7 @@ from sglang_cake.simulator.hardware import GPUS
 from sglang_cake.simulator.shapes import Shape, find_shape
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.open_store import depths_of, parse_sources
+from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import redacted, split_urls
 
 if TYPE_CHECKING:
@@ -316,9 +317,9 @@ async def store_findings(
     block_bytes = UNKNOWN_BLOCK_BYTES if kv is None else kv.block_bytes
     block_bytes = max(4096, min(block_bytes, LARGEST_BLOCK_BYTES))
     try:
-        store.source.check()
         with progress(f"measuring {store.url}", total=2, unit="run") as bar:
             async with asyncio.timeout(bench_s):
+                await run_in_own_thread(store.source.check)
                 (speed,) = await measure_size(store, block_bytes, [depth], bench_bytes, bar)
     except TimeoutError:
         text = f"{store.url}: {bench_s:g} s were not enough to write and read "

@@ -23,6 +23,7 @@ from sglang_cake.stores.file.disk import FOLDER_BYTES
 from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.open_store import parse_sources
+from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import redacted, split_urls
 
 T = TypeVar("T")
@@ -170,7 +171,7 @@ def complain(named: NamedStore, unreadable: dict[str, str]) -> None:
 @asynccontextmanager
 async def opened(source: StoreSource, frame: BlockFrame, depth: int) -> AsyncIterator[Store]:
     """One namespace of a store, open. Raises: StoreUnavailable; ConfigError."""
-    store = await asyncio.to_thread(source.open, frame, depth=depth)
+    store = await run_in_own_thread(source.open, frame, depth=depth)
     try:
         yield store
     finally:

@@ -104,6 +104,19 @@ def submit(pool: DaemonPool, work: Callable[..., T], *args: Any) -> "Future[T]":
         raise StoreUnavailable(f"no thread runs the call ({error})") from error
 
 
+async def run_in_own_thread(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """As `asyncio.to_thread`, but a call that hangs, as on a dead disk, does not keep the process
+    from ending.
+
+    Raises: the errors of `work`; StoreUnavailable if the system refuses a thread.
+    Cancellation: returns at once; the call goes on.
+    """
+    pool = DaemonPool(1, "cake-call")
+    called = submit(pool, functools.partial(work, *args, **kwargs))
+    pool.shutdown(wait=False)
+    return await asyncio.wrap_future(called)
+
+
 async def run_stoppable(pool: DaemonPool, work: Callable[[threading.Event], T]) -> T:
     """Run `work(stop)` in `pool` and return what it returns.
 

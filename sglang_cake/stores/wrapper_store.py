@@ -2,7 +2,6 @@
 store that is opened by its first call."""
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -12,7 +11,7 @@ from sglang_cake.core.errors import ConfigError, StoreError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, LentBlock, Store, StoreSource, StoreStats
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool, submit
+from sglang_cake.stores.threads import run_in_own_thread
 
 CLOSE_S = 5.0  # how long the end of a store waits for a source that hangs when it is opened
 
@@ -181,13 +180,8 @@ class LazyStore(Store):
     async def _open(self) -> Store:
         if self._closed:
             raise StoreUnavailable("the store is closed")
-        # No thread of asyncio: the process could not end while one hangs on a dead disk.
-        opener = DaemonPool(1, "cake-store-open")
-        work = functools.partial(self._source.open, self._frame, depth=self._depth)
-        opening = submit(opener, work)
-        opener.shutdown(wait=False)
         try:
-            store = await asyncio.wrap_future(opening)
+            store = await run_in_own_thread(self._source.open, self._frame, depth=self._depth)
         except StoreError:
             raise
         except Exception as error:  # the server runs already: the store stays left out

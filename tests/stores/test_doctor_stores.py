@@ -1,9 +1,11 @@
 """`sglang-cake doctor`: what it says of stores, each fault by its real cause."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 from moto_process import moto
 from storetools import ALICE, fill, held, url_of
 from system_calls import reads_of_this_process
@@ -113,6 +115,18 @@ def test_doctor_slow_store_is_given_up_and_cleaned():
     text = refusal_of(in_virtual_time(store_findings(NamedStore("slow://", source), 2, MODEL)))
     assert f"{BENCH_S:g} s were not enough" in text
     assert not store.blocks, "what it wrote is deleted"
+
+
+@pytest.mark.parametrize("call", ["check", "open"])
+def test_doctor_store_that_hangs_is_given_up(call):
+    go, went_on = threading.Event(), []
+    source = SimpleNamespace(check=lambda: None, open=lambda frame, depth: MemoryStore())
+    setattr(source, call, lambda *args, **options: went_on.append(go.wait(10)))
+    findings = store_findings(NamedStore("hangs://", source), 2, MODEL, bench_s=0.05)
+    text = refusal_of(asyncio.run(findings))
+    assert not went_on
+    go.set()
+    assert "0.05 s were not enough" in text
 
 
 def test_doctor_closed_port_is_to_mend():
