@@ -122,7 +122,9 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
             order = room._policy
             queues = order.queue_count if isinstance(order, ReusePolicy) else 1
             began_s = time.perf_counter()
-            room.free(index, Amount(evictions * size))
+            left_bytes = evictions * size
+            while left_bytes > 0 and (freed := room.free(index, Amount(left_bytes))):  # in steps
+                left_bytes -= freed.bytes
             make_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
             for turn in range(evictions):
