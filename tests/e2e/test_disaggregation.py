@@ -245,7 +245,7 @@ def router(pair: Pair) -> Iterator[str]:
     def is_ready() -> bool:
         try:
             return requests.get(f"{url}/readiness", timeout=5).status_code == 200
-        except requests.ConnectionError:
+        except requests.RequestException:
             return False
 
     process = subprocess.Popen(command)

@@ -496,7 +496,7 @@ def test_overlapped_step_second_begin_is_refused(harnesses: Make) -> None:
     shares=st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=2), min_size=2, max_size=2),
     tail=st.integers(1, BLOCK - 1),
 )
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_overlapped_step_random_block_fates_give_right_kv(
     fates: list[Fate], matched: int, shares: list[list[float]], tail: int
 ) -> None:
@@ -506,8 +506,9 @@ def test_overlapped_step_random_block_fates_give_right_kv(
         span = harness.begin()
         assert span == (matched, 2 * BLOCK)
         overlap = harness.last.step_of(req)
-        overlap.patience_s = 0.05 if "never" in fates else PATIENCE_S
         coming = sorted(overlap.reads)
+        hangs = any(fates[block] == "never" for block in coming)
+        overlap.patience_s = 0.05 if hangs else PATIENCE_S
         batch = harness.schedule(span)
 
         def on_layer(layer: int) -> None:
@@ -523,10 +524,9 @@ def test_overlapped_step_random_block_fates_give_right_kv(
         assert harness.failures() or not found & {"corrupt", "never"}
         assert not harness.failures() or found - {"whole"}  # anew: unless nothing was used before
         had = [b for b in coming if fates[b] in ("whole", "anew")]
-        sure = not any(fates[b] == "never" for b in coming)
         report = harness.over()
         stored = sum(min(2 * BLOCK, (b + 1) * BLOCK) - max(matched, b * BLOCK) for b in had)
-        if sure:
+        if not hangs:
             assert report["loaded_tokens"] in range(stored + 1)
         assert report["loaded_tokens"] + report["computed_tokens"] + matched == 2 * BLOCK + tail
 

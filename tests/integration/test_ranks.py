@@ -17,7 +17,7 @@ from polling import until
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.loading.cost_model import LoadCost
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class TwoRanks:

@@ -138,7 +138,7 @@ class Setup:
             limit_tokens=SPLIT,
             table=WatchedTable(None),
             member_settings=MemberSettings(
-                **{"answer_s": 20.0, "bind_timeout_s": 60.0, **changes}  # two slow cores
+                **{"answer_s": 60.0, "bind_timeout_s": 60.0, **changes}  # two slow cores
             ),
         )
         params = SimpleNamespace(custom_params={"cake_runahead": [SPLIT, STOP]})

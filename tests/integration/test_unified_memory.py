@@ -30,7 +30,7 @@ from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.memory.pool_planes import DraftPools
 
 BLOCK = 8
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 POOLS: dict[str, Callable[..., Any]] = {
     "windows": partial(unified, 160),
     "windows, pages": partial(unified, 160, page=4),

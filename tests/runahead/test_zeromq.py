@@ -555,8 +555,14 @@ def test_zeromq_peer_that_takes_no_kv_is_gone_after_the_timeout(two: Callable[..
         send_many()
     pair.records[1].open.set()
     until(lambda: all(record.gone for record in pair.records), "they part")
-    pair.meet()
-    pair.members[0].send_part(1, PART, data)
+
+    def sent() -> bool:
+        with contextlib.suppress(encrypted_kv.PeerGone):  # `send_s` is little on a busy machine
+            pair.members[0].send_part(1, PART, data)
+            return True
+        return False
+
+    until(sent, "they go on")
 
 
 # ---- addresses ----

@@ -5,6 +5,7 @@ import contextlib
 import threading
 
 import pytest
+from polling import async_until
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.mooncake.mooncake_store import CallThreads, Hold
@@ -89,8 +90,8 @@ async def test_mooncake_calls_with_all_threads_late_fail_until_one_returns():
         with pytest.raises(StoreUnavailable, match="1 calls wait"):
             await threads.call(lambda hold: "never")
         stuck.go.set()
-        while threads.abandoned:  # noqa: ASYNC110 - a thread ends
-            await asyncio.sleep(0.001)
+        await async_until(lambda: not threads.abandoned)
+        threads.patience_s = 60
         assert await threads.call(lambda hold: "again") == "again"
 
 

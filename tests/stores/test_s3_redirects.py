@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from aiohttp import web
 from filestore import closing
+from moto_process import patient
 from test_s3 import credentials  # noqa: F401 - a fixture
 from web_server import serving
 
@@ -22,7 +23,7 @@ BUFFERED_BYTES = 2**23  # of sockets and pipes between a server and its client, 
 
 def source_at(port):
     (source,) = parse_sources(f"s3://bucket?endpoint=http://127.0.0.1:{port}&region=us-east-1")
-    return source
+    return patient(source)
 
 
 @contextlib.asynccontextmanager

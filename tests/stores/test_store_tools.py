@@ -589,7 +589,7 @@ WRITER = """
 import asyncio, sys
 from storetools import ALICE, url_of
 from sglang_cake.stores.open_store import parse_sources
-from sglang_cake.testing.store_contract import block_of, key_of, read
+from sglang_cake.testing.store_contract import block_of, key_of
 async def main():
     store = parse_sources(url_of(sys.argv[1]))[0].open(ALICE, depth=2)
     count = 0
@@ -624,14 +624,17 @@ def test_store_tools_during_writes_of_another_process_succeed(root, tmp_path, ca
     try:
         assert writer.stdout.readline() == "begun\n"
         for _ in range(3):
+            until(
+                lambda: told(capsys, "stat", url_of(root))["stores"][0]["blocks"] >= 20,
+                "it writes",
+            )
             (answer,) = told(capsys, "verify", url_of(root))["stores"]
             assert answer["corrupt"] == answer["unanswered"] == 0
             assert answer["ok"] >= 4
-            assert told(capsys, "stat", url_of(root))["stores"][0]["blocks"] >= 4
             assert told(capsys, "cp", url_of(root), url_of(tmp_path / "to"))["corrupt"] == 0
+            assert told(capsys, "ls", url_of(root))["stores"][0]["namespaces"]
             # The index alone takes more, so every block is evicted.
             told(capsys, "gc", url_of(root), "--to", 30 * FRAMED, status=1)
-            assert told(capsys, "ls", url_of(root))["stores"][0]["namespaces"]
         told(capsys, "clear", url_of(root), "--namespace", ALICE.digest.hex(), "--yes")
         assert writer.poll() is None, "it noticed nothing"
         out, _ = writer.communicate("stop", timeout=60)

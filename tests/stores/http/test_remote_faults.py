@@ -250,7 +250,7 @@ def test_loader_remote_fault_midway_lands_only_right_blocks(remote, fault):
     io, counters = IoThread(), Counters()
     pool = BufferPool([Buffer(on_page(LAYOUT.block_bytes)) for _ in range(BLOCKS)])
     prior = LoadCost(0.0, 1.0, depth=2)
-    loader = Loader(store, pool, io, counters, depths=[2], prior=prior)
+    loader = Loader(store, pool, io, counters, depths=[2], prior=prior, least_limit_s=WAIT_S)
 
     def worth(stored, cost):
         assert all(stored)
