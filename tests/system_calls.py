@@ -75,15 +75,24 @@ class Held:
 
 
 class Disk:
-    """What `os.statvfs` says of every file system. Attributes: asked: the folders, in order."""
+    """What `os.statvfs` says of every file system.
+
+    Attributes:
+        asked: the folders, in order.
+        now_s: of `clock`, by which a store knows when to ask again.
+    """
 
     f_frsize = 1
     f_blocks, f_files = 10**12, 10**6
+    now_s = 0.0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.f_bavail, self.f_favail = 10**12, 10**6
         self.asked: list[object] = []
         monkeypatch.setattr(os, "statvfs", self._ask)
+
+    def clock(self) -> float:
+        return self.now_s
 
     def _ask(self, folder: object) -> "Disk":
         self.asked.append(folder)

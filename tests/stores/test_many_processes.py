@@ -28,7 +28,7 @@ from test_capacity import (
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.eviction.policy import Usage
-from sglang_cake.stores.file.disk import Amount, FreeSpace
+from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.scan import STALE_S
 from sglang_cake.testing.store_contract import key_of
@@ -225,12 +225,13 @@ def disk(monkeypatch):
 
 
 def test_block_folder_low_free_space_evicts_without_a_put(tmp_path, disk):
-    with contextlib.closing(opened(tmp_path, capacity_bytes=None, min_free_bytes=1000)) as folder:
+    options = {"capacity_bytes": None, "min_free_bytes": 1000, "clock": disk.clock}
+    with contextlib.closing(opened(tmp_path, **options)) as folder:
         for name in range(10):
             put(folder, name)
         disk.f_bavail = 1000 - 3 * STORED_BYTES + 1  # others fill the disk
+        disk.now_s = FRESH_S
         until(lambda: folder.stats().blocks == 7, "7 blocks are left")
-        disk.f_bavail = 1000
         until_room_is_made(folder)
         assert there(folder, range(10)) == list(range(3, 10))
 
@@ -262,18 +263,16 @@ def test_block_folder_full_disk_evicts_while_blocks_are_read(tmp_path, disk, mon
 
 
 def test_evictor_of_four_instances_exactly_one_leads(tmp_path, disk):
+    options = {"capacity_bytes": None, "min_free_bytes": 1000, "clock": disk.clock}
     with contextlib.ExitStack() as held:
         folders = [
-            held.enter_context(
-                contextlib.closing(opened(tmp_path, capacity_bytes=None, min_free_bytes=1000))
-            )
-            for _ in range(4)
+            held.enter_context(contextlib.closing(opened(tmp_path, **options))) for _ in range(4)
         ]
         for name in range(10):
             put(folders[0], name)
         disk.f_bavail = 1000 - 2 * STORED_BYTES + 1
+        disk.now_s = FRESH_S
         until(lambda: folders[0].stats().blocks == 8, "8 blocks are left")
-        disk.f_bavail = 1000
         until_room_is_made(folders[0])
         assert [folder.evictions().evicted_blocks for folder in folders] == [2, 0, 0, 0]
         assert [folder.evictor.leads for folder in folders] == [True, False, False, False]
@@ -288,26 +287,24 @@ def test_evictor_of_a_tool_leaves_the_lead_to_a_server(tmp_path):
 
 
 def test_free_space_inodes_are_limited_like_bytes(tmp_path, disk):
-    now_s = 0.0
-    space = FreeSpace(tmp_path, disk.f_blocks // 100, clock=lambda: now_s)
+    space = FreeSpace(tmp_path, disk.f_blocks // 100, clock=disk.clock)
     disk.f_favail = disk.f_files // 100 + 4
     assert space.take(1000) == Amount()
     assert space.take(1000) == Amount(0, 2)
     space.freed(Amount(0, 2))
     assert space.take(1000) == Amount()
-    now_s, disk.f_favail = 10.0, 0
+    disk.now_s, disk.f_favail = 10.0, 0
     assert space.missing() == Amount(0, disk.f_files // 100)
     disk.f_files = 0  # as btrfs, which has no fixed number
-    now_s = 20.0
+    disk.now_s = 20.0
     assert space.missing() == Amount()
 
 
 def test_block_folder_low_free_inodes_evict_blocks(tmp_path, disk):
-    with contextlib.closing(
-        opened(tmp_path, capacity_bytes=None, min_free_bytes=disk.f_blocks // 100)
-    ) as folder:
+    options = {"min_free_bytes": disk.f_blocks // 100, "clock": disk.clock}
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None, **options)) as folder:
         for name in range(10):
             put(folder, name)
         disk.f_favail = disk.f_files // 100 - 3
+        disk.now_s = FRESH_S
         until(lambda: folder.stats().blocks == 7, "7 blocks are left")
-        disk.f_favail = disk.f_files
