@@ -1,9 +1,12 @@
 """Waits for what has no event, by asking again and again."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+from sglang_cake.core.errors import StoreFull, StoreUnavailable
 
 PATIENCE_S = 120.0  # for what takes a fraction of a second: machines are busy
 
@@ -24,8 +27,20 @@ async def async_until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
+async def async_answer(call: Callable[[], Awaitable[Any]]) -> Any:
+    """The first true answer of a call that a store may refuse until then."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(StoreFull, StoreUnavailable):
+                if answer := await call():
+                    return answer
+            await asyncio.sleep(0.01)
+
+
 async def until_deleted(store: Any, key: Any) -> None:
     """Return when `store` has deleted a block in the background."""
-    async with asyncio.timeout(PATIENCE_S):
-        while await store.contains([key]) != [False]:  # noqa: ASYNC110 - as above
-            await asyncio.sleep(0.001)
+
+    async def gone() -> bool:
+        return await store.contains([key]) == [False]
+
+    await async_answer(gone)

@@ -48,10 +48,7 @@ class MessageRecord:
 
 
 def addresses(size: int) -> list[tuple[str, int]]:
-    ports: set[int] = set()
-    while len(ports) < size:
-        ports.add(free_port())
-    return [("127.0.0.1", port) for port in ports]
+    return [("127.0.0.1", free_port()) for _ in range(size)]
 
 
 def member(

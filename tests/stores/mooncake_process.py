@@ -26,8 +26,7 @@ FRAME = BlockFrame(NAMESPACE, LAYOUT)  # 256 KiB
 
 
 def free_ports(count):
-    ports = {free_port() for _ in range(count)}
-    return list(ports) if len(ports) == count else free_ports(count)
+    return [free_port() for _ in range(count)]
 
 
 class Master:

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 
 import pytest
 from filestore import (
@@ -23,7 +22,7 @@ from filestore import (
     waiting_for_the_index,
 )
 from hostile import SHORT_WAIT_S
-from polling import async_until
+from polling import async_answer, async_until
 from system_calls import Disk, failing
 
 from sglang_cake.codecs.frame import HEADER_BYTES
@@ -293,13 +292,7 @@ async def test_file_store_mounted_read_only_reads_and_refuses_writes(tmp_path):
                         await store.delete(keys[0])
                 assert files_below(tmp_path) == before
                 assert mounted(tmp_path, "-o", "remount,rw")  # somebody has mended it
-                until_s = time.monotonic() + 60
-                while True:
-                    with contextlib.suppress(StoreUnavailable):
-                        await put_a(store)
-                        break
-                    assert time.monotonic() < until_s
-                    await asyncio.sleep(0.05)
+                await async_answer(lambda: store.put(A, block_of("a")))
                 assert await store.contains([*keys, A]) == [True] * 4
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -81,8 +81,7 @@ async def test_lazy_store_cancelled_opening_leaves_no_open_store():
     source.gate.clear()
     store = LazyStore(source, FRAME, depth=1)
     call = asyncio.create_task(store.contains([]))
-    while not source.asked:  # noqa: ASYNC110 - it is a thread that asks
-        await asyncio.sleep(0.001)
+    await async_until(lambda: source.asked)
     call.cancel()
     await asyncio.wait([call])
     assert call.cancelled()

@@ -5,13 +5,13 @@ index has schema 2. `index-3.tar.xz` is of commit 838c257. Each has three blocks
 each namespace. A new format gets a file of its own beside them.
 """
 
-import asyncio
 import hashlib
 import tarfile
 from array import array
 from pathlib import Path
 
 import pytest
+from polling import async_answer
 
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, KeySeed, block_keys
@@ -66,9 +66,11 @@ def stored(request: pytest.FixtureRequest, root: Path) -> Stored:
 
 async def until_indexed(store: Store, keys: list[BlockKey]) -> None:
     """An index of another schema is made anew in the background, from the files."""
-    async with asyncio.timeout(60):
-        while not all(await store.contains(keys)):  # noqa: ASYNC110 - a store has no event for it
-            await asyncio.sleep(0.01)
+
+    async def indexed() -> bool:
+        return all(await store.contains(keys))
+
+    await async_answer(indexed)
 
 
 async def test_file_store_of_an_earlier_version_is_found_and_read(stored: Stored) -> None:

@@ -4,13 +4,11 @@ import asyncio
 import itertools
 import json
 import random
-import time
 
 import pytest
 from http_servers import (
     BIG_FRAME,
     FRAMED_BYTES,
-    WAIT_S,
     A,
     OurServer,
     ServerInProcess,
@@ -26,7 +24,7 @@ from http_servers import (
     start_put,
     start_request,
 )
-from polling import async_until, until
+from polling import async_answer, async_until, until
 
 from sglang_cake.cli import main
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError, StoreUnavailable
@@ -160,14 +158,7 @@ async def test_http_store_after_server_restarts_reads_and_puts_again(tmp_path):
         with pytest.raises(StoreUnavailable):
             await store.put(key_of("b"), block_of("b"))
         server = await asyncio.to_thread(lambda: OurServer(tmp_path / "root", port=port))
-        until_s = time.monotonic() + WAIT_S
-        while time.monotonic() < until_s:
-            try:
-                assert await read(store, A) == block_of("a")
-                break
-            except StoreUnavailable:
-                await asyncio.sleep(0.01)
-        assert await read(store, A) == block_of("a")
+        assert await async_answer(lambda: read(store, A)) == block_of("a")
         store.counters.refused = 0
     assert store.counters.breaker_openings >= 2
     assert store.counters.corrupt == 0
