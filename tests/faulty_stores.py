@@ -169,6 +169,6 @@ class OutageStore(WrapperStore):
 
     async def _outage(self) -> None:
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # each raise adds to it, and logs print it all
         if self.hangs:
             await asyncio.get_running_loop().create_future()
