@@ -86,7 +86,7 @@ def test_paper_tables_five_cells_lost_in_print_are_three_here_and_none_over_whol
 
 
 def test_simulated_random_traces_stay_near_the_optimum_and_waste_little() -> None:
-    for name, found in traces.fluctuations(traces=40).items():
+    for name, found in traces.fluctuations(traces=20).items():
         assert found["over_ideal_median"] <= 1.05, name
         assert found["over_single_max"] <= 1.02, name
         assert found["wasted_share"] <= 0.01, name
