@@ -5,12 +5,12 @@ import os
 import re
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from sglang_cake.demo.sglang_server import temporary_files_in
 
 # How long an example takes says more about the machine than about the code.
-settings.register_profile("default", deadline=None)
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("default")
 
 # `pytest --hypothesis-profile=hours --timeout=0 tests/stores/test_fuzz_*.py

@@ -338,7 +338,7 @@ def test_auto_codec_block_error_is_measured_once_for_all_tiers() -> None:
     assert counters.snapshot()["auto_refused_blocks", "int8 block_error"] == 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.none() | st.floats(1e6, 1e10), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.005, 0.02, 0.3]),

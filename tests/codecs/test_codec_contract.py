@@ -80,7 +80,7 @@ several_groups = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     layout=layouts | several_groups,
     seed=st.integers(0, 2**32),
@@ -93,7 +93,7 @@ def test_lossless_codecs_random_bytes_return_bit_for_bit(
     assert _round_trip(layout, block, codec) == block
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     layout=layouts,
     seed=st.integers(0, 2**32),
@@ -166,7 +166,7 @@ def test_relative_error_number_that_is_not_finite_is_infinite(number: float) -> 
     assert relative_error(layout, block, block) == np.inf
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     layout=layouts,
     seed=st.integers(0, 2**32),

@@ -7,7 +7,7 @@ from pathlib import Path
 import constriction
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_cake.codecs import entropy
@@ -121,7 +121,6 @@ def shapes(draw):
     return np.array(drawn, np.uint8).reshape(layers, channels), tokens
 
 
-@settings(deadline=None)
 @given(shapes(), st.integers(0, 2**32 - 1))
 def test_entropy_decoder_random_shapes_return_the_encoded_numbers(shape, seed):
     classes, tokens = shape
@@ -138,7 +137,6 @@ WORDS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(shapes(), WORDS)
 @example((np.full((1, 2), 9, np.uint8), 100), [])
 @example((np.full((1, 2), 9, np.uint8), 100), [0] * 9)

@@ -91,7 +91,6 @@ class RecordingPolicy:
         return popped
 
 
-@settings(deadline=None)
 @given(trace=traces(), capacity=st.integers(1, 12), leaf=st.booleans())
 def test_replay_lru_on_random_traces_matches_a_plain_simulation(trace, capacity, leaf):
     outcome = Replay(trace, new_policy("lru"), capacity, leaf=leaf).run()
@@ -100,7 +99,6 @@ def test_replay_lru_on_random_traces_matches_a_plain_simulation(trace, capacity,
     assert outcome.refs == trace.refs
 
 
-@settings(deadline=None)
 @given(trace=traces(most=60), capacity=st.integers(1, 15))
 def test_workload_policy_with_one_class_evicts_exactly_as_lru(trace, capacity):
     lru = RecordingPolicy(new_policy("lru"))
@@ -112,7 +110,6 @@ def test_workload_policy_with_one_class_evicts_exactly_as_lru(trace, capacity):
     assert (by_one.hits, by_one.islands) == (by_lru.hits, by_lru.islands)
 
 
-@settings(deadline=None)
 @given(trace=traces(), capacity=st.integers(1, 12), leaf=st.booleans(), data=st.data())
 def test_replay_any_policy_stays_within_capacity_and_offline_optimum(trace, capacity, leaf, data):
     name = data.draw(st.sampled_from(sorted(POLICIES)))
@@ -143,7 +140,7 @@ def best_islands(trace, capacity, index=0, resident=frozenset()):
     return len(resident & blocks) + later
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(trace=traces(most=6, longest=3), capacity=st.integers(3, 6))
 def test_belady_policy_on_small_traces_matches_exhaustive_search(trace, capacity):
     assert Replay(trace, BeladyPolicy(trace), capacity).run().islands == best_islands(

@@ -5,7 +5,7 @@ import tracemalloc
 
 import models
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.stores.eviction import POLICIES, new_policy, queues
@@ -134,7 +134,6 @@ def change(policies, there, numbers, step, ident, now_s, context):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(deadline=None)
 @given(steps=STEPS)
 def test_eviction_policy_random_steps_match_its_reference_model(name, steps):
     """Those that go by reuse look at one block of each class, their model at all blocks. That is
@@ -163,7 +162,6 @@ def test_eviction_policy_random_steps_match_its_reference_model(name, steps):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(deadline=None)
 @given(steps=STEPS)
 def test_eviction_policy_block_given_back_changes_no_later_decision(name, steps):
     policy, other = new_policy(name, BENEFIT), new_policy(name, BENEFIT)
@@ -265,7 +263,6 @@ def cached_hits(policy, idents, size):
     return hits
 
 
-@settings(deadline=None)
 @given(idents=st.lists(st.integers(0, 30), max_size=300), size=st.integers(1, 21))
 def test_s3fifo_policy_random_accesses_hit_as_the_papers_algorithm(idents, size):
     assert cached_hits(new_policy("s3fifo"), idents, size) == models.s3fifo_hits(idents, size)

@@ -1,7 +1,7 @@
 """Quotas and fairness: what tenants owe each other."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.stores.eviction import POLICIES, new_policy
@@ -96,7 +96,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps=STEPS, fair=st.booleans(), quota=st.none() | st.integers(0, 60))
 def test_tenant_policy_random_steps_keep_counts_and_evict_the_largest(steps, fair, quota):
     policy, there = TenantPolicy(new_policy("workload"), TenantRules(quota, fair)), {}

@@ -72,7 +72,7 @@ def _flip(path: Path, at: int) -> None:
 
 
 @given(st.binary(max_size=200), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_content_digest_one_flipped_bit_is_another_digest(
     tmp_path_factory: pytest.TempPathFactory, raw: bytes, data: st.DataObject
 ) -> None:

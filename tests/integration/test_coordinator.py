@@ -19,7 +19,7 @@ from coordinator_harness import (
     FakeReq,
     req_of,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import until
 
@@ -830,7 +830,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 @given(
     actions=ACTIONS,
     mode=st.sampled_from(["auto", "both", "compute", "load"]),

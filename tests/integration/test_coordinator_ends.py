@@ -167,7 +167,7 @@ def test_coordinator_end_slower_than_computing_is_not_loaded() -> None:
         assert harness.slow.waiting != []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_coordinator_random_faults_and_steps_return_everything(seed: int) -> None:
     """Bytes that are attached are checked by the harness; here: progress, and nothing is kept."""

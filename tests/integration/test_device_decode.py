@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_pools import as_bytes, buffers_for, buffers_of, mha, mla
 
@@ -125,7 +125,6 @@ def test_device_decode_outlier_index_out_of_range_raises_malformed() -> None:
             decoding(WIDE, memoryview(out)[:size], memoryview(out)[: WIDE.block_bytes])
 
 
-@settings(deadline=None)
 @given(
     layout=st.sampled_from(LAYOUTS),
     bits=st.sampled_from([4, 8]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_cuda import install
 from faults import FaultyCopier
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_pools import (
     Staging,
@@ -296,7 +296,7 @@ def test_device_slots_block_that_comes_after_its_slots_are_withdrawn_is_not_copi
         assert torch.equal(as_bytes(buffer), old)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     page=st.sampled_from([1, 4, 16]),
     actions=st.lists(

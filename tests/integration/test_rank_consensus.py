@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_pools import record_of
 
@@ -197,7 +197,6 @@ def views(draw: st.DrawFn) -> list[list[PromptRecord]]:
     return ranks
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=views(), numbers=st.lists(st.floats(0, 10), min_size=20, max_size=20))
 def test_rank_consensus_random_views_give_equal_and_true_facts(
     ranks: list[list[PromptRecord]], numbers: list[float]

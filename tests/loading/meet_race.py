@@ -1,6 +1,5 @@
 """A race of compute against a loader, played at random, for models with and without end states."""
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -32,15 +31,6 @@ def plan(
         chunk_tokens=chunk,
         costs=known,
         progress=LoadProgress(since_s, since_s > 0, load_from=0),
-    )
-
-
-def settings_of(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
-        stateful_step_count=30,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
     )
 
 

@@ -149,7 +149,7 @@ def test_prefill_fit_decoding_in_the_same_step_is_separated() -> None:
     assert fit.cost.step_s(0, 512) == pytest.approx(truth.step_s(0, 512), rel=0.1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9999), st.integers(0, 999), st.floats()), max_size=30))
 def test_prefill_fit_random_measurements_stay_finite_and_not_negative(
     steps: list[tuple[int, int, float]],

@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 from faulty_stores import RecordingStore
 from held_reads import PATIENCE_S, HeldReads
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.codecs.frame import BlockFrame
@@ -1446,7 +1446,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 @given(actions=ACTIONS, buffers=st.integers(1, 5), depth=st.integers(1, 4))
 def test_loader_random_actions_return_every_buffer(
     actions: list[tuple[str, int, int]], buffers: int, depth: int
@@ -1455,7 +1455,7 @@ def test_loader_random_actions_return_every_buffer(
         drive_loader(harness, [harness.fill(tokens) for tokens in PROMPTS], actions)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 @given(
     actions=ACTIONS,
     buffers=st.integers(1, 5),

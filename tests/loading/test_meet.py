@@ -3,6 +3,7 @@
 from collections import deque
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     initialize,
@@ -10,7 +11,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from meet_race import MeetRace, plan, settings_of
+from meet_race import MeetRace, plan
 
 from sglang_cake.core.token_span import Span
 from sglang_cake.loading.meet import TRANSITIONS, BlockState, Event, Meet
@@ -167,7 +168,7 @@ class MeetMachine(MeetRace):
 
 
 TestMeet = MeetMachine.TestCase
-TestMeet.settings = settings_of(examples=250)
+TestMeet.settings = settings(max_examples=250, stateful_step_count=30)
 
 
 # ---- the table ----

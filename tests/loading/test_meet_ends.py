@@ -1,7 +1,7 @@
 """The meet of a model with end states: played at random, and the cases worth naming."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     initialize,
@@ -9,7 +9,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from meet_race import MeetRace, plan, settings_of
+from meet_race import MeetRace, plan
 
 from sglang_cake.core.token_span import Span
 from sglang_cake.loading.meet import BlockState, Meet, best_run, end_indices, possible_runs
@@ -200,7 +200,7 @@ class EndRace(MeetRace):
 
 
 TestEndRace = EndRace.TestCase
-TestEndRace.settings = settings_of(examples=300)
+TestEndRace.settings = settings(max_examples=300, stateful_step_count=30)
 
 
 # ---- the choice of a target ----

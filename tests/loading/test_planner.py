@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.loading.cost_model import (
@@ -38,7 +38,6 @@ WANTED, LANDED, GONE, ABSENT = (
     BlockState.GONE,
     BlockState.ABSENT,
 )
-SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def costs(
@@ -152,7 +151,6 @@ def test_planner_outlook_beside_others_rounds_loads_up_to_their_step() -> None:
     assert loading_s(pipelined.beside(others)) == 1000 + 30 / 2 + 30 + 30 + 50
 
 
-@SLOW
 @given(st.data())
 def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject) -> None:
     states = data.draw(st.lists(st.sampled_from([WANTED, LANDED, GONE]), max_size=12))
@@ -245,7 +243,6 @@ def edge_of(now: dict) -> int:
     return min([view.front + now["chunk_tokens"], view.prompt_tokens, *islands])
 
 
-@SLOW
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]))
 def test_planner_random_situations_step_advances_within_its_limit(now: dict, mode: Mode) -> None:
     step, view = next_step(mode=mode, **now), now["view"]
@@ -258,7 +255,6 @@ def test_planner_random_situations_step_advances_within_its_limit(now: dict, mod
         assert step.load_from is not None
 
 
-@SLOW
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]), begun=st.booleans())
 def test_planner_random_situations_very_late_loads_are_not_waited_for(
     now: dict, mode: Mode, begun: bool
@@ -268,13 +264,11 @@ def test_planner_random_situations_very_late_loads_are_not_waited_for(
     assert not next_step(mode=mode, **now).wait
 
 
-@SLOW
 @given(now=situations())
 def test_planner_mode_load_waits_while_a_block_is_wanted(now: dict) -> None:
     assert next_step(mode="load", **now).wait is (WANTED in now["view"].states)
 
 
-@SLOW
 @given(now=situations(), mode=st.sampled_from(["auto", "both", "load"]))
 def test_planner_without_wanted_blocks_takes_a_full_step(now: dict, mode: Mode) -> None:
     view = now["view"]
@@ -382,7 +376,6 @@ def test_planner_backlog_moves_the_meeting_point_to_the_left() -> None:
     assert look_ahead(view, chunk_tokens=500, costs=late, progress=LoadProgress()).best_s == 5060
 
 
-@SLOW
 @given(now=situations(), backlog_s=st.floats(0, 1e4), load_from=st.sampled_from([None, 0]))
 def test_planner_worth_loading_with_equal_costs_does_not_change(
     now: dict, backlog_s: float, load_from: int | None
@@ -502,7 +495,7 @@ def test_planner_race_modes_compute_or_load_everything() -> None:
     assert load.waited_s == pytest.approx(32 * machine.load.block_s, rel=0.01)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+@settings(max_examples=150)
 @given(
     prompt=st.integers(1, 3000),
     chunk=st.integers(1, 700),

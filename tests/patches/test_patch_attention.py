@@ -80,7 +80,7 @@ def run_both(backends: SimpleNamespace, spans: list[tuple[int, int]], **options:
 SPANS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     spans=SPANS,
     kv_heads=st.sampled_from([1, 2, 4]),

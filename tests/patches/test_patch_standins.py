@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from sglang_copy import Copies, cut_out  # noqa: E402
 
@@ -51,7 +51,6 @@ MOVES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(pairs=MOVES)
 def test_patch_standin_move_copies_slots_in_every_layer(
     standins: SimpleNamespace, pairs: list[tuple[int, int]]
@@ -71,7 +70,6 @@ def test_patch_standin_move_of_a_rotation_reads_before_it_writes(standins: Simpl
         assert torch.equal(after[:3], before[[1, 2, 0]])
 
 
-@settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=5),
     index_type=st.sampled_from([torch.int32, torch.int64]),

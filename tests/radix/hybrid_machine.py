@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-SETTINGS = settings(max_examples=15, stateful_step_count=50, deadline=None)
+SETTINGS = settings(max_examples=15, stateful_step_count=50)
 UNIT_BLOCK = 8  # the numbers below are for blocks of so many tokens, and 20 of them in a pool
 
 

@@ -136,9 +136,7 @@ class LandedBlocksMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("core", CORES)
 def test_radix_cache_random_calls_lose_no_held_slot(core: str) -> None:
     machine = type("Machine", (LandedBlocksMachine,), {"core": core})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=15, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=15, stateful_step_count=40))
 
 
 @pytest.mark.parametrize("core", CORES)

@@ -24,7 +24,7 @@ from trees import CORES, SLOTS, FakeCoordinator, TreeWithSlots, config_of, lock_
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
-SETTINGS = settings(max_examples=15, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=15, stateful_step_count=40)
 
 
 class TwoTrees(RuleBasedStateMachine):

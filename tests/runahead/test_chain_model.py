@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chain_model import (
@@ -51,7 +51,6 @@ def test_chain_model_received_kv_is_sent_on_before_the_own_part() -> None:
     assert at_once.ttft_s[0] < in_one.ttft_s[0]
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 6),
     st.integers(1, 12),
@@ -76,7 +75,6 @@ def test_chain_model_random_chains_keep_the_order_of_events(
     assert t.ttft_s[0] >= chain_ttft(plan, worker, FREE, 1e3) - 1e-9
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(8, 5000))
 def test_chain_model_traffic_equals_equations_4_to_7(workers: int, tokens: int) -> None:
     split = even(Span(0, tokens - tokens % workers), workers)

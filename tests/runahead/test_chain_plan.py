@@ -1,6 +1,6 @@
 """When a prompt is shared, and with how many."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chain_model import with_loader
@@ -123,7 +123,6 @@ def test_forced_plan_span_beyond_one_forward_is_ignored() -> None:
     assert forced_plan([512, 1040], Span(0, 1040), (0,), limits) is None
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 50),
     st.integers(1, 20_000),
@@ -208,7 +207,6 @@ def test_plan_beside_loader_ends_before_the_landed_blocks() -> None:
     assert plan.partition.bounds[-1] == 4096
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 40),
     st.lists(st.sampled_from([*BlockState][:3]), min_size=40, max_size=40),

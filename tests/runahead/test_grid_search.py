@@ -23,7 +23,7 @@ def distance_to(target: Sequence[int]) -> Callable[[Partition], float]:
     return one
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(2, 4), st.data())
 def test_grid_search_finds_the_minimum_of_a_convex_cost(workers: int, data: st.DataObject) -> None:
     inner = data.draw(

@@ -409,7 +409,7 @@ def test_runahead_member_offer_for_another_member_is_refused(kind: str) -> None:
         each.close()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.DataObject) -> None:
     source, rows = FakeRows(3), FakeRows(3)

@@ -59,7 +59,6 @@ def spans(draw: st.DrawFn, page_tokens: int) -> Span:
     return Span(start, start + draw(st.integers(1, 2000)))
 
 
-@settings(deadline=None)
 @given(st.data(), st.sampled_from([1, 16, 64]), st.integers(1, 9), COSTS)
 def test_partition_random_splits_cover_the_span_in_whole_pages(
     data: st.DataObject, page_tokens: int, workers: int, costs: tuple[float, float, float]
@@ -77,7 +76,7 @@ def test_partition_random_splits_cover_the_span_in_whole_pages(
         assert sum(found.fractions) == pytest.approx(1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 3), st.integers(2, 14), st.integers(1, 4), COSTS)
 def test_partition_balanced_equals_the_best_by_brute_force(
     start: int, tokens: int, workers: int, costs: tuple[float, float, float]
@@ -91,7 +90,7 @@ def test_partition_balanced_equals_the_best_by_brute_force(
     assert slowest(balanced(span, workers, step_s), step_s) == pytest.approx(best, rel=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 4),
     st.integers(100, 4000),

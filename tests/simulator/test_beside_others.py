@@ -64,7 +64,7 @@ def outcome(machine: Machine, tokens: int, chunk: int) -> Outcome:
 
 
 # The same examples each time: docs/scheduling.md has a cell that random ones found.
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     cost=costs,
     load=loads,

@@ -82,7 +82,7 @@ def test_overlap_loop_last_token_of_a_request_is_known_a_step_late(
 # ---- the decisions ----
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     cost=costs,
     load=loads,

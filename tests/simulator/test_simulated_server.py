@@ -38,7 +38,7 @@ prompts = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     given_prompts=prompts,
     policy=st.sampled_from(["adaptive", "fcfs"]),
@@ -82,7 +82,7 @@ def test_simulated_server_random_prompts_finish_with_every_token_once(
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 9000),
     stored=st.one_of(st.none(), st.integers(0, 70)),

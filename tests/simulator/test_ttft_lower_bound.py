@@ -32,7 +32,7 @@ def speeds(draw: st.DrawFn) -> Speed:
     return Speed(tuple(gap_s * i for i in range(len(values))), tuple(values))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     cost=costs,
     load=loads,
@@ -103,7 +103,7 @@ def test_ttft_lower_bound_last_step_also_computes_blocks_not_loaded() -> None:
 
 
 # The same examples every time: 8,000 random ones held, which is no proof that all do.
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     cost=costs,
     load=loads,

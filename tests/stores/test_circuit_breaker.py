@@ -166,4 +166,4 @@ class CircuitBreakerMachine(RuleBasedStateMachine):
 
 
 TestCircuitBreaker = CircuitBreakerMachine.TestCase
-TestCircuitBreaker.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestCircuitBreaker.settings = settings(max_examples=50, stateful_step_count=30)

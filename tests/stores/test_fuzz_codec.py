@@ -30,9 +30,8 @@ from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import key_of
 
 MANY = settings(
-    deadline=None,
     max_examples=max(1, settings.default.max_examples // 2),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.data_too_large],
 )
 LAYOUTS = (
     BlockLayout.plain(2, (("k", (2, 32)), ("v", (2, 32))), "bfloat16", 64),

@@ -15,18 +15,14 @@ from hostile import (
     rewrite,
     use,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.testing.store_contract import NAMESPACE
 
-FEW = settings(
-    deadline=None,
-    max_examples=max(1, settings.default.max_examples * 2 // 5),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+FEW = settings(max_examples=max(1, settings.default.max_examples * 2 // 5))
 SPACE = NAMESPACE.digest().hex()
 
 

@@ -18,7 +18,7 @@ from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.stores.encrypted import BlockCipher
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, ProgressRecord, block_of, key_of
 
-MANY = settings(deadline=None, max_examples=3 * settings.default.max_examples)
+MANY = settings(max_examples=3 * settings.default.max_examples)
 KEY = key_of("a")
 PAYLOAD = bytes(block_of("a"))
 FRAMED = FRAME.header(KEY, memoryview(PAYLOAD)) + PAYLOAD

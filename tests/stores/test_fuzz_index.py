@@ -1,9 +1,7 @@
 """A hostile index beside good blocks: what is read stays right, nothing hangs, and no other file is
 touched. Writing may rest; where the index is plainly not ours it is made anew."""
 
-import asyncio
 import sqlite3
-import time
 from contextlib import closing, suppress
 from functools import partial
 
@@ -18,19 +16,16 @@ from hostile import (
     rewrite,
     use,
 )
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from polling import async_answer
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.index_file import APPLICATION_ID, SCHEMA_VERSION
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
-FEW = settings(
-    deadline=None,
-    max_examples=max(1, settings.default.max_examples * 3 // 10),
-    suppress_health_check=[HealthCheck.too_slow],
-)
+FEW = settings(max_examples=max(1, settings.default.max_examples * 3 // 10))
 FILES = st.sampled_from(["index.db", "index.db-wal", "index.db-shm", "index.lock"])
 
 
@@ -243,12 +238,7 @@ async def test_index_flipped_bit_in_its_first_page_still_allows_puts(at, bit):
     async with folder_with_blocks(damage) as root:
         with waiting_for_the_index(60.0):  # it is made anew
             async with opened_store(root) as store:
-                until_s, stored = time.monotonic() + 60, False
-                while not stored:
-                    assert time.monotonic() < until_s
-                    with suppress(StoreUnavailable):
-                        stored = await store.put(key_of("new"), block_of("new"))
-                    await asyncio.sleep(0.05)
+                await async_answer(lambda: store.put(key_of("new"), block_of("new")))
                 assert await read(store, key_of("new")) == block_of("new")
 
 
@@ -269,16 +259,12 @@ async def test_index_damage_found_in_use_is_rebuilt(tmp_path):
         await put_a(store)
         with closing(sqlite3.connect(tmp_path / "index.db")) as index, index:
             index.execute("UPDATE blocks SET uses = 'often'")
-        until_s = time.monotonic() + 60
-        while True:
-            try:
-                await store.put(B, block_of("b"))
-                if {block.key async for block in store.list_blocks()} == {A, B}:
-                    break
-            except StoreUnavailable:
-                pass
-            assert time.monotonic() < until_s
-            await asyncio.sleep(0.05)
+
+        async def put_and_list():
+            await store.put(B, block_of("b"))
+            return {block.key async for block in store.list_blocks()} == {A, B}
+
+        await async_answer(put_and_list)
         assert await read_a(store) == block_of("a")
 
 

@@ -195,7 +195,7 @@ async def test_memory_closed_while_another_one_is_pinned_holds_no_other_call():
 
     def pin(arena):
         begun.set()
-        ended.append(may_end.wait(20.0))  # False: the event loop was held
+        ended.append(may_end.wait(60.0))  # False: the event loop was held
         return True
 
     (source,) = parse_sources("memory://64KiB", pin=pin)
@@ -549,7 +549,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([*POLICIES]), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_memory_after_any_steps_has_right_bytes_within_its_capacity(steps, policy, fair):
     memory = memory_of(3, policy=policy, rules=TenantRules(fair=fair))
     fillings, uses, loans, kept, requests = [], [], [], [], itertools.count()

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 from filestore import A, B, evict, until_room_is_made
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_capacity import DIGEST, STORED_BYTES, get, opened, put, there
 
@@ -96,7 +96,6 @@ def test_block_folder_generated_blocks_are_evicted_before_the_prompt(tmp_path):
         assert left(folder, "one", 4) == [0, 1]
 
 
-@settings(deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 40), st.sampled_from([-1.0, 0.0, 0.0, 1e-5, 2.0])), max_size=20

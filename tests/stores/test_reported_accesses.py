@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from filestore import A, B, evict, opened, until_room_is_made
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from polling import until
 from system_calls import Held
@@ -183,7 +183,6 @@ def test_block_folder_tenant_over_its_quota_is_evicted_down_to_it(tmp_path):
         assert left.count(2) == 5
 
 
-@settings(deadline=None)
 @given(told=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=20))
 def test_reported_accesses_of_repeated_requests_report_each_block_once(told):
     reported, longest = ReportedAccesses(), {}

@@ -124,7 +124,6 @@ class HostMemoryMachine(Machine):
 SETTINGS = settings(
     max_examples=25,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )

@@ -166,7 +166,6 @@ class BehindMemory(Machine):
 SETTINGS = settings(
     max_examples=40,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )

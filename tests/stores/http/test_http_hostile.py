@@ -35,7 +35,6 @@ GOOD = framed("a")
 PATH = block_path(FRAME.digest, A)
 SECRET = b"not below the root"
 FUZZ = settings(
-    deadline=None,
     max_examples=settings.default.max_examples,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
