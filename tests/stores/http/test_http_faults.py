@@ -243,7 +243,7 @@ async def test_http_store_slow_server_gets_longer_timeouts_until_it_answers():
     """No limit loses data for ever: each one that was too short makes the next one longer."""
 
     async def answer(asked):
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         asked.answer(200, GOOD)
 
     async with client_and_server(answer, first_s=0.1, floor_s=0.05) as (store, _):
