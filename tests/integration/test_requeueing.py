@@ -40,6 +40,7 @@ class Scheduler:
     tp_worker: Any = None
     enable_lora = False
     lora_drainer: Any = None
+    chunked_req: Any = None
 
     def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
         self.waiting_queue: list[Any] = []
@@ -589,6 +590,24 @@ def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slo
     assert not admitted(100, chunked=True)
     assert admitted(99, chunked=True)
     assert admitted(100, chunked=False)
+
+
+@pytest.mark.parametrize("chunked", ["before", "in the step", "none"])
+def test_running_request_is_not_preempted_for_one_that_would_be_the_second_chunked_request(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, chunked: str
+) -> None:
+    """It would be left in the queue, and the one that was preempted for it admitted again, to be
+    preempted again in the next step."""
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda adder, req: True)
+    admission = admissions(mode="both")
+    other, stored = admission.req("other"), admission.req("stored", stored=True)
+    if chunked == "before":
+        admission.scheduler.chunked_req = other
+    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    if chunked == "in the step":
+        adder.new_chunked_req = other
+    assert adder.preempt_to_schedule(stored) == (chunked == "none")
+    assert adder.preempt_to_schedule(other)
 
 
 def test_queue_order_link_serves_the_shorter_rest_first(

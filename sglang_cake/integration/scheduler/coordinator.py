@@ -599,15 +599,19 @@ class Coordinator:
         record = self.record(req)
         return record is not None and (record.agreed.begun or self.loading(req))
 
-    def would_wait(self, req: "Req", chunk_tokens: int) -> bool:
-        """Whether the request would compute nothing if a step were scheduled for it now."""
+    def would_wait(self, req: "Req", chunk_tokens: int, *, whole: bool = False) -> bool:
+        """Whether the request would compute nothing if a step were scheduled for it now.
+
+        Args: whole: it gets no step that ends before its prompt does.
+        """
         if (record := self.record(req)) is None:
             return False
         if not record.agreed.lookup_done or not record.loading:
             return record.awaits_lookup(self._config.mode)
         if record.meet.island() is not None:
             return False  # the island joins the tree in that step
-        return self._next_step(record, chunk_tokens, self.step_costs.costs(record)).wait
+        step = self._next_step(record, chunk_tokens, self.step_costs.costs(record))
+        return step.wait or (whole and step.stop < len(record.tokens))
 
     def requeued(self, req: "Req") -> None:
         """The request went back to the queue between two of its chunks."""

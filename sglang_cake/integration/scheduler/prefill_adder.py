@@ -167,8 +167,9 @@ class CakePrefillAdder(PrefillAdder):
         return self._alone(result) if isinstance(decision, Share) else result
 
     def preempt_to_schedule(self, req: "Req") -> bool:
-        """SGLang retracts running requests for one that it admits next. One that waits for loads is
-        not admitted, and the retracted ones would come back, to be retracted again."""
+        """SGLang retracts running requests for one that it admits next. One that waits for loads,
+        or would be the second chunked request, is not admitted, and the retracted ones would come
+        back, to be retracted again."""
         return not self._waits(req) and bool(super().preempt_to_schedule(req))
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
@@ -451,7 +452,10 @@ class CakePrefillAdder(PrefillAdder):
         _, coordinator = self._cake()
         if coordinator is None:
             return False
-        return coordinator.awaits_lookup(req) or coordinator.would_wait(req, self._step_tokens)
+        chunked = self._scheduler.chunked_req is not None or self.new_chunked_req is not None
+        return coordinator.awaits_lookup(req) or coordinator.would_wait(
+            req, self._step_tokens, whole=chunked
+        )
 
     @guarded("CakePrefillAdder._commit_prefill_admission")
     def _claimed(self, req: "Req") -> None:
