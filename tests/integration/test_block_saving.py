@@ -231,6 +231,22 @@ def test_block_saving_blocks_without_a_buffer_at_the_end_are_given_up_and_counte
         assert harness.poll(released) == []
 
 
+def test_block_saving_blocks_of_a_requeued_request_are_offered_once() -> None:
+    """Its slots may be freed until its next checkpoint, which may have fewer tokens."""
+    with SavingHarness(buffers=2) as harness:
+        record = known(6, next_tokens=1)
+        assert harness.checkpoint(record, 4 * BLOCK + 1) == [0, 1]
+        harness.saving.released(record, requeued=True)
+        assert harness.poll(record) == []
+        assert harness.checkpoint(record, 3 * BLOCK) == []
+        assert harness.checkpoint(record, 3 * BLOCK + 1) == [2]
+        assert harness.poll(record) == []
+        assert harness.checkpoint(record, 5 * BLOCK + 1) == [3, 4]
+        assert not harness.counters.snapshot()["unstored_blocks", "queue_full"]
+        for block in range(5):
+            harness.expect(record, block)
+
+
 def test_block_saving_blocks_of_an_aborted_request_are_given_up_and_counted_at_the_next_poll() -> (
     None
 ):
@@ -336,7 +352,7 @@ def test_block_saving_slots_of_an_ended_request_are_freed_behind_its_copies() ->
     saving.before_slots_are_freed(lambda record: False)
     assert [copy.number for copy in kv.ordered] == [0, 1]
 
-    saving.released(second)  # requeued: it lives, and locks nothing
+    saving.released(second, requeued=True)  # it lives, and locks nothing
     saving.before_slots_are_freed(lambda record: True)
     assert [copy.number for copy in kv.ordered] == [1]
 

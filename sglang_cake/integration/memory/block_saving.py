@@ -32,6 +32,7 @@ class _Unsaved:
     Attributes:
         tokens: the request's leading tokens whose KV is complete, as of the last checkpoint.
         row: device slot of each of those that the tree holds.
+        full: blocks before this one can be saved; 0 while the request is in the queue again.
         next_block: blocks before this one were looked at.
         blocks: blocks that are new to the store, and had no buffer yet, ascending.
         end: the last block boundary whose end state was looked at, in tokens.
@@ -41,6 +42,7 @@ class _Unsaved:
 
     tokens: "array[int]" = field(default_factory=lambda: array("q"))
     row: torch.Tensor | None = None
+    full: int = 0
     next_block: int = 0
     blocks: list[int] = field(default_factory=list)
     end: int = 0
@@ -62,9 +64,9 @@ class BlockSaving:
     rank's turn to store them, and end states. Scheduler thread.
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
-    keeps its KV in the tree. Then it is given up, and counted. An end state is
-    given up earlier, if a later one takes its place or the tree has evicted it. With several ranks
-    it is not tried again. While one waits for its buffers, blocks get none.
+    keeps its KV in the tree. Once the request has ended it is given up, and counted. An end state
+    is given up earlier, if a later one takes its place or the tree has evicted it. With several
+    ranks it is not tried again. While one waits for its buffers, blocks get none.
 
     Args: alone: no other rank has a tree that must stay like this one's.
     """
@@ -118,6 +120,7 @@ class BlockSaving:
         unsaved.next_block = max(unsaved.next_block, full)
         unsaved.tokens = tokens
         unsaved.row = row
+        unsaved.full = full
         if self._ends is not None:
             known = max(len(tokens), len(record.tokens))
             if not self._ends.window_tokens:
@@ -179,14 +182,20 @@ class BlockSaving:
             for record, unsaved in self._requests.items():
                 self._save_blocks(record, unsaved)
 
-    def released(self, record: PromptRecord) -> None:
-        """The request ends or is requeued: the tree may free its slots from now on."""
+    def released(self, record: PromptRecord, *, requeued: bool = False) -> None:
+        """The request ends, or goes back to the queue: the tree may free its slots from now on.
+
+        Args: requeued: what it has not saved waits for its next checkpoint.
+        """
         self._saves = [
             replace(each, record=None) if each.record is record else each for each in self._saves
         ]
-        unsaved = self._requests.pop(record, None)
-        if unsaved is not None:
+        unsaved = self._requests.get(record)
+        if unsaved is not None and requeued:
+            unsaved.full = 0
+        elif unsaved is not None:
             self._give_up(unsaved)
+            del self._requests[record]
 
     def before_slots_are_freed(self, is_live: Callable[[PromptRecord], bool]) -> None:
         """The tree is about to free slots. Forwards that are launched from now on wait for the
@@ -261,6 +270,8 @@ class BlockSaving:
         blocks: list[int] = []
         buffers: list[Buffer] = []
         for block in unsaved.blocks:
+            if block >= unsaved.full:
+                break  # of a requeued request, the tree has evicted it, or may do so
             buffer = self._writer.take()
             if buffer is None:
                 break

@@ -539,9 +539,10 @@ class CakeRadixCache(UnifiedRadixCache):
     def _released(self, req: "Req") -> None:
         record = None if self.coordinator is None else self.coordinator.record(req)
         if self.coordinator is not None and record is not None:
+            requeued = req.rid == self.releasing
             if self.saving is not None:
-                self.saving.released(record)
-            if req.rid != self.releasing:
+                self.saving.released(record, requeued=requeued)
+            if not requeued:
                 self.coordinator.release(req.rid)
         if self.runahead is not None:
             self.runahead.release(req.rid)
