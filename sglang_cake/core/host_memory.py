@@ -159,7 +159,7 @@ def buffer_counts(
     """
     load_bytes, write_bytes = whole_pages(load_bytes), whole_pages(write_bytes)
     least_loads = reads + COPIED_BLOCKS + end_blocks
-    least_writes = max(1, end_blocks)
+    least_writes = 1 + end_blocks  # blocks may leave an end state's to it
     if staging_bytes is None:
         loads = min(DEFAULT_STAGING_BYTES // load_bytes, _MAX_POOLS * pool_blocks)
     else:

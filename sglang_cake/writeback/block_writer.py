@@ -87,9 +87,9 @@ class Writer:
         self._jobs: set[asyncio.Task[None]] = set()
         self._quiet_until_s = 0.0
 
-    def take(self) -> Buffer | None:
-        """A buffer for one block, or None if all are in use. Scheduler thread."""
-        return self._pool.take()
+    def take(self, *, leave: int = 0) -> Buffer | None:
+        """A buffer for one block, or None if all but `leave` are in use. Scheduler thread."""
+        return self._pool.take() if self._pool.free > leave else None
 
     def take_all(self, count: int) -> list[Buffer] | None:
         """So many buffers, or None if there are not enough. Scheduler thread."""

@@ -240,6 +240,21 @@ def test_end_saving_that_waits_at_the_end_leaves_free_buffers_to_blocks(
         harness.buffers.give(buffer)
 
 
+def test_end_saving_with_several_ranks_finds_buffers_that_blocks_have_left() -> None:
+    """As beside a store that is slower than prefill. There is no second try."""
+    with EndHarness(alone=False) as harness:
+        harness.copier.held = []
+        record, other = known(6, extra_tokens=3), known(6)
+        harness.checkpointed(other, 4 * BLOCK)
+        assert harness.buffers.free == COUNT
+        harness.checkpointed(record, 6 * BLOCK + 3)
+        assert harness.buffers.free == 0
+        for save in harness.copier.held:
+            save.ended.set_result(None)
+        harness.io.run(harness.writer.drained(), PATIENCE_S)
+        assert harness.asked == [6 * BLOCK]
+
+
 def test_end_saving_with_several_ranks_asks_the_tree_with_buffers_and_without() -> None:
     """The question changes the tree, and other ranks may have had buffers for it."""
     with EndHarness(alone=False) as harness:

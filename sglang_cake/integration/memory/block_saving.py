@@ -65,8 +65,9 @@ class BlockSaving:
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
     keeps its KV in the tree. Once the request has ended it is given up, and counted. An end state
-    is given up earlier, if a later one takes its place or the tree has evicted it. With several
-    ranks it is not tried again. While one waits for its buffers, blocks get none.
+    is given up earlier, if a later one takes its place or the tree has evicted it. While one waits
+    for its buffers, blocks get none. With several ranks it is not tried again: blocks leave as many
+    buffers free as it needs.
 
     Args: alone: no other rank has a tree that must stay like this one's.
     """
@@ -85,6 +86,7 @@ class BlockSaving:
         self._kv = kv
         self._shard = shard
         self._ends = ends
+        self._left_to_ends = 0 if alone or ends is None else ends.count  # buffers
         self._copier = copier
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
@@ -272,7 +274,7 @@ class BlockSaving:
         for block in unsaved.blocks:
             if block >= unsaved.full:
                 break  # of a requeued request, the tree has evicted it, or may do so
-            buffer = self._writer.take()
+            buffer = self._writer.take(leave=self._left_to_ends)
             if buffer is None:
                 break
             blocks.append(block)
