@@ -3,8 +3,8 @@
 The order is Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3), as derived in
 docs/theory.md:
 
-1. Prompts of which nothing is being loaded, in SGLang's order. Of equal age, prompts whose rest
-   fits one step come first.
+1. Prompts of which nothing is being loaded, in SGLang's order. Of equal age, prompts whose loads
+   are over come first.
 2. Prompts that are being loaded, the one with the smallest remaining T* first. They get what the
    others leave of a step's budget, which may be nothing, while their loads go on.
 
@@ -34,7 +34,7 @@ MOST_TENANTS = 4096
 # shortest prompt goes first. With a smaller span they would alternate at every step.
 TURN_TOKENS = 4096
 
-# Level, turn, aged remaining time, not nearly done: the lowest is served first.
+# Level, turn, aged remaining time, loads not over: the lowest is served first.
 SortKey = tuple[int, int, float, bool]
 
 
@@ -45,6 +45,7 @@ class QueueEntry:
     Attributes:
         remaining_s: predicted rest of its T*; None: no block of it is being loaded.
         waited_s: time since it arrived, by a clock that all ranks share.
+        loads_over: blocks of it were asked for once, and none is being loaded.
         nearly_done: its loads are over, and the rest fits one step.
         turn: that of its tenant, lowest first; equal for all where tenants do not count.
         level: that of its priority, lowest first; equal for all where priorities do not count.
@@ -54,6 +55,7 @@ class QueueEntry:
     rid: str
     remaining_s: float | None
     waited_s: float = 0.0
+    loads_over: bool = False
     nearly_done: bool = False
     turn: int = 0
     level: int = 0
@@ -68,7 +70,7 @@ class QueueEntry:
         loads: bool,
         remaining_s: Callable[[], float],
         waited_s: float,
-        begun: bool,
+        asked: bool,
         chunk_tokens: int,
     ) -> "QueueEntry":
         """The entry of a prompt with stored blocks, as it is now.
@@ -76,19 +78,20 @@ class QueueEntry:
         Args:
             loads: whether wanted blocks are being loaded now.
             remaining_s: predicts the rest of its T*; called only if it is being loaded.
-            begun: whether a block of it has landed.
+            asked: whether any block of it was ever worth loading.
             chunk_tokens: the most that one step computes.
         """
         if loads and view.wanted:
             return cls(rid, remaining_s(), waited_s)
         landed_tokens = view.attachable * view.block_tokens
         rest_tokens = view.prompt_tokens - view.front - landed_tokens
-        return cls(rid, None, waited_s, nearly_done=begun and rest_tokens <= chunk_tokens)
+        nearly_done = asked and rest_tokens <= chunk_tokens
+        return cls(rid, None, waited_s, loads_over=asked, nearly_done=nearly_done)
 
     @property
     def only_computed(self) -> bool:
-        """Whether no block of it is being loaded, and its end is not near."""
-        return self.remaining_s is None and not self.nearly_done
+        """Whether no block of it is being loaded, or was asked for."""
+        return self.remaining_s is None and not self.loads_over
 
 
 def order(entries: Sequence[QueueEntry]) -> list[int]:
@@ -119,10 +122,10 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     |---|---|---|
     | being loaded | any | the waiting prompt is first in `order` |
     | any other | another priority | it is first in `order`, and had yielded the device |
-    | only computed | only computed | never |
+    | any other | only computed | never |
     | nearly done | any | never |
-    | only computed | nearly done | its tenant's turn is not later |
-    | only computed | being loaded | it is first in `order`, and of the same turn |
+    | only computed, or loads over | nearly done | its tenant's turn is not later |
+    | the same | loads over, or being loaded | it is first in `order`, and of the same turn |
     """
     first = _rank(waiting) < _rank(running)
     if running.remaining_s is not None:
@@ -138,7 +141,7 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
 
 def _rank(entry: QueueEntry) -> SortKey:
     aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
-    return entry.level, entry.turn, aged_s, not entry.nearly_done
+    return entry.level, entry.turn, aged_s, not entry.loads_over
 
 
 class TenantTokens:

@@ -123,6 +123,7 @@ class LivePrompt:
     Attributes:
         ready_s: when its first block can begin to cross a link.
         load_from: blocks from this one on are worth loading; None: no block is.
+        asked: whether any block was ever worth loading.
         since_s: since when the link owes it a block; None: no link serves it.
         reading: blocks that cross a link.
     """
@@ -132,6 +133,7 @@ class LivePrompt:
     stored: int
     ready_s: float
     load_from: int | None = None
+    asked: bool = False
     planned: bool = False  # in the step being formed
     since_s: float | None = None
     begun: bool = False
@@ -394,6 +396,7 @@ class SimulatedServer:
                     changed = True
                     if loads:
                         live.load_from = 0
+                        live.asked = True
                     else:
                         self._stop(
                             live, overdue=is_overdue(live.meet.view(), costs, live.progress(now))
@@ -439,7 +442,7 @@ class SimulatedServer:
             loads=live.load_from is not None,
             remaining_s=remaining_s,
             waited_s=waited_s,
-            begun=live.begun,
+            asked=live.asked,
             chunk_tokens=self._chunk,
         )
 
@@ -570,6 +573,7 @@ class SimulatedServer:
         if step.load_from is None:
             self._stop(live, overdue=step.overdue)
         live.load_from = step.load_from
+        live.asked |= step.load_from is not None
         live.waits(step.wait, max(now, self._end_s))
         return step.stop
 

@@ -54,6 +54,7 @@ class LoopRequest:
     positional_embed_overrides: Any = None
     multimodal_inputs: Any = None
     session: Any = None
+    priority: int | None = None
     sampling_params: Any = field(
         default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=1)
     )

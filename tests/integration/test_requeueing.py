@@ -408,6 +408,22 @@ def test_chunked_request_yields_to_a_prompt_one_step_from_its_end(
     assert [req.rid for req in admission.queue] == ["stored", "running"]
 
 
+def test_chunked_request_yields_to_an_earlier_prompt_whose_loads_have_ended(
+    admissions: Make,
+) -> None:
+    """More than a step of it is left, and as a miss it would have been computed first."""
+    admission = admissions()
+    earlier, running = admission.req("earlier", stored=True), admission.req("running")
+    later = admission.req("later", stored=True)
+    admission.queue.extend([earlier, later])
+    assert admission.chunk(running) is running
+    for req in (earlier, later):
+        record = admission.base.coordinator.live[req.rid]
+        admission.base.coordinator.prompt_loads.set_load_from(record, None)
+    assert admission.chunk(running) is None
+    assert [req.rid for req in admission.queue] == ["earlier", "running", "later"]
+
+
 def test_chunked_request_goes_back_behind_those_that_have_waited_longer(
     admissions: Make,
 ) -> None:

@@ -7,13 +7,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.bench_virtual_gpu import beside_decodes, cold, restored
 from benchmarks.former_path import FINDINGS, former_path
 from sglang_cake.core.buffers import Buffer
-from sglang_cake.loading.cost_model import StepWork
+from sglang_cake.loading.cost_model import LoadCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import (
@@ -59,6 +60,28 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
         over.append(auto / model.ideal_s(tokens, link * GB))
     assert statistics.median(over) <= 1.05
     assert min(over) >= 1 - 1e-9
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_virtual_gpu_stored_prompt_goes_before_a_later_one_once_its_loads_are_over(
+    silent: bool,
+) -> None:
+    """The later one passes while the link brings a third of the first one, or is taken to do so:
+    it was fast once, and is silent now."""
+    model, found = replace(LLAMA_8B, chunk_tokens=1024), {}
+    load = LoadCost(0.0005, model.layout.block_bytes / (8 * GB), error=0.02)
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        link = 1.0 if silent else 8 * GB
+        with virtual_scheduler(model, link_bytes_per_s=link, mode=mode) as loop:
+            loop.step_costs.recall(replace(model.prefill, error=0.02), [load])
+            first, later = prompt(0, 9000), prompt(1, 40000)
+            loop.store.keys |= set(loop.keys(first.origin_input_ids)[:23])
+            runs = loop.serve([(0.0, first), (0.001, later)])
+            found[mode] = [run.ttft_s for run in runs]
+    step_s = model.prefill.step_s(39000, 40000)
+    assert found["compute"][0] < found["compute"][1] / 5
+    assert found["auto"][0] <= found["compute"][0] * (1 + silent) + 2 * step_s
 
 
 @models

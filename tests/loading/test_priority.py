@@ -20,7 +20,7 @@ def test_priority_computed_prompts_first_then_loads_by_length() -> None:
 
 
 def test_priority_nearly_done_prompt_goes_first() -> None:
-    done = QueueEntry("d", None, nearly_done=True)
+    done = QueueEntry("d", None, loads_over=True, nearly_done=True)
     assert names(QueueEntry("a", None), done, QueueEntry("s", 0.1)) == "das"
 
 
@@ -29,7 +29,7 @@ def test_priority_long_waiting_load_goes_before_late_prompts() -> None:
     stored = QueueEntry("s", 3.0, waited_s=100.0)
     before, after = QueueEntry("b", None, 101.0 - lead_s), QueueEntry("a", None, 99.0 - lead_s)
     short = QueueEntry("t", 1.0, waited_s=102.0 - lead_s + 1.0 / AGEING)
-    done = QueueEntry("d", None, before.waited_s, nearly_done=True)
+    done = QueueEntry("d", None, before.waited_s, loads_over=True, nearly_done=True)
     assert names(stored, before, after, short, done) == "tdbsa"
 
 
@@ -47,8 +47,11 @@ claimants = st.builds(
     rid=st.just("x"),
     remaining_s=st.none() | st.floats(0, 100),
     waited_s=st.floats(0, 1000),
+    loads_over=st.booleans(),
     nearly_done=st.booleans(),
-).filter(lambda c: c.remaining_s is None or not c.nearly_done)
+).filter(
+    lambda c: c.loads_over >= c.nearly_done and not (c.loads_over and c.remaining_s is not None)
+)
 
 
 @given(st.lists(claimants, max_size=20))
@@ -72,14 +75,14 @@ def seen(*states: BlockState, front: int = 0, prompt_tokens: int = 70) -> View:
     return View(front, 0, bytes(states), 16, prompt_tokens, prompt_tokens - 1)
 
 
-def claimant(view: View, *, begun: bool = True, loads: bool = True) -> QueueEntry:
+def claimant(view: View, *, asked: bool = True, loads: bool = True) -> QueueEntry:
     return QueueEntry.of(
         "x",
         view,
         loads=loads,
         remaining_s=lambda: 3.0,
         waited_s=1.0,
-        begun=begun,
+        asked=asked,
         chunk_tokens=32,
     )
 
@@ -89,18 +92,22 @@ W, L, G, A = BlockState.WANTED, BlockState.LANDED, BlockState.GONE, BlockState.A
 
 def test_queue_entry_is_derived_from_the_block_states() -> None:
     assert claimant(seen(A, L, W, L)).remaining_s == 3.0
-    assert claimant(seen(A, A, W, A), loads=False) == QueueEntry("x", None, 1.0)
+    assert claimant(seen(A, A, W, A), loads=False) == QueueEntry("x", None, 1.0, loads_over=True)
+    assert claimant(seen(A, A, W, A), loads=False, asked=False) == QueueEntry("x", None, 1.0)
     # What has landed is not computed, whether or not it has joined the tree.
-    assert claimant(seen(G, L, L, L)) == QueueEntry("x", None, 1.0, nearly_done=True)
-    assert claimant(seen(A, A, A, L, front=30)) == QueueEntry("x", None, 1.0, nearly_done=True)
+    done = QueueEntry("x", None, 1.0, loads_over=True, nearly_done=True)
+    assert claimant(seen(G, L, L, L)) == claimant(seen(A, A, A, L, front=30)) == done
     assert not claimant(seen(A, A, A, L)).nearly_done
-    assert not claimant(seen(A, front=60), begun=False).nearly_done  # it never had anything
+    assert not claimant(seen(A, front=60), asked=False).nearly_done  # it never had anything
 
 
 def test_preemption_of_loading_and_computed_prompts_follows_the_order() -> None:
     long, short = QueueEntry("l", 9.0), QueueEntry("s", 1.0)
     plain, other = QueueEntry("a", None), QueueEntry("b", None)
-    done, old = QueueEntry("d", None, nearly_done=True), QueueEntry("o", 1.0, waited_s=1000.0)
+    done, old = (
+        QueueEntry("d", None, loads_over=True, nearly_done=True),
+        QueueEntry("o", 1.0, waited_s=1000.0),
+    )
     assert preempts(plain, long)
     assert preempts(short, long)
     assert not preempts(long, short)
@@ -113,6 +120,18 @@ def test_preemption_of_loading_and_computed_prompts_follows_the_order() -> None:
     # Tenants: no interrupted prompt is interrupted back.
     assert not preempts(replace(other, turn=0), replace(plain, turn=1))
     assert not preempts(replace(done, turn=1), plain)
+
+
+def test_priority_prompt_whose_loads_are_over_goes_before_those_that_passed_it() -> None:
+    """They passed it while it was being loaded, and more than a step of it is left to compute."""
+    stored = QueueEntry("s", None, waited_s=5.0, loads_over=True)
+    later, earlier = QueueEntry("l", None, 5.0), QueueEntry("e", None, 6.0)
+    assert names(earlier, later, stored) == "esl"
+    assert preempts(stored, later)
+    assert not preempts(stored, earlier)
+    assert not preempts(later, stored)
+    assert not preempts(stored, stored)
+    assert not preempts(replace(stored, turn=0), replace(later, turn=1))
 
 
 def test_preemption_by_higher_priority_interrupts_only_loading_prompts() -> None:
@@ -134,11 +153,14 @@ possible = st.builds(
     rid=st.just("x"),
     remaining_s=st.none() | st.floats(0, 100),
     waited_s=st.floats(0, 1000),
+    loads_over=st.booleans(),
     nearly_done=st.booleans(),
     turn=st.integers(0, 2),
     level=st.integers(0, 2),
     yielded=st.booleans(),
-).filter(lambda c: c.remaining_s is None or not c.nearly_done)
+).filter(
+    lambda c: c.loads_over >= c.nearly_done and not (c.loads_over and c.remaining_s is not None)
+)
 
 
 @given(possible, possible)

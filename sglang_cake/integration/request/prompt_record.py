@@ -129,6 +129,7 @@ class AgreedLoads:
         first_poll_s: the shared clock at the first update.
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
+        asked: whether any block was ever worth loading.
         rests: at the last update all ranks' links rested, and no block had been fetched: not even
             one that waited in its buffer for this update.
     """
@@ -142,6 +143,7 @@ class AgreedLoads:
     first_poll_s: float | None = None
     now_s: float = 0.0
     load_from: int | None = None
+    asked: bool = False
     rests: bool = False
 
     def apply(self, update: LoadUpdate) -> None:
@@ -338,7 +340,10 @@ class PromptRecord:
             meet=self.meet.anew(front),
             local=LocalLoads(cost, served_since_s=time.monotonic()),
             agreed=AgreedLoads(
-                cost, first_poll_s=self.agreed.first_poll_s, now_s=self.agreed.now_s
+                cost,
+                first_poll_s=self.agreed.first_poll_s,
+                now_s=self.agreed.now_s,
+                asked=self.agreed.asked,
             ),
             memory=LoadMemory(wasted_bytes=self.memory.wasted_bytes),
             queue=replace(self.queue, relied_from=None),
@@ -371,6 +376,7 @@ class PromptRecord:
             self.local.served_since_s = time.monotonic()
             self.agreed.elapsed_s = 0.0
         self.agreed.load_from = block
+        self.agreed.asked |= block is not None
 
     def not_served_first(self) -> None:
         """The link did not serve this prompt first until now: no block of it was due."""

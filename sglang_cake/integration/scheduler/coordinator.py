@@ -595,9 +595,9 @@ class Coordinator:
         return record is not None and record.agreed.lookup_done and record.loading
 
     def uses_store(self, req: "Req") -> bool:
-        """Whether a block of this request came from the store, or is being loaded."""
+        """Whether any block of this request was ever worth loading."""
         record = self.record(req)
-        return record is not None and (record.agreed.begun or self.loading(req))
+        return record is not None and record.agreed.asked
 
     def would_wait(self, req: "Req", chunk_tokens: int, *, whole: bool = False) -> bool:
         """Whether the request would compute nothing if a step were scheduled for it now.
@@ -636,7 +636,7 @@ class Coordinator:
                 loads=record.agreed.load_from is not None,
                 remaining_s=lambda: self._remaining_s(record),
                 waited_s=now_s - since_s,
-                begun=record.agreed.begun,
+                asked=record.agreed.asked,
                 chunk_tokens=self.step_costs.chunk_tokens,
             )
             entry = replace(entry, yielded=record.queue.yielded)
@@ -745,7 +745,11 @@ class Coordinator:
     def _reconsider(self, found: Sequence[PromptRecord], serving: Sequence[str]) -> None:
         """Decide again whether to load waiting requests, given the work before them. Requests whose
         lookup has just answered are always decided on, the others in rotation. A request that was
-        planned in the last step was decided on there."""
+        planned in the last step was decided on there.
+
+        Prompts that came later, and are served first only because this one is being loaded, give
+        its loads time while these come as predicted. If they do not, this one would go first
+        without loads."""
         live = [record for record in map(self._records.get, serving) if record is not None]
         live = [record for record in live if record.stats.prefill_s is None]
         waiting = [
@@ -757,23 +761,33 @@ class Coordinator:
         rotated = waiting[start:] + waiting[:start]
         chosen = {record.rid for record in [*found, *rotated[:RECONSIDERED]]}
         self._reconsidered += RECONSIDERED
-        ahead = StepWork()
+        places = {rid: place for place, rid in enumerate(self._records)}
+        before: list[tuple[PromptRecord | None, StepWork]] = []
+
+        def passes(other: PromptRecord | None, record: PromptRecord) -> bool:
+            if other is None or places[other.rid] < places[record.rid]:
+                return False
+            own_turn = self.fair and other.facts.tenant != record.facts.tenant
+            return not own_turn and other.req.priority == record.req.priority
+
         for rid in serving:
             record = self._records.get(rid)
             if record is None or record.stats.prefill_s is not None:
-                ahead += self._work_without_keys(rid)
+                before.append((None, self._work_without_keys(rid)))
                 continue
             if rid in chosen and record.meet.pending:
                 record.queue.waits = False
+                overdue = self.step_costs.is_overdue(record)
+                works = (w for other, w in before if not (overdue and passes(other, record)))
+                ahead = sum(works, StepWork())
                 loads = self.step_costs.should_load(record, self._config.mode, ahead)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
-                    overdue = self.step_costs.is_overdue(record)
                     self.prompt_loads.set_load_from(record, load_from, overdue=overdue)
                     record.queue.remaining_s = None
             record.queue.planned = False
-            ahead += record.device_work
+            before.append((record, record.device_work))
 
     def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
