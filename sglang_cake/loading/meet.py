@@ -342,10 +342,9 @@ class Meet:
         self._aim(0)
 
     def drop_before(self, stop: int) -> list[int]:
-        """The step being scheduled will compute `[front, stop)`: give up blocks in it. Only a model
-        with end states computes landed blocks: those that the front may not jump over yet."""
-        if not self.end_blocks:
-            return []
+        """The step being scheduled will compute `[front, stop)`: give up blocks in it. It computes
+        landed blocks that take less time than another step, and with end states those that the
+        front may not jump over yet."""
         surplus = []
         last = min(-(-stop // self.block_tokens), len(self._states))
         for block in range(self._blocks_below(self.front), last):

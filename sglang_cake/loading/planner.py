@@ -19,6 +19,9 @@ A step is a whole chunk while that ends before the meeting point. The step after
 `1 - error` of the rest, in whole blocks, if a wrong prediction would cost more than the fixed time
 of another step. Otherwise it covers all of it.
 
+A step ends where the front can jump over landed blocks. If they stand between holes, and another
+step takes longer than computing them, it goes on, and they are dropped.
+
 Waits and short steps trust predictions of loads. All of them together make a prompt at most one
 step later than computing alone would (`patience_s`), whatever the store does.
 """
@@ -30,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
+from sglang_cake.loading.cost_model import PrefillCost, PromptCosts, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
@@ -230,13 +233,16 @@ def next_step(
     costs: PromptCosts,
     progress: LoadProgress,
 ) -> StepPlan:
-    """Decide the step that starts at the front, which touches no island.
+    """Decide the step that starts at the front, which touches no island. It may compute islands
+    that are not worth a step of their own.
 
     Args:
         chunk_tokens: the most that the scheduler would compute in this step.
     """
     furthest = min(view.front + chunk_tokens, view.prompt_tokens)
-    edge = min(furthest, island_start(view))
+    auto = mode == "auto"
+    island = _worth_a_step(view, chunk_tokens, costs.prefill) if auto else island_start(view)
+    edge = min(furthest, island)
     if not view.wanted:
         return StepPlan(edge)
     if mode == "load":
@@ -388,6 +394,21 @@ def _compute_s(
         total += costs.prefill.span_s(at, min(begin, span.stop), chunk_tokens)
         at = end
     return total
+
+
+def _worth_a_step(view: View, chunk_tokens: int, cost: PrefillCost) -> int:
+    """As `island_start`, without islands between holes that take less time to compute than the
+    fixed part of another step. Their tokens leave less of their steps to others, too."""
+    marked = _attachable(view)
+    start, stop = _next_run(view, marked, view.front)
+    while start < stop:
+        left = start // view.block_tokens - view.first - 1
+        grows = left < 0 or view.states[left] == BlockState.WANTED
+        fixed_s = cost.work_s(StepWork(prefix_tokens=stop))
+        if grows or cost.step_s(start, stop) >= (2 - (stop - start) / chunk_tokens) * fixed_s:
+            break
+        start, stop = _next_run(view, marked, stop)
+    return start
 
 
 def _attachable(view: View) -> bytes:

@@ -33,7 +33,7 @@ from sglang_cake.testing.virtual_time import VirtualIo, virtual_time
 
 CHUNK, POLL_S, DEPTH = 128, 0.0005, 8
 MODES: tuple[Mode, ...] = ("auto", "compute", "load")
-Fault = Literal["none", "silent", "trickling", "late", "failing", "corrupt"]
+Fault = Literal["none", "silent", "trickling", "late", "failing", "half failing", "corrupt"]
 
 
 class Far(WrapperStore):
@@ -73,7 +73,7 @@ class Breaking(WrapperStore):
             await asyncio.sleep(1e6)
         if self._fault == "late":
             await asyncio.sleep(20 * self._block_s)
-        if self._fault == "failing":
+        if self._fault == "failing" or (self._fault == "half failing" and self._good % 2):
             raise StoreUnavailable("the connection was reset")
         if self._fault == "trickling":
             async with self._link:

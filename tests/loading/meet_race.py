@@ -14,7 +14,14 @@ def costs(fixed_s: float, token_s: float, block_s: float) -> PromptCosts:
     )
 
 
-COSTS = [costs(0, 1, 1), costs(1, 1, 0), costs(1, 1, 50), costs(9, 9, 1), costs(0, 1, 1e6)]
+COSTS = [
+    costs(0, 1, 1),
+    costs(1, 1, 0),
+    costs(1, 1, 50),
+    costs(9, 9, 1),
+    costs(9, 1, 1),
+    costs(0, 1, 1e6),
+]
 
 
 def plan(
