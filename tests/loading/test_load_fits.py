@@ -49,11 +49,11 @@ def test_load_fits_copy_time_is_shared_by_all_sources() -> None:
 
 
 def test_load_fits_recalled_costs_are_kept_per_source() -> None:
-    fits = LoadFits(PRIOR)
+    fits = LoadFits(PRIOR, depths=[4, 16])
     learned = [LoadCost(0.0, 0.001), None, LoadCost(0.2, 0.1)]
     fits.recall(learned, 1.0)
     found = [c and (c.latency_s, c.block_s, c.depth) for c in fits.all]
-    assert found == [(0.0, 0.001, 4), None, (0.2, 0.1, 4)]
+    assert found == [(0.0, 0.001, 4), None, (0.2, 0.1, 16)]
 
 
 def test_load_fits_number_of_sources_is_bounded() -> None:
