@@ -212,8 +212,8 @@ def _pins_late(stack: contextlib.ExitStack) -> None:
         original(scheduler, *args, **options)
         vars(scheduler.writer).update(gpu=scheduler.gpu, pinned=set())
 
-    def take(original: Any, writer: Any) -> Any:
-        buffer = original(writer)
+    def take(original: Any, writer: Any, **options: Any) -> Any:
+        buffer = original(writer, **options)
         if buffer is not None and id(buffer) not in writer.pinned:
             writer.pinned.add(id(buffer))
             writer.gpu.sync(writer.gpu.io.now_s + PIN_S)
