@@ -279,11 +279,18 @@ class LoadRequest:
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """A store, and its reads under way, which the I/O thread writes."""
+    """A store, and its reads under way, which the I/O thread writes.
+
+    Attributes:
+        depths: reads at once of each tier, and of those after the last one here.
+        reads: those under way.
+        counts: of these, by tier.
+    """
 
     store: Store
-    depths: Sequence[int]  # reads at once of each tier, and of those after the last one here
+    depths: Sequence[int]
     reads: "dict[BlockKey, _SharedRead]" = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)
 
     def depth(self, tier: int) -> int:
         """The most reads of a tier under way at once."""
@@ -291,8 +298,17 @@ class _Link:
 
     def has_place(self, tier: int) -> bool:
         """Whether another read of a tier may be under way. Any thread."""
-        reads = list(self.reads.values())
-        return sum(read.tier == tier for read in reads) < self.depth(tier)
+        return self.counts[tier] < self.depth(tier)
+
+    def begin(self, read: "_SharedRead") -> None:
+        self.reads[read.key] = read
+        self.counts[read.tier] += 1
+
+    def end(self, read: "_SharedRead") -> None:
+        """May be called again."""
+        if self.reads.get(read.key) is read:
+            del self.reads[read.key]
+            self.counts[read.tier] -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -751,7 +767,7 @@ class Loader:
             return False
         read = _SharedRead(key, queue.link, queue.tier(block), BlockRead(buffer))
         read.join(queue, block)
-        queue.link.reads[key] = read
+        queue.link.begin(read)
         read.task = asyncio.ensure_future(self._fetch(read, buffer))
         read.task.add_done_callback(lambda task: self._done(read, buffer, task))
         return True
@@ -849,7 +865,7 @@ class Loader:
         read.waiters = []  # they have been told
 
     def _over(self, read: _SharedRead) -> None:
-        self._retire(read)
+        read.link.end(read)
         self._pump()
         if not all(queue.reads or queue.asks for queue, _ in read.waiters):
             self._wake()
@@ -950,13 +966,9 @@ class Loader:
             before = len(read.waiters)
             read.waiters = [(q, b) for q, b in read.waiters if q is not queue or b in blocks]
             if before and not read.waiters and read.task is not None:
-                self._retire(read)  # at once: no prompt may join a cancelled read
+                read.link.end(read)  # at once: no prompt may join a cancelled read
                 read.task.cancel()
         self._pump()
-
-    def _retire(self, read: _SharedRead) -> None:
-        if read.link.reads.get(read.key) is read:
-            del read.link.reads[read.key]
 
     def _close(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)
