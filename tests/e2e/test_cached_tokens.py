@@ -48,7 +48,8 @@ def test_cached_tokens_of_a_raced_prompt_count_loads_as_storage(both: Live, prom
         def loaded(question: list[int] = question) -> int:
             answer = both.ask_flushed(question)
             assert answer.cached == answer.loaded
-            assert answer.meta["cached_tokens_details"] == details(0, answer.loaded)
+            found = details(0, answer.loaded) if answer.loaded else None  # as SGLang
+            assert answer.meta["cached_tokens_details"] == found
             return answer.loaded
 
         until(loaded, "a part of it is loaded, which speed decides")
