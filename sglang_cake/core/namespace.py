@@ -3,8 +3,8 @@
 The digest of a process's namespace seeds its keys. The digest of the stored namespace, which may
 have a group of heads or the name of an encryption key as a further field, stands in every block
 header. So a change of any fact but the label (model weights, dtype, shard, block size, ...) makes a
-new namespace. There is no other
-invalidation: stored bytes are never reinterpreted. The caller that opens a store names the facts.
+new namespace. There is no other invalidation: stored bytes are never reinterpreted. The caller that
+opens a store names the facts.
 """
 
 import hashlib

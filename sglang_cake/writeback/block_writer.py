@@ -67,22 +67,13 @@ class Writer:
     """The write pipeline. The capacity of the pool bounds the waiting blocks."""
 
     def __init__(
-        self,
-        store: Store | None,
-        pool: BufferPool,
-        io: IoThread,
-        counters: Counters,
-        *,
-        depth: int = USUAL_DEPTH,
+        self, store: Store | None, pool: BufferPool, io: IoThread, counters: Counters
     ) -> None:
-        """Args:
-        depth: how many reads at once the link of the store needs.
-        """
         self._pool = pool
         self._io = io
         self._counters = counters
         self._store = store
-        self._puts = _Puts(depth)
+        self._puts = _Puts(USUAL_DEPTH)
         self._former: WeakSet[_Puts] = WeakSet()  # of stores before; I/O thread only
         self._jobs: set[asyncio.Task[None]] = set()
         self._quiet_until_s = 0.0

@@ -763,6 +763,7 @@ class Coordinator:
         self._reconsidered += RECONSIDERED
         places = {rid: place for place, rid in enumerate(self._records)}
         before: list[tuple[PromptRecord | None, StepWork]] = []
+        ahead = StepWork()  # the sum of `before`
 
         def passes(other: PromptRecord | None, record: PromptRecord) -> bool:
             if other is None or places[other.rid] < places[record.rid]:
@@ -774,13 +775,16 @@ class Coordinator:
             record = self._records.get(rid)
             if record is None or record.stats.prefill_s is not None:
                 before.append((None, self._work_without_keys(rid)))
+                ahead += before[-1][1]
                 continue
             if rid in chosen and record.meet.pending:
                 record.queue.waits = False
                 overdue = self.step_costs.is_overdue(record)
-                works = (w for other, w in before if not (overdue and passes(other, record)))
-                ahead = sum(works, StepWork())
-                loads = self.step_costs.should_load(record, self._config.mode, ahead)
+                counted = ahead
+                if overdue:
+                    works = (work for other, work in before if not passes(other, record))
+                    counted = sum(works, StepWork())
+                loads = self.step_costs.should_load(record, self._config.mode, counted)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
@@ -788,6 +792,7 @@ class Coordinator:
                     record.queue.remaining_s = None
             record.queue.planned = False
             before.append((record, record.device_work))
+            ahead += before[-1][1]
 
     def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
