@@ -51,8 +51,10 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_throttled_source_has_the_depth_of_its_store():
-    urls = "file:///kv?bandwidth=1GB/s,s3://bucket/kv?bandwidth=1GB/s,http://host:8700"
+def test_depth_of_a_throttled_or_encrypted_source_is_that_of_its_store():
+    urls = (
+        "file:///kv?bandwidth=1GB/s,s3://bucket/kv?bandwidth=1GB/s&key_file=/key,http://host:8700"
+    )
     assert depths_of(parse_sources(urls), None) == [USUAL_DEPTH, S3Source.depth, USUAL_DEPTH]
     assert depths_of(parse_sources(urls), 7) == [7, 7, 7]
 
