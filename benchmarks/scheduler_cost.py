@@ -54,7 +54,7 @@ class _Loader:
     def cost_of(self, load_id: str) -> LoadCost:
         return self.cost
 
-    def rests(self, load_id: str) -> bool:
+    def link_idle(self, load_id: str) -> bool:
         return False
 
     def begin(self, prompt: Any) -> None:
@@ -62,7 +62,7 @@ class _Loader:
 
     def set_first_loadable(self, load_id: str, block: int) -> None: ...
     def set_load_from(self, load_id: str, block: int | None) -> None: ...
-    def order(self, load_ids: Any, *, may_fill: Any) -> None: ...
+    def order(self, load_ids: Any, *, may_use_all_buffers: Any) -> None: ...
     def cancel(self, load_id: str) -> None: ...
 
 

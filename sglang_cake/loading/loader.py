@@ -369,7 +369,7 @@ class _PromptQueue:
         """The tier that a block, or an end block of the target, will be read from."""
         return self.tiers[block if block < self.request.block_count else self.run.stop - 1]
 
-    def aim(self, run: range) -> list[int]:
+    def want(self, run: range) -> list[int]:
         """From now on the blocks of `run` and the end after it are wanted, and nothing else.
         Returns their indices, ascending. What was asked for once is not asked for again."""
         request = self.request
@@ -472,7 +472,7 @@ class Loader:
         self._closed = False
         self._order: tuple[str | None, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
-        self._may_fill: str | None = None  # I/O thread only
+        self._may_use_all_buffers: str | None = None  # I/O thread only
         self._last_fetched_s = 0.0
         self._counted_s = 0.0  # when the costs of all prompts were counted last
         self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
@@ -536,20 +536,20 @@ class Loader:
             elif block < before:
                 self._io.post(self._pump)
 
-    def aim(self, load_id: str, run: range) -> None:
+    def set_run(self, load_id: str, run: range) -> None:
         """Only the blocks of `run`, and the end after it, are still wanted of a prompt whose model
         has end states. Called after its lookup has answered."""
         queue = self._by_id.get(load_id)
         if queue is not None and run != queue.run:
             queue.run = run
-            self._io.post(self._aim, queue, run)
+            self._io.post(self._set_run, queue, run)
 
     def under_way(self, load_id: str) -> dict[int, BlockRead]:
         """The prompt's reads that have begun and are not over, by block."""
         queue = self._by_id.get(load_id)
         return {} if queue is None else queue.reads.copy()
 
-    def rests(self, load_id: str) -> bool:
+    def link_idle(self, load_id: str) -> bool:
         """Whether no block of the prompt is being read, and none could be: all have been read,
         there is no buffer, or enough lent blocks wait for their copies."""
         queue = self._by_id.get(load_id)
@@ -558,14 +558,14 @@ class Loader:
         last = queue.todo[-1:]
         return not last or (queue.link.has_place(queue.tier(last[0])) and queue.asks)
 
-    def order(self, load_ids: Sequence[str], *, may_fill: str | None) -> None:
-        """The link serves these prompts in this order. Only `may_fill` may use every buffer: one
-        whose blocks leave the buffers as they land. None: no prompt may."""
-        order = (*load_ids, may_fill)
+    def order(self, load_ids: Sequence[str], *, may_use_all_buffers: str | None) -> None:
+        """The link serves these prompts in this order. Only `may_use_all_buffers` may use every
+        buffer: one whose blocks leave the buffers as they land. None: no prompt may."""
+        order = (*load_ids, may_use_all_buffers)
         if order != self._order:
             self._order = order
             queues = [self._by_id[each] for each in load_ids if each in self._by_id]
-            self._io.post(self._reorder, queues, may_fill)
+            self._io.post(self._reorder, queues, may_use_all_buffers)
 
     def cancel(self, load_id: str) -> None:
         """The prompt needs no further block; reads for it alone are cancelled."""
@@ -618,7 +618,7 @@ class Loader:
             if request.end_blocks:
                 ends = await self._look_up_ends(queue, stored)
                 queue.run = best_run(stored[: request.block_count], ends, request.first_block)
-                todo = queue.aim(queue.run)
+                todo = queue.want(queue.run)
             else:
                 last = min(request.block_count, len(keys))
                 todo = [b for b in range(request.first_block, last) if stored[b]]
@@ -708,11 +708,11 @@ class Loader:
         # Only one prompt may use the last quarter of the buffers.
         for queue in self._queues:
             if queue.asks and queue.link.has_place(queue.tier(queue.todo[-1])):
-                may_fill = queue.request.load_id == self._may_fill
+                may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
                 left = self._staging.free - ends
-                has_buffers = may_fill or left > self._staging.capacity // 4
+                has_buffers = may_use_all_buffers or left > self._staging.capacity // 4
                 if has_buffers and (place := self._next_place(queue)) is not None:
                     return queue, place
                 self._awaits_memory = True
@@ -742,8 +742,8 @@ class Loader:
                     return place if queue.link.has_place(queue.tiers[block]) else None
         return None
 
-    def _reorder(self, queues: Sequence[_PromptQueue], may_fill: str | None) -> None:
-        self._may_fill = may_fill
+    def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
+        self._may_use_all_buffers = may_use_all_buffers
         self._ranks = {queue.request.load_id: rank for rank, queue in enumerate(queues)}
         last = len(queues)
         self._queues.sort(key=lambda queue: self._ranks.get(queue.request.load_id, last))
@@ -953,10 +953,10 @@ class Loader:
         """Stop reads of blocks that are computed."""
         self._keep(queue, range(queue.first_loadable, queue.request.index_count))
 
-    def _aim(self, queue: _PromptQueue, run: range) -> None:
+    def _set_run(self, queue: _PromptQueue, run: range) -> None:
         """Stop reads of blocks that are not wanted any more, and start others."""
         if queue in self._queues:
-            self._keep(queue, queue.aim(run))
+            self._keep(queue, queue.want(run))
 
     def _keep(self, queue: _PromptQueue, blocks: Container[int]) -> None:
         """Of reads under way, the prompt waits for those of `blocks` only."""

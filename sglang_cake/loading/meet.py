@@ -261,7 +261,7 @@ class Meet:
                 self._apply(block, Event.LOSE)
         if any(usable):
             self._ends = {block for block, yes in enumerate(ends) if yes}
-            self._aim(self.block_count - usable[::-1].index(True))
+            self._set_target(self.block_count - usable[::-1].index(True))
             self._keep_run()
 
     def usable(self, stored: Sequence[bool], ends: Sequence[bool]) -> Sequence[bool]:
@@ -339,7 +339,7 @@ class Meet:
         for block in self.blocks_of(span):
             self._apply(block, Event.ATTACH)
         self.front = span.stop
-        self._aim(0)
+        self._set_target(0)
 
     def drop_before(self, stop: int) -> list[int]:
         """The step being scheduled will compute `[front, stop)`: give up blocks in it. It computes
@@ -443,7 +443,7 @@ class Meet:
             self._states.find(state, first) >= 0 for state in (BlockState.WANTED, BlockState.LANDED)
         )
 
-    def _aim(self, target: int) -> None:
+    def _set_target(self, target: int) -> None:
         self._target = target
         self._end_states = bytearray([BlockState.WANTED] * self.end_blocks if target else [])
 
@@ -475,7 +475,7 @@ class Meet:
                     self._apply(block, Event.LOSE)
         if kept.stop != self._target:
             surplus += [b for b in self.end_indices if self.state(b) is BlockState.LANDED]
-            self._aim(kept.stop)
+            self._set_target(kept.stop)
         return surplus
 
     def _apply(self, block: int, event: Event) -> BlockState:

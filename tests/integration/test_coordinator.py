@@ -27,7 +27,7 @@ from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
-from sglang_cake.integration.scheduler.prompt_loads import MOST_REST_S
+from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.priority import TURN_TOKENS
@@ -338,7 +338,7 @@ def test_coordinator_prompt_whose_blocks_have_landed_takes_no_buffers_of_others(
         harness.poll(short, times=2)
         harness.arrive(long, most_slots=21 * BLOCK)
         staged = harness.coordinator.live["long"].memory.staged
-        until_s = time.monotonic() + 2 * MOST_REST_S
+        until_s = time.monotonic() + 2 * MOST_IDLE_S
         while time.monotonic() < until_s:
             harness.poll(short, long)
         assert len(staged) == 6

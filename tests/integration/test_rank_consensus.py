@@ -140,16 +140,16 @@ def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
     assert int(before_s) <= one.now_s <= time.monotonic()
 
 
-def test_rank_consensus_rank_whose_link_rests_leaves_the_wait_to_the_others() -> None:
-    """It may rest since its buffers have the blocks that another rank's link does not bring."""
-    resting, waiting = record(1, waited_s=1000.0), record(1, waited_s=2000.0)
-    resting.local.rests = True
-    for facts, *_ in agree([[resting], [waiting]], [ANY] * 2):
+def test_rank_consensus_rank_whose_link_is_idle_leaves_the_wait_to_the_others() -> None:
+    """It may be idle since its buffers have the blocks that another rank's link does not bring."""
+    idle, waiting = record(1, waited_s=1000.0), record(1, waited_s=2000.0)
+    idle.local.link_idle = True
+    for facts, *_ in agree([[idle], [waiting]], [ANY] * 2):
         assert facts[0].elapsed_s >= 2000.0
-        assert not facts[0].rests
-    for facts, *_ in agree([[resting], [resting]], [ANY] * 2):
+        assert not facts[0].link_idle
+    for facts, *_ in agree([[idle], [idle]], [ANY] * 2):
         assert facts[0].elapsed_s == 0.0
-        assert facts[0].rests
+        assert facts[0].link_idle
 
 
 def test_rank_consensus_blocks_without_news_are_not_reduced() -> None:

@@ -747,7 +747,7 @@ def test_loader_block_that_arrives_counts_the_tiers_of_waiting_prompts_once(
     for name, tokens in prompts.items():
         harness.begin(name, tokens)
         harness.settle()
-    harness.loader.order(list(prompts), may_fill=None)
+    harness.loader.order(list(prompts), may_use_all_buffers=None)
     for block in (31, 30, 29, 28, 27):
         harness.open(keys["a"][block])
         assert harness.landed() == [("a", block)]
@@ -809,7 +809,7 @@ def test_loader_ahead_of_its_copies_serves_the_prompts_behind(harness: LoaderHar
     harness.loader = harness.new_loader(LendingTier(harness.recorded, [*keys, other_keys[3]]))
     harness.begin("a", one)
     harness.begin("b", other)
-    harness.loader.order(["a", "b"], may_fill="a")
+    harness.loader.order(["a", "b"], may_use_all_buffers="a")
     assert harness.landed() == [("a", 5), ("a", 4), ("b", 3)]
     assert harness.waiting() == [other_keys[2], other_keys[1]]
 
@@ -1117,7 +1117,7 @@ def test_loader_freed_buffer_wakes_the_io_thread_only_if_a_read_waits_for_it(
     harness = harness_of(buffers=buffers)
     tokens, keys = harness.stored(6)
     harness.begin("a", tokens)
-    harness.loader.order(["a"], may_fill="a" if first else None)
+    harness.loader.order(["a"], may_use_all_buffers="a" if first else None)
     assert harness.waiting() == [keys[5], keys[4]]
     harness.open(keys[5])
     assert harness.landed() == [("a", 5)]
@@ -1160,14 +1160,14 @@ def test_loader_waiting_prompts_leave_buffers_for_the_one_that_may_fill_them(
     harness.begin("b", b)
     assert [rid for rid, _ in harness.landed()] == ["a"] * 6
     assert harness.pool.free == 2
-    harness.loader.order(["b", "a"], may_fill=None)
+    harness.loader.order(["b", "a"], may_use_all_buffers=None)
     assert harness.landed() == []
-    harness.loader.order(["b", "a"], may_fill="b")
+    harness.loader.order(["b", "a"], may_use_all_buffers="b")
     assert harness.landed() == [("b", 9), ("b", 8)]
     assert harness.pool.free == 0
     harness.release()
     assert [rid for rid, _ in harness.landed()] == ["b"] * 8
-    harness.loader.order(["nobody"], may_fill="nobody")
+    harness.loader.order(["nobody"], may_use_all_buffers="nobody")
 
 
 def test_loader_keep_limits_new_reads_to_later_blocks(
@@ -1493,7 +1493,7 @@ def drive_loader(
             first[who] = max(first[who], number)
             harness.loader.set_first_loadable(rid, number)
         elif action == "order":
-            harness.loader.order([rid, *map(str, live - {who})], may_fill=rid)
+            harness.loader.order([rid, *map(str, live - {who})], may_use_all_buffers=rid)
         elif action == "keep":
             harness.loader.set_load_from(rid, number)
         elif action == "end":

@@ -148,7 +148,7 @@ def test_loader_new_target_stops_reads_of_the_old_one(harness: EndsHarness) -> N
     every = harness.begin_ends("a", tokens)
     harness.news()
     assert harness.waiting() == [every[6 + 5 * ENDS + 1], every[6 + 5 * ENDS]]
-    harness.loader.aim("a", range(3))
+    harness.loader.set_run("a", range(3))
     assert harness.waiting() == [every[6 + 2 * ENDS + 1], every[6 + 2 * ENDS]]
     harness.open(*every)
     assert sorted(harness.landed()) == [("a", b) for b in (0, 1, 2, 10, 11)]
@@ -162,7 +162,7 @@ def test_loader_block_that_was_read_is_not_read_for_the_next_target(harness: End
     harness.open(every[4 + 3 * ENDS], every[4 + 3 * ENDS + 1], keys[3], keys[2])
     harness.news()
     harness.release()
-    harness.loader.aim("a", range(3))
+    harness.loader.set_run("a", range(3))
     harness.open(*every)
     harness.news()
     assert harness.read_keys().count(keys[2]) == 1
@@ -174,7 +174,7 @@ def test_loader_empty_run_stops_all_reads(harness: EndsHarness) -> None:
     harness.fill_end(keys, 4)
     harness.begin_ends("a", tokens)
     harness.news()
-    harness.loader.aim("a", range(0))
+    harness.loader.set_run("a", range(0))
     assert harness.waiting() == []
     assert harness.loader.stats.reads == 0
     assert harness.pool.free == harness.pool.capacity
@@ -228,7 +228,7 @@ def test_loader_waiting_prompt_reads_an_end_only_if_it_leaves_a_quarter_of_the_b
         harness.begin_ends(name, tokens)
     harness.news()
     assert harness.waiting() == []
-    harness.loader.order(["b", "a"], may_fill="b")
+    harness.loader.order(["b", "a"], may_use_all_buffers="b")
     assert harness.waiting() == [*end_keys(keys_of(names["b"])[0], ENDS)][::-1]
     for buffer in others:
         assert buffer is not None

@@ -23,6 +23,7 @@ Blocks of the prompt that is served first have slots reserved before they come
 (`LoadMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
 """
 
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -61,11 +62,11 @@ class LoadUpdate:
         ends: after which of them an end state is stored; empty for a model without end states.
         fetched: blocks that every rank has fetched, ascending.
         lost: blocks that a rank could not fetch, ascending.
-        elapsed_s: the shortest wait of all ranks whose link does not rest, see
-            `PromptRecord.local_elapsed_s`; 0: all rest.
+        elapsed_s: the shortest wait of all ranks whose link is not idle, see
+            `PromptRecord.local_elapsed_s`; 0: all are idle.
         now_s: a clock that all ranks share.
         cost: of the loads that the prompt has ahead of it, each number the smallest of all ranks.
-        rests: all ranks' links rest.
+        link_idle: all ranks' links are idle for the prompt.
     """
 
     stored: tuple[bool, ...] | None
@@ -75,7 +76,7 @@ class LoadUpdate:
     now_s: float
     cost: LoadCost
     ends: tuple[bool, ...] = ()
-    rests: bool = False
+    link_idle: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -87,27 +88,27 @@ class LocalLoads:
         cost: of the loads that the prompt has ahead of it, as measured here.
         served_since_s: the start of the present wait: of the lookup, and then of the time in which
             the link serves this prompt first. Each poll sets it anew while others are served first,
-            or the link rests.
-        rests: the link reads nothing for this prompt, since it has read all, or there is no room
-            for a block.
+            or the link is idle.
+        link_idle: the link reads nothing for this prompt, since it has read all, or there is no
+            room for a block.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
         late: its loads were given up, since a block was overdue.
         stored: the answer of the lookup; None: under way.
         ends: after which full blocks an end state is stored, as far as the lookup says.
-        last_fetched_s: when the last block was fetched.
+        last_fetched_s: when the last block was fetched; -inf: none was.
     """
 
     cost: LoadCost
     served_since_s: float
-    rests: bool = False
+    link_idle: bool = False
     fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     late: bool = False
     stored: tuple[bool, ...] | None = None
     ends: tuple[bool, ...] = ()
-    last_fetched_s: float = 0.0
+    last_fetched_s: float = -math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -130,8 +131,8 @@ class AgreedLoads:
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
         asked: whether any block was ever worth loading.
-        rests: at the last update all ranks' links rested, and no block had been fetched: not even
-            one that waited in its buffer for this update.
+        link_idle: at the last update all ranks' links were idle, and no block had been fetched: not
+            even one that waited in its buffer for this update.
     """
 
     cost: LoadCost
@@ -144,13 +145,13 @@ class AgreedLoads:
     now_s: float = 0.0
     load_from: int | None = None
     asked: bool = False
-    rests: bool = False
+    link_idle: bool = False
 
     def apply(self, update: LoadUpdate) -> None:
         """Take in what the ranks agreed on."""
         self.cost = update.cost
         self.elapsed_s = update.elapsed_s
-        self.rests = update.rests and not update.fetched
+        self.link_idle = update.link_idle and not update.fetched
         self.first_poll_s = self.first_poll_s or update.now_s
         self.now_s = update.now_s
         self.begun |= bool(update.fetched)

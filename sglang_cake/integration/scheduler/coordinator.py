@@ -661,7 +661,7 @@ class Coordinator:
             overhead_s=step_s if self._records else None,  # an idle poll is no step
             costs=self.step_costs.own,
         )
-        # In this order: a link that rests has read no block that is not among the events.
+        # In this order: an idle link has read no block that is not among the events.
         self.prompt_loads.measure(
             [record for record in self._records.values() if record.awaits_loader]
         )
@@ -799,25 +799,26 @@ class Coordinator:
         served = [record for record in live if record.uses_link]
         # The first one that has memory may fill the host memory, since its blocks leave it. A
         # prompt that has slots gets more of them, so that none is kept from this one.
-        able: PromptRecord | None = None
+        with_memory: PromptRecord | None = None
         for record in served:
             has_slots = record.memory.reserved or record.memory.slots
-            if (able is None or has_slots) and self._has_memory_for(record):
-                able = able or record
+            if (with_memory is None or has_slots) and self._has_memory_for(record):
+                with_memory = with_memory or record
                 count = record.meet.block_count
                 blocks = [block for block in record.memory.staged if block < count]
                 self._device_slots.place(record, blocks)
-        if able is not None:
-            self._device_slots.reserve(able, self.step_costs.blocks_ahead(able))
-        self.prompt_loads.serve(served, able)
-        if able is not None and self.prompt_loads.starved:
-            self._make_room(able, live)
+        if with_memory is not None:
+            self._device_slots.reserve(with_memory, self.step_costs.blocks_ahead(with_memory))
+        self.prompt_loads.serve(served, with_memory)
+        if with_memory is not None and self.prompt_loads.starved:
+            self._make_room(with_memory, live)
 
-    def _make_room(self, able: PromptRecord, live: Sequence[PromptRecord]) -> None:
-        """Prompts that `able` has passed hold all buffers, with blocks that wait for device memory,
-        or for the rest of an end. Give up the blocks of the last of them, which are computed."""
+    def _make_room(self, with_memory: PromptRecord, live: Sequence[PromptRecord]) -> None:
+        """Prompts that `with_memory` has passed hold all buffers, with blocks that wait for device
+        memory, or for the rest of an end. Give up the blocks of the last of them: they are
+        computed."""
         for record in reversed(live):
-            if record is not able and record.memory.staged:
+            if record is not with_memory and record.memory.staged:
                 for block in list(record.memory.staged):
                     self._device_slots.drop(record, block, "memory")
                 self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)

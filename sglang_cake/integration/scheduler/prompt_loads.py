@@ -14,7 +14,7 @@ from sglang_cake.loading.meet import BlockState
 
 # How long the prompt that may fill staging waits for buffers, on the ranks' shared clock. A buffer
 # whose block is being copied comes back in milliseconds.
-MOST_REST_S = 0.1
+MOST_IDLE_S = 0.1
 
 
 class PromptLoads:
@@ -38,8 +38,8 @@ class PromptLoads:
         self._reporter = reporter
         self._records: dict[str, PromptRecord] = {}  # by load id
         self._served: PromptRecord | None = None  # the link works for it before all others
-        self._may_fill: PromptRecord | None = None  # it may use all of the host memory
-        self._went_on_s = 0.0  # when its link did not rest last
+        self._with_memory: PromptRecord | None = None  # it may use all of the host memory
+        self._went_on_s = 0.0  # when its link was last not idle
         self.now_s = 0.0
 
     # ---- events ----
@@ -60,12 +60,12 @@ class PromptLoads:
 
     def measure(self, records: Sequence[PromptRecord]) -> None:
         """Take this rank's costs of the blocks that `records` have ahead of them, and whether its
-        link rests."""
+        link is idle."""
         for record in records:
             local = record.local
             local.cost = self._loader.cost_of(record.load_id)
-            local.rests = record.agreed.lookup_done and self._loader.rests(record.load_id)
-            if local.rests:
+            local.link_idle = record.agreed.lookup_done and self._loader.link_idle(record.load_id)
+            if local.link_idle:
                 local.served_since_s = time.monotonic()
 
     def apply(self, record: PromptRecord, update: LoadUpdate) -> None:
@@ -93,7 +93,7 @@ class PromptLoads:
                 self._device_slots.discard(record, record.meet.lost(block), "overtaken")
             if block in record.local.fetched:  # another rank could not fetch its part
                 self._device_slots.refuse(record, record.local.fetched.pop(block), "peer")
-        self._aim(record)
+        self._set_run(record)
 
     def used_while_read(self, record: PromptRecord, block: int) -> None:
         """An overlapped last step used this block, which has been fetched since."""
@@ -115,7 +115,7 @@ class PromptLoads:
             self._loader.set_first_loadable(record.load_id, record.meet.block_count)
             self._device_slots.discard(record, record.meet.give_up(), "overtaken")
             self._device_slots.unreserve(record, list(record.memory.reserved), "overtaken")
-            self._aim(record)
+            self._set_run(record)
         else:
             self._loader.set_load_from(record.load_id, block)
 
@@ -126,7 +126,7 @@ class PromptLoads:
         self._device_slots.unreserve(record, computed, "overtaken")
         for each in [b for b in record.local.fetched if b < block]:
             self._device_slots.refuse(record, record.local.fetched.pop(each), "overtaken")
-        self._aim(record)
+        self._set_run(record)
 
     def stop_loading(self, record: PromptRecord, reason: str) -> None:
         """No further block is needed; blocks that did not join the tree are given up."""
@@ -135,34 +135,38 @@ class PromptLoads:
             self._device_slots.refuse(record, record.local.fetched.pop(block), reason)
         self._device_slots.discard_all(record, reason)
 
-    def serve(self, records: Sequence[PromptRecord], may_fill: PromptRecord | None) -> None:
-        """The link works for `records` in this order. Args: may_fill: the one of them that may use
-        all of the host memory."""
-        may_fill_id = None if may_fill is None else may_fill.load_id
-        self._loader.order([record.load_id for record in records], may_fill=may_fill_id)
+    def serve(self, records: Sequence[PromptRecord], with_memory: PromptRecord | None) -> None:
+        """The link works for `records` in this order. Args: with_memory: the one of them that may
+        use all of the host memory."""
+        first_id = None if with_memory is None else with_memory.load_id
+        self._loader.order([record.load_id for record in records], may_use_all_buffers=first_id)
         first = records[0] if records else None
         for record in records:
             if record is not first or record is not self._served:
                 record.not_served_first()
         self._served = first
-        rests = may_fill is not None and may_fill.agreed.rests and may_fill.meet.view().wanted > 0
-        if may_fill is not self._may_fill or not rests:
+        waits = (
+            with_memory is not None
+            and with_memory.agreed.link_idle
+            and with_memory.meet.view().wanted > 0
+        )
+        if with_memory is not self._with_memory or not waits:
             self._went_on_s = self.now_s
-        self._may_fill = may_fill
+        self._with_memory = with_memory
 
     @property
     def starved(self) -> bool:
         """Whether the prompt that may fill the host memory has got no buffer for long."""
-        return self.now_s - self._went_on_s > MOST_REST_S
+        return self.now_s - self._went_on_s > MOST_IDLE_S
 
     # ---- inside ----
 
-    def _aim(self, record: PromptRecord) -> None:
+    def _set_run(self, record: PromptRecord) -> None:
         """With end states: tell the loader of another target, and of holes before it."""
         meet = record.meet
         if not meet.end_blocks or not record.agreed.lookup_done:
             return
-        self._loader.aim(record.load_id, meet.run)
+        self._loader.set_run(record.load_id, meet.run)
         former = [b for b in record.memory.reserved if b not in meet.run]
         self._device_slots.unreserve(record, former, "overtaken")
         for block in [b for b in record.local.fetched if meet.state(b) is BlockState.GONE]:

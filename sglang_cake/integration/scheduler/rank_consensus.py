@@ -140,7 +140,7 @@ def _own(record: PromptRecord) -> LoadUpdate:
         elapsed_s=record.local_elapsed_s(),
         now_s=time.monotonic(),
         cost=local.cost,
-        rests=local.rests,
+        link_idle=local.link_idle,
     )
 
 
@@ -169,7 +169,7 @@ def _blocks_size(record: PromptRecord) -> int:
 def _pack_head(record: PromptRecord) -> list[float]:
     """[elapsed, now, lookup answered, cost of loads]."""
     local = record.local
-    elapsed_s = _NEUTRAL if local.rests else record.local_elapsed_s()
+    elapsed_s = _NEUTRAL if local.link_idle else record.local_elapsed_s()
     numbers: list[float] = [elapsed_s, time.monotonic(), local.stored is not None]
     numbers += astuple(local.cost)[:_LOAD_NUMBERS]
     return numbers
@@ -204,5 +204,5 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         elapsed_s=0.0 if elapsed_s == _NEUTRAL else elapsed_s,
         now_s=now_s,
         cost=LoadCost(latency_s, block_s, copy_s, error, coming_s, record.local.cost.depth),
-        rests=elapsed_s == _NEUTRAL,
+        link_idle=elapsed_s == _NEUTRAL,
     )
