@@ -45,6 +45,7 @@ LAYOUT = BlockLayout.plain(4, (("k", (2, 32)), ("v", (2, 32))), "float32", 64)
 (GROUP,) = LAYOUT.groups
 PLUGINS = "sglang.srt.plugins"
 INDEX = PlaneGroup(4, (("index", (8448,)),), "uint8", row_tokens=64)
+REPEATABLE = {"enable_deterministic_inference": True}
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +156,7 @@ def _digest(**changed: Any) -> bytes:
         {"args": {"load_format": "mistral"}},
         {"args": {"model_impl": "transformers"}},
         {"args": {"json_model_override_args": '{"rope_theta": 1.0}'}},
-        {"args": {"enable_deterministic_inference": True}},
+        {"args": REPEATABLE},
         {"layout": replace(LAYOUT, groups=(replace(GROUP, dtype="bfloat16"),))},
         {"layout": replace(LAYOUT, block_tokens=128)},
         {"layout": replace(LAYOUT, groups=(replace(GROUP, layers=5),))},
@@ -290,10 +291,23 @@ def test_identity_fact_unrelated_to_kv_keeps_the_namespace(
 def test_identity_deterministic_inference_counts_all_ranks() -> None:
     """The order of sums over ranks is not the same for another number of them."""
     digests = {
-        _digest(args={"enable_deterministic_inference": True, **ranks})
+        _digest(args=REPEATABLE | ranks)
         for ranks in ({}, {"tp_size": 2}, {"tp_size": 8}, {"tp_size": 8, "attn_dp_size": 8})
     }
     assert len(digests) == 4
+
+
+def test_identity_deterministic_inference_counts_versions_of_packages_with_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for number in ("0.7.2", "0.7.3"):
+        install(tmp_path / number, "flashinfer_python", PLUGINS, version=number)
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / number)
+            digests.append([_digest(args=args) for args in ({}, REPEATABLE)])
+    assert digests[0][0] == digests[1][0]
+    assert digests[0][1] != digests[1][1]
 
 
 @pytest.mark.parametrize("name", ["attention_backend", "prefill_attention_backend"])

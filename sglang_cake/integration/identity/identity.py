@@ -5,6 +5,7 @@ All ranks of a group learn a digest in the same step. Nothing is loaded or store
 of the weights is known. If it cannot be known, the namespace belongs to this server alone.
 """
 
+import contextlib
 import hashlib
 import inspect
 import logging
@@ -16,7 +17,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,12 @@ MAX_ADAPTERS = 4096  # adapters whose digests are kept
 SHORT_BYTES = 256 << 20
 # Kinds of quantisation that leave activations as they are on every device.
 WEIGHT_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
+# Packages with kernels, which SGLang installs on GPUs.
+KERNEL_PACKAGES = (
+    *("flash-attn-4", "flashinfer-python", "humming-kernels", "nvidia-cutlass-dsl"),
+    *("quack-kernels", "sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "sgl-kernel"),
+    *("sglang-kernel", "tilelang", "triton"),
+)
 # Names of the jobs for the model: the digest of its weights, and what no update changes.
 WEIGHTS = "weights"
 CONFIGURATION = "configuration"
@@ -100,9 +107,7 @@ def server_fields(
     if "context_len" in _source(model_class):  # few models read it, for their RoPE
         fields["context_length"] = model.context_len
     if values.enable_deterministic_inference:  # KV is shared only if it is equal bit by bit
-        from sglang.version import __version__
-
-        fields["software"] = f"sglang {__version__}, torch {torch.__version__}"
+        fields["software"] = _software()
         fields["device"] = _device_name(ctx)
     # With --enable-deterministic-inference, `tp_size` is the number of all ranks: it decides the
     # order of sums.
@@ -240,6 +245,17 @@ def _device_form(ctx: "TreeCacheBuildContext", layout: BlockLayout) -> str:
     layers = list(runner.model.modules())
     used = [name for name in writers if any(getattr(layer, name, False) for layer in layers)]
     return " ".join([torch.cuda.get_device_properties().gcnArchName, *used])
+
+
+def _software() -> str:
+    """The versions of SGLang, PyTorch and the installed packages that bring kernels."""
+    from sglang.version import __version__
+
+    found = [f"sglang {__version__}", f"torch {torch.__version__}"]
+    for name in KERNEL_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def _device_name(ctx: "TreeCacheBuildContext") -> str:
