@@ -22,15 +22,20 @@ def test_server_commands_switch_cake_on_with_a_store(tmp_path: Path) -> None:
     write_private(tmp_path / "token", "t" * 32)
     servers = [it for it in programs(tmp_path) if it.argv[0] == "serve"]
     assert len(servers) == 4
-    stores = (
-        "file:///kv?capacity=500GB",
-        "file:///cake/kv?",
-        "file:///nvme/kv?",
-        "file:///local/u/kv",
+    stores = tuple(
+        f"file://{tmp_path}/{store}"
+        for store in ("kv?capacity=500GB", "cake/kv?", "nvme/kv?", "local/u/kv")
     )
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    cases = [{"argv": [*_with_model(it, tmp_path), *CPU], "env": it.environment} for it in servers]
+    here = ("file:///", f"file://{tmp_path}/")
+    cases = [
+        {
+            "argv": [*(word.replace(*here) for word in _with_model(it, tmp_path)), *CPU],
+            "env": {name: value.replace(*here) for name, value in it.environment.items()},
+        }
+        for it in servers
+    ]
     clean = {name: value for name, value in os.environ.items() if "SGLANG_CAKE" not in name}
     asked, results = tmp_path / "cases", tmp_path / "results"
     asked.write_text(json.dumps(cases) + "\n")
