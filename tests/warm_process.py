@@ -160,6 +160,10 @@ class SpareProcess:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
 
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        """A job may refer to its process, and does not use it."""
+        return object, ()
+
 
 class Multiprocessing:
     """The module, for SGLang's own modules."""
@@ -196,6 +200,7 @@ def import_sglang() -> None:
         import_module(name)
     for name in ("entrypoints.engine", "managers.data_parallel_controller"):
         import_module(f"sglang.srt.{name}").mp = Multiprocessing()
+    import_module("uvicorn._subprocess").spawn = Multiprocessing()  # with several tokenizers
 
     # For each hook SGLang looks at all names of all modules (45 ms), which may have imported the
     # hooked function. No module has imported a method, and nearly all hooks are on methods.

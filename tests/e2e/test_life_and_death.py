@@ -1,12 +1,14 @@
 """Requests that end early: nothing leaks, and the log has no alarm."""
 
+import contextlib
 import http.client
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import requests
 from live import (
@@ -83,15 +85,16 @@ def test_requests_with_one_id_at_two_tokenizers_keep_their_own_kv(
     flags = ("--dtype", "float32", "--max-total-tokens", "12000", "--cake-mode", "load")
     flags += ("--enable-metrics", "--tokenizer-worker-num", "2", "--skip-tokenizer-init")
     with start(models["first"], flags, store=folder / "store-one-id") as live:
+        until(lambda: live.server.logs().count("startup complete") == 2, "both accept connections")
 
         def both_served() -> bool:
             rid = f"the same {random.random()}"
             first = PendingRequest(live, long, rid=rid)
             first.until("arrive")
-            while first.is_running:
-                reply = live.post("/generate", **request(short, NEW_TOKENS, rid=rid))
-                if reply.status_code == 200:  # otherwise at the tokenizer of the first one
-                    assert_same(Answer.of(reply.json()), plain.reference(short))
+            with _connected_elsewhere(live) as connection:
+                body = json.dumps(request(short, NEW_TOKENS, rid=rid))
+                connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+                assert_same(Answer.of(json.load(connection.getresponse())), plain.reference(short))
             assert_same(first.answer(), plain.reference(long))
             return live.metric("unkeyed_requests_total", reason="id") > 0
 
@@ -104,6 +107,34 @@ def test_requests_with_one_id_at_two_tokenizers_keep_their_own_kv(
             live.store.until_stored(ids)
         (report,) = answer.meta["cake"]  # SGLang loads no plug-ins where it has several tokenizers
         assert report["loaded_tokens"] == len(long) - 1
+
+
+@contextlib.contextmanager
+def _connected_elsewhere(live: Live) -> Iterator[http.client.HTTPConnection]:
+    """A connection that none of the processes has accepted that serve one now."""
+    processes = psutil.Process(live.server.process.pid).children(recursive=True)
+    with contextlib.closing(http.client.HTTPConnection(urlsplit(live.url).netloc)) as connection:
+        busy = [each for each in processes if _clients(each, live)]
+        for process in busy:
+            process.suspend()
+        try:
+            connection.connect()
+            port = connection.sock.getsockname()[1]
+            until(lambda: any(port in _clients(each, live) for each in processes), "accepted")
+        finally:
+            for process in busy:
+                process.resume()
+        yield connection
+
+
+def _clients(process: psutil.Process, live: Live) -> set[int]:
+    """The ports of the clients whose connections to the server this process has accepted."""
+    ours = urlsplit(live.url).port
+    return {
+        each.raddr.port
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_ESTABLISHED and each.laddr.port == ours
+    }
 
 
 def test_abort_all_with_a_queue_leaks_nothing(
