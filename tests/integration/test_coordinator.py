@@ -755,7 +755,7 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
 
 # ---- another rank ----
 
-LANDED_AT, KEPT_AT = 15, 19  # where the 4 blocks of the only request stand in what is reduced
+LANDED_AT, KEPT_AT = 16, 20  # where the 4 blocks of the only request stand in what is reduced
 
 
 def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(

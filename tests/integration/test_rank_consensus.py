@@ -233,6 +233,16 @@ def test_rank_consensus_load_costs_are_per_prompt_minima() -> None:
     assert [fact.cost for fact in alone] == [made.local.cost for made in ranks[0]]
 
 
+def test_rank_consensus_blocks_in_other_tiers_on_another_rank_have_one_depth() -> None:
+    """Of a tiered store, each rank may find the blocks of a prompt in another tier, whose link
+    reads another number of blocks at once. Predictions of loads depend on that number."""
+    ranks = [[record(2)] for _ in range(2)]
+    for (made,), depth in zip(ranks, (16, 4), strict=True):
+        made.local.cost = LoadCost(0.125, 0.5, depth=depth)
+    costs = [facts[0].cost for facts, *_ in agree(ranks, [ANY] * 2)]
+    assert costs == [LoadCost(0.125, 0.5, depth=4)] * 2
+
+
 @given(
     blocks=st.integers(1, 12),
     arrived=st.sets(st.integers(0, 11)),

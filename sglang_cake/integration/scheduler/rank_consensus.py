@@ -10,7 +10,7 @@ deterministic, so the ranks stay alike.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from typing import NamedTuple
 
 import torch
@@ -18,8 +18,7 @@ import torch
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
-_LOAD_NUMBERS = 5  # of LoadCost: all but the depth, which is a setting
-_HEAD = 3 + _LOAD_NUMBERS  # numbers of a request before those of its blocks
+_HEAD = 3 + len(fields(LoadCost))  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
 
@@ -171,7 +170,8 @@ def _pack_head(record: PromptRecord) -> list[float]:
     local = record.local
     elapsed_s = _NEUTRAL if local.link_idle else record.local_elapsed_s()
     numbers: list[float] = [elapsed_s, time.monotonic(), local.stored is not None]
-    numbers += astuple(local.cost)[:_LOAD_NUMBERS]
+    # With its depth: a block may be in another tier on another rank.
+    numbers += astuple(local.cost)
     return numbers
 
 
@@ -190,7 +190,7 @@ def _pack_blocks(record: PromptRecord) -> list[float]:
 
 
 def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
-    elapsed_s, now_s, answered, latency_s, block_s, copy_s, error, coming_s = numbers[:_HEAD]
+    elapsed_s, now_s, answered, latency_s, block_s, copy_s, error, coming_s, depth = numbers[:_HEAD]
     blocks = record.meet.indices if len(numbers) > _HEAD else ()
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
@@ -203,6 +203,6 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
         elapsed_s=0.0 if elapsed_s == _NEUTRAL else elapsed_s,
         now_s=now_s,
-        cost=LoadCost(latency_s, block_s, copy_s, error, coming_s, record.local.cost.depth),
+        cost=LoadCost(latency_s, block_s, copy_s, error, coming_s, int(depth)),
         link_idle=elapsed_s == _NEUTRAL,
     )
