@@ -216,6 +216,7 @@ class CakeService:
         if config.record_trace is not None and speaks:
             self._trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
+        self._depths = _depths_of(config.store, config)  # of the store that is set
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
         staging, write_queue = host_pools(
@@ -352,11 +353,11 @@ class CakeService:
             another rank raises; nothing changes then, on any rank.
         """
         store: Store | None = None
+        depths: list[int] = []
         failure: Exception | None = None
         try:
-            if self._namespace is None:  # `_known` opens it
-                parse_sources(setting, self._config.eviction_policy)
-            else:
+            depths = _depths_of(setting, self._config)
+            if self._namespace is not None:  # otherwise `_known` opens it
                 store = self._open(setting, self._namespace)
         except Exception as error:  # whatever fails, this rank takes part in the reduction
             failure = error
@@ -366,8 +367,11 @@ class CakeService:
             raise failure or StoreUnavailable("another rank cannot make the store: see the log")
         is_other = setting != self.setting
         self.setting = setting
+        self._depths = depths
         self.coordinator.store_detached = False
-        if store is not None:
+        if store is None:
+            self._serve(None)  # for the depths, which costs have from now on
+        else:
             self._use(store)
         if is_other:
             self.loader.forget_costs()
@@ -413,9 +417,8 @@ class CakeService:
 
     def _serve(self, store: Store | None) -> None:
         """Prompts that begin from now on, and blocks that are saved, use `store`."""
-        depths = self._depths
-        self.loader.use(store, depths)
-        self.writer.use(store, depths[0])
+        self.loader.use(store, self._depths)
+        self.writer.use(store, self._depths[0])
 
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
@@ -435,12 +438,6 @@ class CakeService:
     def _rope_theta(self) -> float | None:
         model = self._ctx.tp_worker.model_runner.model
         return rope_theta(self._ctx.model_config.hf_text_config, model)
-
-    @property
-    def _depths(self) -> list[int]:
-        """Reads at once of each tier of the store that is set."""
-        sources = parse_sources(self.setting, self._config.eviction_policy)
-        return depths_of(sources, self._config.queue_depth)
 
     def _open(self, setting: str | None, namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works. Raises:
@@ -519,6 +516,12 @@ class CakeService:
         await self.writer.drained(DRAIN_S)
         await asyncio.wait([asyncio.ensure_future(self._open_now())], timeout=DRAIN_S)
         await store.close()
+
+
+def _depths_of(setting: str | None, config: CakeConfig) -> list[int]:
+    """Reads at once of each tier of a store. Looks at the disk of the default store. Raises:
+    ConfigError."""
+    return depths_of(parse_sources(setting, config.eviction_policy), config.queue_depth)
 
 
 async def _stats(store: Store) -> StoreStats | None:

@@ -11,9 +11,13 @@ pytest.importorskip("sglang")
 from adder_harness import BareTree
 from registered_hooks import hooks_of
 
+from sglang_cake.core.counters import Counters
 from sglang_cake.integration.build import CakeService
 from sglang_cake.integration.scheduler import scheduler_hooks
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
+from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.loader import Loader
+from sglang_cake.stores import open_store
 
 URL = "memory://1GB,file:///kv"
 
@@ -41,7 +45,7 @@ class Ranks:
             loader=SimpleNamespace(forget_costs=lambda: None),
             _consensus=RankConsensus(self._reduce),
             _namespace=object(),
-            _config=SimpleNamespace(eviction_policy="lru"),
+            _config=SimpleNamespace(eviction_policy="lru", queue_depth=None),
             _open=self._open,
             _use=self.used.append,
             _recall_costs=lambda: None,
@@ -100,3 +104,68 @@ def test_attach_store_tells_the_other_ranks_whatever_fails_here(failure: Excepti
     assert ranks.attach().success is (failure is None)
     assert ranks.said == [failure is None]
     assert ranks.unchanged is (failure is not None)
+
+
+class Alone(CakeService):
+    """A service of one rank with a file store.
+
+    Attributes: used: by the loader and by the writer, with what came with it.
+    """
+
+    def __init__(self, namespace: Any = None) -> None:
+        """Args: namespace: None: it is not known, so no store is opened."""
+        self._namespace = namespace
+        self._config: Any = SimpleNamespace(eviction_policy="lru", queue_depth=None)
+        self._consensus = RankConsensus(None)
+        self._store = None
+        self._depths = [4]
+        self._io: Any = SimpleNamespace(post=lambda *args: None)
+        self.setting = "file:///before"
+        self.coordinator: Any = SimpleNamespace(store_detached=False)
+        self.used: list[Any] = []
+        used: Any = SimpleNamespace(
+            use=lambda *args: self.used.append(args), forget_costs=lambda: None
+        )
+        self.loader = self.writer = used
+
+    def _open(self, setting: str | None, namespace: Any) -> Any:
+        return f"opened {setting}"
+
+    def _recall_costs(self) -> None:
+        pass
+
+
+def test_attach_store_loads_and_writes_as_many_blocks_at_once_as_its_links_need() -> None:
+    service = Alone(namespace=object())
+    tiers = "s3://bucket,file:///kv"
+    service.attach_store(tiers)
+    assert service.used == [(f"opened {tiers}", [16, 4]), (f"opened {tiers}", 16)]
+
+
+def test_attach_store_before_the_namespace_is_known_counts_its_own_reads_at_once() -> None:
+    """Predictions and time limits of loads depend on their number."""
+    service = Alone()
+    staging: Any = None
+    service.loader = Loader(
+        None, staging, service._io, Counters(), depths=[4], prior=LoadCost(0.0, 0.001)
+    )
+    service.attach_store("s3://bucket")
+    assert service.loader.cost.depth == 16
+
+
+@pytest.mark.parametrize("changes", [CakeService.detach_store, CakeService.weights_changing])
+def test_default_store_whose_disk_hangs_is_left_without_a_look_at_the_disk(
+    changes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler thread would hang with it."""
+
+    def hangs(policy: str) -> Any:
+        raise AssertionError("a disk that hangs is asked how large it is")
+
+    monkeypatch.setattr(open_store, "default_source", hangs)
+    service = Alone()
+    service.setting = None
+    service.identity = SimpleNamespace(weights_changing=lambda: None)
+    service.coordinator = SimpleNamespace(suspended=False, rebase=lambda *args, **kwargs: None)
+    changes(service)
+    assert [store for store, _ in service.used] == [None, None]
