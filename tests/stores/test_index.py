@@ -204,6 +204,7 @@ DAMAGES = {
     "UPDATE total SET blocks = blocks + 1": lambda index: index.check(),
     "UPDATE namespaces SET used_bytes = 0": lambda index: index.check_sums(),
     "UPDATE namespaces SET blocks = 0": lambda index: index.check_sums(),
+    "UPDATE namespaces SET blocks = 'many'": lambda index: index.sample(100),
 }
 
 

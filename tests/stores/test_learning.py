@@ -198,6 +198,14 @@ def test_evictor_without_the_lead_takes_old_blocks(tmp_path):
         assert len([number for number in indexed(index) if number < 200]) <= 182
 
 
+def test_evictor_without_the_lead_that_needs_more_than_a_sample_spares_the_newest_blocks(tmp_path):
+    random.seed(2)
+    with leading(tmp_path, 20_000) as (evictor, index):
+        evictor.restart(index, leads=False)
+        assert evictor.free(index, Amount(4 * LEARN_AT_ONCE * BYTES)).files == 4 * LEARN_AT_ONCE
+        assert len([number for number in indexed(index) if number >= 19_900]) > 80
+
+
 @pytest.mark.parametrize("leads", [True, False])
 def test_evictor_without_the_lead_reads_the_newest_blocks_only(tmp_path, leads):
     with leading(tmp_path, 20) as (_, index):

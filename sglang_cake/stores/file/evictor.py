@@ -227,8 +227,8 @@ class Evictor:
 
     @contextlib.contextmanager
     def _filled_policy(self, index: BlockIndex) -> Iterator[None]:
-        """In it, `self._policy` has blocks to choose from: all in the leader, a sample in other
-        processes."""
+        """In it, `self._policy` has blocks to choose from: all in the leader, none in other
+        processes, which take samples."""
         if self.leads:
             yield
             return
@@ -237,7 +237,6 @@ class Evictor:
         try:
             self._policy = self._new_policy()
             self._policy.resume(self._saved_fits, time.time())
-            self._add_batch(_with_past_times(index, index.sample(LEARN_AT_ONCE)), order=True)
             yield
         finally:
             self._policy = policy
@@ -408,17 +407,24 @@ class Evictor:
     def _pop_unknown(
         self, index: BlockIndex, now_s: float, kept: Collection[int]
     ) -> tuple[int, Usage] | None:
-        # New blocks, and then all blocks: processes that do not lead have seen a sample.
+        for batch in self._unknown(index):
+            self._add_batch(batch, order=True)
+            for block in kept:
+                self._policy.remove(block)
+            popped = self._pop(now_s)
+            if popped is not None:
+                return popped
+        return None
+
+    def _unknown(self, index: BlockIndex) -> Iterator[list[IndexedBlock]]:
+        """Batches of blocks that the policy may not have: a sample in processes that do not lead.
+        Then new blocks, and then all blocks, since a sample may have blocks in use alone."""
+        if not self.leads:
+            yield _with_past_times(index, index.sample(LEARN_AT_ONCE))
         for again in (False, True):
             self._seen = 0 if again else self._seen
             while batch := _read_batch(index, self._seen):
-                self._add_batch(batch, order=True)
-                for block in kept:
-                    self._policy.remove(block)
-                popped = self._pop(now_s)
-                if popped is not None:
-                    return popped
-        return None
+                yield batch
 
     def _evict(self, index: BlockIndex, block: IndexedBlock) -> bool:
         """Remove the file of a block, its empty folders, and last its row; False if it is read."""

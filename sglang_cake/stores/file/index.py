@@ -430,7 +430,8 @@ class BlockIndex:
         By keys, which are hashes: neighbours by id were stored together, and ids of old blocks have
         gaps, so that a random id would mostly hit the same few.
         """
-        sizes = dict(self._select("SELECT digest, blocks FROM namespaces WHERE blocks > 0"))
+        rows = self._select("SELECT digest, blocks FROM namespaces WHERE blocks > 0")
+        sizes = {digest: _count(blocks) for digest, blocks in rows}
         chosen = Counter(random.choices([*sizes], [*sizes.values()], k=at_most) if sizes else ())
         found: list[IndexedBlock] = []
         for digest, count in chosen.items():
