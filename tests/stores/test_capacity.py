@@ -25,6 +25,7 @@ from test_file_disk_faults import mounted
 
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.stores.eviction import POLICIES
+from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
 from sglang_cake.stores.file.block_folder import BlockFolder
@@ -166,6 +167,25 @@ def test_block_folder_block_in_use_survives_a_long_eviction_in_the_background(
         folder.on_access(DIGEST, [key_of(80)], RequestFacts("a request", 1000))
         removing.go.set()
         until(lambda: not there(folder, [90]), "there is room")
+        assert there(folder, [70, 80, 90]) == [80]
+
+
+def test_block_folder_block_in_use_survives_a_long_eviction_for_a_quota(tmp_path, monkeypatch):
+    with contextlib.closing(opened(tmp_path, capacity_bytes=None)) as folder:
+        for name in range(130):
+            facts = RequestFacts(f"request {name}", 1000, tenant=7)
+            folder.on_access(DIGEST, [key_of(name)], facts)
+            put(folder, name)
+    removing = Held(nofollow.remove_unread)
+    monkeypatch.setattr(nofollow, "remove_unread", removing)
+    rules = TenantRules(quota_bytes=30 * STORED_BYTES)
+    folder = opened(tmp_path, capacity_bytes=None, tenant_rules=rules)
+    with contextlib.closing(folder):
+        assert removing.entered.wait(60)
+        facts = RequestFacts("a request", 1000, tenant=7)
+        folder.on_access(DIGEST, [key_of(80)], facts)
+        removing.go.set()
+        until(lambda: not there(folder, [90]), "the quota is kept")
         assert there(folder, [70, 80, 90]) == [80]
 
 

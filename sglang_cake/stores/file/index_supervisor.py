@@ -298,13 +298,15 @@ class IndexSupervisor:
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _free_ahead(self, index: BlockIndex) -> None:
+        # Both loops may take minutes, and no block in use is to be evicted.
         step = Amount(FREE_AT_ONCE.bytes)
         while not self._closing.is_set() and self._evictor.enforce_quotas(index, step):
-            pass
+            with _unless_full():
+                self.flush(index)
         wanted = self._evictor.ahead(index)
         while wanted and not self._closing.is_set():
             with _unless_full():
-                self.flush(index)  # this may take minutes, and no block in use is to be evicted
+                self.flush(index)
             freed = self._evictor.free(index, wanted)
             if not freed:
                 return
