@@ -87,6 +87,24 @@ def test_coordinator_wholly_stored_prompt_is_loaded(
     assert sides["fallback", "compute"] == 0
 
 
+def test_coordinator_tokens_that_others_bring_between_two_steps_are_reported_as_matched(
+    harness: CoordinatorHarness,
+) -> None:
+    """With a lossy codec they count as lossy: others may have loaded them."""
+    req = req_of(4.5)
+    harness.arrive(req)
+    harness.poll(req)
+    assert not harness.step(req)
+    slots = harness.allocator.alloc(PAGE)
+    assert slots is not None
+    req.owned.append(slots)
+    req.prefix_len += PAGE
+    while not harness.step(req):
+        harness.poll(req)
+    check_report(req)
+    assert req.customized_info["cake"][0]["matched_tokens"] == PAGE
+
+
 @pytest.mark.parametrize("failing", [{0}, {2}, {1, 3}, {0, 1, 2, 3}])
 def test_coordinator_blocks_without_device_memory_are_computed(
     harness: CoordinatorHarness, failing: set[int]

@@ -216,6 +216,7 @@ class PromptStats:
         predicted_s: time to first token, as predicted when the first step was planned.
         prefill_s: from arrival to the last prefill step; None: prefill is not over.
         matched_tokens: tokens that the tree held at the first step.
+        rematched_tokens: tokens that it got from other prompts between two steps.
         overlapped_tokens: loaded tokens that arrived while the last step ran.
         meet_token: where the front met the first island.
     """
@@ -223,6 +224,7 @@ class PromptStats:
     predicted_s: float | None = None
     prefill_s: float | None = None
     matched_tokens: int = 0
+    rematched_tokens: int = 0
     computed_tokens: int = 0
     loaded_tokens: int = 0
     overlapped_tokens: int = 0
@@ -409,14 +411,15 @@ class PromptRecord:
         loaded ones.
         """
         stats = self.stats
-        matched_tokens = stats.matched_tokens + int(self.helped.get("helped_tokens", 0))
-        lossy_tokens = stats.loaded_tokens + matched_tokens if self.lossy else 0
+        matched_tokens = stats.matched_tokens + stats.rematched_tokens
+        helped_tokens = int(self.helped.get("helped_tokens", 0))
+        lossy_tokens = stats.loaded_tokens + matched_tokens + helped_tokens
         return {
             "computed_tokens": stats.computed_tokens,
             "loaded_tokens": stats.loaded_tokens,
             "overlapped_tokens": stats.overlapped_tokens,
-            "matched_tokens": stats.matched_tokens,
+            "matched_tokens": matched_tokens,
             "meet_token": stats.meet_token,
-            "lossy_tokens": lossy_tokens,
+            "lossy_tokens": lossy_tokens if self.lossy else 0,
             **self.helped,
         }

@@ -98,7 +98,7 @@ class RequestReporter:
             "wasted_bytes=%d",
             record.rid,
             len(record.tokens),
-            stats.matched_tokens,
+            stats.matched_tokens + stats.rematched_tokens,
             stats.computed_tokens,
             stats.loaded_tokens,
             "none" if stats.meet_token is None else stats.meet_token,

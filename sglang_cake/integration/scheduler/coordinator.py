@@ -993,6 +993,9 @@ class Coordinator:
         return loaded
 
     def _advance(self, record: PromptRecord, req: "Req") -> None:
+        stats = record.stats
+        if stats.computed_tokens + stats.loaded_tokens:
+            stats.rematched_tokens += max(0, req.prefix_len - record.meet.front)
         self._device_slots.discard(record, record.meet.advance(req.prefix_len), "in_tree")
 
     def _attached(self, record: PromptRecord, span: Span) -> None:
