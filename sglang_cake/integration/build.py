@@ -69,7 +69,7 @@ from sglang_cake.integration.support_matrix import check_context, keys_media, ma
 from sglang_cake.loading.cost_file import CostFile
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
-from sglang_cake.stores.base import Store, StoreStats
+from sglang_cake.stores.base import Store, StoreSource, StoreStats
 from sglang_cake.stores.encoded import may_lose
 from sglang_cake.stores.open_store import depths_of, open_slices, parse_sources
 from sglang_cake.stores.request_recording import RequestTraceFile
@@ -216,7 +216,7 @@ class CakeService:
         if config.record_trace is not None and speaks:
             self._trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
-        self._depths = _depths_of(config.store, config)  # of the store that is set
+        self._sources = self._parsed(config.store)  # of the store that is set
         self.counters = Counters()
         end_blocks = 0 if ends is None else ends.count
         staging, write_queue = host_pools(
@@ -353,12 +353,12 @@ class CakeService:
             another rank raises; nothing changes then, on any rank.
         """
         store: Store | None = None
-        depths: list[int] = []
+        sources: list[StoreSource] = []
         failure: Exception | None = None
         try:
-            depths = _depths_of(setting, self._config)
+            sources = self._parsed(setting)
             if self._namespace is not None:  # otherwise `_known` opens it
-                store = self._open(setting, self._namespace)
+                store = self._open(sources, self._namespace)
         except Exception as error:  # whatever fails, this rank takes part in the reduction
             failure = error
         if not self._consensus.everywhere(failure is None):
@@ -367,7 +367,7 @@ class CakeService:
             raise failure or StoreUnavailable("another rank cannot make the store: see the log")
         is_other = setting != self.setting
         self.setting = setting
-        self._depths = depths
+        self._sources = sources
         self.coordinator.store_detached = False
         if store is None:
             self._serve(None)  # for the depths, which costs have from now on
@@ -390,7 +390,7 @@ class CakeService:
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
         if not self.coordinator.store_detached:
-            self._use(self._open(self.setting, namespace))
+            self._use(self._open(self._sources, namespace))
             if not self.identity.is_private:  # a private namespace may never need its store
                 self._io.post(self._start, self._open_now)
 
@@ -439,15 +439,24 @@ class CakeService:
         model = self._ctx.tp_worker.model_runner.model
         return rope_theta(self._ctx.model_config.hf_text_config, model)
 
-    def _open(self, setting: str | None, namespace: Namespace) -> Store:
-        """Without I/O: the store is opened at its first call, and again until that works. Raises:
-        ConfigError; OSError if there is no memory for it."""
-        sources = parse_sources(
+    @property
+    def _depths(self) -> list[int]:
+        """Reads at once of each tier of the store that is set."""
+        return depths_of(self._sources, self._config.queue_depth)
+
+    def _parsed(self, setting: str | None) -> list[StoreSource]:
+        """The tiers of a store. Once for each setting, since it looks at the disk of the default
+        store, which may hang later. Raises: ConfigError."""
+        return parse_sources(
             setting,
             self._config.eviction_policy,
             sharers=machine_schedulers(self._ctx),
             pin=self._pin if self.kv.device.type == "cuda" else None,
         )
+
+    def _open(self, sources: list[StoreSource], namespace: Namespace) -> Store:
+        """Without I/O: the store is opened at its first call, and again until that works. Raises:
+        ConfigError; OSError if there is no memory for it."""
         return open_slices(
             sources,
             group_namespaces(namespace, self._groups),
@@ -466,8 +475,7 @@ class CakeService:
             return pin(arena, self.kv.device)
 
     def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
-        tiers = len(parse_sources(self.setting, self._config.eviction_policy))
-        return None if labels is None else StoreMetrics(labels, tiers)
+        return None if labels is None else StoreMetrics(labels, len(self._sources))
 
     async def _watch(self, metrics: StoreMetrics | None) -> None:
         """Publish the store's statistics, and write costs, at intervals."""
@@ -516,12 +524,6 @@ class CakeService:
         await self.writer.drained(DRAIN_S)
         await asyncio.wait([asyncio.ensure_future(self._open_now())], timeout=DRAIN_S)
         await store.close()
-
-
-def _depths_of(setting: str | None, config: CakeConfig) -> list[int]:
-    """Reads at once of each tier of a store. Looks at the disk of the default store. Raises:
-    ConfigError."""
-    return depths_of(parse_sources(setting, config.eviction_policy), config.queue_depth)
 
 
 async def _stats(store: Store) -> StoreStats | None:

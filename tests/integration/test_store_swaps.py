@@ -18,6 +18,7 @@ from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores import open_store
+from sglang_cake.stores.base import StoreSource
 
 URL = "memory://1GB,file:///kv"
 
@@ -45,7 +46,7 @@ class Ranks:
             loader=SimpleNamespace(forget_costs=lambda: None),
             _consensus=RankConsensus(self._reduce),
             _namespace=object(),
-            _config=SimpleNamespace(eviction_policy="lru", queue_depth=None),
+            _parsed=lambda setting: [],
             _open=self._open,
             _use=self.used.append,
             _recall_costs=lambda: None,
@@ -118,9 +119,9 @@ class Alone(CakeService):
         self._config: Any = SimpleNamespace(eviction_policy="lru", queue_depth=None)
         self._consensus = RankConsensus(None)
         self._store = None
-        self._depths = [4]
+        self.setting: str | None = "file:///before"
+        self._sources = self._parsed(self.setting)
         self._io: Any = SimpleNamespace(post=lambda *args: None)
-        self.setting = "file:///before"
         self.coordinator: Any = SimpleNamespace(store_detached=False)
         self.used: list[Any] = []
         used: Any = SimpleNamespace(
@@ -128,8 +129,11 @@ class Alone(CakeService):
         )
         self.loader = self.writer = used
 
-    def _open(self, setting: str | None, namespace: Any) -> Any:
-        return f"opened {setting}"
+    def _parsed(self, setting: str | None) -> list[StoreSource]:
+        return open_store.parse_sources(setting)
+
+    def _open(self, sources: list[StoreSource], namespace: Any) -> Any:
+        return tuple(sources)
 
     def _recall_costs(self) -> None:
         pass
@@ -139,7 +143,8 @@ def test_attach_store_loads_and_writes_as_many_blocks_at_once_as_its_links_need(
     service = Alone(namespace=object())
     tiers = "s3://bucket,file:///kv"
     service.attach_store(tiers)
-    assert service.used == [(f"opened {tiers}", [16, 4]), (f"opened {tiers}", 16)]
+    store = tuple(open_store.parse_sources(tiers))
+    assert service.used == [(store, [16, 4]), (store, 16)]
 
 
 def test_attach_store_before_the_namespace_is_known_counts_its_own_reads_at_once() -> None:
@@ -153,19 +158,33 @@ def test_attach_store_before_the_namespace_is_known_counts_its_own_reads_at_once
     assert service.loader.cost.depth == 16
 
 
-@pytest.mark.parametrize("changes", [CakeService.detach_store, CakeService.weights_changing])
-def test_default_store_whose_disk_hangs_is_left_without_a_look_at_the_disk(
-    changes: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", ["detached", "weights changing", "weights changed"])
+def test_default_store_whose_disk_hangs_is_not_waited_for_by_the_scheduler(
+    change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler thread would hang with it."""
+    service = Alone()
+    before = service._sources
 
     def hangs(policy: str) -> Any:
         raise AssertionError("a disk that hangs is asked how large it is")
 
     monkeypatch.setattr(open_store, "default_source", hangs)
-    service = Alone()
     service.setting = None
-    service.identity = SimpleNamespace(weights_changing=lambda: None)
-    service.coordinator = SimpleNamespace(suspended=False, rebase=lambda *args, **kwargs: None)
-    changes(service)
-    assert [store for store, _ in service.used] == [None, None]
+    known: Any = SimpleNamespace(digest=lambda: bytes(32))
+    service.identity = SimpleNamespace(
+        is_private=True,
+        weights_changing=lambda: None,
+        weights_changed=lambda *args: service._known(known),
+    )
+    service.coordinator = SimpleNamespace(
+        suspended=False, store_detached=False, rebase=lambda *args, **kwargs: None
+    )
+    service._tree = SimpleNamespace(total_size=lambda: (0,))
+    if change == "detached":
+        service.detach_store()
+    elif change == "weights changing":
+        service.weights_changing()
+    else:
+        service.weights_changed(None, None, None, idle=True)
+    store = tuple(before) if change == "weights changed" else None
+    assert [used for used, _ in service.used] == [store, store]
