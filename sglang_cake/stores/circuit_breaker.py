@@ -14,7 +14,7 @@ from enum import StrEnum
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.counters import LATE
 from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
-from sglang_cake.stores.base import read_until_s
+from sglang_cake.stores.base import USUAL_DEPTH, read_until_s
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +55,17 @@ class AdaptiveTimeout:
     deviation of the measured time per byte. Each request counts CALL_BYTES more than it transfers.
     That rate says little about a request of more than twice the size of any before: it allows at
     most `first_s`, or as long as for twice the size.
+    The more than USUAL_DEPTH requests are made at once, the longer the limit: they share the link.
     Each timeout doubles later limits, up to the ceiling, until a request is answered. So after a
     link became slow, some requests fail, and later ones get enough time.
     """
 
     GAIN = 0.2  # weight of the newest measurement
 
-    def __init__(self, limits: TimeoutLimits) -> None:
+    def __init__(self, limits: TimeoutLimits, at_once: int = USUAL_DEPTH) -> None:
+        """Args: at_once: the most requests that share the link."""
         self._limits = limits
+        self._slack = SLACK * max(1.0, at_once / USUAL_DEPTH)
         self._mean_s: float | None = None  # per byte
         self._deviation_s = 0.0
         self._most_bytes = 0  # of a request that was answered
@@ -71,15 +74,19 @@ class AdaptiveTimeout:
     def timeout_s(self, size_bytes: int) -> float:
         """Limit for a request that transfers `size_bytes`."""
         limits = self._limits
-        limit_s = limits.first_s if self._mean_s is None else self.usual_s(size_bytes)
+        limit_s = self._within_s(size_bytes, self._slack, limits.first_s)
         most_s = max(limits.ceiling_s, size_bytes / SLOWEST_BYTES_PER_S)
         return min(max(limit_s, limits.floor_s) * self.backoff, most_s)
 
     def usual_s(self, size_bytes: int) -> float:
         """A request that transfers `size_bytes` rarely takes longer."""
+        return self._within_s(size_bytes, SLACK, self._limits.floor_s)
+
+    def _within_s(self, size_bytes: int, slack: float, unknown_s: float) -> float:
+        """`slack` times the expected duration. Args: unknown_s: before the first measurement."""
         if self._mean_s is None:
-            return self._limits.floor_s
-        per_byte_s = SLACK * (self._mean_s + 4 * self._deviation_s)
+            return unknown_s
+        per_byte_s = slack * (self._mean_s + 4 * self._deviation_s)
         known_bytes = min(size_bytes, 2 * self._most_bytes)
         return max(
             (CALL_BYTES + known_bytes) * per_byte_s,
@@ -266,6 +273,7 @@ class Circuit:
         redial: Callable[[], None],
         on_outage: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        at_once: int = USUAL_DEPTH,
     ) -> None:
         """Args:
         where: name of the server in messages, without passwords.
@@ -278,6 +286,7 @@ class Circuit:
             connections. Idle ones may be dead without a sign, and each would cost a probe.
         on_outage: called when the breaker opens.
         clock: seconds, monotonic.
+        at_once: the most calls that are made at once.
         """
         self._where = where
         self._kind = kind
@@ -285,7 +294,7 @@ class Circuit:
         self._redial = redial
         self._on_outage = on_outage
         self._clock = clock
-        self._timeout = AdaptiveTimeout(limits)
+        self._timeout = AdaptiveTimeout(limits, at_once)
         self._floor_s = limits.floor_s
         self._breaker = Breaker(failures=FAILURES, first_s=FIRST_S, last_s=LAST_S)
         self._fault = ""  # last failure, for messages

@@ -1,6 +1,7 @@
 """Time limits of calls to a remote store that never answers, on a clock of its own."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,11 @@ from sglang_cake.stores.circuit_breaker import (
     RemoteError,
     TimeoutLimits,
 )
+from sglang_cake.stores.http.http_store import HttpStore
+from sglang_cake.stores.http.http_transport import Endpoint
+from sglang_cake.stores.s3.bucket import S3Bucket, S3Place
+from sglang_cake.stores.s3.s3_store import S3Store
+from sglang_cake.testing.store_contract import FRAME, block_of, key_of
 from sglang_cake.testing.virtual_time import in_virtual_time
 
 AFTER_S = 1e-6  # so that a pause is over, however seconds are rounded
@@ -36,7 +42,7 @@ async def call_in_vain(circuit):
     return now_s() - began_s
 
 
-def reads(**limits):
+def reads(at_once=4, **limits):
     return Circuit(
         "the store",
         READS,
@@ -45,6 +51,7 @@ def reads(**limits):
         group=[],
         redial=lambda: None,
         clock=asyncio.get_running_loop().time,
+        at_once=at_once,
     )
 
 
@@ -75,12 +82,13 @@ async def give_up(circuit, after_s, size_bytes=1):
             await asyncio.Event().wait()
 
 
+@pytest.mark.parametrize("at_once", [4, 16])
 @pytest.mark.parametrize("usual_s", [0.001, 0.1])
-def test_circuit_reads_given_up_later_than_usual_open_the_breaker(usual_s):
+def test_circuit_reads_given_up_later_than_usual_open_the_breaker(usual_s, at_once):
     """Prompts are computed, and their reads cancelled, long before any limit ends a read."""
 
     async def main():
-        circuit = reads()
+        circuit = reads(at_once)
         for _ in range(50):
             await answer(circuit, usual_s)
         late_s = max(OVERDUE_S, SLACK * usual_s) * 1.01
@@ -156,4 +164,56 @@ def test_circuit_probe_without_an_answer_ends_after_the_longest_pause():
             pause_s = min(2 * pause_s, LAST_S)
 
     assert LAST_S == 60.0
+    in_virtual_time(main())
+
+
+DEPTH = 16
+
+
+def s3_reads(monkeypatch, clock, waited):
+    """A function that reads a block through a store."""
+    key, data = key_of("a"), block_of("a")
+    framed = bytes(FRAME.header(key, data)) + bytes(data)
+
+    class Body:
+        def __init__(self):
+            self.rest = framed
+
+        async def read(self, at_most):
+            got, self.rest = self.rest[:at_most], self.rest[at_most:]
+            return got
+
+        def close(self):
+            pass
+
+    async def get_object(bucket, operation, **_):
+        await waited()
+        return {"Body": Body(), "ContentLength": len(framed)}
+
+    monkeypatch.setattr(S3Bucket, "_call", get_object)
+    place = S3Place("bucket", endpoint="http://127.0.0.1:1", region="us-east-1")
+    store = S3Store(place, FRAME, depth=DEPTH, limits=TimeoutLimits(), clock=clock)
+    return lambda: store.get_into(key, memoryview(bytearray(FRAME.payload_bytes)))
+
+
+def http_reads(monkeypatch, clock, waited):
+    store = HttpStore(lambda: Endpoint("http://127.0.0.1:1"), FRAME, depth=DEPTH, clock=clock)
+    transport = store._transport
+    return lambda: transport.call(transport.reads, FRAME.framed_bytes, waited)
+
+
+@pytest.mark.parametrize("kind", [s3_reads, http_reads])
+def test_reads_that_share_a_slow_link_are_not_late_after_reads_one_by_one(kind, monkeypatch):
+    async def main():
+        link = SimpleNamespace(s=0.3)
+
+        async def waited():
+            await asyncio.sleep(link.s)
+
+        read = kind(monkeypatch, asyncio.get_running_loop().time, waited)
+        for _ in range(50):
+            await read()
+        link.s *= DEPTH
+        await asyncio.gather(*(read() for _ in range(DEPTH)))
+
     in_virtual_time(main())

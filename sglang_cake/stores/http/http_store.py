@@ -90,7 +90,9 @@ class HttpStore(Store):
         """
         self._frame = frame
         self._limits = limits or TimeoutLimits()
-        self._transport = HttpTransport(locate, self._limits, hedging, self._forget_server, clock)
+        self._transport = HttpTransport(
+            locate, self._limits, hedging, self._forget_server, clock, depth=depth
+        )
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)

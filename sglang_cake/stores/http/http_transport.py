@@ -137,6 +137,7 @@ class HttpTransport:
         hedging: Hedging | None = None,
         on_outage: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        depth: int = 1,
     ) -> None:
         """Args:
         locate: reads the address and the credentials. After a 401 or a certificate error it is
@@ -144,6 +145,7 @@ class HttpTransport:
         limits: bounds of the time limits of all requests.
         hedging: decides when a GET is sent a second time.
         on_outage, clock: as in `Circuit`.
+        depth: concurrent reads, and concurrent writes.
 
         Raises: ConfigError, from `locate`.
         """
@@ -166,8 +168,8 @@ class HttpTransport:
             clock=clock,
         )
         self.lookups = circuit("lookups", limits=limits)
-        self.reads = circuit(READS, limits=limits)
-        self.writes = circuit("writes", limits=limits)
+        self.reads = circuit(READS, limits=limits, at_once=depth)
+        self.writes = circuit("writes", limits=limits, at_once=depth)
         # The server writes a description to its disk before it answers. The time for that depends
         # on the disk, not on the few bytes of the request, so the limit never shrinks.
         floor_s = max(limits.first_s, limits.floor_s)

@@ -139,10 +139,12 @@ class S3Bucket:
         connections: int,
         limits: TimeoutLimits,
         clock: Callable[[], float] = time.monotonic,
+        depth: int = 1,
     ) -> None:
         """Args:
         connections: limit; further calls wait for one, within their time limit.
         limits, clock: as in `Circuit`.
+        depth: concurrent reads, and concurrent writes.
         """
         self.place = place
         self._connections = connections
@@ -158,8 +160,8 @@ class S3Bucket:
             clock=clock,
         )
         self._lookups = circuit("lookups")
-        self._reads = circuit(READS)
-        self._writes = circuit("writes")
+        self._reads = circuit(READS, at_once=depth)
+        self._writes = circuit("writes", at_once=depth)
         self._lists = circuit("lists")
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()

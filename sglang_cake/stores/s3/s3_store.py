@@ -90,7 +90,9 @@ class S3Store(Store):
         self._frame = frame
         self._place = place
         connections = 2 * depth + LOOKUPS_AT_ONCE  # enough that lookups do not wait for reads
-        self._bucket = S3Bucket(place, connections=connections, limits=limits, clock=clock)
+        self._bucket = S3Bucket(
+            place, connections=connections, limits=limits, clock=clock, depth=depth
+        )
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(LOOKUPS_AT_ONCE)
