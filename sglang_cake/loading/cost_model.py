@@ -33,9 +33,9 @@ _GUESS_ERROR = 0.5  # of a cost that was never measured
 _FIRST_ERROR = 0.25  # assumed after one observation
 # Shorter steps show the fixed part of a step, and nothing of the cost of a token.
 _TELLING_TOKENS = 32
-_NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss
-_GROUP_BLOCKS = 4  # reads in flight together end together
-_NEWEST_BLOCKS = 0.4  # weight of the newest group in the time per block
+_NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss, of so many blocks
+_GROUP_BLOCKS = 4  # the least in a group; reads in flight together end together
+_NEWEST_BLOCKS = 0.4  # weight of the newest _GROUP_BLOCKS in the time per block
 _NEWEST_LATENCY = 0.2
 _SLOWEST_GROUP = 8.0  # a group counts as at most this many times the average
 
@@ -401,8 +401,8 @@ class LoadFit:
         else:
             self._group_s += took_s
             self._group += 1
-            if self._group == _GROUP_BLOCKS:
-                self._measure(self._group_s / _GROUP_BLOCKS)
+            if self._group == self._group_blocks:
+                self._measure(self._group_s / self._group)
                 self._group_s = 0.0
                 self._group = 0
 
@@ -423,17 +423,24 @@ class LoadFit:
         block_s = min(block_s, _SLOWEST_GROUP * cost.block_s)
         self._only_first = False
         self._groups += 1
-        weight = max(_NEWEST_BLOCKS, 1 / self._groups)
-        self._groups_s += weight * (block_s - self._groups_s)
+        newest_blocks, newest_error = map(self._weight, (_NEWEST_BLOCKS, _NEWEST_ERROR))
+        self._groups_s += max(newest_blocks, 1 / self._groups) * (block_s - self._groups_s)
         miss = min(1.0, abs(block_s - cost.block_s) / max(block_s, 1e-9))
         self.cost = replace(
             cost,
-            block_s=cost.block_s + _NEWEST_BLOCKS * (block_s - cost.block_s),
-            error=cost.error + _NEWEST_ERROR * (miss - cost.error),
+            block_s=cost.block_s + newest_blocks * (block_s - cost.block_s),
+            error=cost.error + newest_error * (miss - cost.error),
         )
-        # Of more reads in flight than a group has, the first groups seem to take no time.
-        if self._groups * _GROUP_BLOCKS >= cost.depth:
-            self._least_s = min(self._least_s, self._groups_s)
+        self._least_s = min(self._least_s, self._groups_s)
+
+    @property
+    def _group_blocks(self) -> int:
+        return max(_GROUP_BLOCKS, self.cost.depth)
+
+    def _weight(self, newest: float) -> float:
+        """Of a group, if _GROUP_BLOCKS have the weight `newest`."""
+        others: float = (1 - newest) ** (self._group_blocks / _GROUP_BLOCKS)
+        return 1 - others
 
 
 class LoadFits:

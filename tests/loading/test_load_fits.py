@@ -25,6 +25,17 @@ def test_load_fits_single_source_equals_a_load_fit(took: list[tuple[float, bool]
     assert mean.depth == fit.cost.depth
 
 
+def test_load_fits_reads_that_end_together_take_equal_shares_of_their_time() -> None:
+    depth, round_s = 16, 1.6
+    fits = LoadFits(PRIOR, depths=[depth])
+    for number in range(12):
+        for place in range(depth):
+            fits.fetched(0, 0.0 if place else round_s, 1.0, first=number == place == 0)
+            if number >= 5:
+                assert fits.newest.block_s == pytest.approx(round_s / depth, rel=0.1)
+    assert fits.newest.error < 0.1
+
+
 def test_load_fits_slow_source_leaves_a_fast_source_fast() -> None:
     fits = LoadFits(PRIOR)
     for _ in range(40):
