@@ -386,11 +386,13 @@ class CakeService:
 
     def _known(self, namespace: Namespace) -> None:
         """The namespace of this process is known now."""
+        detached = self.coordinator.store_detached
+        store = None if detached else self._open(self._sources, namespace)
         self._namespace = namespace
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
-        if not self.coordinator.store_detached:
-            self._use(self._open(self._sources, namespace))
+        if store is not None:
+            self._use(store)
             if not self.identity.is_private:  # a private namespace may never need its store
                 self._io.post(self._start, self._open_now)
 
