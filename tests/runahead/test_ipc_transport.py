@@ -26,6 +26,7 @@ def other_process(peers: list[tuple[str, int]], pipe: Connection) -> None:
     record = MessageRecord()
     here = ring_member(1, peers, HostIpc(1))
     here.start(record)
+    pipe.send("started")
     while True:
         wanted = pipe.recv()
         until(lambda wanted=wanted: len(record.heard) >= wanted, "parts")
@@ -42,9 +43,11 @@ def test_ipc_transport_killed_process_ends_the_waiting_sender() -> None:
     child.start()
     record = MessageRecord()
     here = ring_member(0, peers, HostIpc(1))
-    here.start(record)
     try:
-        until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
+        assert ours.poll(4 * WAIT_S)
+        assert ours.recv() == "started"
+        here.start(record)  # so it dials at once, and not after pauses
+        until(lambda: here.reachable() == {1}, "the other process is there")
         data = bytearray(MAX_PART_BYTES)
         for layer in range(5):
             data[:4] = bytes([layer]) * 4

@@ -382,7 +382,10 @@ def test_runahead_member_unreachable_helper_is_not_asked(group: Group) -> None:
     assert group.owner.next_offer() is None
 
 
-def test_runahead_member_offer_that_cannot_be_written_ends_the_job(group: Group) -> None:
+def test_runahead_member_offer_that_cannot_be_written_ends_the_job(
+    new_group: Callable[..., Group],
+) -> None:
+    group = new_group(left_out_s=(0.1, 0.1))
     with pytest.raises(UnicodeEncodeError):
         group.owner.propose(
             (0, SIZE - 1), Partition((0, 5, 9)), prompt(9), **OFFER | {"cache_salt": "\ud800"}

@@ -271,12 +271,12 @@ def test_zeromq_member_without_free_descriptors_meets_the_other_later() -> None:
     try:
         with socket.socket() as early:
             pair.members[1].start(pair.records[1])
-            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-            for most in range(3, highest + 10):
+            used = {int(name) for name in os.listdir("/proc/self/fd")}
+            unused = sorted({*range(max(used) + 10)} - used)
+            early.connect(pair.peers[1])
+            for most in unused[:10]:  # 0 to 9 are free
                 resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-                if most == 3:
-                    early.connect(pair.peers[1])
-                time.sleep(0.015)  # in which it dials in vain
+                time.sleep(0.03)  # in which it dials in vain
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             pair.members[0].start(pair.records[0])
             pair.meet()
@@ -452,7 +452,7 @@ def test_zeromq_stopped_member_is_gone_until_it_resumes() -> None:
     child = spawn.Process(target=other_process, args=(peers, theirs), daemon=True)
     child.start()
     assert child.pid is not None
-    here = member(0, peers, times=replace(PATIENT, silence_s=1.0))
+    here = member(0, peers, times=replace(PATIENT, silence_s=1.0, retry_s=(0.05, 0.05)))
     here.start(record)
     try:
         until(lambda: here.reachable() == {1}, "the other process is there", 4 * WAIT_S)
