@@ -20,9 +20,7 @@ from sglang_cake.integration import compat
 
 PROBE = Path(__file__).with_name("probe_flags.py")
 LAUNCH = (sys.executable, "-m", "sglang.launch_server")
-SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
-FORKED = "forked"  # in place of the interpreter: importing SGLang takes seconds
-FORKED_LAUNCH, FORKED_SERVE = (FORKED, *LAUNCH[1:]), (FORKED, *SERVE)
+SERVE = (sys.executable, str(Path(sys.executable).with_name("sglang")), "serve")
 CPU = ["--device", "cpu", "--attention-backend", "torch_native"]
 CPU += ["--cuda-graph-backend-decode", "disabled"]
 CPU_KEYWORDS = {
@@ -72,17 +70,13 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
 
 REFUSED: list[tuple[tuple[str, ...], list[str], str]] = [
     (
-        FORKED_LAUNCH,
+        LAUNCH,
         ["--enable-cake", "--page-size", "48", "--cake-block-tokens", "128"],
         "no multiple of the page size 48",
     ),
     (SERVE, ["--enable-cake", "--cake-store", "/kv"], "--cake-store: store URL '/kv': write"),
-    (
-        FORKED_LAUNCH,
-        ["--enable-cake", "--cake-mode", "laod"],
-        "--cake-mode: 'laod' is not possible",
-    ),
-    (FORKED_SERVE, ["--cake-block-token-s", "3"], "unrecognized arguments: --cake-block-token-s 3"),
+    (LAUNCH, ["--enable-cake", "--cake-mode", "laod"], "--cake-mode: 'laod' is not possible"),
+    (SERVE, ["--cake-block-token-s", "3"], "unrecognized arguments: --cake-block-token-s 3"),
 ]
 
 
@@ -99,14 +93,14 @@ def test_launcher_flags_in_a_config_file_are_those_of_the_command_line(
     file = tmp_path / "server.yaml"
     file.write_text("enable-cake: true\npage-size: 48\ncake-block-tokens: 128\n")
     given = ["--model-path", llama, *CPU, "--config", str(file)]
-    _check_refused(_launch(tmp_path, FORKED_LAUNCH, given), "no multiple of the page size 48")
+    _check_refused(_launch(tmp_path, LAUNCH, given), "no multiple of the page size 48")
 
 
 def test_launcher_unsupported_model_is_refused_before_loading(tmp_path: Path) -> None:
     """There are no weights."""
     encoder = {**FLOAT32_LLAMA, "architectures": ["BertModel"]}
     flags = ["--model-path", model_folder(tmp_path / "encoder", encoder), "--enable-cake", *CPU]
-    done = _launch(tmp_path, FORKED_LAUNCH, flags)
+    done = _launch(tmp_path, LAUNCH, flags)
     _check_refused(done, "cake does not support models that generate no text")
 
 
@@ -116,9 +110,7 @@ def test_launcher_use_ray_without_ray_is_refused_with_the_package(
     (tmp_path / "ray.py").write_text("raise ImportError('no Ray here')")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", path)
-    done = _launch(
-        tmp_path, FORKED_LAUNCH, ["--model-path", llama, "--enable-cake", "--use-ray", *CPU]
-    )
+    done = _launch(tmp_path, LAUNCH, ["--model-path", llama, "--enable-cake", "--use-ray", *CPU])
     _check_refused(done, "--use-ray needs Ray (no Ray here): pip install 'sglang[ray]'")
 
 
@@ -134,7 +126,7 @@ def _check_refused(done: subprocess.CompletedProcess[str], line: str) -> None:
 
 
 def test_launcher_help_lists_the_cake_flags(tmp_path: Path) -> None:
-    done = _launch(tmp_path, FORKED_LAUNCH, ["--help"])
+    done = _launch(tmp_path, LAUNCH, ["--help"])
     text = " ".join(done.stdout.split())
     assert done.returncode == 0
     assert "sglang_cake:" in text
@@ -146,19 +138,10 @@ def test_launcher_help_lists_the_cake_flags(tmp_path: Path) -> None:
 def _launch(
     tmp_path: Path, command: tuple[str, ...], flags: list[str]
 ) -> subprocess.CompletedProcess[str]:
-    """Both streams are in `stdout`."""
+    """Both streams are in `stdout`. Forked, for importing SGLang takes seconds; the server of the
+    quickstart is started as a user starts it."""
     env = _environment(tmp_path / "home")
-    if command[0] == FORKED:
-        return run_forked([*command, *flags], env, tmp_path, timeout_s=180)
-    return subprocess.run(
-        [*command, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=env,
-        timeout=180,
-        check=False,
-    )
+    return run_forked([*command, *flags], env, tmp_path, timeout_s=180)
 
 
 def test_flags_bad_command_line_exits_with_2_and_one_line(
@@ -480,7 +463,7 @@ print(json.dumps({{
     "env": [n for n in os.environ if n.startswith("SGLANG_CAKE_")],
 }}))
 """)
-    done = _launch(tmp_path, (FORKED, str(script)), [])
+    done = _launch(tmp_path, (sys.executable, str(script)), [])
     assert done.returncode == 0, done.stdout[-4000:]
     got = json.loads(done.stdout.splitlines()[-1])
     assert got["backend"] is None
