@@ -9,17 +9,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+import serve_process
 from filestore import closing
-from patient import SGLANG_CAKE
 from polling import until
 from private_files import write_private
 
-import sglang_cake
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -40,7 +38,7 @@ A, B = key_of("a"), key_of("b")
 FRAMED_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 TOKEN = "correct-horse-battery-staple"
 OWN = object()  # the token of a server that was not given any
-STARTED: list[subprocess.Popen] = []  # by now, in all tests
+STARTED = []  # servers of processes, by now, in all tests
 WAIT_S = 60.0  # for what takes a fraction of a second; generous, for machines that are busy
 
 
@@ -79,35 +77,12 @@ def write_token(folder, token=TOKEN):
     return write_private(folder / "token", token + "\n")
 
 
-def serve_command(root, *options):
-    return [
-        *(sys.executable, "-m", "sglang_cake", "store", "serve"),
-        *("--root", str(root), "--min-free", "0", *map(str, options)),
-    ]
-
-
-SERVE_WITH_LIMITS = """
-import json, sys
-from pathlib import Path
-from sglang_cake.stores.file import index_supervisor
-from sglang_cake.stores.file.file_store import FileSource
-from sglang_cake.stores.http.auth import make_own_token
-from sglang_cake.stores.http.server_processes import ServeSettings, serve
-
-index_supervisor.OPEN_WAIT_S = 60.0  # as in `patient`
-root, limits = Path(sys.argv[1]), json.loads(sys.argv[2])
-source = FileSource(root, min_free_bytes=0)
-settings = ServeSettings(source, "127.0.0.1", 0, make_own_token(), **limits)
-serve(settings, lambda url: print(f"{root} is served at {url}", flush=True))
-"""
-
-
-def serve_environment():
-    return os.environ | {"PYTHONPATH": str(Path(sglang_cake.__file__).parents[1])}
+def serve_options(root, *options):
+    return ["--root", str(root), "--min-free", "0", *map(str, options)]
 
 
 class OurServer:
-    """`sglang-cake store serve` in a process of its own.
+    """`sglang-cake store serve` in a process of its own, which prints to `prints`.
 
     It has a port that no connection gets meanwhile, so another one can take it over.
     With `limits`, further fields of `ServeSettings`, it has no other options. A context ends it
@@ -115,19 +90,11 @@ class OurServer:
     """
 
     def __init__(self, root, *options, port=None, limits=None):
-        options = ("--port", port or free_port(), *options)
-        command = [*SGLANG_CAKE, *serve_command(root, *options)[3:]]
-        if limits is not None:
-            command = [sys.executable, "-c", SERVE_WITH_LIMITS, str(root), json.dumps(limits)]
-        self.process = subprocess.Popen(
-            command,
-            env=serve_environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        STARTED.append(self.process)
-        line = self.process.stdout.readline()
-        assert " is served at " in line, f"{line!r}, exit status {self.process.poll()}"
+        options = serve_options(root, "--port", port or free_port(), *options)
+        self.process, self.prints = serve_process.start(root, options, limits)
+        STARTED.append(self)
+        line = self.prints.readline()
+        assert " is served at " in line, f"{line!r}, exit status {self.process.exitcode}"
         self.base = line.split()[-1]
         self.port = int(self.base.rsplit(":", 1)[1])
 
@@ -159,9 +126,14 @@ class OurServer:
         return self.ended()
 
     def ended(self):
-        status = self.process.wait(WAIT_S)
-        self.process.stdout.close()
-        return status
+        self.process.join(WAIT_S)
+        assert self.process.exitcode is not None, "it does not end"
+        self.prints.close()
+        return self.process.exitcode
+
+    def discard(self):
+        self.process.kill()
+        self.process.join()
 
 
 class ServerInProcess:
@@ -297,12 +269,16 @@ class Nginx:
         more = f"location /kv/ {{ proxy_pass {before}/; }}" if before else ""
         config.write_text(NGINX.format(folder=folder, root=root, port=self.port, more=more))
         self.process = subprocess.Popen([program, "-p", str(folder), "-c", str(config)])
-        STARTED.append(self.process)
+        STARTED.append(self)
         until(lambda: connects(self.port), "nginx listens")
 
     def stop(self):
         self.process.terminate()
         self.process.wait(WAIT_S)
+
+    def discard(self):
+        self.process.kill()
+        self.process.wait()
 
 
 def connects(port):

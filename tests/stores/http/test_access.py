@@ -63,7 +63,7 @@ def test_store_serve_without_options_requires_its_own_token(tmp_path, home):
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700
         assert re.fullmatch(r"[0-9a-f]{64}\n", path.read_text())
-        assert str(path) in server.process.stdout.readline()
+        assert str(path) in server.prints.readline()
         put_description(server)
         put_block(server, "a")
         for host in ("127.0.0.1", "evil.example"):

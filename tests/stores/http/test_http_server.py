@@ -28,7 +28,7 @@ from http_servers import (
     put_block,
     put_description,
     read_status,
-    serve_command,
+    serve_options,
     start_put,
     start_request,
     write_token,
@@ -489,7 +489,7 @@ async def test_store_serve_many_parallel_clients_read_the_right_blocks(server):
 
 def test_store_serve_invalid_options_are_one_line_and_exit_status_2(tmp_path, server, capsys):
     def refusal(root, *options):
-        assert main(serve_command(root, *options)[3:]) == 2
+        assert main(["store", "serve", *serve_options(root, *options)]) == 2
         said = capsys.readouterr()
         assert said.out == ""
         return said.err
