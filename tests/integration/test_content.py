@@ -31,7 +31,7 @@ from sglang_cake.integration.identity.content import (
 )
 from sglang_cake.stores.file.disk import file_system_type
 
-LARGE_BYTES = (1 << 30) + (8 << 20)
+LARGE_BYTES = (32 << 20) + 5  # more than is read at once
 EXT4, SQUASHFS, OVERLAY, NFS, TMPFS = 0xEF53, 0x73717368, 0x794C7630, 0x6969, 0x01021994
 RECORDS = DigestRecords(settled_s=-1.0)  # for files of any age
 

@@ -39,7 +39,7 @@ TOKENS = array("q", range(BLOCKS * LAYOUT.block_tokens))
 KEYS = KeyChain(KeySeed(FRAME.digest), LAYOUT.block_tokens).of(TOKENS)
 WAIT_S = 60.0
 PATIENT = TimeoutLimits(WAIT_S, WAIT_S)
-IMPATIENT = TimeoutLimits(0.2, 0.2, 0.4)  # where the fault is that a call takes too long
+IMPATIENT = TimeoutLimits(0.1, 0.1, 0.2)  # where the fault is that a call takes too long
 
 # What a fault of every read is counted as, and called in the log.
 READS = {
