@@ -103,6 +103,7 @@ def registered(text: str) -> list[str]:
     return found
 
 
+@cache
 def sources() -> dict[str, str]:
     """The model file of each class."""
     files = sorted(Path(sglang.srt.models.__path__[0]).glob("*.py"))
