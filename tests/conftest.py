@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import asyncio
+import gc
 import os
 import re
 
@@ -8,6 +9,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from sglang_cake.demo.sglang_server import temporary_files_in
+
+# All that is imported and collected stays. Looking for garbage in it takes most of a second, again
+# and again.
+gc.disable()
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -84,6 +89,12 @@ def pytest_collection_modifyitems(config, items):
                 not item.nodeid.startswith(LONG),
             )
         )
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup():
