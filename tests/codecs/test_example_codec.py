@@ -55,7 +55,7 @@ class TestDeflate(CodecContract):
         return chain_of("deflate", layout)
 
 
-def test_example_store_pyproject_names_the_tested_entry_point():
+def test_example_codec_pyproject_names_the_tested_entry_point():
     assert 'deflate = "cake_deflate_codec:CHAIN"' in (EXAMPLE / "pyproject.toml").read_text()
 
 
