@@ -195,7 +195,6 @@ def test_plan_gain_at_one_length_only_answers_partly(capsys: pytest.CaptureFixtu
     "command",
     [
         ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"],
-        ["simulate", "--model", "llama-3.1-8b", "--gpu", "h100", "--store", "nvme"],
         ["store", "ls", "--json", "{folder}"],
     ],
     ids=lambda command: command[0],
