@@ -38,7 +38,7 @@ A, B = key_of("a"), key_of("b")
 FRAMED_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 TOKEN = "correct-horse-battery-staple"
 OWN = object()  # the token of a server that was not given any
-STARTED = []  # servers of processes, by now, in all tests
+STARTED = []  # servers that are processes of their own, so far
 WAIT_S = 60.0  # for what takes a fraction of a second; generous, for machines that are busy
 
 

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from filestore import waiting_for_the_index
 from http_servers import (
     BIG_FRAME,
     BIG_LAYOUT,
@@ -41,7 +42,6 @@ from sglang_cake.cli import main
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
-from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import (
@@ -356,10 +356,9 @@ def test_http_server_put_to_a_disk_in_trouble_tells_the_client_and_writing_pause
         assert "Traceback" not in caplog.text
 
 
-def test_http_server_metrics_without_an_index_lack_its_totals_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_supervisor, "OPEN_WAIT_S", 0.0)
+def test_http_server_metrics_without_an_index_lack_its_totals_only(tmp_path):
     (tmp_path / "index.db").mkdir()
-    with ServerInProcess(tmp_path) as server:
+    with waiting_for_the_index(0.0), ServerInProcess(tmp_path) as server:
         assert ask(server, "GET", "/stats")[0] == 503
         found = metrics(server)
     assert found['requests_total{method="GET",status="503"}'] == 1
