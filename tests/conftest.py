@@ -97,6 +97,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries complain about what they find alive at the end
+
+
 def pytest_runtest_setup():
     # SGLang's modules make uvloop the loop of their process when they are imported.
     asyncio.set_event_loop_policy(None)

@@ -242,6 +242,9 @@ def test_gpu_check_without_a_gpu_says_so_and_stops(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "sglang.py").write_text("raise ModuleNotFoundError('it is not needed')\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", path)
     out = tmp_path / "gpu.json"
     assert check.main(["--small", "--out", str(out)]) == 1
     (outcome,) = json.loads(out.read_text())["outcomes"]
