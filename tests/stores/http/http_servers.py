@@ -134,6 +134,7 @@ class OurServer:
     def discard(self):
         self.process.kill()
         self.process.join()
+        self.prints.close()
 
 
 class ServerInProcess:
