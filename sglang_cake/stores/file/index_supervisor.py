@@ -245,8 +245,9 @@ class IndexSupervisor:
             except Exception:  # a bug; the thread must go on, or nothing could be written
                 logger.exception("store %s: index", self._root)
                 self._closing.wait(TICK_S)
-            self._wake.wait(TICK_S)
-            self._wake.clear()
+            else:
+                self._wake.wait(TICK_S)
+                self._wake.clear()
         with (
             contextlib.suppress(sqlite3.Error, StoreUnavailable, StoreFull),
             self.open(wait=False) as index,
