@@ -259,6 +259,9 @@ def next_step(
         if mode == "auto" and costs.prefill.guessed:
             # A guess that is too high would never be corrected if nothing was computed.
             return StepPlan(_one_block(edge, view), load_from=view.first)
+        if mode == "auto" and left_s < costs.others_s:
+            # The wait would last until the device has stepped for others.
+            return StepPlan(edge, load_from=view.first)
         # The wait ends: if no block lands, `since_s` grows, and with it the predicted load, until
         # computing is predicted to be quicker.
         return StepPlan(view.front, wait=True, load_from=view.first)

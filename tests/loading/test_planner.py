@@ -421,6 +421,17 @@ def test_planner_only_the_last_step_before_the_meet_ends_with_a_block() -> None:
     assert decide([WANTED] * 10, unsure, mode="both", front=330).stop == 700
 
 
+@pytest.mark.parametrize(("relied_s", "waits"), [(0.0, True), (60.0, True), (61.0, False)])
+def test_planner_wait_beside_others_leaves_time_for_a_step_of_theirs(
+    relied_s: float, waits: bool
+) -> None:
+    """A prompt may lose one step of 160 s, and waits for one of theirs, which takes 100 s."""
+    known = replace(costs(1.0, fixed_s=0.0), load=LoadCost(200.0, 1.0, error=0.0))
+    known = known.beside(StepWork(100))
+    progress = LoadProgress(load_from=0, relied_from=0, relied_s=relied_s)
+    assert decide([WANTED] * 10, known, chunk=60, progress=progress).wait == waits
+
+
 # ---- prompts on a virtual clock ----
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 20)  # load alone / compute alone
