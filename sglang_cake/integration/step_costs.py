@@ -27,7 +27,14 @@ from sglang_cake.loading.cost_model import (
 )
 from sglang_cake.loading.loader import Loader
 from sglang_cake.loading.meet import BlockState
-from sglang_cake.loading.planner import LoadProgress, Mode, is_overdue, look_ahead, should_load
+from sglang_cake.loading.planner import (
+    LoadProgress,
+    Mode,
+    Outlook,
+    is_overdue,
+    look_ahead,
+    should_load,
+)
 
 
 class StepTimer(Protocol):
@@ -244,14 +251,18 @@ class StepCosts:
         """Whether a block of the request should have landed by now."""
         return is_overdue(record.meet.view(), self.costs(record), record.progress)
 
-    def remaining_s(self, record: PromptRecord) -> float:
-        """Predicted time to the end of the request's prefill."""
+    def queue_s(self, work: StepWork) -> float:
+        """Predicted time of the fewest steps that do `work`."""
+        return self.agreed.queue_s(work, self.chunk_tokens)
+
+    def outlook(self, record: PromptRecord) -> Outlook:
+        """The rest of the request's prefill if it had the device to itself."""
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,
             costs=self._alone(record),
             progress=record.progress,
-        ).best_s
+        )
 
     def _waiting(self, record: PromptRecord, ahead: StepWork, busy_s: float) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and

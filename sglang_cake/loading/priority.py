@@ -8,6 +8,10 @@ docs/theory.md:
 2. Prompts that are being loaded, the one with the smallest remaining T* first. They get what the
    others leave of a step's budget, which may be nothing, while their loads go on.
 
+A prompt whose loads take longer than computing it is passed by later prompts of class 1 only if
+these are short (`PASSED`). Otherwise it would be far later than if nothing of it were stored. Its
+place on the link is that of class 2: the prompts before it there need the link for a shorter time.
+
 Ageing prevents starvation. Prompts are sorted by `remaining_s - AGEING * waited_s`, where prompts
 of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overtaken only by prompts
 that arrive within `remaining_s / AGEING` seconds after it. All prompts age alike, so the order of
@@ -15,10 +19,12 @@ two of them changes only with their remaining times.
 
 Priorities, where they count, come before all of that. With `--cake-priority fair`, tenants come
 next (`TenantTokens`): all prompts of a tenant with a lower count of tokens go before those of a
-tenant with a higher one. The link serves prompts in the same order. `preempts` says when a prompt
-that is being computed in chunks is interrupted between two of them.
+tenant with a higher one. `preempts` says when a prompt that is being computed in chunks is
+interrupted between two of them.
 """
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +34,11 @@ from sglang_cake.loading.meet import View
 # A larger value is nearer to first come, first served; a smaller one, to the least mean time
 # (docs/scheduling.md).
 AGEING = 1 / 3
+
+# Later prompts of class 1 pass a prompt whose loads are slow while all of them together take at
+# most so many times as long as computing it. With 1, no prompt of equal length would pass it, and
+# less would be loaded on a busy device.
+PASSED = 1.5
 
 MOST_TENANTS = 4096
 # Tenants whose counts fall into the same span of this many tokens have the same turn, in which the
@@ -45,6 +56,8 @@ class QueueEntry:
     Attributes:
         remaining_s: predicted rest of its T*; None: no block of it is being loaded.
         waited_s: time since it arrived, by a clock that all ranks share.
+        compute_s: predicted time to compute the rest of it alone.
+        needs_device: it is being loaded, which alone takes longer than `compute_s`.
         loads_over: blocks of it were asked for once, and none is being loaded.
         nearly_done: its loads are over, and the rest fits one step.
         turn: that of its tenant, lowest first; equal for all where tenants do not count.
@@ -55,6 +68,8 @@ class QueueEntry:
     rid: str
     remaining_s: float | None
     waited_s: float = 0.0
+    compute_s: float = math.inf
+    needs_device: bool = False
     loads_over: bool = False
     nearly_done: bool = False
     turn: int = 0
@@ -100,17 +115,32 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     Prompts that are only computed stay in the given order. Each is sorted by the shortest waiting
     time among itself and those before it. Otherwise an old prompt late in the given order would
     pull the newer ones before it ahead of a loaded prompt.
+
+    A prompt that needs the device stands before the first later prompt of class 1 that is too long
+    to pass it.
     """
     youngest_s: dict[tuple[int, int], float] = {}
 
-    def rank(each: QueueEntry) -> SortKey:
+    def first_rank(each: QueueEntry) -> SortKey:
         if not each.only_computed:
-            return _rank(each)
+            return rank(each)
         group = (each.level, each.turn)
         youngest_s[group] = min(youngest_s.get(group, each.waited_s), each.waited_s)
-        return _rank(replace(each, waited_s=youngest_s[group]))
+        return rank(replace(each, waited_s=youngest_s[group]))
 
-    ranks = [rank(each) for each in entries]
+    ranks = [first_rank(each) for each in entries]
+    passing = sorted(
+        (ranks[i], each.compute_s) for i, each in enumerate(entries) if each.remaining_s is None
+    )
+    for i, each in enumerate(entries):
+        if each.needs_device:
+            own = rank(replace(each, remaining_s=None, loads_over=True))
+            left_s = PASSED * each.compute_s
+            for found, compute_s in passing[bisect_left(passing, (own, 0.0)) :]:
+                left_s -= compute_s
+                if left_s < 0 or found > ranks[i]:
+                    ranks[i] = min(ranks[i], (*found[:3], False))
+                    break
     return sorted(range(len(entries)), key=ranks.__getitem__)
 
 
@@ -127,7 +157,7 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     | only computed, or loads over | nearly done | its tenant's turn is not later |
     | the same | loads over, or being loaded | it is first in `order`, and of the same turn |
     """
-    first = _rank(waiting) < _rank(running)
+    first = order([running, waiting])[0] == 1
     if running.remaining_s is not None:
         return first
     if waiting.level != running.level:
@@ -139,7 +169,9 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     return first and waiting.turn == running.turn
 
 
-def _rank(entry: QueueEntry) -> SortKey:
+def rank(entry: QueueEntry) -> SortKey:
+    """The place of a waiting prompt, lowest first: on the link, and on the device where no prompt
+    needs it."""
     aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
     return entry.level, entry.turn, aged_s, not entry.loads_over
 

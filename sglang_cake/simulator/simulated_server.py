@@ -32,7 +32,7 @@ from sglang_cake.loading.planner import (
     overlap_span,
     should_load,
 )
-from sglang_cake.loading.priority import QueueEntry, order
+from sglang_cake.loading.priority import QueueEntry, SortKey, order, rank
 from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
@@ -126,6 +126,7 @@ class LivePrompt:
         asked: whether any block was ever worth loading.
         since_s: since when the link owes it a block; None: no link serves it.
         reading: blocks that cross a link.
+        link_rank: its place on the links when the prompts were ordered last.
     """
 
     result: PromptResult
@@ -142,6 +143,7 @@ class LivePrompt:
     relied_since_s: float = 0.0
     decoded: int = 0
     reading: set[int] = field(default_factory=set)
+    link_rank: SortKey = (0, 0, 0.0, False)
 
     def progress(self, now: float) -> LoadProgress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
@@ -426,17 +428,25 @@ class SimulatedServer:
         prompt, view = live.result.prompt, live.meet.view()
         waited_s = now - prompt.arrive_s
         if not live.stored:
-            return QueueEntry(prompt.rid, None, waited_s)
+            rest_s = self._costs.prefill.span_s(live.meet.front, prompt.prompt_tokens, self._chunk)
+            return QueueEntry(prompt.rid, None, waited_s, compute_s=rest_s)
+
+        needs_device = False
+        compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
 
         def remaining_s() -> float:
-            return look_ahead(
+            nonlocal needs_device, compute_s
+            outlook = look_ahead(
                 view,
                 chunk_tokens=self._chunk,
                 costs=self._costs,
                 progress=live.progress(now),
-            ).best_s
+            )
+            compute_s = outlook.compute_s
+            needs_device = self._mode == "auto" and outlook.needs_device
+            return outlook.best_s
 
-        return QueueEntry.of(
+        entry = QueueEntry.of(
             prompt.rid,
             view,
             loads=live.load_from is not None,
@@ -445,6 +455,9 @@ class SimulatedServer:
             asked=live.asked,
             chunk_tokens=self._chunk,
         )
+        entry = replace(entry, compute_s=compute_s, needs_device=needs_device)
+        live.link_rank = rank(entry)
+        return entry
 
     def _feed(self) -> None:
         """Every idle link begins the most urgent block that no other link brings sooner."""
@@ -454,7 +467,7 @@ class SimulatedServer:
                 continue
             others = self._queues(beside=number)
             first = True  # the link owes a block only to the first prompt that it can serve
-            for live in self._ranks:
+            for live in sorted(self._ranks, key=lambda live: live.link_rank):
                 block = self._next_block(live, store_link, others)
                 if not live.reading and (block is None or not first):
                     live.since_s = None

@@ -84,6 +84,26 @@ def test_virtual_gpu_stored_prompt_goes_before_a_later_one_once_its_loads_are_ov
     assert found["auto"][0] <= found["compute"][0] * (1 + silent) + 2 * step_s
 
 
+@pytest.mark.parametrize("times_slower", [1.5, 4, 20])
+def test_virtual_gpu_stored_prompt_that_computing_restores_sooner_is_not_passed_by_a_later_one(
+    times_slower: float,
+) -> None:
+    """It would wait for its loads until they or the later one end."""
+    model, found = replace(LLAMA_8B, chunk_tokens=1024), {}
+    computed_s = model.prefill.span_s(0, 9000, model.chunk_tokens)
+    link = 70 * model.layout.block_bytes / (times_slower * computed_s)
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_scheduler(model, link_bytes_per_s=link, mode=mode) as loop:
+            loop.knows_costs()
+            first, later = prompt(0, 9000), prompt(1, 40000)
+            loop.store.keys |= set(loop.keys(first.origin_input_ids))
+            found[mode] = [run.ttft_s for run in loop.serve([(0.0, first), (0.001, later)])]
+    step_s = model.prefill.step_s(39000, 40000)
+    assert found["auto"][0] <= found["compute"][0] + step_s
+    assert found["auto"][1] <= found["compute"][1]
+
+
 @models
 @pytest.mark.parametrize("link", [2, 8, 25])
 def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.loading.meet import BlockState, View
-from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts
+from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts, rank
 
 
 def names(*claimants: QueueEntry) -> str:
@@ -31,6 +31,20 @@ def test_priority_long_waiting_load_goes_before_late_prompts() -> None:
     short = QueueEntry("t", 1.0, waited_s=102.0 - lead_s + 1.0 / AGEING)
     done = QueueEntry("d", None, before.waited_s, loads_over=True, nearly_done=True)
     assert names(stored, before, after, short, done) == "tdbsa"
+
+
+def test_priority_prompt_that_needs_the_device_is_passed_by_short_ones_only() -> None:
+    stored = QueueEntry("s", 9.0, 5.0, compute_s=8.0, needs_device=True)
+    earlier, equal, later = (QueueEntry(rid, None, s) for rid, s in (("e", 6), ("q", 5), ("l", 4)))
+    short = QueueEntry("t", 1.0, 5.0)
+    small = [QueueEntry(rid, None, 4.0 - int(rid), compute_s=5.0) for rid in "123"]
+    assert names(*small, stored) == "12s3"
+    assert names(earlier, equal, later, short, stored) == "esqlt"
+    assert names(earlier, short, stored) == "ets"
+    assert preempts(stored, later)
+    assert not preempts(later, stored)
+    assert preempts(earlier, stored)
+    assert rank(short) < rank(stored)
 
 
 def test_priority_computed_prompts_keep_their_given_order() -> None:

@@ -41,6 +41,7 @@ from sglang_cake.loading.planner import (
     device_work,
     is_asked,
 )
+from sglang_cake.loading.priority import SortKey
 from sglang_cake.stores.request_facts import RequestFacts
 
 if TYPE_CHECKING:
@@ -192,6 +193,8 @@ class QueueState:
             asked; None: none has.
         times_requeued: how often it went back to the queue between two chunks.
         remaining_s: predicted time to the end of its prefill; None: to be predicted anew.
+        compute_s, needs_device: as in `QueueEntry`, as of that prediction.
+        link_rank: its place on the link when the queue was sorted last; None: it was not in it.
         relied_from: as in `LoadProgress`.
         relied_since_s: the shared clock when that step could begin.
     """
@@ -202,6 +205,9 @@ class QueueState:
     has_memory: bool | None = None
     times_requeued: int = 0
     remaining_s: float | None = None
+    compute_s: float = math.inf
+    needs_device: bool = False
+    link_rank: SortKey | None = None
     relied_from: int | None = None
     relied_since_s: float = 0.0
 

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import math
+import sys
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -47,7 +48,7 @@ from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import StepPlan, island_start, next_step
-from sglang_cake.loading.priority import QueueEntry, TenantTokens
+from sglang_cake.loading.priority import QueueEntry, TenantTokens, rank
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -414,7 +415,7 @@ class Coordinator:
             self._attempt(
                 failures, lambda: self._reconsider(self._agree(open_records, news), serving)
             )
-        self._attempt(failures, lambda: self._serve(serving))
+        self._attempt(failures, lambda: self._serve(serving, chunked))
         if open_records:
             if not self._consensus.alone:
                 self._attempt(failures, self._end_failed_copies)
@@ -639,11 +640,23 @@ class Coordinator:
                 asked=record.agreed.asked,
                 chunk_tokens=self.step_costs.chunk_tokens,
             )
-            entry = replace(entry, yielded=record.queue.yielded)
+            entry = replace(
+                entry,
+                yielded=record.queue.yielded,
+                compute_s=record.queue.compute_s,
+                needs_device=record.queue.needs_device,
+            )
+        if entry.remaining_s is None:
+            work = self._work_without_keys(req.rid) if record is None else record.device_work
+            compute_s = self.step_costs.queue_s(work) if work.tokens else math.inf
+            entry = replace(entry, compute_s=compute_s, needs_device=False)
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
-        return replace(entry, turn=turn, level=level)
+        entry = replace(entry, turn=turn, level=level)
+        if record is not None:
+            record.queue.link_rank = rank(entry)
+        return entry
 
     # ---- parts of `poll` ----
 
@@ -794,9 +807,9 @@ class Coordinator:
             before.append((record, record.device_work))
             ahead += before[-1][1]
 
-    def _serve(self, serving: Sequence[str]) -> None:
+    def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
-        served = [record for record in live if record.uses_link]
+        served = self._link_order(serving, chunked)
         # The first one that has memory may fill the host memory, since its blocks leave it. A
         # prompt that has slots gets more of them, so that none is kept from this one.
         with_memory: PromptRecord | None = None
@@ -812,6 +825,20 @@ class Coordinator:
         self.prompt_loads.serve(served, with_memory)
         if with_memory is not None and self.prompt_loads.starved:
             self._make_room(with_memory, live)
+
+    def _link_order(self, serving: Sequence[str], chunked: str | None) -> list[PromptRecord]:
+        """The prompts that use the link, in the order in which it serves them: the chunked one and
+        those that will preempt it, then the queue by remaining time. In `serving`, prompts that
+        need the device stand before others whose loads end sooner."""
+        first = serving.index(chunked) + 1 if chunked in serving else 0
+        fixed, queued = (
+            [record for record in map(self._records.get, rids) if record and record.uses_link]
+            for rids in (serving[:first], serving[first:])
+        )
+        if self.adaptive:
+            last = (sys.maxsize, 0, 0.0, False)
+            queued.sort(key=lambda record: record.queue.link_rank or last)
+        return fixed + queued
 
     def _make_room(self, with_memory: PromptRecord, live: Sequence[PromptRecord]) -> None:
         """Prompts that `with_memory` has passed hold all buffers, with blocks that wait for device
@@ -859,9 +886,13 @@ class Coordinator:
 
     def _remaining_s(self, record: PromptRecord) -> float:
         """Predicted time to the end of the prefill, as of the last change of what it depends on."""
-        if record.queue.remaining_s is None:
-            record.queue.remaining_s = self.step_costs.remaining_s(record)
-        return record.queue.remaining_s
+        queue = record.queue
+        if queue.remaining_s is None:
+            outlook = self.step_costs.outlook(record)
+            queue.remaining_s = outlook.best_s
+            queue.compute_s = outlook.compute_s
+            queue.needs_device = self._config.mode == "auto" and outlook.needs_device
+        return queue.remaining_s
 
     def _has_memory_for(self, record: PromptRecord) -> bool:
         """Whether a prompt may have slots before it is admitted: it could be admitted now, beside
