@@ -19,8 +19,8 @@ A step is a whole chunk while that ends before the meeting point. The step after
 `1 - error` of the rest, in whole blocks, if a wrong prediction would cost more than the fixed time
 of another step. Otherwise it covers all of it.
 
-A step ends where the front can jump over landed blocks. If they stand between holes, and another
-step takes longer than computing them, it goes on, and they are dropped.
+A step ends where the front can jump over landed blocks. If they stand between holes, and a step
+that ends there would leave out more than they save, it goes on, and they are dropped.
 
 Waits and short steps trust predictions of loads. All of them together make a prompt at most one
 step later than computing alone would (`patience_s`), whatever the store does.
@@ -247,15 +247,21 @@ def next_step(
     """
     furthest = min(view.front + chunk_tokens, view.prompt_tokens)
     auto = mode == "auto"
-    island = _worth_a_step(view, chunk_tokens, costs.prefill) if auto else island_start(view)
-    edge = min(furthest, island)
+
+    def edge_of(loads: bool) -> int:
+        if not auto:
+            return min(furthest, island_start(view))
+        return min(furthest, _worth_a_step(view, chunk_tokens, costs.prefill, loads=loads))
+
     if not view.wanted:
-        return StepPlan(edge)
+        return StepPlan(edge_of(loads=False))
     if mode == "load":
         return StepPlan(view.front, wait=True)
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
+        edge = edge_of(loads=False)
         return StepPlan(edge, load_from=None, overdue=is_overdue(view, costs, progress))
+    edge = edge_of(loads=True)
     left_s = patience_s(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and left_s <= 0:
         return StepPlan(edge, load_from=view.first)
@@ -405,18 +411,33 @@ def _compute_s(
     return total
 
 
-def _worth_a_step(view: View, chunk_tokens: int, cost: PrefillCost) -> int:
-    """As `island_start`, without islands between holes that take less time to compute than the
-    fixed part of another step. Their tokens leave less of their steps to others, too."""
+def _worth_a_step(view: View, chunk_tokens: int, cost: PrefillCost, *, loads: bool) -> int:
+    """As `island_start`, without islands between holes that are computed sooner than jumped over,
+    since a step ends at each of them.
+
+    Args: loads: blocks are being loaded, so islands grow to the left.
+    """
     marked = _attachable(view)
     start, stop = _next_run(view, marked, view.front)
     while start < stop:
         left = start // view.block_tokens - view.first - 1
-        grows = left < 0 or view.states[left] == BlockState.WANTED
-        fixed_s = cost.work_s(StepWork(prefix_tokens=stop))
-        if grows or cost.step_s(start, stop) >= (2 - (stop - start) / chunk_tokens) * fixed_s:
+        if left < 0 or (loads and view.states[left] == BlockState.WANTED):
             break
-        start, stop = _next_run(view, marked, stop)
+        following = _next_run(view, marked, stop)
+        if following[0] == view.prompt_tokens:
+            jump_s = cost.span_s(view.front, start, chunk_tokens)
+            jump_s += cost.span_s(stop, view.prompt_tokens, chunk_tokens)
+            saves = jump_s <= cost.span_s(view.front, view.prompt_tokens, chunk_tokens)
+        else:
+            # Steps go on after the next island, so parts of them count. The step that ends here
+            # leaves out so many tokens of a whole one.
+            unused = -(start - view.front) % chunk_tokens
+            fixed_s = cost.work_s(StepWork(prefix_tokens=stop))
+            share = (unused - (stop - start)) / chunk_tokens
+            saves = cost.step_s(start, stop) >= (1 + share) * fixed_s
+        if saves:
+            break
+        start, stop = following
     return start
 
 

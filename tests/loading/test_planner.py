@@ -237,20 +237,28 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
 
 
 def edge_of(now: dict, mode: Mode) -> int:
-    """In mode auto, islands between holes that take less time than another step are computed."""
+    """In mode auto, islands between holes are computed if that is sooner than jumping over them."""
     view: View = now["view"]
+    size, chunk, front = view.block_tokens, now["chunk_tokens"], view.front
     cost: PrefillCost = now["costs"].prefill
-    for landed, run in itertools.groupby(
-        range(len(view.states)), lambda i: view.states[i] == LANDED
-    ):
-        first, *_, last = [view.first + i for i in run] * 2
-        start, stop = first * view.block_tokens, min((last + 1) * view.block_tokens, view.limit)
-        share = (stop - start) / now["chunk_tokens"]
-        saves = stop > start and cost.step_s(start, stop) >= (2 - share) * cost.fixed_s
-        saves |= first > view.first and view.states[first - view.first - 1] == WANTED  # it grows
-        if landed and (saves or mode != "auto"):
-            return min(view.front + now["chunk_tokens"], view.prompt_tokens, start)
-    return min(view.front + now["chunk_tokens"], view.prompt_tokens)
+    landed = [BlockState(s) == LANDED for s in view.states]
+    runs = [list(run) for yes, run in itertools.groupby(range(len(landed)), landed.__getitem__)]
+    islands = [
+        ((view.first + run[0]) * size, min((view.first + run[-1] + 1) * size, view.limit))
+        for run in runs
+        if landed[run[0]] and (view.first + run[0]) * size < view.limit
+    ]
+    ends = [start for start, _ in islands[1:]] + [view.prompt_tokens] * bool(islands)
+    for (start, stop), end in zip(islands, ends, strict=True):
+        share = (-(start - front) % chunk - (stop - start)) / chunk
+        saves = cost.step_s(start, stop) >= (1 + share) * cost.work_s(StepWork())
+        if end == view.prompt_tokens:
+            jump_s = cost.span_s(front, start, chunk) + cost.span_s(stop, end, chunk)
+            saves = jump_s <= cost.span_s(front, end, chunk)
+        grows = view.states[start // size - view.first - 1] == WANTED
+        if mode != "auto" or grows or saves:
+            return min(front + chunk, view.prompt_tokens, start)
+    return min(front + chunk, view.prompt_tokens)
 
 
 @given(now=situations(), mode=st.sampled_from(["auto", "both"]))
@@ -284,6 +292,18 @@ def test_planner_without_wanted_blocks_takes_a_full_step(now: dict, mode: Mode) 
     view = now["view"]
     now["view"] = replace(view, states=view.states.replace(bytes([WANTED]), bytes([GONE])))
     assert next_step(mode=mode, **now) == StepPlan(edge_of(now, mode))
+
+
+def test_planner_step_ends_at_an_island_only_if_the_rest_takes_longer_without_it() -> None:
+    """To stop at block 1 takes four steps of 150 tokens, as without it, or one more of 300."""
+    known = costs(1.0, token_s=0.01, fixed_s=10.0)
+    for chunk, stop in ((150, 100), (300, 300), (1000, 550)):
+        assert decide([GONE, LANDED, GONE, GONE, GONE], known, chunk=chunk).stop == stop
+    # Loads that are given up let no island grow, so the last step is not split at it.
+    late = LoadProgress(since_s=1e6, load_from=0)
+    assert decide([WANTED] * 4 + [LANDED], known, chunk=1000, progress=late) == StepPlan(
+        550, load_from=None, overdue=True
+    )
 
 
 def test_planner_split_follows_the_costs() -> None:
