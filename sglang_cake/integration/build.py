@@ -386,8 +386,9 @@ class CakeService:
 
     def _known(self, namespace: Namespace) -> None:
         """The namespace of this process is known now."""
-        detached = self.coordinator.store_detached
-        store = None if detached else self._open(self._sources, namespace)
+        store: Store | None = None
+        if not self.coordinator.store_detached:
+            store = self._open(self._sources, namespace)
         self._namespace = namespace
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])

@@ -33,9 +33,9 @@ _GUESS_ERROR = 0.5  # of a cost that was never measured
 _FIRST_ERROR = 0.25  # assumed after one observation
 # Shorter steps show the fixed part of a step, and nothing of the cost of a token.
 _TELLING_TOKENS = 32
-_NEWEST_ERROR = 0.1  # weight of the newest miss in the mean miss, of so many blocks
 _GROUP_BLOCKS = 4  # the least in a group; reads in flight together end together
-_NEWEST_BLOCKS = 0.4  # weight of the newest _GROUP_BLOCKS in the time per block
+_NEWEST_BLOCKS = 0.4  # weight of the newest group in the time per block, if it has the least
+_NEWEST_ERROR = 0.1  # weight of its miss in the mean miss
 _NEWEST_LATENCY = 0.2
 _SLOWEST_GROUP = 8.0  # a group counts as at most this many times the average
 
@@ -423,7 +423,8 @@ class LoadFit:
         block_s = min(block_s, _SLOWEST_GROUP * cost.block_s)
         self._only_first = False
         self._groups += 1
-        newest_blocks, newest_error = map(self._weight, (_NEWEST_BLOCKS, _NEWEST_ERROR))
+        newest_blocks = self._weight(_NEWEST_BLOCKS)
+        newest_error = self._weight(_NEWEST_ERROR)
         self._groups_s += max(newest_blocks, 1 / self._groups) * (block_s - self._groups_s)
         miss = min(1.0, abs(block_s - cost.block_s) / max(block_s, 1e-9))
         self.cost = replace(
@@ -438,9 +439,8 @@ class LoadFit:
         return max(_GROUP_BLOCKS, self.cost.depth)
 
     def _weight(self, newest: float) -> float:
-        """Of a group, if _GROUP_BLOCKS have the weight `newest`."""
-        others: float = (1 - newest) ** (self._group_blocks / _GROUP_BLOCKS)
-        return 1 - others
+        """The weight of a group, as of so many groups of _GROUP_BLOCKS with the weight `newest`."""
+        return 1.0 - float((1 - newest) ** (self._group_blocks / _GROUP_BLOCKS))
 
 
 class LoadFits:

@@ -9,8 +9,9 @@ docs/theory.md:
    others leave of a step's budget, which may be nothing, while their loads go on.
 
 A prompt whose loads take longer than computing it is passed by later prompts of class 1 only if
-these are short (`PASSED`). Otherwise it would be far later than if nothing of it were stored. Its
-place on the link is that of class 2: the prompts before it there need the link for a shorter time.
+these are short (`PASSING_LIMIT`). Otherwise it would be far later than if nothing of it were
+stored. Its place on the link is that of class 2: the prompts before it there need the link for a
+shorter time.
 
 Ageing prevents starvation. Prompts are sorted by `remaining_s - AGEING * waited_s`, where prompts
 of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overtaken only by prompts
@@ -30,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_cake.loading.meet import View
+from sglang_cake.loading.planner import Mode, Outlook
 
 # A larger value is nearer to first come, first served; a smaller one, to the least mean time
 # (docs/scheduling.md).
@@ -38,7 +40,7 @@ AGEING = 1 / 3
 # Later prompts of class 1 pass a prompt whose loads are slow while all of them together take at
 # most so many times as long as computing it. With 1, no prompt of equal length would pass it, and
 # less would be loaded on a busy device.
-PASSED = 1.5
+PASSING_LIMIT = 1.5
 
 MOST_TENANTS = 4096
 # Tenants whose counts fall into the same span of this many tokens have the same turn, in which the
@@ -83,7 +85,8 @@ class QueueEntry:
         view: View,
         *,
         loads: bool,
-        remaining_s: Callable[[], float],
+        outlook: Callable[[], Outlook],
+        mode: Mode,
         waited_s: float,
         asked: bool,
         chunk_tokens: int,
@@ -92,12 +95,19 @@ class QueueEntry:
 
         Args:
             loads: whether wanted blocks are being loaded now.
-            remaining_s: predicts the rest of its T*; called only if it is being loaded.
+            outlook: predicts the rest of its prefill alone; called only if it is being loaded.
             asked: whether any block of it was ever worth loading.
             chunk_tokens: the most that one step computes.
         """
         if loads and view.wanted:
-            return cls(rid, remaining_s(), waited_s)
+            now = outlook()
+            return cls(
+                rid,
+                now.best_s,
+                waited_s,
+                compute_s=now.compute_s,
+                needs_device=mode == "auto" and now.needs_device,
+            )
         landed_tokens = view.attachable * view.block_tokens
         rest_tokens = view.prompt_tokens - view.front - landed_tokens
         nearly_done = asked and rest_tokens <= chunk_tokens
@@ -135,7 +145,7 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     for i, each in enumerate(entries):
         if each.needs_device:
             own = rank(replace(each, remaining_s=None, loads_over=True))
-            left_s = PASSED * each.compute_s
+            left_s = PASSING_LIMIT * each.compute_s
             for found, compute_s in passing[bisect_left(passing, (own, 0.0)) :]:
                 left_s -= compute_s
                 if left_s < 0 or found > ranks[i]:

@@ -431,31 +431,24 @@ class SimulatedServer:
             rest_s = self._costs.prefill.span_s(live.meet.front, prompt.prompt_tokens, self._chunk)
             return QueueEntry(prompt.rid, None, waited_s, compute_s=rest_s)
 
-        needs_device = False
-        compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
-
-        def remaining_s() -> float:
-            nonlocal needs_device, compute_s
-            outlook = look_ahead(
-                view,
-                chunk_tokens=self._chunk,
-                costs=self._costs,
-                progress=live.progress(now),
-            )
-            compute_s = outlook.compute_s
-            needs_device = self._mode == "auto" and outlook.needs_device
-            return outlook.best_s
-
         entry = QueueEntry.of(
             prompt.rid,
             view,
             loads=live.load_from is not None,
-            remaining_s=remaining_s,
+            outlook=lambda: look_ahead(
+                view,
+                chunk_tokens=self._chunk,
+                costs=self._costs,
+                progress=live.progress(now),
+            ),
+            mode=self._mode,
             waited_s=waited_s,
             asked=live.asked,
             chunk_tokens=self._chunk,
         )
-        entry = replace(entry, compute_s=compute_s, needs_device=needs_device)
+        if entry.remaining_s is None:
+            compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
+            entry = replace(entry, compute_s=compute_s)
         live.link_rank = rank(entry)
         return entry
 

@@ -30,6 +30,7 @@ from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.meet import BlockState
+from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import TURN_TOKENS, QueueEntry, order
 from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -440,7 +441,7 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
     harness.arrive(req)
     harness.coordinator.poll([req.rid])
     load = harness.coordinator.live[req.rid]
-    load.queue.remaining_s = 99.0
+    load.queue.outlook = Outlook(99.0, 99.0, 99.0, 0)
     assert not harness.step(req)
     entry = harness.coordinator.queue_entry(req)
     assert entry.remaining_s is not None
@@ -448,25 +449,24 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
 
 
 def test_coordinator_link_serves_the_shorter_rest_before_a_prompt_that_needs_the_device(
-    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    coordinator = harness.coordinator
-    served: list[list[str]] = []
-    monkeypatch.setattr(harness.loader, "order", lambda ids, **rest: served.append(ids))
-    reqs = [req_of(4.5, rid) for rid in ("slow", "short")]
-    for req, remaining_s in zip(reqs, (2.0, 1.0), strict=True):
-        harness.fill(req.origin_input_ids, set(range(4)))
-        harness.arrive(req)
-        harness.poll(req)
-        queue = coordinator.live[req.rid].queue
-        queue.remaining_s = remaining_s
-        queue.compute_s = 3.0
-        queue.needs_device = req.rid == "slow"
-    entries = [coordinator.queue_entry(req) for req in reqs]
-    assert order([*entries, QueueEntry("later", None)])[0] == 0  # "slow"
-    for chunked, first in ((None, "short"), ("slow", "slow")):
-        coordinator.poll(["slow", "short"], chunked)
-        assert served[-1][0].startswith(first)
+    with CoordinatorHarness(mode="auto", load=LoadCost(0.0, 0.001)) as harness:
+        coordinator = harness.coordinator
+        served: list[list[str]] = []
+        monkeypatch.setattr(harness.loader, "order", lambda ids, **rest: served.append(ids))
+        reqs = [req_of(4.5, rid) for rid in ("slow", "short")]
+        outlooks = (Outlook(3.0, 4.0, 2.0, 0), Outlook(3.0, 1.0, 1.0, 0))
+        for req, outlook in zip(reqs, outlooks, strict=True):
+            harness.fill(req.origin_input_ids, set(range(4)))
+            harness.arrive(req)
+            harness.poll(req)
+            coordinator.live[req.rid].queue.outlook = outlook
+        entries = [coordinator.queue_entry(req) for req in reqs]
+        assert order([*entries, QueueEntry("later", None)])[0] == 0  # "slow"
+        for chunked, first in ((None, "short"), ("slow", "slow")):
+            coordinator.poll(["slow", "short"], chunked)
+            assert served[-1][0].startswith(first)
 
 
 def test_coordinator_lost_block_is_news_once(harness: CoordinatorHarness) -> None:
@@ -480,9 +480,9 @@ def test_coordinator_lost_block_is_news_once(harness: CoordinatorHarness) -> Non
     harness.coordinator.poll([req.rid])
     assert record.loading
     assert record.meet.state(7) is BlockState.GONE
-    record.queue.remaining_s = 99.0
+    record.queue.outlook = outlook = Outlook(99.0, 99.0, 99.0, 0)
     harness.coordinator.poll([req.rid])
-    assert record.queue.remaining_s == 99.0
+    assert record.queue.outlook is outlook
 
 
 def test_coordinator_unsettled_step_claims_its_span(harness: CoordinatorHarness) -> None:

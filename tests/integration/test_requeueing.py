@@ -22,7 +22,7 @@ from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.scheduler import queue_order, scheduler_hooks
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.planner import StepPlan
+from sglang_cake.loading.planner import Outlook, StepPlan
 
 Make = Callable[..., "ChunkedAdmission"]
 PROMPT = 4 * BLOCK + 8  # tokens of each request
@@ -633,8 +633,8 @@ def test_queue_order_link_serves_the_shorter_rest_first(
     coordinator, policy = admission.base.coordinator, admission.scheduler.policy
     long, short = (admission.req(rid, stored=True) for rid in ("long", "short"))
     other = admission.req("other")
-    coordinator.live.get("long").queue.remaining_s = 2.0
-    coordinator.live.get("short").queue.remaining_s = 1.0
+    coordinator.live.get("long").queue.outlook = Outlook(2.0, 2.0, 2.0, 0)
+    coordinator.live.get("short").queue.outlook = Outlook(1.0, 1.0, 1.0, 0)
     queue = [other, short]
     assert (
         queue_order.find_preemptor(long, [short], coordinator, policy, ROOM) is None

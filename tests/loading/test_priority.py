@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_cake.loading.meet import BlockState, View
+from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts, rank
 
 
@@ -94,7 +95,8 @@ def claimant(view: View, *, asked: bool = True, loads: bool = True) -> QueueEntr
         "x",
         view,
         loads=loads,
-        remaining_s=lambda: 3.0,
+        outlook=lambda: Outlook(4.0, 5.0, 3.0, 0),
+        mode="auto",
         waited_s=1.0,
         asked=asked,
         chunk_tokens=32,

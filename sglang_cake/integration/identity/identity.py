@@ -48,9 +48,18 @@ SHORT_BYTES = 256 << 20
 WEIGHT_ONLY = ("awq", "bitsandbytes", "gguf", "gptq")
 # Packages with kernels, which SGLang installs on GPUs.
 KERNEL_PACKAGES = (
-    *("flash-attn-4", "flashinfer-python", "humming-kernels", "nvidia-cutlass-dsl"),
-    *("quack-kernels", "sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "sgl-kernel"),
-    *("sglang-kernel", "tilelang", "triton"),
+    "flash-attn-4",
+    "flashinfer-python",
+    "humming-kernels",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "sgl-deep-ep",
+    "sgl-deep-gemm",
+    "sgl-flash-mla",
+    "sgl-kernel",
+    "sglang-kernel",
+    "tilelang",
+    "triton",
 )
 # Names of the jobs for the model: the digest of its weights, and what no update changes.
 WEIGHTS = "weights"

@@ -37,6 +37,7 @@ from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (
     LoadProgress,
     Mode,
+    Outlook,
     StepPlan,
     device_work,
     is_asked,
@@ -192,8 +193,7 @@ class QueueState:
         has_memory: whether it could be admitted, with its prefix locked, in the last step that
             asked; None: none has.
         times_requeued: how often it went back to the queue between two chunks.
-        remaining_s: predicted time to the end of its prefill; None: to be predicted anew.
-        compute_s, needs_device: as in `QueueEntry`, as of that prediction.
+        outlook: the predicted rest of its prefill alone; None: to be predicted anew.
         link_rank: its place on the link when the queue was sorted last; None: it was not in it.
         relied_from: as in `LoadProgress`.
         relied_since_s: the shared clock when that step could begin.
@@ -204,9 +204,7 @@ class QueueState:
     waits: bool = False
     has_memory: bool | None = None
     times_requeued: int = 0
-    remaining_s: float | None = None
-    compute_s: float = math.inf
-    needs_device: bool = False
+    outlook: Outlook | None = None
     link_rank: SortKey | None = None
     relied_from: int | None = None
     relied_since_s: float = 0.0

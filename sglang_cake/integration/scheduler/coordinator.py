@@ -47,7 +47,7 @@ from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
-from sglang_cake.loading.planner import StepPlan, island_start, next_step
+from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
 from sglang_cake.loading.priority import QueueEntry, TenantTokens, rank
 
 if TYPE_CHECKING:
@@ -507,9 +507,9 @@ class Coordinator:
         record = self.record(req)
         if record is None or not record.meet.pending:
             return None
-        record.queue.remaining_s = None
+        record.queue.outlook = None
         if record.stats.predicted_s is None:
-            record.stats.predicted_s = record.local_waited_s() + self._remaining_s(record)
+            record.stats.predicted_s = record.local_waited_s() + self._outlook(record).best_s
         costs = self.step_costs.costs(record)
         step = self._next_step(record, chunk_tokens, costs)
         if step.wait:
@@ -635,21 +635,17 @@ class Coordinator:
                 req.rid,
                 record.meet.view(),
                 loads=record.agreed.load_from is not None,
-                remaining_s=lambda: self._remaining_s(record),
+                outlook=lambda: self._outlook(record),
+                mode=self._config.mode,
                 waited_s=now_s - since_s,
                 asked=record.agreed.asked,
                 chunk_tokens=self.step_costs.chunk_tokens,
             )
-            entry = replace(
-                entry,
-                yielded=record.queue.yielded,
-                compute_s=record.queue.compute_s,
-                needs_device=record.queue.needs_device,
-            )
+            entry = replace(entry, yielded=record.queue.yielded)
         if entry.remaining_s is None:
             work = self._work_without_keys(req.rid) if record is None else record.device_work
             compute_s = self.step_costs.queue_s(work) if work.tokens else math.inf
-            entry = replace(entry, compute_s=compute_s, needs_device=False)
+            entry = replace(entry, compute_s=compute_s)
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
@@ -747,7 +743,7 @@ class Coordinator:
             lost = record.meet.wants_any(update.lost)
             self.prompt_loads.apply(record, update)
             if (update.stored or update.fetched or lost) and record.loading:
-                record.queue.remaining_s = None
+                record.queue.outlook = None
                 record.queue.waits = False
         return [
             record
@@ -802,7 +798,7 @@ class Coordinator:
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
                     self.prompt_loads.set_load_from(record, load_from, overdue=overdue)
-                    record.queue.remaining_s = None
+                    record.queue.outlook = None
             record.queue.planned = False
             before.append((record, record.device_work))
             ahead += before[-1][1]
@@ -884,15 +880,11 @@ class Coordinator:
             progress=record.progress,
         )
 
-    def _remaining_s(self, record: PromptRecord) -> float:
-        """Predicted time to the end of the prefill, as of the last change of what it depends on."""
-        queue = record.queue
-        if queue.remaining_s is None:
-            outlook = self.step_costs.outlook(record)
-            queue.remaining_s = outlook.best_s
-            queue.compute_s = outlook.compute_s
-            queue.needs_device = self._config.mode == "auto" and outlook.needs_device
-        return queue.remaining_s
+    def _outlook(self, record: PromptRecord) -> Outlook:
+        """The rest of the prefill alone, as of the last change of what it depends on."""
+        if record.queue.outlook is None:
+            record.queue.outlook = self.step_costs.outlook(record)
+        return record.queue.outlook
 
     def _has_memory_for(self, record: PromptRecord) -> bool:
         """Whether a prompt may have slots before it is admitted: it could be admitted now, beside

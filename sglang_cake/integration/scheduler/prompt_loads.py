@@ -38,7 +38,7 @@ class PromptLoads:
         self._reporter = reporter
         self._records: dict[str, PromptRecord] = {}  # by load id
         self._served: PromptRecord | None = None  # the link works for it before all others
-        self._with_memory: PromptRecord | None = None  # it may use all of the host memory
+        self._may_use_all_buffers: PromptRecord | None = None  # it may use all of the host memory
         self._went_on_s = 0.0  # when its link was last not idle
         self.now_s = 0.0
 
@@ -135,24 +135,26 @@ class PromptLoads:
             self._device_slots.refuse(record, record.local.fetched.pop(block), reason)
         self._device_slots.discard_all(record, reason)
 
-    def serve(self, records: Sequence[PromptRecord], with_memory: PromptRecord | None) -> None:
-        """The link works for `records` in this order. Args: with_memory: the one of them that may
-        use all of the host memory."""
-        first_id = None if with_memory is None else with_memory.load_id
-        self._loader.order([record.load_id for record in records], may_use_all_buffers=first_id)
+    def serve(
+        self, records: Sequence[PromptRecord], may_use_all_buffers: PromptRecord | None
+    ) -> None:
+        """The link works for `records` in this order. Args: may_use_all_buffers: the one of them
+        whose blocks may fill the host memory."""
+        load_id = None if may_use_all_buffers is None else may_use_all_buffers.load_id
+        self._loader.order([record.load_id for record in records], may_use_all_buffers=load_id)
         first = records[0] if records else None
         for record in records:
             if record is not first or record is not self._served:
                 record.not_served_first()
         self._served = first
         waits = (
-            with_memory is not None
-            and with_memory.agreed.link_idle
-            and with_memory.meet.view().wanted > 0
+            may_use_all_buffers is not None
+            and may_use_all_buffers.agreed.link_idle
+            and may_use_all_buffers.meet.view().wanted > 0
         )
-        if with_memory is not self._with_memory or not waits:
+        if may_use_all_buffers is not self._may_use_all_buffers or not waits:
             self._went_on_s = self.now_s
-        self._with_memory = with_memory
+        self._may_use_all_buffers = may_use_all_buffers
 
     @property
     def starved(self) -> bool:
