@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from sglang_cake.config import CakeConfig
+from sglang_cake.core.token_span import Span
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.cost_model import (
     LoadCost,
@@ -33,6 +34,7 @@ from sglang_cake.loading.planner import (
     Outlook,
     is_overdue,
     look_ahead,
+    passing_tokens,
     should_load,
 )
 
@@ -150,6 +152,11 @@ class StepCosts:
             free_s = max(free_s, step.began_s) + (self._fit.cost.work_s(step.work) if known else 0)
         return max(0.0, free_s - time.monotonic())
 
+    @property
+    def step_end_s(self) -> float:
+        """Predicted time until the step being scheduled is over, as the ranks agreed."""
+        return self._agreed_busy_s + self.agreed.work_s(self._work)
+
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
         self._work = StepWork(decodes=decodes)
@@ -250,6 +257,20 @@ class StepCosts:
     def is_overdue(self, record: PromptRecord) -> bool:
         """Whether a block of the request should have landed by now."""
         return is_overdue(record.meet.view(), self.costs(record), record.progress)
+
+    def passing_tokens(
+        self, rest: Span, chunk_tokens: int, ends_s: Sequence[float], waiting: int
+    ) -> int | None:
+        """`planner.passing_tokens` of a prompt's `rest` in the step being scheduled."""
+        return passing_tokens(
+            rest,
+            chunk_tokens,
+            ends_s=ends_s,
+            waiting=waiting,
+            work=self._work,
+            cost=self.agreed,
+            backlog_s=self._agreed_busy_s,
+        )
 
     def queue_s(self, work: StepWork) -> float:
         """Predicted time of the fewest steps that do `work`."""

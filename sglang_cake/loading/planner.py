@@ -7,6 +7,7 @@ or compute from the front while blocks are loaded from the back.
 - `next_step` takes the best way, and says how far the next step computes.
 - `should_load` decides whether blocks of a waiting prompt are loaded.
 - `overlap_span` decides whether the last step begins before the last loads are over.
+- `passing_tokens` shortens a step in which later prompts pass one that is loaded.
 
 Decisions are not final: a prompt that is only computed is loaded once that saves time, and the
 other way round.
@@ -27,8 +28,8 @@ step later than computing alone would (`patience_s`), whatever the store does.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +45,8 @@ COMPUTE_SLACK = 0.015
 TIE = 1e-9  # two sums of the same steps differ by less
 # Loading alone may take longer than both by this share, since it leaves the device to others.
 LOAD_SLACK = 0.01
+# A prompt that is passed must gain so many times what all others lose by a shorter step.
+PASSING_COST = 3.0
 # No step goes further towards the meeting point than this share when predictions are poor.
 _LEAST_SURE = 0.5
 
@@ -374,6 +377,49 @@ def overlap_span(
     left_s = costs.load.block_s * sum(missing_shares[block] for block in wanted)
     step_s = costs.prefill.step_s(stop, view.prompt_tokens)
     return Span(view.front, stop) if left_s <= step_s else None
+
+
+def passing_tokens(
+    rest: Span,
+    chunk_tokens: int,
+    *,
+    ends_s: Iterable[float],
+    waiting: int,
+    work: StepWork,
+    cost: PrefillCost,
+    backlog_s: float,
+) -> int | None:
+    """How many tokens a prompt computes in a step in which it passes earlier prompts, which wait
+    for their loads or have their last step. 0: it has no part in the step. None: there is no limit.
+
+    A prompt whose loads end while a step runs waits for the end of that step. With pipelined steps
+    it also waits for the step after it, if that is planned before the loads end. So a step of
+    prompts that pass ends when the loads do. If that is before the device is free, or before any
+    step could end, nothing passes. The last step of a prompt that was loaded takes no longer than
+    without those that pass.
+
+    All other prompts then lose at most the fixed time of a step. There is no limit unless one
+    prompt gains more than `PASSING_COST` times what all of them lose.
+
+    Args:
+        rest: what is left of its prefill.
+        chunk_tokens: the most that it may compute in this step.
+        ends_s: of each prompt that it passes, the time until its loads, or its last step, are over.
+        waiting: how many prompts wait beside the one that gains.
+        work: of the prompts before it in the step.
+        backlog_s: the time until the step begins.
+    """
+
+    def end_s(tokens: int) -> float:
+        return backlog_s + cost.work_s(work + work_of(rest.start, rest.start + tokens))
+
+    whole = min(chunk_tokens, rest.tokens)
+    tokens = whole
+    for each_s in ends_s:
+        gain_s = end_s(tokens) - max(each_s, backlog_s)
+        if gain_s > PASSING_COST * waiting * cost.fixed_s:
+            tokens = bisect_right(range(1, tokens + 1), each_s, key=end_s)
+    return tokens if tokens < whole else None
 
 
 def _computing_wins(outlook: Outlook, progress: LoadProgress) -> bool:

@@ -1,8 +1,8 @@
 """A server with many prompts on a virtual clock. The real server's own code decides.
 
-`Meet`, `should_load`, `next_step`, `overlap_span`, `look_ahead`, `QueueEntry.of`, `order`,
-`PrefillFit` and `LoadFit` are the server's own. The clock, the device, the links and the forming of
-a batch are models:
+`Meet`, `should_load`, `next_step`, `passing_tokens`, `overlap_span`, `look_ahead`, `QueueEntry.of`,
+`order`, `PrefillFit` and `LoadFit` are the server's own. The clock, the device, the links and the
+forming of a batch are models:
 
 - A step has decoding requests first, then prompts in the order of the policy, until its token
   budget is used up (as in SGLang with mixed chunks).
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (
@@ -30,6 +31,7 @@ from sglang_cake.loading.planner import (
     look_ahead,
     next_step,
     overlap_span,
+    passing_tokens,
     should_load,
 )
 from sglang_cake.loading.priority import QueueEntry, SortKey, order, rank
@@ -541,16 +543,24 @@ class SimulatedServer:
         taken = self._machine.others(number) if self._machine.others else 0
         work = StepWork(taken, 0.0, decodes)
         parts: list[tuple[LivePrompt, int, int]] = []
+        passed = self._passed()
         for live in list(self._ranks):
             live.planned = False
             left = self._chunk - decodes - work.tokens
             if not live.in_prefill:
                 continue
             live.attach()
-            start, stop = live.meet.front, self._decide(live, left, work) if left > 0 else 0
+            most = self._passing_tokens(live, left, work, passed)
+            if left <= 0 or most == 0:
+                continue
+            start, stop = live.meet.front, self._decide(live, left, work)
+            stop = stop if most is None else min(stop, start + most)
             if stop > start:
                 parts.append((live, start, stop))
                 work += work_of(start, stop)
+                if live.asked and stop == live.result.prompt.prompt_tokens:
+                    end_s = self._busy_s + self._known.prefill.cost.work_s(work)
+                    passed.append((live.result.prompt.arrive_s, end_s))
         if not parts and not decodes and self._machine.others is None:
             if not self._begin_last_early(number):
                 self._poll()
@@ -560,6 +570,41 @@ class SimulatedServer:
         self._revise([live for live in self._ranks if not live.planned])
         self._rank()
         self._feed()
+
+    def _passed(self) -> list[tuple[float, float]]:
+        """Of each prompt that the links serve: its arrival, and the predicted time until its loads
+        are over."""
+        found, total_s, load = [], 0.0, self._known.load.cost
+        for live in sorted(self._ranks, key=lambda live: live.link_rank):
+            if self._mode != "auto" or live.load_from is None or not live.missing_blocks:
+                continue
+            progress = live.progress(self._clock.now)
+            rest_s = load.load_s(
+                live.missing_blocks, since_s=progress.since_s, begun=progress.begun
+            )
+            total_s += rest_s
+            if not load.is_overdue(progress.since_s, begun=progress.begun):
+                found.append((live.result.prompt.arrive_s, total_s * (1 + load.error)))
+        return found
+
+    def _passing_tokens(
+        self,
+        live: LivePrompt,
+        left: int,
+        work: StepWork,
+        passed: Sequence[tuple[float, float]],
+    ) -> int | None:
+        """How many of `left` tokens this prompt computes beside those that it passes."""
+        prompt = live.result.prompt
+        return passing_tokens(
+            Span(live.meet.front, prompt.prompt_tokens),
+            left,
+            ends_s=[end_s for arrive_s, end_s in passed if arrive_s < prompt.arrive_s],
+            waiting=len(self._ranks) - 1,
+            work=work,
+            cost=self._known.prefill.cost,
+            backlog_s=self._busy_s,
+        )
 
     def _decide(self, live: LivePrompt, left: int, work: StepWork) -> int:
         """The token at which this prompt's part of the next step ends."""

@@ -225,14 +225,14 @@ class SchedulerLoop(ABC):
 
     def _iterate(self) -> bool:
         """Plan and launch a step, and process the one before. False: no step was launched."""
-        if len(self._live) > 1:
-            reqs: list[Any] = [run.req for run in self._live]
-            entries = [self.coordinator.queue_entry(req) for req in reqs]
-            self._live = [self._live[i] for i in order(entries)]
         self.polls += 1
         with self.coordinator.timed():
             self.coordinator.poll([run.req.rid for run in self._live])
             self.saving.polled(lambda record: self.coordinator.record(record.req) is record)
+        if len(self._live) > 1:
+            reqs: list[Any] = [run.req for run in self._live]
+            entries = [self.coordinator.queue_entry(req) for req in reqs]
+            self._live = [self._live[i] for i in order(entries)]
         for run in self._chunked:
             self._checkpoint(run, last=False)
         self._chunked = []
@@ -258,10 +258,14 @@ class SchedulerLoop(ABC):
             left = self._chunk_tokens - work.tokens - decodes
             if left <= 0 or self.coordinator.awaits_lookup(req):
                 continue
+            most = self.coordinator.passing_tokens(req, left)
+            if most == 0:
+                continue
             self.coordinator.attach_islands(req, self._attach)
             step = self.coordinator.plan(req, left)
             total = len(req.origin_input_ids)
-            stop = min(total, req.prefix_len + left) if step is None else step.stop
+            stop = req.prefix_len + left if step is None else step.stop
+            stop = min(stop, total, total if most is None else req.prefix_len + most)
             if stop <= req.prefix_len:
                 continue
             slots = self.allocator.alloc(stop - req.prefix_len)

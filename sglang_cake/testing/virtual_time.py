@@ -89,7 +89,7 @@ def virtual_time() -> Iterator[VirtualIo]:
     io = VirtualIo()
     clock = SimpleNamespace(monotonic=lambda: io.now_s, perf_counter=lambda: io.now_s)
     with contextlib.ExitStack() as patches:
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():
             if name.startswith(_PACKAGES) and getattr(module, "time", None) is time:
                 patches.enter_context(mock.patch.object(module, "time", clock))
         yield io

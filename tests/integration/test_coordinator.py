@@ -5,6 +5,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
-from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import TURN_TOKENS, QueueEntry, order
@@ -1027,3 +1028,69 @@ def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
         assert (
             harness.coordinator.queue_entry(one).turn > harness.coordinator.queue_entry(other).turn
         )
+
+
+# ---- prompts that pass ----
+
+
+class Passing(CoordinatorHarness):
+    """A step of 64 tokens takes 641 s. Two blocks of the prompt `loaded` are loaded in 200 s, in
+    which a step has time for 19 tokens."""
+
+    def __init__(self, *, block_s: float = 100.0, **settings: Any) -> None:
+        load = LoadCost(0.0, block_s)
+        cost = PrefillCost(1.0, 10.0, 0.0, error=0.02)
+        super().__init__(**{"mode": "auto", **settings}, prefill=cost, load=load)
+        self.loader.recall([replace(load, error=0.0)])
+        self.loaded, self.keys = self.stored(2.5, "loaded")
+        self.other = FakeReq("other", array("q", range(5000, 5080)))
+
+    def limit(self, *arrivals: FakeReq) -> int | None:
+        """Of the other one, in a step after these arrivals."""
+        for req in arrivals:
+            self.arrive(req)
+            self.poll(*self.arrived)
+        return self.coordinator.passing_tokens(self.other, 64)
+
+
+def test_coordinator_later_prompt_has_a_limit_while_an_earlier_one_is_loaded() -> None:
+    with Passing() as harness:
+        assert harness.limit(harness.loaded, harness.other) == 19
+        assert harness.coordinator.passing_tokens(harness.loaded, 64) is None
+        harness.coordinator.memory_checked(harness.loaded, False)
+        harness.poll(*harness.arrived)
+        assert harness.limit() is None, "it could not be admitted when its loads are over"
+
+
+@pytest.mark.parametrize("settings", [{"mode": "load"}, {"block_s": 1e-9}])
+def test_coordinator_no_limit_in_another_mode_or_for_overdue_loads(
+    settings: dict[str, Any],
+) -> None:
+    with Passing(**settings) as harness:
+        assert harness.limit(harness.loaded, harness.other) is None
+
+
+def test_coordinator_earlier_prompt_has_no_limit() -> None:
+    with Passing() as harness:
+        assert harness.limit(harness.other, harness.loaded) is None
+
+
+def test_coordinator_prompt_of_another_priority_or_turn_has_no_limit() -> None:
+    with Passing() as harness:
+        harness.other.priority = 1
+        assert harness.limit(harness.loaded, harness.other) is None
+    with Passing(priority="fair") as harness:
+        harness.other.cache_salt = "another tenant"
+        assert harness.limit(harness.loaded, harness.other) is None
+
+
+def test_coordinator_last_step_of_a_loaded_prompt_is_not_longer_for_a_later_one() -> None:
+    with Passing() as harness:
+        harness.open(*harness.keys)
+        assert harness.limit(harness.loaded, harness.other) is None
+        harness.poll(*harness.arrived, times=3)
+        harness.coordinator.step_costs.scheduling(decodes=0)
+        assert harness.step(harness.loaded)
+        assert harness.limit() == 0
+        harness.poll(*harness.arrived)
+        assert harness.limit() is None, "that was the last step"

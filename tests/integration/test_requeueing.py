@@ -41,6 +41,7 @@ class Scheduler:
     enable_lora = False
     lora_drainer: Any = None
     chunked_req: Any = None
+    truncation_align_size: int | None = None
 
     def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
         self.waiting_queue: list[Any] = []
@@ -513,6 +514,42 @@ def test_chunked_request_step_ends_at_the_first_of_its_stops(
     assert adder.chunked_req_limit == limit
 
 
+@pytest.mark.parametrize(
+    ("passing", "planned", "limit"), [(None, None, None), (40, None, 40), (40, 32, 32)]
+)
+def test_chunked_request_that_passes_others_computes_no_more_than_its_limit(
+    admissions: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    passing: int | None,
+    planned: int | None,
+    limit: int | None,
+) -> None:
+    admission = admissions()
+    step = None if planned is None else StepPlan(planned, wait=False)
+    monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
+    monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: passing)
+    req = admission.req("running")
+    admission.queue.append(admission.req("other", stored=True))
+    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    adder.add_chunked_req(req)
+    assert adder.chunked_req_limit == limit
+
+
+def test_chunked_request_without_a_part_in_the_step_is_parked_if_others_can_take_its_place(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = admissions()
+    monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: 0)
+    req = admission.req("running")
+    admission.queue.append(admission.req("other", stored=True))
+    assert admission.chunk(req) is req
+    assert admission.budget == 0
+    assert admission.coordinator.waiting
+    admission.full = True  # nobody could be admitted in its place
+    admission.chunk(req)
+    assert admission.budget > 0 or req.extend_end > req.prefix_len
+
+
 @dataclass
 class Admission:
     """What SGLang decides about a waiting request."""
@@ -574,6 +611,56 @@ def test_waiting_request_step_ends_at_the_first_of_its_stops(
         adder.new_chunked_req = object()
     assert adder.add_one_req(req, chunked == "before", None) == AddReqResult.CONTINUE
     assert admitted == ([] if computed is None else [computed])
+
+
+@pytest.mark.parametrize(
+    ("passing", "planned", "chunk_tokens", "align", "computed"),
+    [
+        (40, None, 64, None, 40),
+        (40, 32, 64, None, 32),
+        (40, 48, 64, None, 40),
+        (0, None, 64, None, None),
+        (40, None, None, None, PROMPT),  # SGLang does not chunk
+        (0, None, None, None, None),
+        (40, None, 64, 16, PROMPT),  # chunks of one length
+    ],
+)
+def test_waiting_request_that_passes_others_computes_no_more_than_its_limit(
+    admissions: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    passing: int,
+    planned: int | None,
+    chunk_tokens: int | None,
+    align: int | None,
+    computed: int | None,
+) -> None:
+    """None: it is not admitted."""
+    admitted = []
+
+    def admit(adder: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+        admitted.append(adder._select_prefill_admission(req, total_tokens=PROMPT).extend_len)
+        return AddReqResult.CONTINUE
+
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
+    monkeypatch.setattr(
+        f"{sglangs}._select_prefill_admission", lambda *args, **kwargs: Admission(0, PROMPT)
+    )
+    admission = admissions()
+    admission.scheduler.truncation_align_size = align
+    step = None if planned is None else StepPlan(planned, wait=False)
+    monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
+    monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: passing)
+    req = admission.req("waiting")
+    req.last_node = None
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    adder = prefill_adder(
+        admission.scheduler, BareTree(admission.coordinator), chunk_tokens=chunk_tokens
+    )
+    assert adder.add_one_req(req, False, None) == AddReqResult.CONTINUE
+    assert admitted == ([] if computed is None else [computed])
+    assert admission.coordinator.waiting == (computed is None)
 
 
 def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slots_for(

@@ -128,9 +128,9 @@ class SharedDevice:
                 at_s, req = coming.popleft()
                 self._arrive(req, begun_s + at_s)
                 live.append((at_s, req))
+            coordinator.poll([req.rid for _, req in live])
             claimants = [coordinator.queue_entry(req) for _, req in live]
             live = [live[i] for i in order(claimants)]
-            coordinator.poll([req.rid for _, req in live])
             took_s = self._step([req for _, req in live], others)
             if coming and not live:
                 took_s = max(took_s, begun_s + coming[0][0] - self.io.now_s)
@@ -167,9 +167,12 @@ class SharedDevice:
         coordinator, total = self.base.coordinator, len(req.origin_input_ids)
         if left <= 0 or coordinator.awaits_lookup(req):
             return req.prefix_len
+        if (most := coordinator.passing_tokens(req, left)) == 0:
+            return req.prefix_len
         coordinator.attach_islands(req, self._attach)
         step = coordinator.plan(req, left)
-        return min(total, req.prefix_len + left) if step is None else step.stop
+        stop = req.prefix_len + left if step is None else step.stop
+        return min(stop, total, total if most is None else req.prefix_len + most)
 
     def _attach(self, req: FakeReq, slots: torch.Tensor, stop: int, end: object) -> None:
         self.base.allocator.free(slots)

@@ -104,6 +104,26 @@ def test_virtual_gpu_stored_prompt_that_computing_restores_sooner_is_not_passed_
     assert found["auto"][1] <= found["compute"][1]
 
 
+@pytest.mark.parametrize("tokens", [2000, 5000, 20000])
+@pytest.mark.parametrize("times_faster", [0.5, 1, 2, 10])
+def test_virtual_gpu_stored_prompt_does_not_wait_for_steps_of_a_later_one(
+    tokens: int, times_faster: float
+) -> None:
+    """A step of the later one takes longer than the loads of most of these prompts."""
+    model, found = LLAMA_8B, {}
+    computed_s = model.prefill.span_s(0, tokens, model.chunk_tokens)
+    link = times_faster * (tokens // BLOCK_TOKENS) * model.layout.block_bytes / computed_s
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_scheduler(model, link_bytes_per_s=link, mode=mode) as loop:
+            loop.knows_costs()
+            first, later = prompt(0, tokens), prompt(1, 40000)
+            loop.store.keys |= set(loop.keys(first.origin_input_ids))
+            found[mode] = [run.ttft_s for run in loop.serve([(0.0, first), (0.001, later)])]
+    assert found["auto"][0] <= found["compute"][0]
+    assert found["auto"][1] <= found["compute"][1]
+
+
 @models
 @pytest.mark.parametrize("link", [2, 8, 25])
 def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(

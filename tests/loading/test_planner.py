@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.cost_model import (
     LoadCost,
     LoadFit,
@@ -15,10 +16,12 @@ from sglang_cake.loading.cost_model import (
     PrefillFit,
     PromptCosts,
     StepWork,
+    work_of,
 )
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import (
     COMPUTE_SLACK,
+    PASSING_COST,
     LoadProgress,
     Mode,
     Outlook,
@@ -28,6 +31,7 @@ from sglang_cake.loading.planner import (
     look_ahead,
     next_step,
     overlap_span,
+    passing_tokens,
     should_load,
 )
 from sglang_cake.simulator.machine import Knowledge, Machine
@@ -655,3 +659,106 @@ def test_planner_outlook_of_a_prompt_with_an_end_has_no_overlap() -> None:
         end_view([WANTED] * 10, 0), chunk_tokens=500, costs=known, progress=LoadProgress()
     )
     assert outlook.load_s == 1000 + 50
+
+
+# ---- prompts that pass ----
+
+
+def passes(
+    ends_s: list[float],
+    *,
+    chunk: int = 1000,
+    waiting: int = 1,
+    work: StepWork | None = None,
+    backlog_s: float = 0.0,
+) -> int | None:
+    """A token takes a second, and a step ten seconds more."""
+    return passing_tokens(
+        Span(0, 4000),
+        chunk,
+        ends_s=ends_s,
+        waiting=waiting,
+        work=work or StepWork(),
+        cost=PrefillCost(10.0, 1.0, 0.0),
+        backlog_s=backlog_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends_s", "tokens"),
+    [
+        ([], None),
+        ([1010.0], None),  # the step is over by then
+        ([990.0], None),  # one prompt would gain less than the other loses three times
+        ([500.0], 490),
+        ([500.0, 300.0, 400.0], 290),
+        ([11.0], 1),
+        ([10.0], 0),  # no step ends by then
+    ],
+)
+def test_passing_tokens_step_ends_when_loads_do(ends_s: list[float], tokens: int | None) -> None:
+    assert passes(ends_s) == tokens
+
+
+def test_passing_tokens_loads_that_end_before_the_device_is_free_leave_no_step() -> None:
+    assert passes([400.0], backlog_s=400.0) == 0
+    assert passes([411.0], backlog_s=400.0) == 1
+    assert passes([1400.0], backlog_s=400.0) is None
+
+
+def test_passing_tokens_last_step_of_a_loaded_prompt_is_not_longer_for_others() -> None:
+    last = work_of(3990, 4000)
+    assert passes([20.0], chunk=990, work=last) == 0
+    assert passes([20.0], chunk=30, work=last) is None
+
+
+def test_passing_tokens_many_prompts_that_wait_lose_more_than_one_gains() -> None:
+    assert passes([500.0], waiting=16) == 490
+    assert passes([500.0], waiting=17) is None
+
+
+@given(
+    start=st.integers(0, 20000),
+    tokens=st.integers(1, 20000),
+    chunk=st.integers(1, 8192),
+    ends_s=st.lists(st.floats(0, 3), max_size=4),
+    waiting=st.integers(1, 50),
+    before=st.integers(0, 4000),
+    backlog_s=st.floats(0, 2),
+)
+def test_passing_tokens_limit_costs_less_than_one_prompt_gains(
+    start: int,
+    tokens: int,
+    chunk: int,
+    ends_s: list[float],
+    waiting: int,
+    before: int,
+    backlog_s: float,
+) -> None:
+    cost = PrefillCost(0.006, 3e-5, 1e-10)
+    rest, work = Span(start, start + tokens), StepWork(before)
+
+    def end_s(computed: int) -> float:
+        return backlog_s + cost.work_s(work + work_of(start, start + computed))
+
+    found = passing_tokens(
+        rest,
+        chunk,
+        ends_s=ends_s,
+        waiting=waiting,
+        work=work,
+        cost=cost,
+        backlog_s=backlog_s,
+    )
+    whole = min(chunk, tokens)
+    if found is None:
+        gains = [end_s(whole) - max(each_s, backlog_s) for each_s in ends_s]
+        assert all(gain_s <= PASSING_COST * waiting * cost.fixed_s + 1e-9 for gain_s in gains)
+        return
+    assert 0 <= found < whole
+    ended = [each_s for each_s in ends_s if found == 0 or each_s >= end_s(found)]
+    assert any(
+        end_s(whole) - max(each_s, backlog_s) > PASSING_COST * waiting * cost.fixed_s - 1e-9
+        and each_s <= end_s(found + 1)
+        for each_s in ended
+    )

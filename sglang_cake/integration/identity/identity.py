@@ -343,7 +343,7 @@ def _remote_code() -> str:
 
     texts: set[bytes] = set()
     try:
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():
             file = getattr(module, "__file__", None)
             if file is None or not name.startswith("transformers_modules."):
                 continue

@@ -132,7 +132,7 @@ class AgreedLoads:
         first_poll_s: the shared clock at the first update.
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
-        asked: whether any block was ever worth loading.
+        asked: whether any block was ever worth loading, or has landed.
         link_idle: at the last update all ranks' links were idle, and no block had been fetched: not
             even one that waited in its buffer for this update.
     """
@@ -157,6 +157,7 @@ class AgreedLoads:
         self.first_poll_s = self.first_poll_s or update.now_s
         self.now_s = update.now_s
         self.begun |= bool(update.fetched)
+        self.asked |= self.begun
         if update.stored is not None:
             self.lookup_done = True
             self.stored = update.stored

@@ -60,6 +60,8 @@ logger = logging.getLogger("sglang_cake")
 
 # In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
 RECONSIDERED = 8
+# So many of the prompts that the link serves, the first ones first, shorten steps of others.
+PASSED = 8
 # After an eviction, so many of the requests that wait are looked for in the tree, the first ones
 # first: each costs a comparison of its tokens.
 MATCHED = 8
@@ -153,6 +155,10 @@ class Coordinator:
         # The shared clock when a request that has no record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
+        self._serving = 0  # how many prompts were in prefill, or waited for it, at the last poll
+        # Prompts that others may pass in the step being scheduled, with the time until their loads,
+        # or their last step, are over.
+        self._passed: list[tuple[PromptRecord, float]] = []
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
         self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
@@ -496,6 +502,19 @@ class Coordinator:
             self._advance(record, req)  # the tree may have matched more by now
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
+    def passing_tokens(self, req: "Req", chunk_tokens: int) -> int | None:
+        """How many tokens a request computes in the step being scheduled, as
+        `planner.passing_tokens` has it. None: there is no limit."""
+        record = self.record(req)
+        if record is None or self._config.mode != "auto":
+            return None
+        return self.step_costs.passing_tokens(
+            Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
+            chunk_tokens,
+            [end_s for each, end_s in self._passed if self._passes(record, each)],
+            self._serving - 1,
+        )
+
     def waits_still(self, req: "Req") -> bool:
         """Whether the last plan for a request was to wait, and only time has passed since."""
         record = self.record(req)
@@ -534,6 +553,8 @@ class Coordinator:
                 self._without_keys[req.rid] = prompt._replace(rest=rest)
             return
         record.queue.yielded = False
+        if record.agreed.asked and stop >= len(record.tokens):
+            self._passed.append((record, self.step_costs.step_end_s))
         self._computed(record, Span(start, stop))
         if not overlapped:
             self._advance(record, req)
@@ -607,6 +628,8 @@ class Coordinator:
         """
         if (record := self.record(req)) is None:
             return False
+        if self.passing_tokens(req, chunk_tokens) == 0:
+            return True
         if not record.agreed.lookup_done or not record.loading:
             return record.awaits_lookup(self._config.mode)
         if record.meet.island() is not None:
@@ -770,15 +793,8 @@ class Coordinator:
         rotated = waiting[start:] + waiting[:start]
         chosen = {record.rid for record in [*found, *rotated[:RECONSIDERED]]}
         self._reconsidered += RECONSIDERED
-        places = {rid: place for place, rid in enumerate(self._records)}
         before: list[tuple[PromptRecord | None, StepWork]] = []
         ahead = StepWork()  # the sum of `before`
-
-        def passes(other: PromptRecord | None, record: PromptRecord) -> bool:
-            if other is None or places[other.rid] < places[record.rid]:
-                return False
-            own_turn = self.fair and other.facts.tenant != record.facts.tenant
-            return not own_turn and other.req.priority == record.req.priority
 
         for rid in serving:
             record = self._records.get(rid)
@@ -791,7 +807,11 @@ class Coordinator:
                 overdue = self.step_costs.is_overdue(record)
                 counted = ahead
                 if overdue:
-                    works = (work for other, work in before if not passes(other, record))
+                    works = (
+                        work
+                        for other, work in before
+                        if other is None or not self._passes(other, record)
+                    )
                     counted = sum(works, StepWork())
                 loads = self.step_costs.should_load(record, self._config.mode, counted)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
@@ -802,6 +822,12 @@ class Coordinator:
             record.queue.planned = False
             before.append((record, record.device_work))
             ahead += before[-1][1]
+
+    def _passes(self, other: PromptRecord, record: PromptRecord) -> bool:
+        """Whether `other` came later, and is served before `record` only while that is loaded."""
+        own_turn = self.fair and other.facts.tenant != record.facts.tenant
+        same_level = other.req.priority == record.req.priority
+        return other.arrived_s > record.arrived_s and same_level and not own_turn
 
     def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
@@ -819,8 +845,25 @@ class Coordinator:
         if with_memory is not None:
             self._device_slots.reserve(with_memory, self.step_costs.blocks_ahead(with_memory))
         self.prompt_loads.serve(served, with_memory)
+        self._serving = len(serving)
+        self._passed = list(self._ends_of_loads(served[:PASSED]))
         if with_memory is not None and self.prompt_loads.starved:
             self._make_room(with_memory, live)
+
+    def _ends_of_loads(
+        self, served: Sequence[PromptRecord]
+    ) -> Iterator[tuple[PromptRecord, float]]:
+        """Prompts of `served`, in the order of the link, that could be admitted once their loads
+        are over; each with the time until then. Those of which no block comes are left out."""
+        total_s = 0.0
+        for record in served:
+            if not record.agreed.lookup_done or record.agreed.load_from is None:
+                continue
+            rest_s = record.rest_of_loads_s
+            total_s += rest_s
+            stands = record.agreed.link_idle or self.step_costs.is_overdue(record)
+            if rest_s and not stands and record.queue.has_memory is not False:
+                yield record, total_s * (1 + record.agreed.cost.error)
 
     def _link_order(self, serving: Sequence[str], chunked: str | None) -> list[PromptRecord]:
         """The prompts that use the link, in the order in which it serves them: the chunked one and

@@ -228,6 +228,11 @@ class CakePrefillAdder(PrefillAdder):
                     return Requeue(preemptor)
             if self._step_tokens <= 0:
                 return AS_SGLANG  # requests that decode take the whole step
+            # Those that it passes go first only in its place.
+            most = None if budget is None else self._passing_tokens(req)
+            if most == 0:
+                coordinator.waiting = True
+                return Park()
             coordinator.attach_islands(req, tree.attach_running, tree)
             step = coordinator.plan(req, self._step_tokens)
             if step is not None and step.wait:
@@ -238,6 +243,8 @@ class CakePrefillAdder(PrefillAdder):
                 )
                 return Requeue(None) if yields else Park()
             stops = [None if step is None else step.stop, tree.step_stop(req)]
+            if most is not None:
+                stops.append(req.prefix_len + most)
             if replayed := replayed_tokens(tree, req):  # they share the chunk with the new tokens
                 rest = self._step_tokens - replayed
                 stops.append(req.prefix_len + max(rest - rest % self.page_size, self.page_size))
@@ -280,6 +287,9 @@ class CakePrefillAdder(PrefillAdder):
             recorded = coordinator.record(req) is not None
             if self._waiting >= _PLANNED and tree.runahead is None and coordinator.waits_still(req):
                 return Skip(AddReqResult.CONTINUE)
+            if (most := self._passing_tokens(req)) == 0:
+                coordinator.waiting = True
+                return Skip(AddReqResult.CONTINUE)
             if recorded or tree.runahead is not None:
                 with lock_node(self, req.last_node):
                     has_memory = self._has_memory_for(req)
@@ -305,6 +315,8 @@ class CakePrefillAdder(PrefillAdder):
                         span = self._begin_overlap(req)
                 return Skip(AddReqResult.CONTINUE) if span is None else OverlapLastStep(span)
             stop = None if step is None else step.stop
+            if most is not None:
+                stop = _first([stop, req.prefix_len + most])
             if not has_chunked_req and self.new_chunked_req is None:
                 return Run(_first([stop, tree.step_stop(req)]))
             # SGLang knows one chunked request. A step that ends before the prompt does would make
@@ -312,6 +324,17 @@ class CakePrefillAdder(PrefillAdder):
             if stop is not None and stop < len(req.full_untruncated_fill_ids):
                 return Skip(AddReqResult.CONTINUE)
             return Run(stop)
+
+    def _passing_tokens(self, req: "Req") -> int | None:
+        """How many tokens a request computes in this step beside earlier ones that wait for their
+        loads. None: there is no limit."""
+        tree, coordinator = self._cake()
+        if coordinator is None or tree.runahead is not None:
+            return None  # the members of a KV-Runahead group share steps
+        tokens = coordinator.passing_tokens(req, self._step_tokens)
+        if tokens and (self.rem_chunk_tokens is None or self._scheduler.truncation_align_size):
+            return None  # it has no chunks, or chunks of one length
+        return tokens and tokens - tokens % self.page_size
 
     def _has_memory_for(self, req: "Req") -> bool:
         """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
