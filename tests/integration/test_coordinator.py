@@ -1094,3 +1094,16 @@ def test_coordinator_last_step_of_a_loaded_prompt_is_not_longer_for_a_later_one(
         assert harness.limit() == 0
         harness.poll(*harness.arrived)
         assert harness.limit() is None, "that was the last step"
+
+
+def test_coordinator_last_step_of_a_loaded_prompt_is_not_longer_for_one_that_it_preempted() -> None:
+    with Passing() as harness:
+        harness.open(*harness.keys)
+        assert harness.limit(harness.other, harness.loaded) is None
+        harness.poll(*harness.arrived, times=3)
+        harness.coordinator.step_costs.scheduling(decodes=0)
+        harness.coordinator.requeued(harness.other)
+        assert harness.step(harness.loaded)
+        assert harness.limit() == 0
+        harness.poll(*harness.arrived)
+        assert harness.limit() is None, "that was the last step"

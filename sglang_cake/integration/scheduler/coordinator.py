@@ -159,6 +159,7 @@ class Coordinator:
         # Prompts that others may pass in the step being scheduled, with the time until their loads,
         # or their last step, are over.
         self._passed: list[tuple[PromptRecord, float]] = []
+        self._requeued: PromptRecord | None = None  # in the step being scheduled
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
         self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
@@ -508,10 +509,11 @@ class Coordinator:
         record = self.record(req)
         if record is None or self._config.mode != "auto":
             return None
+        last = record is self._requeued  # others have taken its place
         return self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
             chunk_tokens,
-            [end_s for each, end_s in self._passed if self._passes(record, each)],
+            [end_s for each, end_s in self._passed if last or self._passes(record, each)],
             self._serving - 1,
         )
 
@@ -640,6 +642,7 @@ class Coordinator:
     def requeued(self, req: "Req") -> None:
         """The request went back to the queue between two of its chunks."""
         record = self._own(req)
+        self._requeued = record
         record.queue.times_requeued += 1
         self._reporter.write_event(record, "yield")
 
@@ -846,6 +849,7 @@ class Coordinator:
             self._device_slots.reserve(with_memory, self.step_costs.blocks_ahead(with_memory))
         self.prompt_loads.serve(served, with_memory)
         self._serving = len(serving)
+        self._requeued = None
         self._passed = list(self._ends_of_loads(served[:PASSED]))
         if with_memory is not None and self.prompt_loads.starved:
             self._make_room(with_memory, live)
