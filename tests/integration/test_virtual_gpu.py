@@ -5,6 +5,7 @@ Numbers, and those of the former data path, stand in `benchmarks/reports/gpu.md`
 
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,6 +61,27 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
         over.append(auto / model.ideal_s(tokens, link * GB))
     assert statistics.median(over) <= 1.05
     assert min(over) >= 1 - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "share"),
+    zip(MODELS, (0.65, 0.65, 1.0), strict=True),
+    ids=[model.name for model in MODELS],
+)
+def test_virtual_gpu_prompt_with_missing_blocks_takes_at_most_this_share_of_computing(
+    model: GpuModel, share: float
+) -> None:
+    """Each hole needs a step of its own. With MLA, steps after a long prefix cost too much."""
+    found = {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_scheduler(model, link_bytes_per_s=8 * GB, mode=mode) as loop:
+            loop.knows_costs()
+            req = prompt(0, 65536)
+            draw = random.Random(1)
+            loop.store.keys |= {k for k in loop.keys(req.origin_input_ids) if draw.random() < 0.7}
+            found[mode] = loop.serve([(0.0, req)])[0].ttft_s
+    assert found["auto"] <= share * found["compute"] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("silent", [False, True])
