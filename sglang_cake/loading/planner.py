@@ -132,7 +132,7 @@ def look_ahead(
     """
     wanted = view.states.translate(_WANTED + _PAD)
     now = _attachable(view)
-    later = view.states.translate(_TO_BE_PRESENT + _PAD)
+    later = _worth_loading(view, costs.prefill)
 
     def compute_s(marked: bytes, start: int, stop: int) -> float:
         return _compute_s(view, marked, Span(start, stop), chunk_tokens, costs)
@@ -485,6 +485,19 @@ def _worth_a_step(view: View, chunk_tokens: int, cost: PrefillCost, *, loads: bo
             break
         start, stop = following
     return start
+
+
+def _worth_loading(view: View, cost: PrefillCost) -> bytes:
+    """Marks of blocks that are there or will be, without islands between holes that take less time
+    to compute than the step that would begin after them."""
+    marked = bytearray(view.states.translate(_TO_BE_PRESENT + _PAD))
+    stop = max(0, marked.find(0))  # the front jumps over the first blocks in any case
+    while (start := marked.find(1, stop)) >= 0 and (stop := marked.find(0, start)) >= 0:
+        begin, end = ((view.first + i) * view.block_tokens for i in (start, stop))
+        fixed_s = cost.work_s(StepWork(prefix_tokens=end))
+        if cost.step_s(begin, end) - fixed_s < fixed_s:
+            marked[start:stop] = bytes(stop - start)
+    return bytes(marked)
 
 
 def _attachable(view: View) -> bytes:

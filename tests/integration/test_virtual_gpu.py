@@ -65,13 +65,14 @@ def test_virtual_gpu_restored_prompt_is_near_the_optimum_and_beats_the_better_si
 
 @pytest.mark.parametrize(
     ("model", "share"),
-    zip(MODELS, (0.65, 0.65, 1.0), strict=True),
+    zip(MODELS, (0.65, 0.65, 0.85), strict=True),
     ids=[model.name for model in MODELS],
 )
 def test_virtual_gpu_prompt_with_missing_blocks_takes_at_most_this_share_of_computing(
     model: GpuModel, share: float
 ) -> None:
-    """Each hole needs a step of its own. With MLA, steps after a long prefix cost too much."""
+    """Each hole needs a step of its own, which costs most with MLA and a long prefix: there, short
+    islands between holes are computed."""
     found = {}
     modes: tuple[Mode, ...] = ("auto", "compute")
     for mode in modes:
