@@ -398,8 +398,10 @@ def passing_tokens(
     step could end, nothing passes. The last step of a prompt that was loaded takes no longer than
     without those that pass.
 
-    All other prompts then lose at most the fixed time of a step. There is no limit unless one
-    prompt gains more than `PASSING_COST` times what all of them lose.
+    All other prompts then lose at most the time of a step that computes nothing, with what a model
+    computes again of the prefix in each step. There is no limit unless one prompt gains more than
+    `PASSING_COST` times what all of them lose. What the step does before this prompt takes its time
+    in any case.
 
     Args:
         rest: what is left of its prefill.
@@ -415,9 +417,11 @@ def passing_tokens(
 
     whole = min(chunk_tokens, rest.tokens)
     tokens = whole
+    least_s = backlog_s if work == StepWork() else end_s(0)
+    lost_s = waiting * cost.work_s(StepWork(prefix_tokens=rest.start))
     for each_s in ends_s:
-        gain_s = end_s(tokens) - max(each_s, backlog_s)
-        if gain_s > PASSING_COST * waiting * cost.fixed_s:
+        gain_s = end_s(tokens) - max(each_s, least_s)
+        if gain_s > PASSING_COST * lost_s:
             tokens = bisect_right(range(1, tokens + 1), each_s, key=end_s)
     return tokens if tokens < whole else None
 

@@ -717,6 +717,29 @@ def test_passing_tokens_many_prompts_that_wait_lose_more_than_one_gains() -> Non
     assert passes([500.0], waiting=17) is None
 
 
+def test_passing_tokens_time_of_what_comes_before_in_the_step_is_no_gain() -> None:
+    before = StepWork(tokens=500)
+    assert passes([100.0], chunk=30, work=before) is None
+    assert passes([100.0], chunk=31, work=before) == 0
+
+
+def test_passing_tokens_another_step_that_projects_the_prefix_again_costs_more() -> None:
+    def limit(prefix_s: float) -> int | None:
+        return passing_tokens(
+            Span(1000, 2000),
+            1000,
+            ends_s=[500.0],
+            waiting=1,
+            work=StepWork(),
+            cost=PrefillCost(10.0, 1.0, 0.0, prefix_s=prefix_s),
+            backlog_s=0.0,
+        )
+
+    assert limit(0.0) == 490
+    assert limit(0.2) == 290
+    assert limit(0.25) is None
+
+
 @given(
     start=st.integers(0, 20000),
     tokens=st.integers(1, 20000),
@@ -751,14 +774,15 @@ def test_passing_tokens_limit_costs_less_than_one_prompt_gains(
         backlog_s=backlog_s,
     )
     whole = min(chunk, tokens)
+    least_s = end_s(0) if before else backlog_s
     if found is None:
-        gains = [end_s(whole) - max(each_s, backlog_s) for each_s in ends_s]
+        gains = [end_s(whole) - max(each_s, least_s) for each_s in ends_s]
         assert all(gain_s <= PASSING_COST * waiting * cost.fixed_s + 1e-9 for gain_s in gains)
         return
     assert 0 <= found < whole
     ended = [each_s for each_s in ends_s if found == 0 or each_s >= end_s(found)]
     assert any(
-        end_s(whole) - max(each_s, backlog_s) > PASSING_COST * waiting * cost.fixed_s - 1e-9
+        end_s(whole) - max(each_s, least_s) > PASSING_COST * waiting * cost.fixed_s - 1e-9
         and each_s <= end_s(found + 1)
         for each_s in ended
     )
