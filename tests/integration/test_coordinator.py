@@ -1062,6 +1062,16 @@ def test_coordinator_later_prompt_has_a_limit_while_an_earlier_one_is_loaded() -
         assert harness.limit() is None, "it could not be admitted when its loads are over"
 
 
+def test_coordinator_prompt_whose_limit_is_less_than_a_page_would_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Passing() as harness:
+        assert harness.limit(harness.loaded, harness.other) == 19
+        for page_tokens, waits in ((16, False), (32, True)):
+            monkeypatch.setattr(harness.coordinator, "_page_tokens", page_tokens)
+            assert harness.coordinator.would_wait(harness.other, 64) == waits
+
+
 @pytest.mark.parametrize("settings", [{"mode": "load"}, {"block_s": 1e-9}])
 def test_coordinator_no_limit_in_another_mode_or_for_overdue_loads(
     settings: dict[str, Any],

@@ -713,6 +713,37 @@ def test_running_request_is_not_preempted_for_one_that_would_be_the_second_chunk
     assert adder.preempt_to_schedule(other)
 
 
+@pytest.mark.parametrize(
+    ("passing", "chunk_tokens", "chunked", "page", "admits"),
+    [
+        (40, 64, False, 1, True),
+        (40, 64, True, 1, False),  # its step ends before its prompt does
+        (40, 64, False, 64, False),  # no page can be computed
+        (0, 64, False, 1, False),
+        (None, 64, True, 1, True),
+        (40, None, True, 1, True),  # SGLang does not chunk: the step is whole
+    ],
+)
+def test_running_request_is_not_preempted_for_one_whose_limit_beside_others_leaves_no_step(
+    admissions: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    passing: int | None,
+    chunk_tokens: int | None,
+    chunked: bool,
+    page: int,
+    admits: bool,
+) -> None:
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda adder, req: True)
+    admission = admissions()
+    monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: passing)
+    if chunked:
+        admission.scheduler.chunked_req = admission.req("chunked")
+    tree = BareTree(admission.coordinator)
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=chunk_tokens)
+    adder.page_size = page
+    assert adder.preempt_to_schedule(admission.req("other")) == admits
+
+
 def test_queue_order_link_serves_the_shorter_rest_first(
     admissions: Make,
 ) -> None:

@@ -630,7 +630,8 @@ class Coordinator:
         """
         if (record := self.record(req)) is None:
             return False
-        if self.passing_tokens(req, chunk_tokens) == 0:
+        most = self.passing_tokens(req, chunk_tokens)
+        if most is not None and most < self._page_tokens:
             return True
         if not record.agreed.lookup_done or not record.loading:
             return record.awaits_lookup(self._config.mode)

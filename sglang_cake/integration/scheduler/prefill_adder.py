@@ -168,8 +168,8 @@ class CakePrefillAdder(PrefillAdder):
 
     def preempt_to_schedule(self, req: "Req") -> bool:
         """SGLang retracts running requests for one that it admits next. One that waits for loads,
-        or would be the second chunked request, is not admitted, and the retracted ones would come
-        back, to be retracted again."""
+        its own or those of one that it passes, or would be the second chunked request, is not
+        admitted, and the retracted ones would come back, to be retracted again."""
         return not self._waits(req) and bool(super().preempt_to_schedule(req))
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
@@ -476,6 +476,9 @@ class CakePrefillAdder(PrefillAdder):
         if coordinator is None:
             return False
         chunked = self._scheduler.chunked_req is not None or self.new_chunked_req is not None
+        most = self._passing_tokens(req)
+        if most == 0 or (chunked and most is not None):
+            return True
         return coordinator.awaits_lookup(req) or coordinator.would_wait(
             req, self._step_tokens, whole=chunked
         )
