@@ -1062,6 +1062,13 @@ def test_coordinator_later_prompt_has_a_limit_while_an_earlier_one_is_loaded() -
         assert harness.limit() is None, "it could not be admitted when its loads are over"
 
 
+def test_coordinator_requeued_prompt_has_no_limit_for_loads_of_a_later_one() -> None:
+    with Passing() as harness:
+        assert harness.limit(harness.other, harness.loaded) is None
+        harness.coordinator.requeued(harness.other)
+        assert harness.limit() is None
+
+
 def test_coordinator_prompt_whose_limit_is_less_than_a_page_would_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

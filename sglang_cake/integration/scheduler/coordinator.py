@@ -156,9 +156,10 @@ class Coordinator:
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
         self._serving = 0  # how many prompts were in prefill, or waited for it, at the last poll
-        # Prompts that others may pass in the step being scheduled, with the time until their loads,
-        # or their last step, are over.
+        # Prompts that others may pass in the step being scheduled, with the time until their loads
+        # are over, and those that have their last step in it, with the time until its end.
         self._passed: list[tuple[PromptRecord, float]] = []
+        self._last_steps: list[tuple[PromptRecord, float]] = []
         self._requeued: PromptRecord | None = None  # in the step being scheduled
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
@@ -509,11 +510,14 @@ class Coordinator:
         record = self.record(req)
         if record is None or self._config.mode != "auto":
             return None
-        last = record is self._requeued  # others have taken its place
+        ends_s = [end_s for each, end_s in self._passed if self._passes(record, each)]
+        for each, end_s in self._last_steps:
+            if record is self._requeued or self._passes(record, each):  # its place was taken
+                ends_s.append(end_s)
         return self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
             chunk_tokens,
-            [end_s for each, end_s in self._passed if last or self._passes(record, each)],
+            ends_s,
             self._serving - 1,
         )
 
@@ -556,7 +560,7 @@ class Coordinator:
             return
         record.queue.yielded = False
         if record.agreed.asked and stop >= len(record.tokens):
-            self._passed.append((record, self.step_costs.step_end_s))
+            self._last_steps.append((record, self.step_costs.step_end_s))
         self._computed(record, Span(start, stop))
         if not overlapped:
             self._advance(record, req)
@@ -851,6 +855,7 @@ class Coordinator:
         self.prompt_loads.serve(served, with_memory)
         self._serving = len(serving)
         self._requeued = None
+        self._last_steps = []
         self._passed = list(self._ends_of_loads(served[:PASSED]))
         if with_memory is not None and self.prompt_loads.starved:
             self._make_room(with_memory, live)
