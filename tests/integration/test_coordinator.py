@@ -1062,6 +1062,19 @@ def test_coordinator_later_prompt_has_a_limit_while_an_earlier_one_is_loaded() -
         assert harness.limit() is None, "it could not be admitted when its loads are over"
 
 
+def test_coordinator_scheduler_sleeps_no_longer_for_a_prompt_without_a_part_than_loads_take() -> (
+    None
+):
+    with Passing() as harness:
+        harness.limit(harness.loaded, harness.other)
+        assert harness.coordinator.loads_over_in_s == math.inf
+        harness.coordinator.held_back()
+        assert harness.coordinator.waiting
+        assert 0 < harness.coordinator.loads_over_in_s < 300.0
+        harness.poll(*harness.arrived)
+        assert harness.coordinator.loads_over_in_s == math.inf
+
+
 def test_coordinator_requeued_prompt_has_no_limit_for_loads_of_a_later_one() -> None:
     with Passing() as harness:
         assert harness.limit(harness.other, harness.loaded) is None

@@ -540,11 +540,14 @@ def test_chunked_request_without_a_part_in_the_step_is_parked_if_others_can_take
 ) -> None:
     admission = admissions()
     monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: 0)
+    other = admission.req("other", stored=True)
     req = admission.req("running")
-    admission.queue.append(admission.req("other", stored=True))
+    admission.queue.append(other)
+    admission.coordinator.poll([other.rid, req.rid], req.rid)
     assert admission.chunk(req) is req
     assert admission.budget == 0
     assert admission.coordinator.waiting
+    assert admission.coordinator.loads_over_in_s < math.inf
     admission.full = True  # nobody could be admitted in its place
     admission.chunk(req)
     assert admission.budget > 0 or req.extend_end > req.prefix_len

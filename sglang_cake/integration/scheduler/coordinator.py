@@ -521,6 +521,13 @@ class Coordinator:
             self._serving - 1,
         )
 
+    def held_back(self) -> None:
+        """A request has no part in the step being scheduled, since it would pass others. They may
+        not be planned in this step, so nothing else says how long the scheduler may sleep."""
+        self.waiting = True
+        ends_s = [end_s for _, end_s in self._passed]
+        self.loads_over_in_s = min([self.loads_over_in_s, *ends_s])
+
     def waits_still(self, req: "Req") -> bool:
         """Whether the last plan for a request was to wait, and only time has passed since."""
         record = self.record(req)

@@ -231,7 +231,7 @@ class CakePrefillAdder(PrefillAdder):
             # Those that it passes go first only in its place.
             most = None if budget is None else self._passing_tokens(req)
             if most == 0:
-                coordinator.waiting = True
+                coordinator.held_back()
                 return Park()
             coordinator.attach_islands(req, tree.attach_running, tree)
             step = coordinator.plan(req, self._step_tokens)
@@ -288,7 +288,7 @@ class CakePrefillAdder(PrefillAdder):
             if self._waiting >= _PLANNED and tree.runahead is None and coordinator.waits_still(req):
                 return Skip(AddReqResult.CONTINUE)
             if (most := self._passing_tokens(req)) == 0:
-                coordinator.waiting = True
+                coordinator.held_back()
                 return Skip(AddReqResult.CONTINUE)
             if recorded or tree.runahead is not None:
                 with lock_node(self, req.last_node):
