@@ -132,6 +132,7 @@ def look_ahead(
     """
     wanted = view.states.translate(_WANTED + _PAD)
     now = _attachable(view)
+    present = view.states.translate(_TO_BE_PRESENT + _PAD)
     later = _worth_loading(view, costs.prefill)
 
     def compute_s(marked: bytes, start: int, stop: int) -> float:
@@ -141,7 +142,7 @@ def look_ahead(
 
     def load_s(border: int) -> float:
         blocks = wanted.count(1, border)
-        if later.find(1, border) >= 0:  # a block right of it is not computed
+        if present.find(1, border) >= 0:  # a block right of it is there or will be
             blocks += view.end_wanted
         return costs.load.load_s(blocks, since_s=since_s, begun=progress.begun)
 
@@ -171,7 +172,7 @@ def look_ahead(
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return compute_s(later, x, view.prompt_tokens)
 
-    borders = range((later if view.end_wanted else wanted).rfind(1) + 2)
+    borders = range((present if view.end_wanted else wanted).rfind(1) + 2)
 
     def around(ready_s: Callable[[int], float]) -> set[int]:  # where loads end at `ready_s`
         meet = bisect_left(borders, 0.0, key=lambda b: ready_s(token(b)) - link_s(b))

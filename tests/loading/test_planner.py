@@ -171,20 +171,30 @@ def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject
     known = known.beside(StepWork(tokens=data.draw(st.integers(0, 400))))
     prefill = known.prefill
 
-    def compute_s(start: int, stop: int, *, held: set[BlockState]) -> float:
+    # Islands between holes that take less time than another step count as computed.
+    later, block = [state in (WANTED, LANDED) for state in states], 0
+    for there, group in itertools.groupby(list(later)):
+        begin, block = block, block + len(list(group))
+        fixed_s = prefill.work_s(StepWork(prefix_tokens=block * 100))
+        short = prefill.step_s(begin * 100, block * 100) - fixed_s < fixed_s
+        if there and begin and block < len(states) and short:
+            later[begin:block] = [False] * (block - begin)
+    landed = [state == LANDED for state in states]
+
+    def compute_s(start: int, stop: int, *, held: list[bool]) -> float:
         total, run = 0.0, start
         for block in range(start // 100, 13):
             at = min(stop, max(start, block * 100))
             if at >= stop:
                 break
-            if block < len(states) and states[block] in held:
+            if block < len(states) and held[block]:
                 total += prefill.span_s(run, at, chunk)
                 run = (block + 1) * 100
         return total + prefill.span_s(run, stop, chunk)
 
     def both_s(border: int) -> float:
         x, end = border * 100, len(states) * 100 + 50
-        device_s = compute_s(0, x, held={LANDED})
+        device_s = compute_s(0, x, held=landed)
         link_s = known.load.load_s(states[border:].count(WANTED))
         held = [state in (WANTED, LANDED) for state in states[border:]]
         stop = len(states) - next((i for i, it in enumerate(reversed(states)) if it != GONE), 0)
@@ -196,11 +206,11 @@ def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject
         if turn_s := known.others_s:
             # Pipelined: the step is planned when the step begins that ends at x.
             before = x - (x - 1) % chunk - 1
-            planned_s = compute_s(0, before, held={LANDED}) if pipelined and x else 0.0
+            planned_s = compute_s(0, before, held=landed) if pipelined and x else 0.0
             if link_s > (planned_s if pipelined else device_s):
                 steps = max(0, ceil((link_s - device_s) / turn_s)) + pipelined
                 link_s = device_s + steps * turn_s
-        return max(device_s, link_s) + compute_s(x, end, held={LANDED, WANTED})
+        return max(device_s, link_s) + compute_s(x, end, held=later)
 
     last = max(b for b, state in enumerate(states) if state is WANTED)
     best_s = min(both_s(border) for border in range(last + 2))
@@ -208,7 +218,7 @@ def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject
     # A hole right of the meeting point may be better computed earlier than bisection sees.
     slack_s = prefill.step_s(0, 1250) if GONE in states or LANDED in states else 1e-6
     assert best_s - 1e-6 <= outlook.both_s <= best_s + slack_s
-    assert outlook.compute_s == pytest.approx(compute_s(0, len(states) * 100 + 50, held={LANDED}))
+    assert outlook.compute_s == pytest.approx(compute_s(0, len(states) * 100 + 50, held=landed))
 
 
 # ---- the decision ----
@@ -624,6 +634,22 @@ def test_planner_step_computes_landed_blocks_whose_end_is_overdue(mode: Mode) ->
     step = next_step(view, mode=mode, chunk_tokens=500, costs=costs(10), progress=progress)
     assert not step.wait
     assert step.stop > 100
+
+
+@pytest.mark.parametrize("state", [WANTED, LANDED])
+def test_planner_step_does_not_wait_for_an_overdue_end_of_an_island_that_is_not_worth_a_step(
+    state: BlockState,
+) -> None:
+    progress = LoadProgress(since_s=10_000.0, begun=True, load_from=0)
+    step = next_step(
+        end_view([ABSENT, ABSENT, state, ABSENT], 1),
+        mode="both",
+        chunk_tokens=500,
+        costs=costs(10, fixed_s=150.0),
+        progress=progress,
+    )
+    assert not step.wait
+    assert step.stop == 300
 
 
 def test_planner_step_ends_where_the_front_can_jump_to_the_end() -> None:
