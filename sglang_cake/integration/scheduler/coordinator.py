@@ -512,7 +512,8 @@ class Coordinator:
             return None
         ends_s = [end_s for each, end_s in self._passed if self._passes(record, each)]
         for each, end_s in self._last_steps:
-            if record is self._requeued or self._passes(record, each):  # its place was taken
+            # A request that was requeued in this step has lost its place to one of these.
+            if record is self._requeued or self._passes(record, each):
                 ends_s.append(end_s)
         return self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
@@ -878,8 +879,8 @@ class Coordinator:
                 continue
             rest_s = record.rest_of_loads_s
             total_s += rest_s
-            stands = record.agreed.link_idle or self.step_costs.is_overdue(record)
-            if rest_s and not stands and record.queue.has_memory is not False:
+            late = record.agreed.link_idle or self.step_costs.is_overdue(record)
+            if rest_s and not late and record.queue.has_memory is not False:
                 yield record, total_s * (1 + record.agreed.cost.error)
 
     def _link_order(self, serving: Sequence[str], chunked: str | None) -> list[PromptRecord]:
