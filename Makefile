@@ -17,7 +17,7 @@ setup-tests:
 test: setup setup-tests
 	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -v -n 2 -m "not breadth" --durations=25 $(ARGS)
 
-# With every version of SGLang that is supported, each in its own environment: an hour, 8 GB.
+# With every version of SGLang that is supported, each in its own environment: 10 minutes, 8 GB.
 test-versions: setup-tests
 	@.ci/test-versions $(VERSIONS)
 
