@@ -133,7 +133,7 @@ def look_ahead(
     wanted = view.states.translate(_WANTED + _PAD)
     now = _attachable(view)
     present = view.states.translate(_TO_BE_PRESENT + _PAD)
-    later = _worth_loading(view, costs.prefill)
+    later = _worth_loading(view, present, costs.prefill)
 
     def compute_s(marked: bytes, start: int, stop: int) -> float:
         return _compute_s(view, marked, Span(start, stop), chunk_tokens, costs)
@@ -492,10 +492,10 @@ def _worth_a_step(view: View, chunk_tokens: int, cost: PrefillCost, *, loads: bo
     return start
 
 
-def _worth_loading(view: View, cost: PrefillCost) -> bytes:
-    """Marks of blocks that are there or will be, without islands between holes that take less time
-    to compute than the step that would begin after them."""
-    marked = bytearray(view.states.translate(_TO_BE_PRESENT + _PAD))
+def _worth_loading(view: View, present: bytes, cost: PrefillCost) -> bytes:
+    """The marks of `present` without islands between holes that take less time to compute than the
+    step that would begin after them."""
+    marked = bytearray(present)
     stop = max(0, marked.find(0))  # the front jumps over the first blocks in any case
     while (start := marked.find(1, stop)) >= 0 and (stop := marked.find(0, start)) >= 0:
         begin, end = ((view.first + i) * view.block_tokens for i in (start, stop))

@@ -550,8 +550,8 @@ class SimulatedServer:
             if not live.in_prefill:
                 continue
             live.attach()
-            most = self._passing_tokens(live, left, work, passed)
-            if left <= 0 or most == 0:
+            most = self._passing_tokens(live, left, work, passed) if left > 0 else 0
+            if most == 0:
                 continue
             start, stop = live.meet.front, self._decide(live, left, work)
             stop = stop if most is None else min(stop, start + most)

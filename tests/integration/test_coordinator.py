@@ -1114,25 +1114,19 @@ def test_coordinator_prompt_of_another_priority_or_turn_has_no_limit() -> None:
         assert harness.limit(harness.loaded, harness.other) is None
 
 
-def test_coordinator_last_step_of_a_loaded_prompt_is_not_longer_for_a_later_one() -> None:
+@pytest.mark.parametrize("preempted", [False, True])
+def test_coordinator_last_step_of_a_loaded_prompt_is_not_longer_for_others(
+    preempted: bool,
+) -> None:
+    """For one that came later, or an earlier one that it preempted in this step."""
     with Passing() as harness:
         harness.open(*harness.keys)
-        assert harness.limit(harness.loaded, harness.other) is None
+        arrivals = (harness.loaded, harness.other)
+        assert harness.limit(*(reversed(arrivals) if preempted else arrivals)) is None
         harness.poll(*harness.arrived, times=3)
         harness.coordinator.step_costs.scheduling(decodes=0)
-        assert harness.step(harness.loaded)
-        assert harness.limit() == 0
-        harness.poll(*harness.arrived)
-        assert harness.limit() is None, "that was the last step"
-
-
-def test_coordinator_last_step_of_a_loaded_prompt_is_not_longer_for_one_that_it_preempted() -> None:
-    with Passing() as harness:
-        harness.open(*harness.keys)
-        assert harness.limit(harness.other, harness.loaded) is None
-        harness.poll(*harness.arrived, times=3)
-        harness.coordinator.step_costs.scheduling(decodes=0)
-        harness.coordinator.requeued(harness.other)
+        if preempted:
+            harness.coordinator.requeued(harness.other)
         assert harness.step(harness.loaded)
         assert harness.limit() == 0
         harness.poll(*harness.arrived)

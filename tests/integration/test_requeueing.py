@@ -563,6 +563,27 @@ class Admission:
     max_new_tokens: int = 1
 
 
+def admitted_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list to which each admission adds its tokens. SGLang admits whole prompts; the adder
+    shortens them."""
+    admitted: list[int] = []
+
+    def admit(adder: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
+        found = adder._select_prefill_admission(
+            req, total_tokens=PROMPT, has_chunked_req=has_chunked_req
+        )
+        admitted.append(found.extend_len)
+        return AddReqResult.CONTINUE
+
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
+    monkeypatch.setattr(
+        f"{sglangs}._select_prefill_admission", lambda *args, **kwargs: Admission(0, PROMPT)
+    )
+    return admitted
+
+
 @pytest.mark.parametrize(
     ("planned", "saved_end", "chunked", "computed"),
     [
@@ -586,21 +607,7 @@ def test_waiting_request_step_ends_at_the_first_of_its_stops(
     computed: int | None,
 ) -> None:
     """None: it is not admitted."""
-    admitted = []
-
-    def admit(adder: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
-        found = adder._select_prefill_admission(
-            req, total_tokens=PROMPT, has_chunked_req=has_chunked_req
-        )
-        admitted.append(found.extend_len)
-        return AddReqResult.CONTINUE
-
-    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
-    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
-    monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
-    monkeypatch.setattr(
-        f"{sglangs}._select_prefill_admission", lambda *args, **kwargs: Admission(0, PROMPT)
-    )
+    admitted = admitted_tokens(monkeypatch)
     admission = admissions()
     step = None if planned is None else StepPlan(planned, wait=False)
     monkeypatch.setattr(admission.coordinator, "plan", lambda req, chunk_tokens: step)
@@ -638,18 +645,7 @@ def test_waiting_request_that_passes_others_computes_no_more_than_its_limit(
     computed: int | None,
 ) -> None:
     """None: it is not admitted."""
-    admitted = []
-
-    def admit(adder: Any, req: Any, has_chunked_req: bool, align: int | None) -> AddReqResult:
-        admitted.append(adder._select_prefill_admission(req, total_tokens=PROMPT).extend_len)
-        return AddReqResult.CONTINUE
-
-    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
-    monkeypatch.setattr(f"{sglangs}._lock_node", lambda *args: contextlib.nullcontext())
-    monkeypatch.setattr(f"{sglangs}.add_one_req", admit)
-    monkeypatch.setattr(
-        f"{sglangs}._select_prefill_admission", lambda *args, **kwargs: Admission(0, PROMPT)
-    )
+    admitted = admitted_tokens(monkeypatch)
     admission = admissions()
     admission.scheduler.truncation_align_size = align
     step = None if planned is None else StepPlan(planned, wait=False)

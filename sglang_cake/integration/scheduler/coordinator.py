@@ -155,7 +155,9 @@ class Coordinator:
         # The shared clock when a request that has no record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
-        self._serving = 0  # how many prompts were in prefill, or waited for it, at the last poll
+        self._prompt_count = (
+            0  # how many prompts were in prefill, or waited for it, at the last poll
+        )
         # Prompts that others may pass in the step being scheduled, with the time until their loads
         # are over, and those that have their last step in it, with the time until its end.
         self._passed: list[tuple[PromptRecord, float]] = []
@@ -519,7 +521,7 @@ class Coordinator:
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
             chunk_tokens,
             ends_s,
-            self._serving - 1,
+            self._prompt_count - 1,
         )
 
     def held_back(self) -> None:
@@ -861,7 +863,7 @@ class Coordinator:
         if with_memory is not None:
             self._device_slots.reserve(with_memory, self.step_costs.blocks_ahead(with_memory))
         self.prompt_loads.serve(served, with_memory)
-        self._serving = len(serving)
+        self._prompt_count = len(serving)
         self._requeued = None
         self._last_steps = []
         self._passed = list(self._ends_of_loads(served[:PASSED]))
