@@ -1,9 +1,11 @@
 """Settings for all tests."""
 
+import ast
 import asyncio
 import gc
 import os
 import re
+import threading
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +15,31 @@ from sglang_cake.demo.sglang_server import temporary_files_in
 # All that is imported and collected stays. Looking for garbage in it takes most of a second, again
 # and again.
 gc.disable()
+
+_parse, _parsing = ast.parse, threading.RLock()
+os.register_at_fork(
+    before=_parsing.acquire, after_in_parent=_parsing.release, after_in_child=_parsing.release
+)
+
+
+def _parse_without_collection(*args, **kwargs):
+    """`ast.parse`, during which nothing else parses.
+
+    Before 3.11.8, Python fails with "AST constructor recursion depth mismatch" if a finalizer or
+    another thread parses while a tree is built (CPython issue 106905); formatting a traceback
+    parses. Only a collection of garbage lets them run there.
+    """
+    with _parsing:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return _parse(*args, **kwargs)
+        finally:
+            if collects:
+                gc.enable()
+
+
+ast.parse = _parse_without_collection
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -137,3 +137,18 @@ def test_architecture_eviction_imports_no_clock_disk_or_lock() -> None:
             assert module.split(".")[0] not in {"os", "pathlib", "sqlite3", "threading", "time"}
             if module.startswith("sglang_cake."):
                 assert module.startswith("sglang_cake.stores.eviction."), f"{path.name}: {module}"
+
+
+def test_parsing_is_not_disturbed_by_finalizers_that_parse() -> None:
+    class Parsing:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            ast.parse("formatting(a.traceback)")
+
+    text = (ROOT / "integration/support_matrix.py").read_text()
+    for _ in range(5):
+        garbage = [Parsing() for _ in range(5)]
+        del garbage
+        ast.parse(text)
