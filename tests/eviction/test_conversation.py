@@ -1,6 +1,6 @@
 """Turns of a conversation, told from what requests begin with."""
 
-from sglang_cake.stores.eviction.conversation import ConversationTracker, Prompt
+from sglang_cake.stores.reported_accesses import ConversationTracker, Prompt
 
 
 def turns(*prompts, max_blocks=1000):

@@ -11,7 +11,6 @@ from test_capacity import DIGEST, opened, there
 
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.classic import RankedPolicy
-from sglang_cake.stores.eviction.conversation import ConversationTracker
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
@@ -25,6 +24,7 @@ from sglang_cake.stores.file.evictor import (
     Evictor,
 )
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile, Touch
+from sglang_cake.stores.reported_accesses import ConversationTracker
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
 

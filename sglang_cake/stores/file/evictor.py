@@ -12,7 +12,6 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.conversation import ConversationTracker
 from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
@@ -21,7 +20,7 @@ from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch
 from sglang_cake.stores.file.index_file import overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, block_names
-from sglang_cake.stores.reported_accesses import CLOCK_BACK_S
+from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, ConversationTracker
 
 logger = logging.getLogger(__name__)
 # Rows that are read from the index without a pause. That takes some milliseconds, for which a put
