@@ -13,7 +13,7 @@ from storetools import ALICE, file_of, fill, held, store, told, url_of
 
 from sglang_cake.cli import main
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
-from sglang_cake.stores.file.index_file import MAX_PUT_ASIDE
+from sglang_cake.stores.file.index import MAX_PUT_ASIDE
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import block_of
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from polling import async_answer
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.file.index import BlockIndex
-from sglang_cake.stores.file.index_file import APPLICATION_ID, SCHEMA_VERSION
+from sglang_cake.stores.file.index import APPLICATION_ID, SCHEMA_VERSION, BlockIndex
 from sglang_cake.testing.store_contract import block_of, key_of, read
 
 FEW = settings(max_examples=max(1, settings.default.max_examples * 3 // 10))

@@ -15,8 +15,13 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.eviction.policy import AccessContext, Usage
 from sglang_cake.stores.file.block_folder import BlockFolder
-from sglang_cake.stores.file.index import BlockIndex, Reservation, ScannedFile, Touch
-from sglang_cake.stores.file.index_file import DamagedIndexError
+from sglang_cake.stores.file.index import (
+    BlockIndex,
+    DamagedIndexError,
+    Reservation,
+    ScannedFile,
+    Touch,
+)
 from sglang_cake.stores.file.paths import block_names
 from sglang_cake.stores.file.scan import LIST_AT_ONCE, listed_blocks_in, stats_in
 from sglang_cake.testing.store_contract import key_of

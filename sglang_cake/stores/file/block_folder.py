@@ -27,8 +27,13 @@ from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import BlockFiles, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
-from sglang_cake.stores.file.index import BlockIndex, Reservation, Reserved, ScannedFile
-from sglang_cake.stores.file.index_file import overhead_bytes
+from sglang_cake.stores.file.index import (
+    BlockIndex,
+    Reservation,
+    Reserved,
+    ScannedFile,
+    overhead_bytes,
+)
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.paths import block_names

@@ -17,8 +17,7 @@ from sglang_cake.stores.eviction.reuse_model import ReuseFits
 from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount, FreeSpace
-from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch
-from sglang_cake.stores.file.index_file import overhead_bytes
+from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch, overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, block_names
 from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, ConversationTracker
 

@@ -28,7 +28,7 @@ from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.block_files import read_framed
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
-from sglang_cake.stores.file.index_file import ForeignIndexError, check_ours
+from sglang_cake.stores.file.index import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
 from sglang_cake.stores.request_facts import RequestFacts

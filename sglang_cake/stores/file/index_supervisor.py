@@ -17,8 +17,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import FREE_AT_ONCE, REST_S, Evictor
-from sglang_cake.stores.file.index import BlockIndex, Touch
-from sglang_cake.stores.file.index_file import WAL_BYTES, DamagedIndexError, put_aside
+from sglang_cake.stores.file.index import WAL_BYTES, BlockIndex, DamagedIndexError, Touch, put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names

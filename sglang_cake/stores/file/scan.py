@@ -14,8 +14,14 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.index import STORED_TOTALS, ScannedFile, State
-from sglang_cake.stores.file.index_file import check_ours, connect_to_read, overhead_bytes
+from sglang_cake.stores.file.index import (
+    STORED_TOTALS,
+    ScannedFile,
+    State,
+    check_ours,
+    connect_to_read,
+    overhead_bytes,
+)
 from sglang_cake.stores.file.namespace_descriptions import read_description
 from sglang_cake.stores.file.paths import (
     CORRUPT,
