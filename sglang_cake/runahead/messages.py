@@ -136,7 +136,7 @@ class ReceiveBuffer(_Message, frozen=True, tag=6, rename={"sections": "slots"}):
     sections: Count  # of MAX_PART_BYTES each
 
 
-class Landed(_Message, frozen=True, tag=7, rename={"section": "slot"}):
+class PartWritten(_Message, frozen=True, tag=7, rename={"section": "slot"}):
     """A part was written into a section of the receiver."""
 
     part: LayerPart
@@ -172,7 +172,7 @@ class Hello(_Message, frozen=True, tag=9):
 
 
 # Between transports; `Member` never gets them.
-TransportMessage = ReceiveBuffer | Landed | Credit | Hello
+TransportMessage = ReceiveBuffer | PartWritten | Credit | Hello
 Message = HelpOffer | Accept | Refuse | Cancel | Failed | TransportMessage
 
 

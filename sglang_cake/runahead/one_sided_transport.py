@@ -4,7 +4,7 @@ Messages use the connections of `zeromq.py`.
     sender                                                             receiver
     send_part: waits for a free section, copies the part into it
                the engine writes it into the peer's section       -->  its memory
-               Landed: which part, which section, its checksum    ==>  checks, on_part(view of it)
+               PartWritten: part, section, size, checksum         ==>  checks, on_part(view of it)
                the section is free again                          <==  Credit
 
 `==>` are messages on those connections. The connections also authenticate members, carry all other
@@ -28,9 +28,9 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.messages import (
     BadMessage,
     Credit,
-    Landed,
     LayerPart,
     Message,
+    PartWritten,
     ReceiveBuffer,
 )
 from sglang_cake.runahead.transport import (
@@ -96,9 +96,9 @@ class _Link:
     def __init__(self, engine: WriteEngine, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        buffer_address, landing = engine.allocate()
+        buffer_address, received = engine.allocate()
         self.buffer_address = buffer_address
-        self.landing = landing
+        self.received = received
         source_address, source = engine.allocate()
         self._source_address = source_address
         self._source = source
@@ -242,9 +242,9 @@ class OneSidedTransport:
         section, took_s = found
         took_us = max(1, min(2**31 - 1, round(took_s * 1e6)))
         checksum = self._engine.checksum(data)
-        landed = Landed(part, section, len(data), checksum, took_us)
+        written = PartWritten(part, section, len(data), checksum, took_us)
         try:
-            self._members.send(rank, landed)
+            self._members.send(rank, written)
         except PeerGone:
             link.free(section)
             raise
@@ -272,8 +272,8 @@ class OneSidedTransport:
             self._links[rank].met(message)
         elif isinstance(message, Credit):
             self._links[rank].free(message.section)
-        elif isinstance(message, Landed):
-            self._landed(rank, message)
+        elif isinstance(message, PartWritten):
+            self._part_written(rank, message)
         else:
             self._handler.on_message(rank, message)
 
@@ -293,13 +293,13 @@ class OneSidedTransport:
     def _receive_buffer(self, rank: int) -> Message:
         return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address, SECTIONS)
 
-    def _landed(self, rank: int, message: Landed) -> None:
+    def _part_written(self, rank: int, message: PartWritten) -> None:
         assert self._handler is not None
         if message.section >= SECTIONS or not 0 < message.size <= MAX_PART_BYTES:
             raise BadMessage(f"{message.size} bytes in section {message.section}")
         link, start = self._links[rank], message.section * MAX_PART_BYTES
         meetings = link.meetings
-        data = link.landing[start : start + message.size]
+        data = link.received[start : start + message.size]
         if self._engine.checksum(data) != message.checksum:
             raise BadMessage("the checksum of a part is wrong")
         self._members.measured(rank, message.size, message.took_us / 1e6)

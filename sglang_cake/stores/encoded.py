@@ -93,7 +93,7 @@ class EncodedStore(WrapperStore):
             begun_s = time.monotonic()
 
             def read(size_bytes: int) -> None:
-                self._link.read.landed(size_bytes, begun_s, time.monotonic())
+                self._link.read.transferred(size_bytes, begun_s, time.monotonic())
                 count_read(self._counters, size_bytes)
 
             try:
@@ -162,7 +162,7 @@ class EncodedStore(WrapperStore):
         begun_s = time.monotonic()
         fresh = await self.inner.put(key, payload)
         if fresh:
-            self._link.written.landed(payload.nbytes, begun_s, time.monotonic())
+            self._link.written.transferred(payload.nbytes, begun_s, time.monotonic())
         return fresh
 
     async def _form(self, forms: Forms, tier: int) -> memoryview:

@@ -23,7 +23,7 @@ class TierLink:
     def __init__(self) -> None:
         self.bytes_under_way = 0
         self._s_per_byte: float | None = None
-        self._landed_s = -math.inf
+        self._ended_s = -math.inf
 
     def started(self, size_bytes: int) -> None:
         """A transfer starts."""
@@ -33,15 +33,15 @@ class TierLink:
         """A transfer has ended, successfully or not."""
         self.bytes_under_way -= size_bytes
 
-    def landed(self, size_bytes: int, started_s: float, now_s: float) -> None:
+    def transferred(self, size_bytes: int, started_s: float, now_s: float) -> None:
         """Record a successful transfer.
 
         Of concurrent transfers each counts from the end of the previous one. So the average is the
         throughput of the busy link, and not the latency of one transfer.
         """
         fresh = self.s_per_byte(now_s)
-        took_s_per_byte = (now_s - max(self._landed_s, started_s)) / size_bytes
-        self._landed_s = now_s
+        took_s_per_byte = (now_s - max(self._ended_s, started_s)) / size_bytes
+        self._ended_s = now_s
         if fresh is None:
             self._s_per_byte = took_s_per_byte
         else:
@@ -49,7 +49,7 @@ class TierLink:
 
     def s_per_byte(self, now_s: float) -> float | None:
         """The moving average; None without a transfer in the last RATE_FRESH_S."""
-        return self._s_per_byte if now_s - self._landed_s <= RATE_FRESH_S else None
+        return self._s_per_byte if now_s - self._ended_s <= RATE_FRESH_S else None
 
 
 class LinkSpeed:

@@ -16,10 +16,10 @@ from sglang_cake.runahead.messages import (
     Failed,
     Hello,
     HelpOffer,
-    Landed,
     LayerPart,
     Message,
     PartHead,
+    PartWritten,
     ReceiveBuffer,
     Refuse,
     can_carry,
@@ -42,7 +42,7 @@ MESSAGES = st.one_of(
     st.builds(Cancel, st.just(JOB), TEXT),
     st.builds(Failed, st.just(JOB), st.integers(0, 255), TEXT),
     st.builds(ReceiveBuffer, st.just("ab" * 2000) | TEXT, st.integers(0, 2**63), COUNT),
-    st.builds(Landed, PARTS, COUNT, COUNT, st.integers(0, 2**64 - 1), COUNT),
+    st.builds(PartWritten, PARTS, COUNT, COUNT, st.integers(0, 2**64 - 1), COUNT),
     st.builds(
         lambda heard: Hello(
             *(4, 2, bytes(32), 7, heard, 1, "x"),

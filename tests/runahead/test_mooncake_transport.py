@@ -11,7 +11,7 @@ import pytest
 from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member, started
 from polling import until
 
-from sglang_cake.runahead.messages import Credit, Landed, LayerPart, ReceiveBuffer
+from sglang_cake.runahead.messages import Credit, LayerPart, PartWritten, ReceiveBuffer
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import SECTIONS, OneSidedTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
@@ -82,24 +82,24 @@ def pair(
         each.close()
 
 
-def landed(**changes: int) -> Landed:
+def part_written(**changes: int) -> PartWritten:
     fields: dict[str, int] = {"section": 0, "size": 64, "checksum": 0, "took_us": 1}
-    return Landed(PART, **fields | changes)
+    return PartWritten(PART, **fields | changes)
 
 
 @pytest.mark.parametrize(
     "lie",
     [
-        landed(),  # nothing of that checksum was written
-        landed(section=SECTIONS),
-        landed(size=0),
-        landed(size=MAX_PART_BYTES + 1),
+        part_written(),  # nothing of that checksum was written
+        part_written(section=SECTIONS),
+        part_written(size=0),
+        part_written(size=MAX_PART_BYTES + 1),
         ReceiveBuffer("127.0.0.1:1", 4096, SECTIONS + 1),
     ],
     ids=["checksum", "section", "nothing", "size", "buffer"],
 )
 def test_mooncake_transport_invalid_message_reconnects_undelivered(
-    pair: Pair, lie: Landed | ReceiveBuffer
+    pair: Pair, lie: PartWritten | ReceiveBuffer
 ) -> None:
     members, records = pair
     members[0].send(1, lie)
@@ -204,9 +204,9 @@ def test_mooncake_transport_credit_for_an_unknown_slot_is_ignored(pair: Pair) ->
 def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[WatchedEngine]) -> None:
     other = ctypes.create_string_buffer(DATA, MAX_PART_BYTES)
     _, source = engines[0].buffers  # parts are copied there before they are written
-    landing, _ = engines[1].buffers
+    received, _ = engines[1].buffers
     session = engine(1).session
-    assert engine(0).write(session, source, landing, 64)
+    assert engine(0).write(session, source, received, 64)
     assert not engine(0).write(session, source, ctypes.addressof(other), 64)
     assert other.raw[:64] == DATA
     read = engine(0).engine.transfer_sync_read

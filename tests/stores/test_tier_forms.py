@@ -47,7 +47,7 @@ class Encoded(Tiers):
         links = [tier.speed for tier in self.store.tiers]
         for link, speed in zip(links, speeds, strict=True):
             if speed is not None:
-                link.read.landed(PAYLOAD_BYTES, -PAYLOAD_BYTES / speed, 0.0)
+                link.read.transferred(PAYLOAD_BYTES, -PAYLOAD_BYTES / speed, 0.0)
         self.counters, ticks = Counters(), itertools.count()
         chains = {name: chain_of(name, LAYOUT) for name in ("zstd", "int8", "int4")}
         encoder = AutoCodec(
@@ -219,12 +219,12 @@ def test_link_speed_without_reads_is_that_of_writes():
     link = LinkSpeed(clock)
     assert link.bytes_per_s() is None
     clock.now_s = 2.0
-    link.written.landed(100, 0.0, 2.0)
+    link.written.transferred(100, 0.0, 2.0)
     assert link.bytes_per_s() == 50
     clock.now_s = 3.0
-    link.read.landed(100, 2.0, 3.0)
+    link.read.transferred(100, 2.0, 3.0)
     assert link.bytes_per_s() == 100
-    link.written.landed(100, 2.0, 3.0)
+    link.written.transferred(100, 2.0, 3.0)
     clock.now_s += RATE_FRESH_S + 1
     assert link.bytes_per_s() == 100, "what was known once"
 

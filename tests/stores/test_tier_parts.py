@@ -13,8 +13,8 @@ BLOCK = 100
 
 def test_quickest_ignores_queued_bytes_and_outdated_rates():
     slow, quick, unknown = TierLink(), TierLink(), TierLink()
-    slow.landed(BLOCK, 0.0, 10.0)
-    quick.landed(BLOCK, 0.0, 1.0)
+    slow.transferred(BLOCK, 0.0, 10.0)
+    quick.transferred(BLOCK, 0.0, 1.0)
     quick.started(100 * BLOCK)
     assert quickest([slow, quick], 10.0) == 1
     assert quickest([quick, unknown], 10.0) == 0
@@ -26,7 +26,7 @@ def link(s_per_block=None, under_way=0, now_s=0.0):
     made = TierLink()
     if s_per_block is not None:
         made.started(BLOCK)
-        made.landed(BLOCK, now_s - s_per_block, now_s)
+        made.transferred(BLOCK, now_s - s_per_block, now_s)
         made.ended(BLOCK)
     made.started(under_way * BLOCK)
     return made
@@ -60,14 +60,14 @@ def test_tier_link_rate_counts_busy_time_only():
         one.started(BLOCK)
     # Two reads shared the link from 0 to 2 s: a block takes 1 s, though each read took 2.
     for _ in range(40):
-        one.landed(BLOCK, 0.0, 2.0)
+        one.transferred(BLOCK, 0.0, 2.0)
     assert one.s_per_byte(2.0) == pytest.approx(0.0, abs=1e-6)
     # (Forty landings in one moment are a fast link; what counts is the time between landings.)
     for turn in range(40):
-        one.landed(BLOCK, 2.0, 3.0 + turn)
+        one.transferred(BLOCK, 2.0, 3.0 + turn)
     assert one.s_per_byte(42.0) == pytest.approx(1.0 / BLOCK, rel=1e-3)
     # Idle time is nobody's.
-    one.landed(BLOCK, 60.0, 61.0)
+    one.transferred(BLOCK, 60.0, 61.0)
     assert one.s_per_byte(61.0) == pytest.approx(1.0 / BLOCK, rel=1e-3)
 
 
@@ -75,7 +75,7 @@ def test_tier_link_old_measurement_is_forgotten():
     old = link(9.0)
     assert old.s_per_byte(RATE_FRESH_S) is not None
     assert old.s_per_byte(RATE_FRESH_S + 1) is None
-    old.landed(BLOCK, RATE_FRESH_S + 9, RATE_FRESH_S + 10)
+    old.transferred(BLOCK, RATE_FRESH_S + 9, RATE_FRESH_S + 10)
     assert old.s_per_byte(RATE_FRESH_S + 10) == pytest.approx(1.0 / BLOCK)
 
 
@@ -93,12 +93,12 @@ def test_soonest_with_many_reads_adds_up_the_bandwidths(rates, reads, depth):
         if len(landings) == depth:
             landings.sort()
             now_s, which, started_s = landings.pop(0)
-            links[which].landed(BLOCK, started_s, now_s)
+            links[which].transferred(BLOCK, started_s, now_s)
             links[which].ended(BLOCK)
         # Rates are known: a block that no link has carried for a minute is another test's matter.
         for each, rate in zip(links, rates, strict=True):
             if each.s_per_byte(now_s) is None:
-                each.landed(BLOCK, now_s - 1.0 / rate, now_s)
+                each.transferred(BLOCK, now_s - 1.0 / rate, now_s)
         which = soonest(links, BLOCK, now_s)
         links[which].started(BLOCK)
         free_s[which] = max(free_s[which], now_s) + 1.0 / rates[which]

@@ -301,7 +301,7 @@ class Tier:
             raise
         finally:
             self.link.ended(out.nbytes)
-        self.link.landed(size_bytes, started_s, self._clock())
+        self.link.transferred(size_bytes, started_s, self._clock())
         self.counts.read_blocks += 1
         self.counts.read_bytes += size_bytes
         return size_bytes
@@ -341,7 +341,7 @@ class Tier:
             self.counts.full_blocks += 1
             raise
         if fresh:
-            self.speed.written.landed(data.nbytes, started_s, self._clock())
+            self.speed.written.transferred(data.nbytes, started_s, self._clock())
             self.counts.put_blocks += 1
             self.counts.put_bytes += data.nbytes
         return fresh

@@ -19,8 +19,8 @@ def register() -> None:
     from sglang_cake.stores.link_speed import LinkSpeed, TierLink
 
     class QuickLink(TierLink):
-        def landed(self, size_bytes: int, started_s: float, now_s: float) -> None:
-            super().landed(size_bytes, now_s, now_s)
+        def transferred(self, size_bytes: int, started_s: float, now_s: float) -> None:
+            super().transferred(size_bytes, now_s, now_s)
 
     measure = LinkSpeed.__init__
 
