@@ -203,7 +203,7 @@ class StepCosts:
         costs = replace(alone, backlog_s=self._agreed_busy_s, pipelined=self.pipelined)
         return costs.beside(self._work)
 
-    def should_load_at_arrival(
+    def decision_at_arrival(
         self, record: PromptRecord, config: CakeConfig, ahead: StepWork
     ) -> Callable[[Sequence[bool], LoadCost], bool]:
         """A function that decides whether a new request's blocks are loaded at once. The I/O thread
@@ -227,7 +227,7 @@ class StepCosts:
 
         return decide
 
-    def should_load(self, record: PromptRecord, mode: Mode, ahead: StepWork) -> bool:
+    def is_worth_loading(self, record: PromptRecord, mode: Mode, ahead: StepWork) -> bool:
         """The same decision for a request whose lookup is done, on what all ranks know."""
         return should_load(
             record.meet.view(),

@@ -251,8 +251,8 @@ class LoadRequest:
         tokens: 'q'; the loader only reads it.
         block_count: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
-        should_load: whether to load at once, given the stored blocks that are of use, and the cost
-            of loading them. `set_load_from` changes that decision later.
+        loads_at_once: decides from the stored blocks that are of use, and the cost of loading them,
+            whether to load now. `set_load_from` changes that decision later.
         facts: about the request, for the store.
         take_over: called with each block whose checked bytes are in host memory, on the I/O thread
             and before its `Fetched`. It must be quick. It returns whether it takes the block over;
@@ -266,7 +266,7 @@ class LoadRequest:
     tokens: "array[int]"
     block_count: int
     first_block: int
-    should_load: Callable[[Sequence[bool], LoadCost], bool]
+    loads_at_once: Callable[[Sequence[bool], LoadCost], bool]
     facts: RequestFacts | None = None
     take_over: Callable[[int, StagedBlock], bool] | None = None
     end_blocks: int = 0
@@ -636,7 +636,7 @@ class Loader:
         queue.todo = todo if queue in self._queues else []
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
-            if not request.should_load(usable, queue.cost):
+            if not request.loads_at_once(usable, queue.cost):
                 queue.load_from = request.index_count
         self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends)))
         self._pump()  # before the scheduler wakes: blocks that are lent are there at once

@@ -69,14 +69,14 @@ def test_step_costs_queue_on_the_device_makes_loading_worth_it(step_costs: StepC
     """0.05 s a block, and 0.074 s for all four to be computed: alone it is computed."""
     live = record_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
-    assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
-    assert step_costs.should_load_at_arrival(live, AUTO, QUEUE)(stored, load)
+    assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
+    assert step_costs.decision_at_arrival(live, AUTO, QUEUE)(stored, load)
     live.meet.found(stored)
     live.agreed.cost = load
-    assert not step_costs.should_load(live, "auto", NOTHING)
-    assert step_costs.should_load(live, "auto", QUEUE)
-    assert not step_costs.should_load(live, "compute", QUEUE)
-    assert step_costs.should_load(live, "load", NOTHING)
+    assert not step_costs.is_worth_loading(live, "auto", NOTHING)
+    assert step_costs.is_worth_loading(live, "auto", QUEUE)
+    assert not step_costs.is_worth_loading(live, "compute", QUEUE)
+    assert step_costs.is_worth_loading(live, "load", NOTHING)
 
 
 def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCosts) -> None:
@@ -84,7 +84,7 @@ def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCost
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
     step_costs.scheduling(decodes=60)
     step_costs.polled()
-    assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+    assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
 
 
 @dataclass
@@ -111,16 +111,16 @@ def test_step_costs_pipelined_step_under_way_makes_loading_worth_it() -> None:
     live = record_of(4, block=16)
     stored, load = (True,) * 4, LoadCost(0.04, 0.05)
     with virtual_time():
-        assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
         step_costs.claimed(0, 640)
         timer = Timer(0.85)
         step_costs.step_launched(timer)
-        assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
         step_costs.polled()
-        assert step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
         timer.ended = True
         step_costs.polled()
-        assert not step_costs.should_load_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
 
 
 def test_step_costs_pipelined_busy_time_is_the_rest_of_the_launched_steps() -> None:
@@ -162,10 +162,10 @@ def test_step_costs_less_than_min_load_tokens_is_not_worth_loading(
 ) -> None:
     live = record_of(4, block=16)
     least = replace(AUTO, min_load_tokens=least_tokens)
-    assert not step_costs.should_load_at_arrival(live, least, QUEUE)(
+    assert not step_costs.decision_at_arrival(live, least, QUEUE)(
         (False, False, True, True), LIVE.agreed.cost
     )
-    assert step_costs.should_load_at_arrival(live, least, QUEUE)(
+    assert step_costs.decision_at_arrival(live, least, QUEUE)(
         (False, True, True, True), LIVE.agreed.cost
     )
 

@@ -202,7 +202,7 @@ class LoaderHarness(HeldReads):
         self.keys[rid] = keys_of(tokens)
         asked: list[LoadCost] = []
 
-        def should_load(stored: Sequence[bool], cost: LoadCost) -> bool:
+        def loads_at_once(stored: Sequence[bool], cost: LoadCost) -> bool:
             asked.append(cost)
             return load and sum(stored[first:]) >= least
 
@@ -212,7 +212,7 @@ class LoaderHarness(HeldReads):
             tokens=tokens,
             block_count=len(tokens) // BLOCK,
             first_block=first,
-            should_load=should_load,
+            loads_at_once=loads_at_once,
         )
         self.loader.begin(prompt)
         return asked

@@ -831,7 +831,7 @@ class Coordinator:
                         if other is None or not self._passes(other, record)
                     )
                     counted = sum(works, StepWork())
-                loads = self.step_costs.should_load(record, self._config.mode, counted)
+                loads = self.step_costs.is_worth_loading(record, self._config.mode, counted)
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
@@ -1047,7 +1047,7 @@ class Coordinator:
                 block_count=record.meet.block_count,
                 first_block=record.meet.first_loadable,
                 facts=record.facts,
-                should_load=self.step_costs.should_load_at_arrival(record, self._config, ahead),
+                loads_at_once=self.step_costs.decision_at_arrival(record, self._config, ahead),
                 take_over=partial(self._device_slots.take_bytes, record),
                 end_blocks=self._end_blocks,
             )
