@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from sglang_cake.core.errors import StoreError
+from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreError
 from sglang_cake.core.keys import BlockKey
 
 MOST_REPORTS = 16  # under way; the next reader finds any further corrupt block again
@@ -22,6 +22,20 @@ class CorruptReports:
     def among(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """Those of `keys` that are being reported."""
         return frozenset(keys) & self._under_way.keys()
+
+    @contextlib.contextmanager
+    def reading(self, key: BlockKey) -> Iterator[None]:
+        """A context for a read. A block that is found corrupt in it is reported.
+
+        Raises: BlockMissing while the block is being reported.
+        """
+        if key in self._under_way:
+            raise BlockMissing(key.hex())
+        try:
+            yield
+        except BlockCorrupt:
+            self.begin(key)
+            raise
 
     def begin(self, key: BlockKey) -> None:
         """Report a block in the background, unless MOST_REPORTS are under way."""

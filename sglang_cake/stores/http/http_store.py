@@ -211,18 +211,13 @@ class HttpStore(Store):
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
         """As in `Store`. Nothing writes `out` after this returns, raises or is cancelled."""
-        if self._reports.among([key]):
-            raise BlockMissing(key.hex())
-        try:
+        with self._reports.reading(key):
             async with self._reading:
                 return await self._transport.call(
                     self._transport.reads,
                     self._frame.framed_bytes,
                     lambda: self._get(key, out, progress),
                 )
-        except BlockCorrupt:
-            self._reports.begin(key)
-            raise
 
     async def _report(self, key: BlockKey) -> None:
         """Ask the server to check a block that arrived corrupt; its own copy may be sound.

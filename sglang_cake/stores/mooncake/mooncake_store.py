@@ -194,13 +194,10 @@ class MooncakeStore(Store):
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        try:
+        with self._reports.reading(key):
             return await self._call(
                 self.reads, lambda client, hold: self._get(client, key, out, progress, hold)
             )
-        except BlockCorrupt:
-            self._reports.begin(key)
-            raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert self._frame.takes(data.nbytes), data.nbytes

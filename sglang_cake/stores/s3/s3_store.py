@@ -25,7 +25,6 @@ from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import (
     BlockCorrupt,
-    BlockMissing,
     ConfigError,
     StoreError,
     StoreUnavailable,
@@ -116,14 +115,9 @@ class S3Store(Store):
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        if self._reports.among([key]):
-            raise BlockMissing(key.hex())
-        try:
+        with self._reports.reading(key):
             async with self._reading:
                 return await self._read(key, out, progress)
-        except BlockCorrupt:
-            self._reports.begin(key)
-            raise
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
         assert self._frame.takes(data.nbytes), data.nbytes
