@@ -19,11 +19,13 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreSource, StoreStats
+from sglang_cake.stores.encrypted import EncryptedSource
 from sglang_cake.stores.file.disk import FOLDER_BYTES
 from sglang_cake.stores.file.evictor import ahead_bytes
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.stores.threads import run_in_own_thread
+from sglang_cake.stores.throttled import ThrottledSource
 from sglang_cake.stores.url import redacted, split_urls
 
 T = TypeVar("T")
@@ -45,19 +47,19 @@ class NamedStore:
     def files(self) -> FileSource | None:
         """The folder behind it, if it is a file store."""
         source = self.source
-        while hasattr(source, "inner"):  # behind a `bandwidth=` or `key_file=`
+        while isinstance(source, EncryptedSource | ThrottledSource):
             source = source.inner
         return source if isinstance(source, FileSource) else None
 
     @property
     def seals(self) -> bool:
         """Whether it seals blocks. Its folder may have namespaces of others then."""
-        return hasattr(self.source, "stored_frame")
+        return isinstance(self.source, EncryptedSource)
 
     def stored(self, frame: BlockFrame) -> BlockFrame:
         """How the store frames blocks of `frame`: sealed, if it seals them. Raises: ConfigError."""
-        seal = getattr(self.source, "stored_frame", None)
-        return frame if seal is None else seal(frame)
+        source = self.source
+        return source.stored_frame(frame) if isinstance(source, EncryptedSource) else frame
 
 
 def named_stores(text: str, *, must_exist: bool = True) -> list[NamedStore]:
