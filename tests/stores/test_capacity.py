@@ -56,7 +56,7 @@ def du_bytes(root):
 
 def opened(root, **options):
     folder = BlockFolder(root, **({"capacity_bytes": CAPACITY_BYTES} | options))
-    folder.set_description(DIGEST, FRAME.namespace.describe())
+    folder.descriptions.check(DIGEST, FRAME.namespace.describe())
     folder.stats()  # waits for the index
     return folder
 

@@ -56,7 +56,7 @@ def test_block_folder_refilled_two_hundred_times_keeps_its_bounds(tmp_path):
     booked_bytes, held = 2 << 20, 5  # blocks
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
         for namespace in SPACES:
-            folder.set_description(namespace.digest(), namespace.describe())
+            folder.descriptions.check(namespace.digest(), namespace.describe())
         folder.stats()  # waits for the index
         for number in range(200 * held):
             put_small(folder, SPACES[number % len(SPACES)], number, booked_bytes)
@@ -166,7 +166,7 @@ def test_block_folder_claimed_namespaces_use_no_space(tmp_path):
     with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
         before = folder.stats().used_bytes
         for namespace in SPACES:
-            folder.set_description(namespace.digest(), namespace.describe())
+            folder.descriptions.check(namespace.digest(), namespace.describe())
         assert folders_below(tmp_path) == []
         assert folder.stats().used_bytes == before
 
@@ -177,7 +177,7 @@ def test_block_folder_unused_descriptions_are_counted_and_bounded(tmp_path):
         for n in range(600):
             long = Namespace((("weights", f"{n}"), ("note", "x" * 60_000)))
             folder.write_description(long.digest(), long.describe())
-            assert folder.description(long.digest()) == long.describe()
+            assert folder.descriptions.read(long.digest()) == long.describe()
         assert len(folders_below(tmp_path)) <= MOST_UNUSED + 3
         assert 60_000 * MOST_UNUSED < du_bytes(tmp_path) <= folder.stats().used_bytes
         assert folder.stats().used_bytes <= CAPACITY_BYTES
@@ -209,7 +209,7 @@ def test_block_folder_lookups_of_unknown_blocks_write_no_data(tmp_path):
                 pass
             assert list(folder.list_blocks(digest)) == []
             assert folder.used_bytes(digest) == 0
-            assert folder.description(digest) == {}
+            assert folder.descriptions.read(digest) == {}
         with pytest.raises(BlockMissing), folder.reading(DIGEST, key_of(1)):
             pass
         assert (log.stat().st_size, log.stat().st_mtime_ns) == before
@@ -309,4 +309,4 @@ def test_block_folder_description_that_is_a_symlink_is_not_read(tmp_path):
     description.symlink_to(outside)
     with contextlib.closing(BlockFolder(root)) as folder:
         assert [space.fields for space in folder.namespaces()] == [{}]
-        assert folder.description(DIGEST) == {}
+        assert folder.descriptions.read(DIGEST) == {}

@@ -64,6 +64,7 @@ class BlockFolder:
     (index.py), so that the folder never holds more than its capacity.
 
     Attributes:
+        descriptions: of the namespaces. One that `check` takes is written with the first block.
         evictor: decides which blocks are evicted.
         supervisor: keeps the index open.
         corrupt_blocks: corrupt blocks that were set aside or removed since the folder was opened.
@@ -107,8 +108,8 @@ class BlockFolder:
         with os_errors(root):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
-        self._descriptions = NamespaceDescriptions(root, self._allocated_bytes)
-        self._files = BlockFiles(root, self._descriptions.write, sync=sync, direct=direct_writes)
+        self.descriptions = NamespaceDescriptions(root, self._allocated_bytes)
+        self._files = BlockFiles(root, self.descriptions.write, sync=sync, direct=direct_writes)
         self._accesses = ReportedAccesses()
         self._counting = threading.Lock()
         self._evicting = threading.Lock()  # two threads would free the same missing space twice
@@ -125,25 +126,19 @@ class BlockFolder:
             clock=clock,
         )
         self.supervisor = IndexSupervisor(
-            root, self.evictor, self._descriptions, self._allocated_bytes, may_lead=may_lead
+            root, self.evictor, self.descriptions, self._allocated_bytes, may_lead=may_lead
         )
 
-    def set_description(self, digest: Digest, fields: Mapping[str, str]) -> None:
-        """Set the description of a namespace, which is written with its first block.
-
-        Raises: StoreUnavailable; ConfigError if the folder has another description.
-        """
-        self._descriptions.check(digest, fields)
-
     def write_description(self, digest: Digest, fields: Mapping[str, str]) -> None:
-        """As `set_description`, but written now, for other processes.
+        """Write the description of a namespace now, for other processes, and not with its first
+        block.
 
         Of more than MOST_UNUSED namespaces without blocks the oldest are removed.
         Raises: StoreFull; StoreUnavailable; ConfigError.
         """
-        if self._descriptions.check(digest, fields):
+        if self.descriptions.check(digest, fields):
             return
-        own_bytes = self._descriptions.own_bytes(digest)
+        own_bytes = self.descriptions.own_bytes(digest)
         with os_errors(self._root, self._backoff), self.supervisor.open() as index:
             unused = len(index.unused())
             if unused >= MOST_UNUSED:
@@ -153,15 +148,7 @@ class BlockFolder:
                 index,
                 lambda: index.reserve_namespace(digest, own_bytes, self.evictor.limit_bytes()),
             )
-            self._descriptions.write(digest)
-
-    def description(self, digest: Digest) -> dict[str, str]:
-        """Description of a namespace; empty if unknown. Raises: StoreUnavailable."""
-        return self._descriptions.read(digest)
-
-    def stored_description(self, digest: Digest) -> dict[str, str]:
-        """The description on the disk; empty if there is none. Raises: StoreUnavailable."""
-        return self._descriptions.read_stored(digest)
+            self.descriptions.write(digest)
 
     def contains(
         self,
@@ -235,7 +222,7 @@ class BlockFolder:
         """A context with a new file for a block, to be appended to and committed.
 
         Without a commit, the file is removed. None if the block is stored already, being written,
-        or rejected by admission. Other blocks may be evicted. Call `set_description` before.
+        or rejected by admission. Other blocks may be evicted. Call `descriptions.check` before.
 
         Args:
             framed_bytes: size of the file.
@@ -381,7 +368,7 @@ class BlockFolder:
 
         Raises: StoreFull; StoreUnavailable; OSError.
         """
-        own_bytes = self._descriptions.own_bytes(digest)
+        own_bytes = self.descriptions.own_bytes(digest)
         found = Reserved()
 
         def reserve() -> int:

@@ -67,7 +67,7 @@ class FileStore(Store):
         self._folder = folder
         self._frame = frame
         self._reads_count = reads_count
-        folder.set_description(frame.digest, frame.namespace.describe())
+        folder.descriptions.check(frame.digest, frame.namespace.describe())
         self._readers = DaemonPool(threads, "cake-file-read")
         self._writers = DaemonPool(threads, "cake-file-write")
         self._lookups = DaemonPool(LOOKUP_THREADS, "cake-file-ask")

@@ -208,7 +208,9 @@ class StoreServer:
 
     async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
         if request.method == "GET":
-            stored = await self._askers.run(lambda stop: self._folder.stored_description(digest))
+            stored = await self._askers.run(
+                lambda stop: self._folder.descriptions.read_stored(digest)
+            )
             if not stored:
                 raise RefusedRequest(404, "no such namespace")
             return web.json_response(stored)

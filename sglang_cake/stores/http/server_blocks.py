@@ -281,7 +281,7 @@ class BlockService:
 
     @contextlib.contextmanager
     def _writing(self, digest: Digest, key: BlockKey, size: int) -> Iterator[NewFile | None]:
-        if not self._folder.description(digest):
+        if not self._folder.descriptions.read(digest):
             raise RefusedRequest(
                 409, "the namespace is not known here: PUT its namespace.json first"
             )
