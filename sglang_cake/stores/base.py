@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Final, Protocol
@@ -179,29 +179,6 @@ class Store(ABC):
         """Remove the description of the namespace, if that has no blocks. The next put writes it
         again. Raises: StoreUnavailable."""
         return
-
-
-# ---- tiers ----
-
-
-# Index of a tier -> payload for this tier. The payload stays valid until the put has ended.
-FormOf = Callable[[int], Awaitable[memoryview]]
-# (memory of `frame.payload_bytes`, size of the payload at its start) -> size of the payload that is
-# there now.
-Unpack = Callable[[memoryview, int], Awaitable[int]]
-
-
-class KeptBlock(Protocol):
-    """A block of a store in memory that a store below is yet to get. It may be evicted meanwhile,
-    but other blocks come first."""
-
-    def pin(self) -> memoryview | None:
-        """The payload, which stays until `release`; None: it was evicted or deleted."""
-        ...
-
-    def release(self) -> None:
-        """The store below has the block, or will not get it. Called once."""
-        ...
 
 
 # ---- where a store is ----

@@ -376,7 +376,7 @@ class BlockMemory:
 
 
 class Unwritten:
-    """Implements `KeptBlock`."""
+    """Implements `tier.KeptBlock`: a block of this memory."""
 
     def __init__(self, memory: BlockMemory, block: HeldBlock) -> None:
         self._memory = memory

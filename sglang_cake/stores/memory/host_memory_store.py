@@ -18,7 +18,6 @@ from sglang_cake.core.host_memory import Pin, available_bytes, mib, whole_pages
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
-    KeptBlock,
     LentBlock,
     Store,
     StoredNamespace,
@@ -27,7 +26,7 @@ from sglang_cake.stores.base import (
 )
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.memory.block_memory import BlockMemory
+from sglang_cake.stores.memory.block_memory import BlockMemory, Unwritten
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
@@ -86,7 +85,7 @@ class HostMemoryStore(Store):
         policy prefers the blocks that are there."""
         return await self._store(key, data, must_earn_place=True)
 
-    def keep(self, key: BlockKey) -> KeptBlock | None:
+    def keep(self, key: BlockKey) -> Unwritten | None:
         """A stored block, to be written to a store below; None if it is not there (any more).
 
         The caller releases it. Raises: StoreUnavailable.

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, copy_in_pieces
 from sglang_cake.core.errors import (
@@ -17,7 +17,7 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.stores.base import KeptBlock, LentBlock, Store, StoreStats, puts_at_once
+from sglang_cake.stores.base import LentBlock, Store, StoreStats, puts_at_once
 from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
@@ -31,6 +31,19 @@ FAILURES_IN_A_ROW = 3
 UNKNOWN_S = 2.0  # after which a read is late whose link was never measured
 PROBE_S = 30.0  # time for a block that is read in the background
 MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
+
+
+class KeptBlock(Protocol):
+    """A block of a store in memory that a store below is yet to get. It may be evicted meanwhile,
+    but other blocks come first."""
+
+    def pin(self) -> memoryview | None:
+        """The payload, which stays until `release`; None: it was evicted or deleted."""
+        ...
+
+    def release(self) -> None:
+        """The store below has the block, or will not get it. Called once."""
+        ...
 
 
 class _Copy:

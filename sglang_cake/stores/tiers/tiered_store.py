@@ -37,12 +37,10 @@ from sglang_cake.stores.base import (
     USUAL_DEPTH,
     BlockInfo,
     EvictionCounts,
-    FormOf,
     LentBlock,
     Store,
     StoreStats,
     TierStats,
-    Unpack,
 )
 from sglang_cake.stores.link_speed import quickest, soonest
 from sglang_cake.stores.request_facts import RequestFacts
@@ -52,6 +50,11 @@ from sglang_cake.stores.tiers.tier import ProgressOfTries, Tier
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _Answer = tuple[Tier, T]
+# Index of a tier -> payload for this tier. The payload stays valid until the put has ended.
+FormOf = Callable[[int], Awaitable[memoryview]]
+# (memory of `frame.payload_bytes`, size of the payload at its start) -> size of the payload that is
+# there now.
+Unpack = Callable[[memoryview, int], Awaitable[int]]
 
 COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated when first used
 MIN_COPY_BLOCKS, MAX_COPY_BLOCKS = 2, 4096
