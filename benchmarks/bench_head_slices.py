@@ -30,7 +30,7 @@ from sglang_cake.core.buffers import on_page
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.open_store import open_slices, parse_sources
+from sglang_cake.stores.open_store import open_blocks, parse_sources
 
 SLICES = (1, 2, 4, 8)
 LAYERS, HEADS, TOKENS = 32, 8, 128
@@ -47,7 +47,7 @@ async def rates(url: str, layout: BlockLayout, slices: int, blocks: int, depth: 
         Namespace((("benchmark", run), ("layout", layout.describe()), ("head_group", str(group))))
         for group in range(slices)
     ]
-    store = open_slices(parse_sources(url), groups, layout, codec="raw", depth=depth)
+    store = open_blocks(parse_sources(url), groups, layout, codec="raw", depth=depth)
     data = memoryview(os.urandom(layout.block_bytes))
     keys = [BlockKey(hashlib.sha256(f"{run} {i}".encode()).digest()) for i in range(blocks)]
     buffers = [on_page(layout.block_bytes) for _ in range(depth)]

@@ -302,7 +302,7 @@ def hits(folder: Path, *, layers: int, rounds: int) -> list[dict[str, Any]]:
 
     def opened(url: str, codec: str) -> Store:
         namespace = Namespace((("codec", codec), ("layout", layout.describe())))
-        return open_blocks(parse_sources(url), namespace, layout, codec=codec, depth=1)
+        return open_blocks(parse_sources(url), [namespace], layout, codec=codec, depth=1)
 
     async def of(codec: str) -> None:
         files = f"{(folder / codec).as_uri()}?min_free=0"

@@ -71,7 +71,7 @@ from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store, StoreSource, StoreStats
 from sglang_cake.stores.encoded import may_lose
-from sglang_cake.stores.open_store import depths_of, open_slices, parse_sources
+from sglang_cake.stores.open_store import depths_of, open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RequestTraceFile
 from sglang_cake.stores.url import redacted
 from sglang_cake.writeback.block_writer import Writer
@@ -460,7 +460,7 @@ class CakeService:
     def _open(self, sources: list[StoreSource], namespace: Namespace) -> Store:
         """Without I/O: the store is opened at its first call, and again until that works. Raises:
         ConfigError; OSError if there is no memory for it."""
-        return open_slices(
+        return open_blocks(
             sources,
             group_namespaces(namespace, self._groups),
             self.kv.layout,

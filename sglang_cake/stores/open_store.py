@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Final
 
 from sglang_cake.codecs.frame import BlockFrame, encoded_frame
 from sglang_cake.core.codec_names import AUTO, RAW
@@ -89,7 +89,7 @@ BUILT_IN: Final = {
 
 def open_blocks(
     sources: list[StoreSource],
-    namespace: Namespace,
+    namespaces: Sequence[Namespace],
     layout: BlockLayout,
     *,
     codec: str,
@@ -98,96 +98,81 @@ def open_blocks(
     rope_theta: float | None = None,
     counters: Counters | None = None,
     on_device: bool = False,
+    trace: RequestTraceFile | None = None,
 ) -> Store:
-    """Open a namespace for a server; the caller closes it. With `auto` and several sources, the
-    codec is chosen for each tier.
+    """Open the blocks of a server; the caller closes the store. With `auto` and several sources,
+    the codec is chosen for each tier.
 
     Compiles the kernels of the codec, which takes seconds the first time.
 
     Args:
-        namespace: names the codec.
+        namespaces: of the slices by KV heads, in the order of heads; one, if blocks are stored
+            whole. They name the codec.
+        layout: of whole blocks.
         depth: as for `open_store`.
         max_error: of `auto`.
         rope_theta: see `catalogue.chain_of`.
         on_device: see `EncodedStore`; ignored with codec `raw`.
+        trace: accesses are recorded there; it stays open when the store is closed.
 
     Raises: ConfigError if the codec cannot encode such blocks.
     """
     counters = counters or Counters()
-    frame = encoded_frame(namespace, layout, codec)
-    if codec == RAW:
-        return CountedStore(open_store(sources, frame, depth=depth), counters)
-    from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
-
-    chains = chains_of(layout, codec, max_error, rope_theta)
-    inner = open_store(sources, frame, depth=depth)
+    cut = layout.sliced(len(namespaces))
     reads = sum(depths_of(sources, depth))
-    link = LinkSpeed()
-    encode: Encode
-    if codec == AUTO:
-        if isinstance(inner, TieredStore):
-            links = [_speed_for_auto(tier.store, tier.speed) for tier in inner.tiers]
+
+    def opened(namespace: Namespace, counters: Counters) -> Store:
+        frame = encoded_frame(namespace, cut, codec)
+        if codec == RAW:
+            return CountedStore(open_store(sources, frame, depth=depth), counters)
+        from sglang_cake.codecs.codec_choice import AutoCodec, FixedCodec
+
+        chains = chains_of(cut, codec, max_error, rope_theta)
+        inner = open_store(sources, frame, depth=depth)
+        link = LinkSpeed()
+        encode: Encode
+        if codec == AUTO:
+            encode = AutoCodec(
+                cut,
+                chains,
+                max_error=max_error,
+                links=_speeds_for_auto(inner, link),
+                decode_threads=decode_threads(reads),
+                counters=counters,
+                on_device=on_device,
+            ).encode
         else:
-            links = [_speed_for_auto(inner, link)]
-        encode = AutoCodec(
-            layout,
-            chains,
-            max_error=max_error,
-            links=links,
-            decode_threads=decode_threads(reads),
+            encode = FixedCodec(cut, codec, chains[codec]).encode
+        return EncodedStore(
+            inner,
+            cut,
+            encode,
+            link=link,
             counters=counters,
+            payload_bytes=frame.payload_bytes,
+            depth=reads,
+            by_tier=codec == AUTO,
             on_device=on_device,
-        ).encode
-    else:
-        encode = FixedCodec(layout, codec, chains[codec]).encode
-    return EncodedStore(
-        inner,
-        layout,
-        encode,
-        link=link,
-        counters=counters,
-        payload_bytes=frame.payload_bytes,
-        depth=reads,
-        by_tier=codec == AUTO,
-        on_device=on_device,
-    )
+        )
+
+    first, *others = namespaces
+    store = opened(first, counters)
+    if others:
+        slices = [opened(namespace, SliceCounters(counters)) for namespace in others]
+        store = HeadSliceStore([store, *slices], layout, depth=reads)
+    return store if trace is None else RequestRecordingStore(store, trace)
+
+
+def _speeds_for_auto(store: Store, link: LinkSpeed) -> list[Callable[[], float | None]]:
+    """Bytes per second of each tier, as for `choose`. Args: link: of a store without tiers."""
+    if isinstance(store, TieredStore):
+        return [_speed_for_auto(tier.store, tier.speed) for tier in store.tiers]
+    return [_speed_for_auto(store, link)]
 
 
 def _speed_for_auto(store: Store, link: LinkSpeed) -> Callable[[], float | None]:
-    """Bytes per second of a store, as for `choose`. The measured speed of memory is that of its
-    writes, which wait for threads."""
+    """The measured speed of memory is that of its writes, which wait for threads."""
     return lambda: link.bytes_per_s() if memory_of(store) is None else math.inf
-
-
-def open_slices(
-    sources: list[StoreSource],
-    namespaces: Sequence[Namespace],
-    layout: BlockLayout,
-    *,
-    depth: int | None = None,
-    counters: Counters | None = None,
-    trace: RequestTraceFile | None = None,
-    **options: Any,
-) -> Store:
-    """As `open_blocks`, for blocks that are stored in slices by KV heads.
-
-    Args:
-        namespaces: of the slices, in the order of heads; one, if blocks are stored whole.
-        layout: of whole blocks.
-        trace: accesses are recorded there; it stays open when the store is closed.
-        options: further arguments of `open_blocks`.
-    """
-    counters = counters or Counters()
-    cut = layout.sliced(len(namespaces))
-    stores: list[Store] = []
-    for namespace in namespaces:
-        own = SliceCounters(counters) if stores else counters
-        stores.append(open_blocks(sources, namespace, cut, depth=depth, counters=own, **options))
-    if len(stores) == 1:
-        store = stores[0]
-    else:
-        store = HeadSliceStore(stores, layout, depth=sum(depths_of(sources, depth)))
-    return store if trace is None else RequestRecordingStore(store, trace)
 
 
 def open_store(

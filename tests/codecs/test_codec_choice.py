@@ -372,7 +372,7 @@ async def test_auto_codec_decisions_appear_in_log_and_counters(
     with caplog.at_level(logging.INFO):
         store = open_blocks(
             parse_sources(f"{tmp_path.as_uri()}?bandwidth=2MB/s"),
-            Namespace(fields),
+            [Namespace(fields)],
             LAYOUT,
             codec="auto",
             max_error=0.02,

@@ -60,7 +60,7 @@ class TestZstdFiles(StoreContract):
     def open(self, folder: Path) -> Store:
         return open_blocks(
             parse_sources(f"file://{folder}/kv?min_free=0{self.options}"),
-            *(self.frame.namespace, self.frame.layout),
+            *([self.frame.namespace], self.frame.layout),
             codec=self.codec,
             depth=2,
         )
@@ -96,7 +96,7 @@ async def test_encoded_store_first_block_keeps_the_first_token_exact(
 ) -> None:
     store = open_blocks(
         parse_sources(f"file://{tmp_path}/kv?min_free=0&bandwidth=100MB/s"),
-        *(namespace(codec), LAYOUT),
+        *([namespace(codec)], LAYOUT),
         codec=codec,
         depth=1,
     )
@@ -139,7 +139,7 @@ async def test_encoded_store_of_a_checked_codec_opens_without_encoding(
     for _ in range(2):
         sources = parse_sources(f"file://{tmp_path}/kv?min_free=0")
         store = open_blocks(
-            sources, namespace("auto"), layout, codec="auto", depth=1, max_error=0.1
+            sources, [namespace("auto")], layout, codec="auto", depth=1, max_error=0.1
         )
         await store.close()
     assert len(warmed) == once > 1
@@ -157,7 +157,7 @@ def test_codec_auto_with_a_bound_loses_nothing_of_numbers_of_8_bits() -> None:
 
 
 def opened(url: str, codec: str) -> Store:
-    return open_blocks(parse_sources(url), namespace(codec), LAYOUT, codec=codec, depth=2)
+    return open_blocks(parse_sources(url), [namespace(codec)], LAYOUT, codec=codec, depth=2)
 
 
 def encoded(inner: Store) -> EncodedStore:
@@ -218,7 +218,7 @@ async def test_open_blocks_every_codec_with_model_facts_round_trips(
     """With what it knows of the model: heads, and how positions turn them."""
     store = open_blocks(
         parse_sources((tmp_path / "store").as_uri()),
-        namespace(codec),
+        [namespace(codec)],
         LAYOUT,
         codec=codec,
         depth=2,

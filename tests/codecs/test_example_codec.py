@@ -72,7 +72,7 @@ def namespace(codec):
 
 def opened(folder, codec, counters=None):
     sources = parse_sources(f"{folder.as_uri()}?min_free=0")
-    return open_blocks(sources, namespace(codec), SMOOTH, codec=codec, depth=1, counters=counters)
+    return open_blocks(sources, [namespace(codec)], SMOOTH, codec=codec, depth=1, counters=counters)
 
 
 async def read(store):

@@ -180,7 +180,7 @@ async def test_device_decode_stored_blocks_reach_the_pool_as_decoded_on_cpu(
     async def go(on_device: bool) -> list[Buffer]:
         store = open_blocks(
             parse_sources(tmp_path.as_uri()),
-            *(namespace, kv.layout),
+            *([namespace], kv.layout),
             codec=codec,
             depth=2,
             on_device=on_device,

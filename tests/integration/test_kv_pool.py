@@ -96,7 +96,7 @@ async def test_kv_pool_block_that_memory_lends_behind_a_codec_is_copied_bit_exac
     key = BlockKey(bytes(32))
     namespace = Namespace((("codec", namespace_value("auto", 0.0)),))
     store = open_blocks(
-        parse_sources("memory://1MB"), namespace, kv_out.layout, codec="auto", depth=1
+        parse_sources("memory://1MB"), [namespace], kv_out.layout, codec="auto", depth=1
     )
     await store.put(key, block.view)
     lent = store.lend(key)

@@ -145,7 +145,7 @@ async def test_events_of_an_http_store_are_counted_also_while_it_is_down(metrics
 
     async def use(url):
         sources = parse_sources(url)
-        store = open_blocks(sources, FRAME.namespace, LAYOUT, codec="zstd", depth=2)
+        store = open_blocks(sources, [FRAME.namespace], LAYOUT, codec="zstd", depth=2)
         store = RequestRecordingStore(store, None)  # it writes nothing here
         store_metrics.publish(store, await stats_of(store))
         assert of("hedges") == of("timeouts") == 0  # from the start

@@ -21,7 +21,7 @@ from sglang_cake.stores.base import Store
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.head_slices import HeadSliceStore
-from sglang_cake.stores.open_store import open_slices, parse_sources
+from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import LAYOUT, StoreContract, block_of, key_of, read
@@ -34,7 +34,7 @@ def namespaces(first: int, count: int) -> list[Namespace]:
 
 
 def open_file(folder: Path, count: int = 2, **options: object) -> Store:
-    return open_slices(
+    return open_blocks(
         parse_sources(f"file://{folder}/kv?min_free=0{options.pop('url', '')}"),
         namespaces(0, count),
         LAYOUT,
@@ -88,7 +88,7 @@ class TestSlicedEncodedFiles(TestSlicedFiles):
 class TestSlicedMemory(SlicedContract):
     def open(self, folder: Path) -> Store:
         sources = parse_sources("memory://1MB")
-        return open_slices(sources, namespaces(0, 2), LAYOUT, depth=2, codec="raw")
+        return open_blocks(sources, namespaces(0, 2), LAYOUT, depth=2, codec="raw")
 
 
 def of_heads(layout: BlockLayout, heads: dict[str, np.ndarray], of: slice) -> bytes:

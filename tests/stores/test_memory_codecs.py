@@ -37,7 +37,7 @@ def files(folder: Path, name: str = "files") -> str:
 def opened(url: str, codec: str, counters: Counters | None = None, device: bool = False) -> Store:
     return open_blocks(
         parse_sources(url),
-        namespace(codec),
+        [namespace(codec)],
         LAYOUT,
         codec=codec,
         depth=2,

@@ -200,7 +200,7 @@ async def test_per_tier_encoding_log_lines_name_their_tier(tmp_path, caplog):
 
     with caplog.at_level(logging.INFO):
         sources = parse_sources(",".join(urls))
-        store = open_blocks(sources, Namespace(fields), LAYOUT, codec="auto", depth=2)
+        store = open_blocks(sources, [Namespace(fields)], LAYOUT, codec="auto", depth=2)
         await store.put(KEY, memoryview(BLOCK))
         out = bytearray(LAYOUT.block_bytes)
         await store.get_into(KEY, memoryview(out))

@@ -29,7 +29,7 @@ async def test_counted_store_bytes_equal_the_file_sizes_with_every_codec(
     counters = Counters()
     store = open_blocks(
         parse_sources(tmp_path.as_uri()),
-        Namespace((("layout", LAYOUT.describe()), ("codec", namespace_value(codec, 0.0)))),
+        [Namespace((("layout", LAYOUT.describe()), ("codec", namespace_value(codec, 0.0))))],
         LAYOUT,
         codec=codec,
         depth=2,

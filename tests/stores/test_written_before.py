@@ -51,7 +51,7 @@ class Stored:
 
     def open(self) -> Store:
         sources = parse_sources(self._url)
-        return open_blocks(sources, self.namespace, LAYOUT, codec=self._codec, depth=2)
+        return open_blocks(sources, [self.namespace], LAYOUT, codec=self._codec, depth=2)
 
     def keys(self, salt: str = "alice") -> list[BlockKey]:
         return block_keys(KeySeed(self.namespace.digest(), None, salt), TOKENS, 8)
