@@ -24,7 +24,7 @@ from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
 from sglang_cake.stores.eviction.queues import Rank
-from sglang_cake.stores.reported_accesses import ConversationTracker, Prompt
+from sglang_cake.stores.reported_accesses import ConversationTracker, KnownPrompt
 
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
 
@@ -266,7 +266,7 @@ class Replay:
         if self._told_turns and request.turn is not None:
             turn = request.turn
         reach = len(request.blocks)
-        self._conversations.record(full_blocks, Prompt(turn, len(full_blocks)))
+        self._conversations.record(full_blocks, KnownPrompt(turn, len(full_blocks)))
         missing = [block for block in request.blocks if block not in self._resident]
         first = self._usage(0, request.at_s, AccessContext(request.workload, turn, 0, reach))
         ratio = self._min_benefit_ratio

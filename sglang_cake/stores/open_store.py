@@ -34,7 +34,7 @@ from sglang_cake.stores.head_slices import HeadSliceStore, SliceCounters
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
 from sglang_cake.stores.throttled import ThrottledSource
-from sglang_cake.stores.tiers.tier import memory_of
+from sglang_cake.stores.tiers.tier import memory_store_of
 from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.url import (
     DEFAULT_POLICY,
@@ -172,7 +172,7 @@ def _speeds_for_auto(store: Store, link: LinkSpeed) -> list[Callable[[], float |
 
 def _speed_for_auto(store: Store, link: LinkSpeed) -> Callable[[], float | None]:
     """The measured speed of memory is that of its writes, which wait for threads."""
-    return lambda: link.bytes_per_s() if memory_of(store) is None else math.inf
+    return lambda: link.bytes_per_s() if memory_store_of(store) is None else math.inf
 
 
 def open_store(

@@ -25,7 +25,7 @@ READ_SOON_S = 60.0  # a read of an announced block within this time is no furthe
 
 
 @dataclass(slots=True)
-class Prompt:
+class KnownPrompt:
     """A prompt; it may become longer after its blocks were recorded."""
 
     turn: int
@@ -46,7 +46,7 @@ class ConversationTracker:
     max_blocks = 262_144
 
     def __init__(self) -> None:
-        self._last_prompt: OrderedDict[int, Prompt] = OrderedDict()  # by ident
+        self._last_prompt: OrderedDict[int, KnownPrompt] = OrderedDict()  # by ident
 
     def turn_of(self, idents: Sequence[int]) -> int:
         """Turn of a request whose prompt has these blocks, counted from 1."""
@@ -62,7 +62,7 @@ class ConversationTracker:
             return 1
         return last.turn + 1
 
-    def record(self, idents: Sequence[int], prompt: Prompt) -> None:
+    def record(self, idents: Sequence[int], prompt: KnownPrompt) -> None:
         """Record blocks of a prompt."""
         last_prompt = self._last_prompt
         for ident in idents:
@@ -81,7 +81,7 @@ class Access(NamedTuple):
 
 
 class _Request(NamedTuple):
-    prompt: Prompt
+    prompt: KnownPrompt
     blocks: dict[Digest, int]  # number of keys that were reported, by namespace
     at_s: float  # access time of the first block
 
@@ -119,7 +119,7 @@ class ReportedAccesses:
                 after_s = self._last_s + len(keys) * ORDER_S
                 # A larger step back of the clock is accepted.
                 self._last_s = now_s if after_s - now_s > CLOCK_BACK_S else max(now_s, after_s)
-                prompt = Prompt(self._conversations.turn_of(idents), 0)
+                prompt = KnownPrompt(self._conversations.turn_of(idents), 0)
                 request = _Request(prompt, {}, self._last_s)
             elif request.at_s - now_s > CLOCK_BACK_S:
                 request = request._replace(at_s=now_s)
@@ -166,4 +166,4 @@ class ReportedAccesses:
     def restore(self, ident: int, context: AccessContext) -> None:
         """Add the last access to a block before a restart."""
         with self._lock:
-            self._conversations.record([ident], Prompt(context.turn, context.reach))
+            self._conversations.record([ident], KnownPrompt(context.turn, context.reach))

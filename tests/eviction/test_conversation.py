@@ -1,6 +1,6 @@
 """Turns of a conversation, told from what requests begin with."""
 
-from sglang_cake.stores.reported_accesses import ConversationTracker, Prompt
+from sglang_cake.stores.reported_accesses import ConversationTracker, KnownPrompt
 
 
 def turns(*prompts, max_blocks=1000):
@@ -8,7 +8,7 @@ def turns(*prompts, max_blocks=1000):
     tracker.max_blocks = max_blocks
     for prompt in prompts:
         found.append(tracker.turn_of(prompt))
-        tracker.record(prompt, Prompt(found[-1], len(prompt)))
+        tracker.record(prompt, KnownPrompt(found[-1], len(prompt)))
     return found
 
 

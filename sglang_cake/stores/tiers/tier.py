@@ -362,7 +362,7 @@ class Tier:
     @property
     def memory(self) -> HostMemoryStore | None:
         """The store of a tier in memory, if it is open."""
-        return memory_of(self.store)
+        return memory_store_of(self.store)
 
     async def promote(self, memory: HostMemoryStore, key: BlockKey, data: memoryview) -> bool:
         fresh = await self._watched(self.writing, memory.promote(key, data))
@@ -437,7 +437,7 @@ class Tier:
             logger.warning("tier %d is left out until it answers again: %s", self.index + 1, why)
 
 
-def memory_of(store: Store) -> HostMemoryStore | None:
+def memory_store_of(store: Store) -> HostMemoryStore | None:
     """The store in memory that `store` is or has opened."""
     opened = store.opened if isinstance(store, LazyStore) else store
     return opened if isinstance(opened, HostMemoryStore) else None
