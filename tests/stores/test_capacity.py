@@ -27,8 +27,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, Store
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
-from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE, BlockFolder
 from sglang_cake.stores.file.disk import FreeSpace
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex

@@ -14,8 +14,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.keys import KeySeed, block_keys
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.file.block_files import MAX_SET_ASIDE
-from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE, BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()

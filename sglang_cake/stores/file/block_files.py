@@ -1,4 +1,4 @@
-"""The files of blocks: finding, reading and writing them.
+"""The file of one block: opening, reading and writing it.
 
 A file is read and written in pieces, between which the call can be cancelled.
 
@@ -15,20 +15,17 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
 from sglang_cake.codecs.frame import IncomingBlock
 from sglang_cake.core.buffers import PAGE_BYTES
-from sglang_cake.core.errors import BlockMissing
-from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.paths import CORRUPT, block_names, new_tmp_name
+from sglang_cake.stores.file.paths import new_tmp_name
 from sglang_cake.stores.threads import DaemonPool, check_stop, submit
 
 MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
-MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
 # Between two pieces a thread asks for the interpreter, which the scheduler thread needs: blocks of
 # 16 MiB in the page cache take 0.9 of the processor time that they take in pieces of 2 MiB. The
 # disk idles between pieces of direct I/O, which has no read-ahead. A cancelled caller waits for a
@@ -48,110 +45,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _RESIDENT = 1
 
 
-class BlockFiles:
-    """The block files below one root. Blocking and thread-safe. No link is followed."""
-
-    def __init__(
-        self,
-        root: Path,
-        make_namespace: Callable[[Digest], None],
-        *,
-        sync: bool,
-        direct: bool = False,
-    ) -> None:
-        """Args:
-        make_namespace: makes the folder of a namespace, with its description.
-        sync, direct: as for `NewFile`.
-        """
-        self._root = root
-        self._make_namespace = make_namespace
-        self._sync = sync
-        self._direct = direct
-
-    def open_to_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> int:
-        """A descriptor of the block's file, or of anything else of this name.
-
-        The descriptor of a link cannot be read.
-
-        Raises: BlockMissing; OSError.
-        """
-        names = block_names(digest, key)
-        try:
-            return _open_to_read(self._root, names, counts=counts)
-        except FileNotFoundError:
-            raise BlockMissing(names[-1]) from None
-
-    def new(self, digest: Digest, key: BlockKey) -> "NewFile":
-        """A new file for the block.
-
-        Missing folders are made, and made again if another process removes the empty folders before
-        the file is in them.
-        Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
-        """
-        *shard, name = block_names(digest, key)
-        for tries_left in reversed(range(MOST_TRIES)):
-            try:
-                folder = nofollow.open_folder(self._root, *shard)
-                return NewFile(folder, name, sync=self._sync, direct=self._direct)
-            except FileNotFoundError:
-                if not tries_left:
-                    raise
-                self._make_folders(digest, shard)
-        raise AssertionError("the last try returns or raises")
-
-    def _make_folders(self, digest: Digest, shard: list[str]) -> None:
-        try:
-            self._make_namespace(digest)
-            for depth in range(2, len(shard) + 1):
-                nofollow.make_folder(self._root, *shard[:depth])
-        except FileNotFoundError:
-            os.stat(self._root)  # without the root, a disk was unmounted: no further try
-
-    def remove_folders(self, digest: Digest, key: BlockKey) -> None:
-        """Remove the folders of the block, as far as they are empty."""
-        nofollow.remove_empty(self._root, *block_names(digest, key)[:-1])
-
-    def is_gone(self, digest: Digest, key: BlockKey) -> bool:
-        """Whether the block has no file. Then its folders are removed, as far as they are empty.
-
-        Raises: OSError.
-        """
-        if nofollow.status_of(self._root, *block_names(digest, key)) is not None:
-            return False
-        self.remove_folders(digest, key)
-        return True
-
-    def set_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
-        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has
-        one of the same block.
-
-        Args:
-            bad: status of the corrupt file.
-
-        Returns whether the file was kept; None if another file has replaced it.
-        Raises: OSError.
-        """
-        *shard, name = block_names(digest, key)
-        nofollow.make_folder(self._root, shard[0], CORRUPT)
-        with (
-            nofollow.opened(self._root, *shard) as folder,
-            nofollow.opened(self._root, shard[0], CORRUPT) as aside,
-        ):
-            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if (there.st_dev, there.st_ino) != (bad.st_dev, bad.st_ino):
-                return None
-            there_already = os.listdir(aside)
-            kept = name not in there_already and len(there_already) < MAX_SET_ASIDE
-            if kept:
-                os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
-        if not kept:
-            nofollow.remove_file(self._root, *shard, name)
-        self.remove_folders(digest, key)
-        return kept
-
-
-def _open_to_read(root: Path, names: Sequence[str], *, counts: bool) -> int:
-    """Open a block's file, or a link itself.
+def open_to_read(root: Path, names: Sequence[str], *, counts: bool) -> int:
+    """A descriptor of a block's file, or of anything else of this name. That of a link cannot be
+    read. No link is followed.
 
     Args:
         counts: the read is an access, and changes the access time of the file. Eviction uses that

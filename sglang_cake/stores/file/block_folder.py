@@ -23,8 +23,8 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.stores.eviction.policy import Usage, ident_of
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.block_files import BlockFiles, NewFile
+from sglang_cake.stores.file import block_files, nofollow
+from sglang_cake.stores.file.block_files import MOST_TRIES, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import (
@@ -36,7 +36,7 @@ from sglang_cake.stores.file.index import (
 )
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
-from sglang_cake.stores.file.paths import block_names
+from sglang_cake.stores.file.paths import CORRUPT, block_names
 from sglang_cake.stores.file.scan import (
     described_namespaces_in,
     namespaces_in,
@@ -55,6 +55,7 @@ LIST_AT_ONCE = 1000  # blocks in one query of a listing
 # wait for a put for two seconds or more.
 MAKE_ROOM_S = 1.0
 MOST_UNUSED = 64  # namespaces that are described and have no blocks
+MAX_SET_ASIDE = 16  # corrupt files that are kept for inspection, in each namespace
 
 
 class BlockFolder:
@@ -103,13 +104,14 @@ class BlockFolder:
         Raises: StoreUnavailable.
         """
         self._root = root
+        self._sync = sync
+        self._direct_writes = direct_writes
         self._clock = clock
         self._backoff = WriteBackoff(clock)
         with os_errors(root):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
         self.descriptions = NamespaceDescriptions(root, self._allocated_bytes)
-        self._files = BlockFiles(root, self.descriptions.write, sync=sync, direct=direct_writes)
         self._accesses = ReportedAccesses()
         self._counting = threading.Lock()
         self._evicting = threading.Lock()  # two threads would free the same missing space twice
@@ -196,10 +198,10 @@ class BlockFolder:
         """
         with os_errors(self._root):
             try:
-                fd = self._files.open_to_read(digest, key, counts=counts)
-            except BlockMissing:
+                fd = block_files.open_to_read(self._root, block_names(digest, key), counts=counts)
+            except FileNotFoundError:
                 self._forget(digest, key)
-                raise
+                raise BlockMissing(key.hex()) from None
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
@@ -243,7 +245,7 @@ class BlockFolder:
                 return
             file: NewFile | None = None
             try:
-                file = self._files.new(digest, key)
+                file = self._new_file(digest, key)
                 yield file
                 if file.committed:
                     self._commit(reservation, usage, file)
@@ -449,7 +451,7 @@ class BlockFolder:
         self.evictor.stored(stored, usage)
 
     def _release(self, reservation: Reservation) -> None:
-        self._files.remove_folders(reservation.namespace, reservation.key)
+        self._remove_folders(reservation.namespace, reservation.key)
         # If that fails, the row is removed after the end of this process.
         with contextlib.suppress(StoreError), self.supervisor.open() as index:
             index.drop(reservation)
@@ -460,14 +462,14 @@ class BlockFolder:
 
     def _forget_in(self, index: BlockIndex, digest: Digest, key: BlockKey) -> bool:
         """Remove the row of a block if its file is gone; whether that was done."""
-        return index.forget(digest, key, lambda: self._files.is_gone(digest, key))
+        return index.forget(digest, key, lambda: self._is_gone(digest, key))
 
     def _set_aside(
         self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
     ) -> None:
         # On a read-only disk the corrupt file stays, and every read of it fails.
         with contextlib.suppress(OSError):
-            kept = self._files.set_aside(digest, key, bad)
+            kept = self._move_aside(digest, key, bad)
             if kept is None:
                 return
             self._log_corrupt(error, "set aside" if kept else "removed")
@@ -475,9 +477,37 @@ class BlockFolder:
                 if kept:
                     size = self._rounded(bad.st_size)
                     file = ScannedFile(None, size, bad.st_mtime, bad.st_mtime)
-                    index.set_aside(digest, key, file, lambda: self._files.is_gone(digest, key))
+                    index.set_aside(digest, key, file, lambda: self._is_gone(digest, key))
                 else:
                     self._forget_in(index, digest, key)
+
+    def _move_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
+        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has
+        one of the same block.
+
+        Args:
+            bad: status of the corrupt file.
+
+        Returns whether the file was kept; None if another file has replaced it.
+        Raises: OSError.
+        """
+        *shard, name = block_names(digest, key)
+        nofollow.make_folder(self._root, shard[0], CORRUPT)
+        with (
+            nofollow.opened(self._root, *shard) as folder,
+            nofollow.opened(self._root, shard[0], CORRUPT) as aside,
+        ):
+            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if (there.st_dev, there.st_ino) != (bad.st_dev, bad.st_ino):
+                return None
+            there_already = os.listdir(aside)
+            kept = name not in there_already and len(there_already) < MAX_SET_ASIDE
+            if kept:
+                os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
+        if not kept:
+            nofollow.remove_file(self._root, *shard, name)
+        self._remove_folders(digest, key)
+        return kept
 
     def _log_corrupt(self, error: BlockCorrupt, done: str) -> None:
         with self._counting:
@@ -488,3 +518,45 @@ class BlockFolder:
             self._logged_s = now_s
             count = self.corrupt_blocks
         logger.warning("a corrupt block was %s, %d so far: %s", done, count, error)
+
+    # ---- files and folders of blocks; no link is followed ----
+
+    def _new_file(self, digest: Digest, key: BlockKey) -> NewFile:
+        """A new file for the block.
+
+        Missing folders are made, and made again if another process removes the empty folders before
+        the file is in them.
+        Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
+        """
+        *shard, name = block_names(digest, key)
+        for tries_left in reversed(range(MOST_TRIES)):
+            try:
+                folder = nofollow.open_folder(self._root, *shard)
+                return NewFile(folder, name, sync=self._sync, direct=self._direct_writes)
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+                self._make_folders(digest, shard)
+        raise AssertionError("the last try returns or raises")
+
+    def _make_folders(self, digest: Digest, shard: list[str]) -> None:
+        try:
+            self.descriptions.write(digest)
+            for depth in range(2, len(shard) + 1):
+                nofollow.make_folder(self._root, *shard[:depth])
+        except FileNotFoundError:
+            os.stat(self._root)  # without the root, a disk was unmounted: no further try
+
+    def _remove_folders(self, digest: Digest, key: BlockKey) -> None:
+        """Remove the folders of the block, as far as they are empty."""
+        nofollow.remove_empty(self._root, *block_names(digest, key)[:-1])
+
+    def _is_gone(self, digest: Digest, key: BlockKey) -> bool:
+        """Whether the block has no file. Then its folders are removed, as far as they are empty.
+
+        Raises: OSError.
+        """
+        if nofollow.status_of(self._root, *block_names(digest, key)) is not None:
+            return False
+        self._remove_folders(digest, key)
+        return True

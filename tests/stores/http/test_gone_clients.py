@@ -46,8 +46,8 @@ def hang_up(server, connections):
 
 
 def test_store_serve_readers_that_left_are_not_read_for(server, monkeypatch):
-    held = Held(block_files._open_to_read)
-    monkeypatch.setattr(block_files, "_open_to_read", held)
+    held = Held(block_files.open_to_read)
+    monkeypatch.setattr(block_files, "open_to_read", held)
     gone = [server.connect() for _ in range(4 * READ_THREADS)]
     for connection in gone:
         connection.sendall(request_bytes(PATH))
