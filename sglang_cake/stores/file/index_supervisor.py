@@ -22,12 +22,12 @@ from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
 from sglang_cake.stores.file.paths import EVICTION_LOCK, INDEX, INDEX_LOCK, block_names
 from sglang_cake.stores.file.scan import (
-    blocks_in,
     is_stale,
     listed_blocks_in,
     namespaces_in,
     remove_empty_folders,
     remove_stale,
+    scanned_files_in,
 )
 from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, Access
 
@@ -382,7 +382,9 @@ class IndexSupervisor:
             if self._closing.is_set():
                 return
             own_bytes = self._descriptions.own_bytes(digest)
-            index.add_found(digest, own_bytes, blocks_in(self._root, digest, self._allocated_bytes))
+            index.add_found(
+                digest, own_bytes, scanned_files_in(self._root, digest, self._allocated_bytes)
+            )
         index.mark_clean(_this_boot())
         blocks, used_bytes = index.totals()
         logger.info(

@@ -142,7 +142,7 @@ def _block_files(
 # ---- for a new index ----
 
 
-def blocks_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[ScannedFile]:
+def scanned_files_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[ScannedFile]:
     """Every block file of a namespace, and those that were set aside.
 
     Stale temporary files and empty folders are removed. Files and folders that vanish or that
