@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from sglang_cake.codecs.frame import ENCODED_HEAD_BYTES
 from sglang_cake.codecs.pipeline import Chain
 from sglang_cake.core.codec_names import OWN_CODECS
-from sglang_cake.core.errors import ConfigError
+from sglang_cake.core.errors import ConfigError, one_line
 
 # With `+aesgcm` after it, a name must fit the 16 bytes that a block's header has for it.
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,8}")
@@ -35,8 +35,7 @@ def registered_chain(codec: str) -> Chain:
     try:
         chain = point.load()
     except Exception as error:  # any code: whatever it raises, the codec cannot be used
-        why = " ".join(str(error).split())
-        raise ConfigError(f"{where} cannot be imported: {why}") from None
+        raise ConfigError(f"{where} cannot be imported: {one_line(error)}") from None
     if not isinstance(chain, Chain):
         raise ConfigError(f"{where} is a {type(chain).__name__}, not a Chain")
     if len(chain.describe()) > MAX_TEXT_BYTES:

@@ -67,3 +67,12 @@ class StoreFull(StoreError):
     """The store has no room for the block, now."""
 
     reason = "full"
+
+
+MAX_TEXT_CHARS = 300  # of others' text in a message
+
+
+def one_line(text: object) -> str:
+    """Untrusted text for a message: short, and without control characters."""
+    words = " ".join(str(text)[: 4 * MAX_TEXT_CHARS].split())
+    return "".join(letter for letter in words if letter.isprintable())[:MAX_TEXT_CHARS]

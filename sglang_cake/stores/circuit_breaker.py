@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.counters import LATE
-from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable
+from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable, one_line
 from sglang_cake.stores.base import USUAL_DEPTH, read_until_s
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ FAILURES = 5  # in a row, until the breaker opens
 FIRST_S = 1.0  # first pause of an open breaker
 LAST_S = 60.0  # its longest pause
 FORBIDDEN_EVERY_S = 600.0  # between two log lines about forbidden calls
-MAX_TEXT_CHARS = 300  # of a server's message, in log lines
 MOST_BACKOFF = 1024.0
 SLOWEST_BYTES_PER_S = 64 * 1024  # slower links are not waited for
 # A part of a call's time does not depend on its bytes, and counts as the time of so many. Otherwise
@@ -432,12 +431,6 @@ def fault_of(error: StoreError) -> Fault:
     if isinstance(error, RemoteError):
         return error.fault
     return Fault.CORRUPT if isinstance(error, BlockCorrupt) else Fault.ERRORS
-
-
-def one_line(error: object) -> str:
-    """Untrusted text for a log line: short, and without control characters."""
-    text = " ".join(str(error)[: 4 * MAX_TEXT_CHARS].split())
-    return "".join(letter for letter in text if letter.isprintable())[:MAX_TEXT_CHARS]
 
 
 def _is_failure(error: StoreError) -> bool:

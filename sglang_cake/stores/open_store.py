@@ -24,6 +24,7 @@ from typing import Final
 from sglang_cake.codecs.frame import BlockFrame, encoded_frame
 from sglang_cake.core.codec_names import AUTO, RAW
 from sglang_cake.core.counters import Counters
+from sglang_cake.core.errors import one_line
 from sglang_cake.core.host_memory import Pin
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
@@ -281,6 +282,6 @@ def _parser(url: StoreUrl) -> Callable[[StoreUrl], StoreSource]:
     try:
         parse = others[url.scheme].load()
     except Exception as error:  # third-party code may raise anything
-        why = " ".join(str(error).split())
-        raise url.error(f"{others[url.scheme].value} cannot be imported: {why}") from None
+        point = others[url.scheme].value
+        raise url.error(f"{point} cannot be imported: {one_line(error)}") from None
     return parse

@@ -23,11 +23,17 @@ import aiohttp
 from sglang_cake.codecs.frame import BlockFrame, IncomingBlock
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockCorrupt, BlockMissing, ConfigError, StoreUnavailable
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    ConfigError,
+    StoreUnavailable,
+    one_line,
+)
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
-from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits, one_line
+from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path

@@ -15,16 +15,20 @@ from typing import NoReturn, TypeVar
 
 import aiohttp
 
-from sglang_cake.core.errors import ConfigError, StoreFull, StoreUnavailable
-from sglang_cake.stores.circuit_breaker import (
+from sglang_cake.core.errors import (
     MAX_TEXT_CHARS,
+    ConfigError,
+    StoreFull,
+    StoreUnavailable,
+    one_line,
+)
+from sglang_cake.stores.circuit_breaker import (
     READS,
     Circuit,
     Fault,
     RemoteCounters,
     RemoteError,
     TimeoutLimits,
-    one_line,
 )
 from sglang_cake.stores.http import protocol
 

@@ -27,9 +27,8 @@ from gunicorn.errors import HaltServer
 from gunicorn.workers.base import Worker
 
 from sglang_cake.core.backoff import Backoff
-from sglang_cake.core.errors import CakeError, ConfigError, StoreUnavailable
+from sglang_cake.core.errors import CakeError, ConfigError, StoreUnavailable, one_line
 from sglang_cake.core.local_files import temporary_folder
-from sglang_cake.stores.circuit_breaker import one_line
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import ServerCredentials
 from sglang_cake.stores.http.request_body import STUCK_S

@@ -21,7 +21,7 @@ from botocore.exceptions import (
     ReadTimeoutError,
 )
 
-from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
+from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable, one_line
 from sglang_cake.stores.circuit_breaker import (
     READS,
     Circuit,
@@ -29,7 +29,6 @@ from sglang_cake.stores.circuit_breaker import (
     RemoteCounters,
     RemoteError,
     TimeoutLimits,
-    one_line,
 )
 
 CONNECT_TIMEOUT_S = 3.0

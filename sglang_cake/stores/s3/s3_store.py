@@ -28,11 +28,12 @@ from sglang_cake.core.errors import (
     ConfigError,
     StoreError,
     StoreUnavailable,
+    one_line,
 )
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
-from sglang_cake.stores.circuit_breaker import TimeoutLimits, one_line
+from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.lookup_rounds import look_up_in_rounds
 from sglang_cake.stores.s3.bucket import S3Bucket, S3Error, S3Place
