@@ -102,20 +102,11 @@ class SharedStore:
 
 @dataclass(frozen=True, slots=True)
 class StoreLink:
-    """A store and its link, with its true costs. One block crosses it at a time.
-
-    Attributes:
-        holds: how many of a prompt's stored blocks it has, from the first one on; None: all.
-    """
+    """A store and its link, with its true costs. One block crosses it at a time."""
 
     load: LoadCost
     speed: Speed = field(default_factory=Speed)
     shared_store: SharedStore | None = None
-    holds: int | None = None
-
-    def has(self, block: int) -> bool:
-        """Whether it has the block of this number, if that is stored."""
-        return self.holds is None or block < self.holds
 
 
 @dataclass(frozen=True, slots=True)

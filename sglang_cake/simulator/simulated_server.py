@@ -209,10 +209,10 @@ class LinkQueue:
     store_link: StoreLink
     free_s: float
 
-    def brings(self, block: int, *, before_s: float) -> bool:
+    def brings(self, *, before_s: float) -> bool:
         """Whether one more block would land before that time; it is queued then."""
         done_s = self.free_s + self.store_link.load.block_s
-        if done_s >= before_s or not self.store_link.has(block):
+        if done_s >= before_s:
             return False
         self.free_s = done_s
         return True
@@ -491,12 +491,7 @@ class SimulatedServer:
         are added to their queues."""
         lands_s = self._clock.now + store_link.load.block_s
         for block in live.wanted():
-            if block not in live.meet.end_indices and not store_link.has(block):
-                continue
-            for other in others:
-                if other.brings(block, before_s=lands_s):
-                    break
-            else:
+            if not any(other.brings(before_s=lands_s) for other in others):
                 return block
         return None
 

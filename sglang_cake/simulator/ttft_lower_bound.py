@@ -52,8 +52,7 @@ def ttft_lower_bound(
     """The bound for one prompt that arrives at time 0, and how far it computes before that t.
 
     Args:
-        stored_blocks: how many of its first full blocks are stored; None: all. Every store counts
-            as having all of them, whatever `StoreLink.holds` says.
+        stored_blocks: how many of its first full blocks are stored, in every store; None: all.
     """
     blocks = prompt_tokens // block_tokens
     count = blocks if stored_blocks is None else min(stored_blocks, blocks)

@@ -154,14 +154,6 @@ def test_simulated_server_bandwidths_of_unequal_sources_add_up() -> None:
     assert two_s == pytest.approx(one_s / 1.25, rel=0.02)
 
 
-def test_simulated_server_source_gives_only_the_blocks_it_holds() -> None:
-    near = StoreLink(LoadCost(0.02, 0.001), holds=10)
-    machine = Machine(PREFILL, MACHINE.load, further=(near,))
-    result = simulate_prompt(machine, 8192, chunk_tokens=CHUNK, mode="load")
-    # The near one brings its 10 at once, the far one the other 54.
-    assert result.ttft_s == pytest.approx(0.02 + 54 * 0.015, abs=0.1)
-
-
 def test_simulated_server_adaptive_lets_short_prompts_pass() -> None:
     stored = Prompt(16384, rid="stored")
     short = [Prompt(300, 0.1 + 0.01 * i, 0, rid=str(i)) for i in range(8)]
