@@ -143,7 +143,7 @@ def _because(server: ServerSpec, rows: list[dict[str, Any]]) -> str:
     longest = max(rows, key=lambda row: row["tokens"])
     answer = _answer(rows)
     if answer == "no":
-        needed = _bandwidth_for(server, longest["tokens"], WANTED_GAIN)
+        needed = _wanted_bandwidth(server, longest["tokens"])
         text = "no: this store is too slow beside this GPU; computing again is as fast"
         return text + (
             f". {WANTED_GAIN:g}x faster at {longest['tokens']:,} tokens would need about "
@@ -179,15 +179,16 @@ def _because(server: ServerSpec, rows: list[dict[str, Any]]) -> str:
     return f"{where}: {gains}"
 
 
-def _bandwidth_for(server: ServerSpec, tokens: int, gain: float) -> float | None:
-    """Bytes per second of the first store at which Cake is `gain` times faster than computing."""
+def _wanted_bandwidth(server: ServerSpec, tokens: int) -> float | None:
+    """Bytes per second of the first store at which Cake is WANTED_GAIN times faster than
+    computing."""
     block_bytes = server.block_tokens * server.read_bytes_per_token
     load = server.machine.load
 
     def gains(bytes_per_s: float) -> bool:
         cost = LoadCost(load.latency_s, block_bytes / bytes_per_s)
         found = predict_ttft(replace(server, machine=replace(server.machine, load=cost)), tokens)
-        return found["compute"] / found["cake"] >= gain
+        return found["compute"] / found["cake"] >= WANTED_GAIN
 
     low, high = block_bytes / load.block_s, 1e13
     if not gains(high):

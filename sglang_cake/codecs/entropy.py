@@ -175,22 +175,22 @@ class Entropy:
         whole = np.rint(numbers).astype(np.int32)
         means = np.rint(whole.mean(axis=1)).astype(np.int32)
         gaps = whole - means[:, None]
-        classes = _classes(gaps, 1)
+        classes = _classes(gaps)
         middles = np.rint(np.median(classes, axis=1)).astype(np.uint8)
-        return Coded(steps, middles, _classes(means, 1), classes, means, gaps)
+        return Coded(steps, middles, _classes(means), classes, means, gaps)
 
 
 def _side_bytes(part: Part) -> int:
     return 6 * part.layers
 
 
-def _classes(numbers: Whole, axis: int) -> Classes:
-    """The class by which numbers along an axis are coded: the nearest in width of those whose
-    range holds each of them."""
-    spread = np.sqrt(np.mean(np.square(numbers, dtype=np.float64), axis=axis))
+def _classes(numbers: Whole) -> Classes:
+    """The class by which numbers along the second axis are coded: the nearest in width of those
+    whose range holds each of them."""
+    spread = np.sqrt(np.mean(np.square(numbers, dtype=np.float64), axis=1))
     nearest = np.rint(2 * np.log2(spread / width(0) + 1e-9))
     limits = np.array([widest(kind) for kind in range(CLASSES)])
-    needed = np.searchsorted(limits, np.abs(numbers).max(axis=axis))
+    needed = np.searchsorted(limits, np.abs(numbers).max(axis=1))
     found: Classes = np.maximum(np.clip(nearest, 0, CLASSES - 1), needed).astype(np.uint8)
     return found
 

@@ -128,19 +128,15 @@ class Breaker:
     monotonic clock.
     """
 
-    def __init__(
-        self, *, failures: int, first_s: float, last_s: float, calls_may_hang: bool = False
-    ) -> None:
+    def __init__(self, *, failures: int, calls_may_hang: bool = False) -> None:
         """Args:
         failures: in a row, until the breaker opens.
-        first_s, last_s: length of the first pause, and limit for later ones. A failed probe
-            doubles it.
         calls_may_hang: no time limit ends a call. A probe that has not returned after another
             pause of the same length is then followed by the next one, and not awaited. Any success
             closes the breaker, an outdated one too: probes may all take longer than a pause.
         """
         self._limit = failures
-        self._backoff = Backoff(first_s, last_s)
+        self._backoff = Backoff(FIRST_S, LAST_S)
         self._calls_may_hang = calls_may_hang
         self._ticket = 0
         self._failures = 0
@@ -295,7 +291,7 @@ class Circuit:
         self._clock = clock
         self._timeout = AdaptiveTimeout(limits, at_once)
         self._floor_s = limits.floor_s
-        self._breaker = Breaker(failures=FAILURES, first_s=FIRST_S, last_s=LAST_S)
+        self._breaker = Breaker(failures=FAILURES)
         self._fault = ""  # last failure, for messages
         self._failing_since_s: float | None = None
         self._forbidden_s: float | None = None  # time of the last log line about it

@@ -5,16 +5,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_cake.stores.circuit_breaker import Breaker
+from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, Breaker
 
-FAILURES, FIRST_S, LAST_S = 3, 1.0, 8.0
+FAILURES = 3
 
 
 both_kinds = pytest.mark.parametrize("calls_may_hang", [False, True])
 
 
 def new(*, calls_may_hang=False):
-    return Breaker(failures=FAILURES, first_s=FIRST_S, last_s=LAST_S, calls_may_hang=calls_may_hang)
+    return Breaker(failures=FAILURES, calls_may_hang=calls_may_hang)
 
 
 def ask(breaker, now_s):
@@ -68,13 +68,13 @@ def test_breaker_probe_that_hangs_is_followed_by_another_after_a_pause():
 @both_kinds
 def test_breaker_failed_probes_double_the_wait_and_success_resets_it(calls_may_hang):
     breaker, now_s, waits = opened(calls_may_hang=calls_may_hang), 0.0, []
-    for _ in range(5):
+    for _ in range(8):
         before_s = now_s
         while (probe := ask(breaker, now_s)) is None:
             now_s += 0.5
         waits.append(now_s - before_s)
         breaker.failed(probe, now_s)
-    assert waits == [1, 2, 4, 8, 8]
+    assert waits == [1, 2, 4, 8, 16, 32, LAST_S, LAST_S]
     breaker.succeeded(ask(breaker, now_s + LAST_S))
     for _ in range(FAILURES):
         breaker.failed(ask(breaker, now_s), now_s)

@@ -18,7 +18,7 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import LentBlock, Store, StoreStats, puts_at_once
-from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, SLACK, Breaker
+from sglang_cake.stores.circuit_breaker import SLACK, Breaker
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.memory.host_memory_store import HostMemoryStore
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
@@ -444,4 +444,4 @@ def memory_store_of(store: Store) -> HostMemoryStore | None:
 
 
 def _new_breaker() -> Breaker:
-    return Breaker(failures=FAILURES_IN_A_ROW, first_s=FIRST_S, last_s=LAST_S, calls_may_hang=True)
+    return Breaker(failures=FAILURES_IN_A_ROW, calls_may_hang=True)
