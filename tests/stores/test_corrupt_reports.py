@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from sglang_cake.testing.virtual_time import in_virtual_time
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.stores.corrupt_reports import MOST_REPORTS, REPORT_S, CorruptReports
 from sglang_cake.testing.store_contract import key_of
