@@ -454,6 +454,7 @@ class VirtualStore(Store):
     Attributes:
         keys: the stored blocks.
         read_s: when each read ended.
+        late_s: number of a read -> how long the link stops before it.
     """
 
     def __init__(
@@ -472,6 +473,8 @@ class VirtualStore(Store):
         self._free_s = [0.0, 0.0]  # of reads, of writes
         self.keys: set[BlockKey] = set()
         self.read_s: list[float] = []
+        self.late_s: dict[int, float] = {}
+        self._reads = 0
 
     @property
     def cost(self) -> LoadCost:
@@ -487,6 +490,9 @@ class VirtualStore(Store):
     ) -> int:
         if key not in self.keys:
             raise BlockMissing(key.hex())
+        self._free_s[0] = max(self._free_s[0], self._io.now_s)
+        self._free_s[0] += self.late_s.get(self._reads, 0.0)
+        self._reads += 1
         await self._cross(0, progress, len(out))
         self.read_s.append(self._io.now_s)
         return len(out)

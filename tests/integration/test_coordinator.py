@@ -1092,12 +1092,14 @@ def test_coordinator_prompt_whose_limit_is_less_than_a_page_would_wait(
             assert harness.coordinator.would_wait(harness.other, 64) == waits
 
 
-@pytest.mark.parametrize("settings", [{"mode": "load"}, {"block_s": 1e-9}])
-def test_coordinator_no_limit_in_another_mode_or_for_overdue_loads(
-    settings: dict[str, Any],
-) -> None:
-    with Passing(**settings) as harness:
+def test_coordinator_no_limit_in_another_mode() -> None:
+    with Passing(mode="load") as harness:
         assert harness.limit(harness.loaded, harness.other) is None
+
+
+def test_coordinator_later_prompt_has_a_limit_while_loads_are_overdue() -> None:
+    with Passing(block_s=1e-9) as harness:
+        assert harness.limit(harness.loaded, harness.other) == 0
 
 
 def test_coordinator_earlier_prompt_has_no_limit() -> None:

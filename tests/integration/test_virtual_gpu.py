@@ -147,6 +147,24 @@ def test_virtual_gpu_stored_prompt_does_not_wait_for_steps_of_a_later_one(
     assert found["auto"][1] <= found["compute"][1]
 
 
+@pytest.mark.parametrize("late_s", [0.05, 10.0])
+def test_virtual_gpu_stored_prompt_does_not_wait_for_a_step_of_a_later_one_if_a_block_is_late(
+    late_s: float,
+) -> None:
+    model, found = LLAMA_8B, {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_scheduler(model, link_bytes_per_s=8 * GB, mode=mode) as loop:
+            loop.knows_costs()
+            loop.store.late_s[10] = late_s
+            first, later = prompt(0, 3000), prompt(1, 40000)
+            loop.store.keys |= set(loop.keys(first.origin_input_ids))
+            found[mode] = [run.ttft_s for run in loop.serve([(0.0, first), (0.001, later)])]
+    whole_step_s = model.prefill.step_s(0, 8192)
+    assert found["auto"][0] <= found["compute"][0] + whole_step_s / 2
+    assert found["auto"][1] <= found["compute"][1] + whole_step_s / 2
+
+
 @models
 @pytest.mark.parametrize("link", [2, 8, 25])
 def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(

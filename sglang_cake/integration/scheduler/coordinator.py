@@ -874,15 +874,15 @@ class Coordinator:
         self, served: Sequence[PromptRecord]
     ) -> Iterator[tuple[PromptRecord, float]]:
         """Prompts of `served`, in the order of the link, that could be admitted once their loads
-        are over; each with the time until then. Those of which no block comes are left out."""
+        are over; each with the time until then. Those without memory for a block are left out."""
         total_s = 0.0
         for record in served:
             if not record.agreed.lookup_done or record.agreed.load_from is None:
                 continue
             rest_s = record.rest_of_loads_s
             total_s += rest_s
-            late = record.agreed.link_idle or self.step_costs.is_overdue(record)
-            if rest_s and not late and record.queue.has_memory is not False:
+            has_memory = record.queue.has_memory is not False and not record.agreed.link_idle
+            if rest_s and has_memory:
                 yield record, total_s * (1 + record.agreed.cost.error)
 
     def _link_order(self, serving: Sequence[str], chunked: str | None) -> list[PromptRecord]:
