@@ -101,8 +101,8 @@ def harness() -> Iterator[SavingHarness]:
         yield made
 
 
-def known(blocks: int, *stored: int, next_tokens: int = 0) -> PromptRecord:
-    made = record_of(blocks, block=BLOCK, next_tokens=next_tokens)
+def known(blocks: int, *stored: int, **settings: Any) -> PromptRecord:
+    made = record_of(blocks, block=BLOCK, **settings)
     made.agreed.lookup_done = True
     made.agreed.stored = tuple(b in stored for b in range(blocks))
     return made
@@ -300,6 +300,16 @@ def test_block_saving_block_that_a_rank_could_not_read_is_stored_by_that_rank(
     record.local.failed = {1 - turn}
     assert harness.checkpoint(record, 2 * BLOCK) == [1 - turn]
     harness.expect(record, 1 - turn)
+
+
+def test_block_saving_lost_end_block_is_not_taken_for_the_block_behind_those_of_the_lookup(
+    one_of_two: tuple[int, SavingHarness],
+) -> None:
+    """Indices of end blocks begin there."""
+    _, harness = one_of_two
+    record = known(4, 0, 1, 2, 3, limit=2 * BLOCK)
+    record.local.failed = {2, 3}
+    assert harness.checkpoint(record, 4 * BLOCK) == []
 
 
 def test_block_saving_blocks_of_another_ranks_turn_are_not_counted_as_given_up(

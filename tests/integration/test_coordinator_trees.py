@@ -15,10 +15,15 @@ pytest.importorskip("sglang.test.kits.unified_radix_cache")  # from SGLang 0.5.2
 
 from coordinator_harness import NAMESPACE, NO_MEMORY, CoordinatorHarness
 from faults import Fault
+from held_reads import PATIENCE_S
 from hybrid_trees import SPARSE, CompressedTree, HybridTree, RequestWindowTree, SparseTree, tree_of
+from kv_pools import buffers_for
 
+from sglang_cake.core.buffers import BufferPool
 from sglang_cake.core.errors import BlockCorrupt
 from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed, end_keys
+from sglang_cake.integration.memory.block_saving import BlockSaving
+from sglang_cake.writeback.block_writer import Writer
 
 KINDS: dict[str, Callable[[], HybridTree]] = {
     "window-state": partial(tree_of, "window-state"),
@@ -220,6 +225,28 @@ def test_coordinator_trees_end_state_copied_in_part_leaves_the_state_of_its_requ
         harness.prefill(running_prompt(harness) if running else waiting_prompt(harness))
         assert not harness.copier.errors
         assert {*others} <= {*harness.copier.launched}
+
+
+@several_end_blocks
+def test_coordinator_trees_end_state_of_which_a_block_is_lost_is_stored_again(kind: str) -> None:
+    """Its first block is stored, and each lookup finds that one."""
+    with TreeHarness(kind) as harness:
+        side, chain = harness.side, harness.chain.of(harness.document)
+        lower, (first, *_, lost) = (
+            end_keys(chain[blocks - 1], len(harness.end)) for blocks in (BLOCKS // 2, BLOCKS)
+        )
+        for key in (*lower, lost):
+            del harness.memory.blocks[key]
+        buffers = BufferPool(buffers_for(harness.kv, 20))
+        writer = Writer(harness.memory, buffers, harness.io, harness.counters)
+        side.tree.saving = BlockSaving(harness.kv, harness.copier, writer, ends=side.ends)
+        harness.open(*harness.keys)
+        req = harness.prompt([*harness.document, *harness.question])
+        assert harness.prefill(req)["loaded_tokens"] == 0
+        harness.go(req)
+        harness.io.run(writer.drained(), PATIENCE_S)
+        assert harness.memory.blocks[first] == harness.end[0]
+        assert harness.memory.blocks[lost] == harness.end[-1]
 
 
 @several_end_blocks

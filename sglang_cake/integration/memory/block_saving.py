@@ -150,7 +150,9 @@ class BlockSaving:
         unsaved = self._requests.get(record)
         seen = 0 if unsaved is None else unsaved.end
         size = self._block_tokens
-        known = [block * size + size for block, yes in enumerate(record.agreed.ends) if yes]
+        agreed = record.agreed
+        stored = {block for block, yes in enumerate(agreed.ends) if yes} - agreed.lost_ends
+        known = [block * size + size for block in stored]
         since = max([seen, *(each for each in known if each <= end)])
         last |= end >= self._last_block(record) * size or end == self.branch(record)
         return end > seen and (end - since) // size >= self._ends.count * (
@@ -314,11 +316,12 @@ class BlockSaving:
             raise
 
     def _is_new(self, record: PromptRecord, block: int) -> bool:
-        if block in record.local.failed:
+        loadable = block < record.meet.block_count  # otherwise, an end block may have its index
+        if loadable and block in record.local.failed:
             return True  # the store could not deliver it: put it there again
         if not self._shard.stores(block):
             return False
-        if block < record.meet.block_count and record.meet.state(block) is BlockState.ATTACHED:
+        if loadable and record.meet.state(block) is BlockState.ATTACHED:
             return False
         tokens_after = record.stats.matched_tokens - (block + 1) * self._block_tokens
         if 0 <= tokens_after < record.key_chain.next_tokens:

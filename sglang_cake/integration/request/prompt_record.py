@@ -124,6 +124,7 @@ class AgreedLoads:
         lookup_done: the lookups of all ranks have answered.
         stored: which full blocks are stored, once the lookup is done.
         ends: after which of them an end state is stored, as far as the lookup says.
+        lost_ends: of these, blocks after which a part of the end state could not be loaded.
         begun: a block has landed.
         elapsed_s: time without progress. Before the lookup has answered, it counts from the start
             of the lookup. After that, it counts from the last fetched block, or from the moment
@@ -141,6 +142,7 @@ class AgreedLoads:
     lookup_done: bool = False
     stored: tuple[bool, ...] = ()
     ends: tuple[bool, ...] = ()
+    lost_ends: set[int] = field(default_factory=set)
     begun: bool = False
     elapsed_s: float = 0.0
     first_poll_s: float | None = None

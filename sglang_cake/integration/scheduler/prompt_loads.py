@@ -90,6 +90,8 @@ class PromptLoads:
         self._device_slots.unreserve(record, update.lost, "peer")
         for block in update.lost:
             if record.meet.state(block) is BlockState.WANTED:
+                if block in record.meet.end_indices:
+                    record.agreed.lost_ends.add(record.meet.run.stop - 1)
                 self._device_slots.discard(record, record.meet.lost(block), "overtaken")
             if block in record.local.fetched:  # another rank could not fetch its part
                 self._device_slots.refuse(record, record.local.fetched.pop(block), "peer")
