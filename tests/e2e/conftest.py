@@ -281,5 +281,5 @@ def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
 def no_alarm(request: pytest.FixtureRequest) -> Iterator[None]:
     """Checks the log of the shared server after each test."""
     yield
-    if "both" in request.fixturenames:
-        request.getfixturevalue("both").check_log()
+    for server in {"both", "loading"}.intersection(request.fixturenames):
+        request.getfixturevalue(server).check_log()

@@ -34,12 +34,12 @@ def test_server_without_cake_has_no_cake_meta_metrics_or_log_line(
     assert "cake is on" not in plain.server.logs()
 
 
-def test_server_with_cake_has_cake_metrics_and_log_lines(both: Live) -> None:
+def test_server_with_cake_has_cake_metrics_and_log_lines(loading: Live) -> None:
     """Control of the test above. The lines are those that docs/quickstart.md shows, and the second
     one is what benchmarks/gpu/serve.py waits for."""
-    assert "sglang:cake_" in requests.get(both.url + "/metrics", timeout=60).text
-    assert "cake is on" in both.server.logs()
-    until(lambda: "cake: namespace " in both.server.logs(), "the namespace in the log")
+    assert "sglang:cake_" in requests.get(loading.url + "/metrics", timeout=60).text
+    assert "cake is on" in loading.server.logs()
+    until(lambda: "cake: namespace " in loading.server.logs(), "the namespace in the log")
 
 
 SGLANG_ALONE = f"""
