@@ -89,14 +89,22 @@ def is_name(name: str) -> bool:
     return not ours.isdisjoint(words()) or name in sglang_words()
 
 
-def named_file(name: str) -> bool:
-    """Whether `name` is the end of the path of a file, or of a folder, of the repository."""
-    return any(ends_with(part, name) for path in tracked() for part in (path, *path.parents))
+@cache
+def files_by_ending() -> dict[tuple[str, ...], set[Path]]:
+    """The files of the repository, by each end of their paths. Those of folders have none."""
+    found: dict[tuple[str, ...], set[Path]] = {}
+    for path in tracked():
+        for part in (path, *path.parents):
+            for first in range(len(part.parts)):
+                files = found.setdefault(part.parts[first:], set())
+                if part is path:
+                    files.add(path)
+    return found
 
 
-def ends_with(path: Path, name: str) -> bool:
-    parts = Path(name).parts
-    return path.parts[-len(parts) :] == parts
+def files_of(name: str) -> set[Path] | None:
+    """The files whose paths end with `name`; None: neither those of files nor of folders do."""
+    return files_by_ending().get(Path(name).parts)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -105,9 +113,11 @@ def test_docs_back_ticked_paths_exist(path: Path) -> None:
     for text in re.findall(r"`([^`\n]+)`", prose(path)):
         name, _, rest = text.partition(": ")
         if re.fullmatch(r"[\w./-]+\.(?:py|md)", name) or re.fullmatch(ours + r"[\w./-]*", name):
-            assert named_file(name), text
-            files = [ROOT / path for path in tracked() if ends_with(path, name)]
-            assert words_of(files).issuperset(re.findall(r"[A-Za-z_]\w*", rest)), text
+            files = files_of(name)
+            assert files is not None, text
+            assert words_of(ROOT / file for file in files).issuperset(
+                re.findall(r"[A-Za-z_]\w*", rest)
+            ), text
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -115,7 +125,7 @@ def test_docs_paths_in_blocks_of_code_exist(path: Path) -> None:
     blocks = re.findall(r"^ *```.*?^ *```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     ours = r"(?<![\w./~$-])(?:sglang_cake|tests|benchmarks|docs|patches|examples)/[\w./-]*\w"
     for name in re.findall(ours, "\n".join(blocks)):
-        assert named_file(name), name
+        assert files_of(name) is not None, name
 
 
 def wrong_references(text: str) -> list[str]:
