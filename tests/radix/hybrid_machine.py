@@ -1,8 +1,9 @@
 """Random calls on a tree and its pools: every step reads right KV, and the books balance."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
-from hybrid_trees import HybridTree
+from hybrid_trees import HybridTree, Store
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,26 +20,37 @@ SETTINGS = settings(max_examples=15, stateful_step_count=50)
 UNIT_BLOCK = 8  # the numbers below are for blocks of so many tokens, and 20 of them in a pool
 
 
+def tokens_of(document: int, tokens: int) -> list[int]:
+    return [10_000 * (document + 1) + at for at in range(tokens)]
+
+
+def with_documents(side: HybridTree) -> Store:
+    """The store of this tree with two documents."""
+    unit = side.block // UNIT_BLOCK
+    for document in range(2):
+        req = side.arrive(tokens_of(document, 57 * unit))
+        assert side.admit(req)
+        for stop in (16, 32, 56):
+            assert side.compute(req, min(stop * unit + side.behind, 57 * unit))
+            assert side.save(req, stop * unit)
+        side.release(req, checkpoint=False)
+    return side.store
+
+
 class HybridMachine(RuleBasedStateMachine):
     """Requests come, are loaded for, are computed, and go, in a pool that is too small for all."""
 
     make: Callable[[], HybridTree]
+    stored: Store  # two documents
 
     @initialize()
     def begin(self) -> None:
-        side = self.side = type(self).make()
-        self.unit = side.block // UNIT_BLOCK
-        for document in range(2):
-            req = side.arrive(self.tokens_of(document, 57))
-            assert side.admit(req)
-            for stop in (16, 32, 56):
-                assert side.compute(req, min(stop * self.unit + side.behind, 57 * self.unit))
-                assert side.save(req, stop * self.unit)
-            side.release(req, checkpoint=False)
-        side.empty()
+        self.side = type(self).make()
+        self.side.store = deepcopy(self.stored)
+        self.unit = self.side.block // UNIT_BLOCK
 
     def tokens_of(self, document: int, units: int) -> list[int]:
-        return [10_000 * (document + 1) + at for at in range(units * self.unit)]
+        return tokens_of(document, units * self.unit)
 
     @precondition(lambda self: len(self.side.live) < 4)  # SGLang has states for those that run
     @rule(
@@ -129,5 +141,6 @@ class HybridMachine(RuleBasedStateMachine):
 
 
 def run_machine(make: Callable[[], HybridTree]) -> None:
-    machine = type("Machine", (HybridMachine,), {"make": staticmethod(make)})
+    names = {"make": staticmethod(make), "stored": with_documents(make())}
+    machine = type("Machine", (HybridMachine,), names)
     run_state_machine_as_test(machine, settings=SETTINGS)
