@@ -90,19 +90,14 @@ def test_patch_revert_of_released_files_changes_no_file(site: Path) -> None:
     assert snapshot(site) == before
 
 
-def test_patch_apply_keeps_the_mode_of_a_file(site: Path, copies: Copies) -> None:
-    path = site / next(iter(copies.released))
-    path.chmod(0o640)
-    command(site, "apply")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-def test_patch_apply_leaves_a_hard_linked_copy_unchanged(
+def test_patch_apply_keeps_the_mode_of_a_file_and_a_hard_linked_copy(
     site: Path, copies: Copies, tmp_path: Path
 ) -> None:
     name = next(iter(copies.released))
+    (site / name).chmod(0o640)
     (tmp_path / "cache").hardlink_to(site / name)
     command(site, "apply")
+    assert stat.S_IMODE((site / name).stat().st_mode) == 0o640
     assert (tmp_path / "cache").read_bytes() == copies.released[name]
 
 
@@ -160,8 +155,10 @@ def test_patch_apply_without_a_record_refuses_a_shifted_hunk(site: Path, copies:
     assert_refused(site, "apply", path)
 
 
-@pytest.mark.parametrize("action", ["status", "apply", "revert"])
-@pytest.mark.parametrize("version", ["0.5.21", "0.5.24", "0.5.23.post1"])
+@pytest.mark.parametrize(
+    ("action", "version"),
+    [("status", "0.5.21"), ("apply", "0.5.24"), ("revert", "0.5.23.post1")],
+)
 def test_patch_other_sglang_version_is_refused(
     site: Path, copies: Copies, action: str, version: str
 ) -> None:
