@@ -6,12 +6,13 @@ The whole table, with times and S3 beside HTTP, is `python -m benchmarks faults`
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from live import ADMIN, ADMIN_KEY, BLOCK, DEADLINE_S, VOCAB, Answer, Live, Start, assert_same
 from polling import until
-from test_shared_store import SharedStore
+from shared_store import SharedStore
 
 from benchmarks.harness.fault_proxy import FAULTS, READ_METHODS, FaultProxy
 
@@ -29,20 +30,14 @@ TRIED = {
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[SharedStore]:
-    store = SharedStore(folder / "store-faults")
-    try:
+    with SharedStore(folder / "store-faults") as store:
         yield store
-    finally:
-        assert store.stop() == 0
 
 
 @pytest.fixture(scope="module")
 def proxy(shared: SharedStore) -> Iterator[FaultProxy]:
-    proxy = FaultProxy(int(shared.url.rpartition(":")[2]), 20e6)
-    try:
+    with closing(FaultProxy(shared.port, 20e6)) as proxy:
         yield proxy
-    finally:
-        proxy.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ last step can begin when the first bytes of the last blocks have arrived.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from live import (
     falsify,
 )
 from polling import until
-from test_shared_store import SharedStore
+from shared_store import SharedStore
 
 from benchmarks.harness.slow_link import SlowLink
 from sglang_cake.codecs.frame import HEADER_BYTES
@@ -186,9 +187,10 @@ def test_early_last_step_beside_a_decoding_request_does_not_happen(
 def remote(
     start: Start, models: dict[str, Path], folder: Path, standins: dict[str, str]
 ) -> Iterator[SlowStoreServer]:
-    store = SharedStore(folder / "store-remote")
-    link = SlowLink(int(store.url.rpartition(":")[2]), 20e6)
-    try:
+    with (
+        SharedStore(folder / "store-remote") as store,
+        closing(SlowLink(store.port, 20e6)) as link,
+    ):
         url = f"http://127.0.0.1:{link.port}"
         flags = (*FLAGS, "--enable-cake", "--cake-store", url, "--cake-block-tokens", str(BLOCK))
         flags += ("--cake-min-load-tokens", str(BLOCK))
@@ -196,9 +198,6 @@ def remote(
             live.store = store.view
             yield SlowStoreServer(live, link)
             live.check_log()
-    finally:
-        link.close()
-        assert store.stop() == 0
 
 
 def test_early_last_step_over_a_slow_link_gives_the_plain_answer(

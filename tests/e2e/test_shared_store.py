@@ -6,7 +6,6 @@ Blocks are stored with a lossless codec, so answers must be equal.
 import os
 import random
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,14 +19,12 @@ from live import (
     Live,
     PendingRequest,
     Start,
-    StoreView,
     assert_same,
 )
-from patient import SGLANG_CAKE
 from polling import until
+from shared_store import SharedStore
 
 from sglang_cake.codecs.frame import HEADER_BYTES, read_header
-from sglang_cake.demo.sglang_server import free_port
 
 FLAGS = (
     *("--dtype", "float32", "--max-total-tokens", "12000"),
@@ -35,49 +32,10 @@ FLAGS = (
 )
 
 
-class SharedStore:
-    """`sglang-cake store serve`, always on the same port."""
-
-    def __init__(self, root: Path) -> None:
-        self.view, self._port = StoreView(root), str(free_port())
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            [
-                *(*SGLANG_CAKE, "store", "serve", "--root", str(self.view.root)),
-                *("--port", self._port, "--capacity", "1GB", "--min-free", "0"),
-            ],
-            stdout=subprocess.PIPE,
-            env=os.environ,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().split()[-1]
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to all of its processes."""
-        pid = self._process.pid
-        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for one in (pid, *map(int, workers)):
-            os.kill(one, number)
-
-    def kill(self) -> None:
-        self.send(signal.SIGKILL)
-        self._process.wait(60)
-
-    def stop(self) -> int:
-        self._process.terminate()
-        return self._process.wait(60)
-
-
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[SharedStore]:
-    store = SharedStore(folder / "shared")
-    try:
+    with SharedStore(folder / "shared") as store:
         yield store
-    finally:
-        assert store.stop() == 0
 
 
 @pytest.fixture(scope="module")

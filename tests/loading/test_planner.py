@@ -494,8 +494,7 @@ def ideal_s(machine: Machine, prompt: int) -> float:
     return per_token_s * (stored - low) + machine.prefill.step_s(stored, prompt)
 
 
-@pytest.mark.parametrize("growth", [0.0, 0.6])
-@pytest.mark.parametrize("chunk", [512, 2048])
+@pytest.mark.parametrize(("chunk", "growth"), [(512, 0.6), (2048, 0.0)])
 @pytest.mark.parametrize(
     ("prompt", "bound"),
     # Blocks are whole: the fewer there are, the more a half of one is.

@@ -31,10 +31,10 @@ SIZES = [
     4095,
     4096,
     4097,
-    3 * IO_BYTES,
-    3 * IO_BYTES + 4096,
-    3 * IO_BYTES - 1,
-    3 * IO_BYTES + 4097,
+    2 * IO_BYTES,
+    2 * IO_BYTES + 4096,
+    2 * IO_BYTES - 1,
+    2 * IO_BYTES + 4097,
 ]
 
 

@@ -174,7 +174,7 @@ def test_block_folder_claimed_namespaces_use_no_space(tmp_path):
 def test_block_folder_unused_descriptions_are_counted_and_bounded(tmp_path):
     with contextlib.closing(opened(tmp_path)) as folder:
         put(folder, 0)
-        for n in range(600):
+        for n in range(3 * MOST_UNUSED):
             long = Namespace((("weights", f"{n}"), ("note", "x" * 60_000)))
             folder.write_description(long.digest(), long.describe())
             assert folder.descriptions.read(long.digest()) == long.describe()
