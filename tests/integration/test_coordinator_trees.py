@@ -6,7 +6,7 @@ Each step reads what a model's step would, and finds it right (`HybridTree.check
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -38,6 +38,26 @@ KINDS: dict[str, Callable[[], HybridTree]] = {
 BLOCKS = 6  # of a document
 
 
+def document_of(side: HybridTree) -> list[int]:
+    return [*range(1000, 1000 + BLOCKS * side.block)]
+
+
+@cache
+def documented(kind: str) -> dict[BlockKey, bytes]:
+    """What another server has stored of the document, with the ends in its middle and behind it."""
+    side = KINDS[kind]()
+    document, chain = document_of(side), KeyChain(KeySeed(NAMESPACE), side.block)
+    req = side.start([*document, 1])
+    for blocks in (BLOCKS // 2, BLOCKS):
+        assert side.compute(req, blocks * side.block)
+        assert side.save(req, blocks * side.block)
+    keys = chain.of(document)
+    stored = {k: side.store.blocks[(*document[: n * side.block],)] for n, k in enumerate(keys, 1)}
+    for end, pieces in side.store.ends.items():
+        stored |= dict(zip(end_keys(chain.of(end)[-1], len(pieces)), pieces, strict=True))
+    return stored
+
+
 class TreeHarness(CoordinatorHarness):
     """The coordinator serves requests of the tree, as the prefill adder has it."""
 
@@ -48,30 +68,14 @@ class TreeHarness(CoordinatorHarness):
         super().__init__(tree=self.side, end_blocks=count, staging=2 * count + 2 * BLOCKS)
         self.question = [*range(1, 4 + self.side.tail_tokens)]
         self.chain = KeyChain(KeySeed(NAMESPACE), self.block_tokens)
-        self.document = [*range(1000, 1000 + BLOCKS * self.block_tokens)]
-        self.keys = self.write(self.document)
+        self.document = document_of(self.side)
+        stored = documented(kind)
+        self.store(dict(stored))
+        self.keys = [*stored]
         ends = end_keys(self.chain.of(self.document)[-1], count)
-        self.end = [self.memory.blocks[key] for key in ends]  # behind the document
-        self.side.empty()
+        self.end = [stored[key] for key in ends]  # behind the document
         self.side.scramble()
         self.side.tree.coordinator = self.coordinator
-
-    def write(self, document: Sequence[int]) -> list[BlockKey]:
-        """Another server computes and stores a document, with the ends in its middle and behind
-        it. Returns all keys."""
-        side, block = self.side, self.block_tokens
-        req = side.start([*document, 1])
-        for blocks in (BLOCKS // 2, BLOCKS):
-            assert side.compute(req, blocks * block)
-            assert side.save(req, blocks * block)
-        side.release(req, checkpoint=False)
-        keys = self.chain.of(document)
-        stored = {k: side.store.blocks[(*document[: n * block],)] for n, k in enumerate(keys, 1)}
-        for end, pieces in side.store.ends.items():
-            its = end_keys(self.chain.of(end)[-1], len(pieces))
-            stored |= dict(zip(its, pieces, strict=True))
-        self.store(stored)
-        return [*stored]
 
     def prompt(self, tokens: Sequence[int]) -> Any:
         req = self.side.arrive(tokens)
@@ -331,10 +335,11 @@ def test_coordinator_trees_prompt_that_goes_behind_an_attached_end_returns_its_s
 
 
 @kinds()
-@pytest.mark.parametrize("landed", ["nothing", "some blocks", "everything"])
-@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize(
+    ("running", "landed"), [(False, "everything"), (True, "nothing"), (True, "some blocks")]
+)
 def test_coordinator_trees_abort_returns_all_of_a_prompt(
-    kind: str, landed: str, running: bool
+    kind: str, running: bool, landed: str
 ) -> None:
     with TreeHarness(kind) as harness:
         req = harness.prompt([*harness.document, *harness.question])
