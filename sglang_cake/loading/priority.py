@@ -18,10 +18,11 @@ of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overt
 that arrive within `remaining_s / AGEING` seconds after it. All prompts age alike, so the order of
 two of them changes only with their remaining times.
 
-Priorities, where they count, come before all of that. With `--cake-priority fair`, tenants come
-next (`TenantTokens`): all prompts of a tenant with a lower count of tokens go before those of a
-tenant with a higher one. `preempts` says when a prompt that is being computed in chunks is
-interrupted between two of them.
+Priorities, where they count, come before all of that, except against a prompt that had its turn:
+computed alone, it would have the device until its prefill ends. With `--cake-priority fair`,
+tenants come next (`TenantTokens`): all prompts of a tenant with a lower count of tokens go before
+those of a tenant with a higher one. `preempts` says when a prompt that is being computed in chunks
+is interrupted between two of them.
 """
 
 import math
@@ -47,7 +48,7 @@ MOST_TENANTS = 4096
 # shortest prompt goes first. With a smaller span they would alternate at every step.
 TURN_TOKENS = 4096
 
-# Level, turn, aged remaining time, loads not over: the lowest is served first.
+# Level, turn, aged remaining time, neither loads over nor turn had: the lowest is served first.
 SortKey = tuple[int, int, float, bool]
 
 
@@ -65,6 +66,8 @@ class QueueEntry:
         turn: that of its tenant, lowest first; equal for all where tenants do not count.
         level: that of its priority, lowest first; equal for all where priorities do not count.
         yielded: it could have had the device, and waited for its loads instead.
+        had_turn: the device was its own by all priorities, and it let others go first, or lost its
+            place between two chunks. Its priority does not count any more.
     """
 
     rid: str
@@ -77,6 +80,7 @@ class QueueEntry:
     turn: int = 0
     level: int = 0
     yielded: bool = False
+    had_turn: bool = False
 
     @classmethod
     def of(
@@ -122,17 +126,18 @@ class QueueEntry:
 def order(entries: Sequence[QueueEntry]) -> list[int]:
     """Indices into `entries`, in the order of service. Stable.
 
-    Prompts that are only computed stay in the given order. Each is sorted by the shortest waiting
-    time among itself and those before it. Otherwise an old prompt late in the given order would
-    pull the newer ones before it ahead of a loaded prompt.
+    Prompts that are only computed stay in the given order, but for those that had their turn. Each
+    is sorted by the shortest waiting time among itself and those before it. Otherwise an old prompt
+    late in the given order would pull the newer ones before it ahead of a loaded prompt.
 
     A prompt that needs the device stands before the first later prompt of class 1 that is too long
     to pass it.
     """
+    entries = _levelled(entries)
     youngest_s: dict[tuple[int, int], float] = {}
 
     def first_rank(each: QueueEntry) -> SortKey:
-        if not each.only_computed:
+        if each.had_turn or not each.only_computed:
             return rank(each)
         group = (each.level, each.turn)
         youngest_s[group] = min(youngest_s.get(group, each.waited_s), each.waited_s)
@@ -167,6 +172,7 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     | only computed, or loads over | nearly done | its tenant's turn is not later |
     | the same | loads over, or being loaded | it is first in `order`, and of the same turn |
     """
+    running, waiting = _levelled([running, waiting])
     first = order([running, waiting])[0] == 1
     if running.remaining_s is not None:
         return first
@@ -179,11 +185,18 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     return first and waiting.turn == running.turn
 
 
+def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
+    """The entries, of which those that had their turn have the first level of all. SGLang does not
+    interrupt a prefill for a prompt of a higher priority that comes later."""
+    first = min((each.level for each in entries), default=0)
+    return [replace(each, level=first) if each.had_turn else each for each in entries]
+
+
 def rank(entry: QueueEntry) -> SortKey:
     """The place of a waiting prompt, lowest first: on the link, and on the device where no prompt
     needs it."""
     aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
-    return entry.level, entry.turn, aged_s, not entry.loads_over
+    return entry.level, entry.turn, aged_s, not (entry.loads_over or entry.had_turn)
 
 
 class TenantTokens:

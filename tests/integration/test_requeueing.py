@@ -837,6 +837,79 @@ def test_queue_order_lower_priority_never_preempts_a_higher_one(
     assert queue_order.find_preemptor(stored, [below], coordinator, policy, ROOM) is below
 
 
+@pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_queue_order_prompt_that_let_others_go_first_keeps_its_turn_against_higher_priorities(
+    admissions: Make, priority: str, chunked: bool
+) -> None:
+    """With enough requests of a higher priority it would never be served, though it had the device
+    before any of them came."""
+    admission = admissions(priority, priorities=True)
+    stored = admission.req("stored", stored=True, priority=0)
+    admission.coordinator.poll(["stored"])
+    if chunked:
+        admission.queue.append(admission.req("other", priority=0))
+        assert admission.chunk(stored) is None
+    else:
+        admission.wait(stored)
+    admission.land(stored)
+    admission.queue[:] = [admission.req("urgent", priority=5), stored]  # in SGLang's order
+    queue_order.sort_queue(admission.queue, admission.base.coordinator, admission.scheduler.policy)
+    assert [req.rid for req in admission.queue] == ["stored", "urgent"]
+
+
+def test_queue_order_prompts_that_wait_beyond_a_chunk_had_no_turn(admissions: Make) -> None:
+    """Without loads, the first two would fill the step."""
+    admission = admissions(priorities=True)
+    waiting = [admission.req(rid, stored=True, priority=0) for rid in "abc"]
+    admission.coordinator.poll(["a", "b", "c"])
+    for req in waiting:
+        assert admission.coordinator.plan(req, PROMPT + 1).wait
+    assert [admission.coordinator.had_turn(req) for req in waiting] == [True, True, False]
+    admission.coordinator.poll(["a", "b", "c"])
+    assert admission.coordinator.plan(waiting[2], PROMPT + 1).wait
+    assert admission.coordinator.had_turn(waiting[2])
+
+
+def test_coordinator_prompt_that_had_its_turn_is_not_passed_by_whole_steps_of_a_higher_priority(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = admissions(mode="auto", priorities=True)
+    coordinator = admission.coordinator
+    admission.req("stored", stored=True, priority=0)
+    urgent = admission.req("urgent", priority=5)
+    passed: list[list[float]] = []
+    monkeypatch.setattr(
+        coordinator.step_costs,
+        "passing_tokens",
+        lambda rest, most, ends_s, n: passed.append(ends_s),
+    )
+    monkeypatch.setattr(coordinator, "_passed", [(coordinator.live["stored"], 0.1)])
+    coordinator.passing_tokens(urgent, 64)
+    coordinator.live["stored"].queue.had_turn = True
+    coordinator.passing_tokens(urgent, 64)
+    assert passed == [[], [0.1]]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_request_that_had_its_turn_and_gets_no_row_does_not_hold_up_higher_priorities(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda adder, req: req.priority > 0)
+    admission = admissions(priorities=True)
+    stored = admission.req("stored", stored=True, priority=0)
+    urgent = admission.req("urgent", priority=5)
+    adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+    if not waits:
+        admission.land(stored)
+    assert not adder.preempt_to_schedule(stored)  # SGLang admits none after it
+    admission.coordinator.live["stored"].queue.had_turn = True
+    assert adder.preempt_to_schedule(stored)
+    assert adder.add_one_req(stored, False, None) is AddReqResult.CONTINUE
+    assert adder.can_run_list == []
+    assert adder.preempt_to_schedule(urgent)
+
+
 def test_coordinator_prompt_without_memory_to_its_end_stays_in_host_memory(
     admissions: Make,
 ) -> None:

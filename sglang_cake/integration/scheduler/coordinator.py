@@ -163,6 +163,9 @@ class Coordinator:
         self._passed: list[tuple[PromptRecord, float]] = []
         self._last_steps: list[tuple[PromptRecord, float]] = []
         self._requeued: PromptRecord | None = None  # in the step being scheduled
+        # What is left to compute of the prompts that wait for their loads in this step. Without
+        # loads, prompts after them would get the rest of the chunk.
+        self._waiting_tokens = 0
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
         self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
@@ -550,6 +553,8 @@ class Coordinator:
         if step.wait:
             self.waiting = True
             self.loads_over_in_s = min(self.loads_over_in_s, record.rest_of_loads_s)
+            record.queue.had_turn |= self._waiting_tokens < chunk_tokens
+            self._waiting_tokens += len(record.tokens) - record.meet.front
         record.planned(step, chunk_tokens, costs)
         self.prompt_loads.set_load_from(record, step.load_from, overdue=step.overdue)
         return step if record.loading else None
@@ -659,7 +664,13 @@ class Coordinator:
         record = self._own(req)
         self._requeued = record
         record.queue.times_requeued += 1
+        record.queue.had_turn = True
         self._reporter.write_event(record, "yield")
+
+    def had_turn(self, req: "Req") -> bool:
+        """Whether the priority of the request does not count any more (`QueueEntry`)."""
+        record = self.record(req)
+        return record is not None and record.queue.had_turn
 
     def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
@@ -690,7 +701,7 @@ class Coordinator:
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
-        entry = replace(entry, turn=turn, level=level)
+        entry = replace(entry, turn=turn, level=level, had_turn=self.had_turn(req))
         if record is not None:
             record.queue.link_rank = rank(entry)
         return entry
@@ -844,7 +855,7 @@ class Coordinator:
     def _passes(self, other: PromptRecord, record: PromptRecord) -> bool:
         """Whether `other` came later, and is served before `record` only while that is loaded."""
         own_turn = self.fair and other.facts.tenant != record.facts.tenant
-        same_level = other.req.priority == record.req.priority
+        same_level = other.req.priority == record.req.priority or record.queue.had_turn
         return other.arrived_s > record.arrived_s and same_level and not own_turn
 
     def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
@@ -865,6 +876,7 @@ class Coordinator:
         self.prompt_loads.serve(served, with_memory)
         self._prompt_count = len(serving)
         self._requeued = None
+        self._waiting_tokens = 0
         self._last_steps = []
         self._passed = list(self._ends_of_loads(served[:PASSED]))
         if with_memory is not None and self.prompt_loads.starved:

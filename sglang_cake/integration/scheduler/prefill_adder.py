@@ -100,6 +100,7 @@ class CakePrefillAdder(PrefillAdder):
     # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
     _waiting: int = 0  # prompts that were planned in this step and wait for their loads
+    _without_row: "Req | None" = None  # it had its turn, and there is no row for it
 
     def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -148,6 +149,8 @@ class CakePrefillAdder(PrefillAdder):
     def add_one_req(
         self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
+        if req is self._without_row:
+            return AddReqResult.CONTINUE
         self._stop = None
         decision = self._decide_waiting(req, has_chunked_req)
         match decision:
@@ -169,8 +172,13 @@ class CakePrefillAdder(PrefillAdder):
     def preempt_to_schedule(self, req: "Req") -> bool:
         """SGLang retracts running requests for one that it admits next. One that waits for loads,
         its own or those of one that it passes, or would be the second chunked request, is not
-        admitted, and the retracted ones would come back, to be retracted again."""
-        return not self._waits(req) and bool(super().preempt_to_schedule(req))
+        admitted, and the retracted ones would come back, to be retracted again. SGLang then admits
+        none of those after it. One that stands first for its turn alone does not hold up those of
+        higher priorities: they may take rows that its own priority does not let it take."""
+        if not self._waits(req) and super().preempt_to_schedule(req):
+            return True
+        self._without_row = req if self._had_turn(req) else None
+        return self._without_row is not None
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
         if self._kept_slots and kwargs["total_tokens"] >= self.rem_total_tokens - self._kept_slots:
@@ -482,6 +490,11 @@ class CakePrefillAdder(PrefillAdder):
         return coordinator.awaits_lookup(req) or coordinator.would_wait(
             req, self._step_tokens, whole=chunked
         )
+
+    @guarded("CakePrefillAdder.preempt_to_schedule", False)
+    def _had_turn(self, req: "Req") -> bool:
+        _, coordinator = self._cake()
+        return coordinator is not None and coordinator.had_turn(req)
 
     @guarded("CakePrefillAdder._commit_prefill_admission")
     def _claimed(self, req: "Req") -> None:

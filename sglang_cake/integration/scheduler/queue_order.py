@@ -47,8 +47,11 @@ class StepBudget(NamedTuple):
 
 
 def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "SchedulePolicy") -> None:
-    """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first."""
+    """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first, but not
+    against prompts that had their turn."""
     if not coordinator.adaptive:
+        if policy.enable_priority_scheduling:
+            queue.sort(key=lambda req: not coordinator.had_turn(req))
         return
     # An entry also notes since when a request waits, which counts for fairness.
     several = len(queue) > 1
