@@ -662,6 +662,24 @@ def test_waiting_request_that_passes_others_computes_no_more_than_its_limit(
     assert admission.coordinator.waiting == (computed is None)
 
 
+def test_chunked_request_that_is_interrupted_does_not_lose_its_place_to_others(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no part in the last step of the one that goes first. Another one that began in that
+    step would be the chunked request, and have the device to its end."""
+    admission = admissions()
+    chunked, other = admission.req("chunked"), admission.req("other")
+    monkeypatch.setattr(admission.coordinator, "passing_tokens", lambda req, chunk_tokens: 0)
+    for interrupted, result in ((False, AddReqResult.CONTINUE), (True, AddReqResult.OTHER)):
+        if interrupted:
+            admission.coordinator.requeued(chunked)
+        adder = prefill_adder(admission.scheduler, BareTree(admission.coordinator), chunk_tokens=64)
+        assert adder.add_one_req(chunked, False, None) == result
+        assert adder.add_one_req(other, False, None) == AddReqResult.CONTINUE
+    admission.coordinator.poll(["chunked", "other"])  # for the next step
+    assert adder.add_one_req(chunked, False, None) == AddReqResult.CONTINUE
+
+
 def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slots_for(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -672,6 +672,10 @@ class Coordinator:
         record = self.record(req)
         return record is not None and record.queue.had_turn
 
+    def lost_place(self, req: "Req") -> bool:
+        """Whether the request went back to the queue in the step being scheduled."""
+        return self._requeued is not None and self._requeued is self.record(req)
+
     def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
         record = self.record(req)

@@ -297,7 +297,10 @@ class CakePrefillAdder(PrefillAdder):
                 return Skip(AddReqResult.CONTINUE)
             if (most := self._passing_tokens(req)) == 0:
                 coordinator.held_back()
-                return Skip(AddReqResult.CONTINUE)
+                # One of those after it could become the chunked request, and have the device to the
+                # end of its prefill.
+                lost_place = coordinator.lost_place(req)
+                return Skip(AddReqResult.OTHER if lost_place else AddReqResult.CONTINUE)
             if recorded or tree.runahead is not None:
                 with lock_node(self, req.last_node):
                     has_memory = self._has_memory_for(req)
