@@ -712,6 +712,37 @@ def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slo
     assert admitted(100, chunked=False)
 
 
+@pytest.mark.parametrize(
+    ("mode", "had_turn", "kept"),
+    [("auto", True, True), ("auto", False, False), ("load", True, False)],
+)
+def test_request_that_waits_for_its_loads_keeps_its_memory_from_others(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str, had_turn: bool, kept: bool
+) -> None:
+    """Otherwise it would wait until the answers of those are complete."""
+    admission = admissions(mode=mode)
+    stored, other = admission.req("stored", stored=True), admission.req("other")
+    record = admission.coordinator.live["stored"]
+    record.set_load_from(0)
+    record.queue.had_turn = had_turn
+    admission.queue[:] = [other, stored]
+    admits = SimpleNamespace(prefix_len=0, extend_len=BLOCK, is_chunked=False)
+    monkeypatch.setattr(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission",
+        lambda *args, **kwargs: admits,
+    )
+    adder = prefill_adder(
+        admission.scheduler,
+        BareTree(admission.coordinator),
+        chunk_tokens=64,
+        slots=queue_order.most_slots(stored) + 100,
+    )
+    refused = AddReqResult.CONTINUE if kept else admits  # `stored` stands after it
+    assert adder._select_prefill_admission(other, total_tokens=100) is refused
+    assert adder._select_prefill_admission(other, total_tokens=99) is admits
+    assert adder._select_prefill_admission(stored, total_tokens=100) is admits
+
+
 @pytest.mark.parametrize("chunked", ["before", "in the step", "none"])
 def test_running_request_is_not_preempted_for_one_that_would_be_the_second_chunked_request(
     admissions: Make, monkeypatch: pytest.MonkeyPatch, chunked: str

@@ -672,6 +672,14 @@ class Coordinator:
         record = self.record(req)
         return record is not None and record.queue.had_turn
 
+    def keeps_memory(self, req: "Req") -> bool:
+        """Whether a request that waits for its loads would have its memory without them, and could
+        have it still. In other modes than `auto` a wait has no end."""
+        record = self.record(req)
+        if record is None or not record.queue.had_turn or self._config.mode != "auto":
+            return False
+        return record.loading and record.queue.has_memory is not False
+
     def lost_place(self, req: "Req") -> bool:
         """Whether the request went back to the queue in the step being scheduled."""
         return self._requeued is not None and self._requeued is self.record(req)

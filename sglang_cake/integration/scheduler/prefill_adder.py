@@ -99,12 +99,16 @@ class CakePrefillAdder(PrefillAdder):
     # Slots that the chunked request still needs. SGLang reserves none: its chunked request takes
     # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
+    # By id, the slots of prompts that had their turn and wait for their loads. Computed alone, they
+    # would have these slots.
+    _waiting_slots: dict[str, int]
     _waiting: int = 0  # prompts that were planned in this step and wait for their loads
     _without_row: "Req | None" = None  # it had its turn, and there is no row for it
 
     def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._scheduler = scheduler
+        self._waiting_slots = {}
         # With mixed chunks, requests that decode share the step.
         self._decodes = len(self.running_batch.reqs) if scheduler.is_mixed_chunk else 0
         self._begin()
@@ -183,6 +187,9 @@ class CakePrefillAdder(PrefillAdder):
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
         if self._kept_slots and kwargs["total_tokens"] >= self.rem_total_tokens - self._kept_slots:
             return AddReqResult.OTHER
+        kept = self._kept_slots + self._slots_of_others(req)
+        if kept and kwargs["total_tokens"] >= self.rem_total_tokens - kept:
+            return AddReqResult.CONTINUE  # those that wait may stand after it
         admission = super()._select_prefill_admission(req, **kwargs)
         if isinstance(admission, AddReqResult):
             return admission
@@ -207,7 +214,11 @@ class CakePrefillAdder(PrefillAdder):
         if replayed and self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens = max(0, self.rem_chunk_tokens - replayed)
 
+    def _slots_of_others(self, req: "Req") -> int:
+        return sum(slots for rid, slots in self._waiting_slots.items() if rid != req.rid)
+
     def _keep_slots(self, req: "Req") -> None:
+        self._waiting_slots.pop(req.rid, None)
         if req.extend_end < len(req.origin_input_ids) + len(req.output_ids):
             self._kept_slots = queue_order.most_slots(req) - req.extend_end
 
@@ -220,6 +231,12 @@ class CakePrefillAdder(PrefillAdder):
             coordinator.new_adapters = coordinator.held_adapters = set()
             coordinator.step_costs.scheduling(decodes=self._decodes)
             coordinator.spare_slots = self.rem_total_tokens
+            # With what the tree has of them, which is not locked.
+            self._waiting_slots = {
+                req.rid: queue_order.most_slots(req)
+                for req in self._scheduler.waiting_queue
+                if coordinator.keeps_memory(req)
+            }
 
     @guarded(_CHUNKED, AS_SGLANG)
     def _decide_chunked(self, req: "Req") -> Requeue | Run | OverlapLastStep | Park:
@@ -279,6 +296,7 @@ class CakePrefillAdder(PrefillAdder):
             queue = self._scheduler.waiting_queue
             queue_order.requeue(req, queue, tree, coordinator, preemptor)
             coordinator.requeued(req)
+            self._waiting_slots[req.rid] = queue_order.most_slots(req)
             if preemptor is None:  # otherwise the two stand in order
                 queue_order.sort_queue(queue, coordinator, self._scheduler.policy)
 
@@ -351,7 +369,8 @@ class CakePrefillAdder(PrefillAdder):
         """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
         asks for a little more, so it admits no request for which this is false."""
         needed = queue_order.most_slots(req) - req.prefix_len
-        return bool(needed < self.rem_total_tokens - self._kept_slots)
+        kept = self._kept_slots + self._slots_of_others(req)
+        return bool(needed < self.rem_total_tokens - kept)
 
     def _decide_share(self, req: "Req", has_chunked_req: bool) -> Share | Skip | None:
         """Whether other members of a KV-Runahead group compute a part of this step; None: no."""
