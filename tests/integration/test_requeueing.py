@@ -959,6 +959,37 @@ def test_request_that_had_its_turn_and_gets_no_row_does_not_hold_up_higher_prior
     assert adder.preempt_to_schedule(urgent)
 
 
+@pytest.mark.parametrize("lacks", ["row", "memory"])
+def test_request_that_others_stand_behind_and_that_is_not_admitted_returns_its_state(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """SGLang goes on with the next one, and takes back what a match gave to the last one alone. The
+    tree may evict the state that would be copied, before the request is matched again."""
+    admission = admissions(mode="auto", priorities=True)
+    stored, other = admission.req("stored", stored=True, priority=0), admission.req("other")
+    admission.coordinator.live["stored"].queue.had_turn = True
+    admission.coordinator.live["stored"].set_load_from(0)
+    admission.queue[:] = [stored, other]
+    sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    monkeypatch.setattr(f"{sglangs}.preempt_to_schedule", lambda *args: False)
+    monkeypatch.setattr(
+        f"{sglangs}.add_one_req",
+        lambda adder, req, *args: adder._select_prefill_admission(req, total_tokens=100),
+    )
+    returned: list[Any] = []
+    tree = BareTree(admission.coordinator)
+    monkeypatch.setattr(tree, "drop_state", returned.append)
+    slots = queue_order.most_slots(stored) + 100
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
+    admission.coordinator.new_adapters = {"its own"}
+    if lacks == "row":
+        assert adder.preempt_to_schedule(stored)
+    req = stored if lacks == "row" else other
+    assert adder.add_one_req(req, False, None) is AddReqResult.CONTINUE
+    assert returned == [req]
+    assert admission.coordinator.held_adapters == {"its own"}
+
+
 def test_coordinator_prompt_without_memory_to_its_end_stays_in_host_memory(
     admissions: Make,
 ) -> None:

@@ -154,13 +154,13 @@ class CakePrefillAdder(PrefillAdder):
         self, req: "Req", has_chunked_req: bool, truncation_align_size: int | None
     ) -> AddReqResult:
         if req is self._without_row:
+            self._left_waiting(req)
             return AddReqResult.CONTINUE
         self._stop = None
         decision = self._decide_waiting(req, has_chunked_req)
         match decision:
             case Skip(skipped):
-                self.tree_cache.drop_state(req)
-                self._hold_back()
+                self._left_waiting(req)
                 return skipped
             case OverlapLastStep(span):
                 return self._overlap_waiting(req, span, truncation_align_size)
@@ -171,7 +171,15 @@ class CakePrefillAdder(PrefillAdder):
             case Run(stop):
                 self._stop = stop
         result: AddReqResult = super().add_one_req(req, has_chunked_req, truncation_align_size)
+        if result is AddReqResult.CONTINUE and req not in self.can_run_list:
+            self._left_waiting(req)
         return self._alone(result) if isinstance(decision, Share) else result
+
+    def _left_waiting(self, req: "Req") -> None:
+        """SGLang does the same with a request that it refuses, but not before it asks for the
+        next one."""
+        self.tree_cache.drop_state(req)
+        self._hold_back()
 
     def preempt_to_schedule(self, req: "Req") -> bool:
         """SGLang retracts running requests for one that it admits next. One that waits for loads,
