@@ -743,6 +743,23 @@ def test_request_that_waits_for_its_loads_keeps_its_memory_from_others(
     assert adder._select_prefill_admission(stored, total_tokens=100) is admits
 
 
+def test_requests_that_wait_and_do_not_fit_together_leave_memory_for_the_first_one(
+    admissions: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If each was refused for the other one, neither would keep its memory in the next step."""
+    admission = admissions(mode="auto")
+    one, two = admission.req("one", stored=True), admission.req("two", stored=True)
+    for record in admission.coordinator.live.values():
+        record.set_load_from(0)
+        record.queue.had_turn = True
+    admission.queue[:] = [one, two]
+    slots = queue_order.most_slots(one) + 50
+    tree = BareTree(admission.coordinator)
+    adder = prefill_adder(admission.scheduler, tree, chunk_tokens=64, slots=slots)
+    assert adder._has_memory_for(one)
+    assert not adder._has_memory_for(two)
+
+
 @pytest.mark.parametrize("chunked", ["before", "in the step", "none"])
 def test_running_request_is_not_preempted_for_one_that_would_be_the_second_chunked_request(
     admissions: Make, monkeypatch: pytest.MonkeyPatch, chunked: str

@@ -6,6 +6,7 @@ Each method that SGLang calls decides in a guarded part (`Run`, `Share`, `Overla
 records in a guarded part. If a part fails, the request is computed as SGLang would.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -99,8 +100,8 @@ class CakePrefillAdder(PrefillAdder):
     # Slots that the chunked request still needs. SGLang reserves none: its chunked request takes
     # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
-    # By id, the slots of prompts that had their turn and wait for their loads. Computed alone, they
-    # would have these slots.
+    # By id, in their order, the slots of prompts that had their turn and wait for their loads, as
+    # far as all of them fit. Computed alone, they would have these slots.
     _waiting_slots: dict[str, int]
     _waiting: int = 0  # prompts that were planned in this step and wait for their loads
     _without_row: "Req | None" = None  # it had its turn, and there is no row for it
@@ -223,7 +224,9 @@ class CakePrefillAdder(PrefillAdder):
             self.rem_chunk_tokens = max(0, self.rem_chunk_tokens - replayed)
 
     def _slots_of_others(self, req: "Req") -> int:
-        return sum(slots for rid, slots in self._waiting_slots.items() if rid != req.rid)
+        """Those of prompts that go before the request, if it keeps slots itself."""
+        rids = itertools.takewhile(lambda rid: rid != req.rid, self._waiting_slots)
+        return sum(self._waiting_slots[rid] for rid in rids)
 
     def _keep_slots(self, req: "Req") -> None:
         self._waiting_slots.pop(req.rid, None)
@@ -240,11 +243,12 @@ class CakePrefillAdder(PrefillAdder):
             coordinator.step_costs.scheduling(decodes=self._decodes)
             coordinator.spare_slots = self.rem_total_tokens
             # With what the tree has of them, which is not locked.
-            self._waiting_slots = {
-                req.rid: queue_order.most_slots(req)
-                for req in self._scheduler.waiting_queue
-                if coordinator.keeps_memory(req)
-            }
+            left = self.rem_total_tokens
+            for req in self._scheduler.waiting_queue:
+                slots = queue_order.most_slots(req)
+                if slots < left and coordinator.keeps_memory(req):
+                    self._waiting_slots[req.rid] = slots
+                    left -= slots
 
     @guarded(_CHUNKED, AS_SGLANG)
     def _decide_chunked(self, req: "Req") -> Requeue | Run | OverlapLastStep | Park:
@@ -304,7 +308,8 @@ class CakePrefillAdder(PrefillAdder):
             queue = self._scheduler.waiting_queue
             queue_order.requeue(req, queue, tree, coordinator, preemptor)
             coordinator.requeued(req)
-            self._waiting_slots[req.rid] = queue_order.most_slots(req)
+            slots = {req.rid: queue_order.most_slots(req)}
+            self._waiting_slots = slots | self._waiting_slots
             if preemptor is None:  # otherwise the two stand in order
                 queue_order.sort_queue(queue, coordinator, self._scheduler.policy)
 
