@@ -497,6 +497,7 @@ def record_of(
         local=LocalLoads(cost, served_since_s=arrived_s),
         agreed=AgreedLoads(cost),
         matched_tokens=lambda: 0,
+        arrival=0,
         arrived_s=arrived_s,
     )
 

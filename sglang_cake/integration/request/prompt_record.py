@@ -250,6 +250,7 @@ class PromptRecord:
         tokens: token ids of the prompt, 'q'.
         facts: about the request, for the store.
         matched_tokens: gives the number of leading tokens that the tree holds now.
+        arrival: a number that is larger for a request that arrives later, on each rank.
         arrived_s: `time.monotonic()` of this rank.
         may_overlap: the last step may begin before the last loads are over.
         lossy: what the store delivers may differ from what was computed.
@@ -266,6 +267,7 @@ class PromptRecord:
     local: LocalLoads
     agreed: AgreedLoads
     matched_tokens: Callable[[], int]
+    arrival: int
     arrived_s: float
     may_overlap: bool = True
     lossy: bool = False

@@ -754,7 +754,8 @@ class Coordinator:
                 [True] * evicted, self.block_tokens
             ):
                 self.prompt_loads.forget(record)
-                anew = record.looked_up_anew(self._load_id(record.rid), front, self._loader.cost)
+                load_id = f"{record.rid}#{next(self._numbers)}"
+                anew = record.looked_up_anew(load_id, front, self._loader.cost)
                 self._look_up(anew)
                 self._counters.add("repeated_lookups")
 
@@ -868,7 +869,7 @@ class Coordinator:
         """Whether `other` came later, and is served before `record` only while that is loaded."""
         own_turn = self.fair and other.facts.tenant != record.facts.tenant
         same_level = other.req.priority == record.req.priority or record.queue.had_turn
-        return other.arrived_s > record.arrived_s and same_level and not own_turn
+        return other.arrival > record.arrival and same_level and not own_turn
 
     def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
@@ -1023,7 +1024,8 @@ class Coordinator:
             front: so many leading tokens the tree has.
             stored: which full blocks are stored; None: a lookup will say.
         """
-        load_id = self._load_id(req.rid)
+        arrival = next(self._numbers)
+        load_id = f"{req.rid}#{arrival}"
         cost = self._loader.cost
         arrived_s = time.monotonic()
         return PromptRecord(
@@ -1043,14 +1045,12 @@ class Coordinator:
             local=LocalLoads(cost, served_since_s=arrived_s),
             agreed=AgreedLoads(cost, lookup_done=stored is not None, stored=stored or ()),
             matched_tokens=matched,
+            arrival=arrival,
             arrived_s=arrived_s,
             may_overlap=may_overlap,
             lossy=self._lossy,
             most_slots=most_slots,
         )
-
-    def _load_id(self, rid: str) -> str:
-        return f"{rid}#{next(self._numbers)}"
 
     def _keep(self, record: PromptRecord) -> None:
         if record.rid not in self._records:

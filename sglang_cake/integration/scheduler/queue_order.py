@@ -116,7 +116,7 @@ def find_preemptor(
             return False
         one = coordinator.record(each)
         other = coordinator.record(req)
-        return one is not None and other is not None and one.arrived_s < other.arrived_s
+        return one is not None and other is not None and one.arrival < other.arrival
 
     return next(_able(filter(goes_first, queue), coordinator, budget), None)
 
