@@ -166,6 +166,32 @@ def test_virtual_gpu_stored_prompt_does_not_wait_for_a_step_of_a_later_one_if_a_
     assert found["auto"][1] <= found["compute"][1] + whole_step_s / 2
 
 
+@pytest.mark.parametrize("read", [5, 20, 30])
+@pytest.mark.parametrize(
+    "lengths",
+    [(11000, 20000), (6000, 9000, 60000), (13000, 16000, 40000)],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_virtual_gpu_stored_prompts_of_a_silent_store_compute_before_a_later_one(
+    lengths: tuple[int, ...], read: int
+) -> None:
+    """They give up loads, or compute whole steps, before the last one takes the device."""
+    model, found = LLAMA_8B, {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_scheduler(model, link_bytes_per_s=50 * GB, mode=mode) as loop:
+            loop.knows_costs()
+            loop.store.late_s[read] = 100.0
+            prompts = [prompt(number, tokens) for number, tokens in enumerate(lengths)]
+            for req in prompts[:-1]:
+                loop.store.keys |= set(loop.keys(req.origin_input_ids))
+            runs = loop.serve([(0.003 * number, req) for number, req in enumerate(prompts)])
+            found[mode] = [run.ttft_s for run in runs]
+    step_s = model.prefill.step_s(lengths[-1] - model.chunk_tokens, lengths[-1])
+    for auto_s, compute_s in zip(found["auto"], found["compute"], strict=True):
+        assert auto_s <= compute_s + 0.75 * step_s
+
+
 @models
 @pytest.mark.parametrize("link", [2, 8, 25])
 def test_virtual_gpu_loads_beside_forwards_use_the_link_with_one_gib_of_staging(

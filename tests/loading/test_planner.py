@@ -626,6 +626,24 @@ def test_planner_step_waits_before_landed_blocks_whose_end_is_near() -> None:
     assert step.wait
 
 
+@pytest.mark.parametrize(
+    ("since_s", "others_wait", "stop"),
+    [(110, False, 500), (90, True, 500), (110, True, 1050)],
+)
+def test_planner_step_is_whole_where_others_would_fill_it_and_a_block_is_overdue(
+    since_s: float, others_wait: bool, stop: int
+) -> None:
+    step = next_step(
+        view_of([WANTED] * 10),
+        mode="auto",
+        chunk_tokens=10_000,
+        costs=costs(100),
+        progress=LoadProgress(since_s, begun=True, load_from=0),
+        others_wait=others_wait,
+    )
+    assert step.stop == stop
+
+
 @pytest.mark.parametrize("mode", ["auto", "both"])
 def test_planner_step_computes_landed_blocks_whose_end_is_overdue(mode: Mode) -> None:
     view = end_view([LANDED] * 5, 1)

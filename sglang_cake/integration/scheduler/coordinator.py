@@ -861,6 +861,8 @@ class Coordinator:
                 if record in found or load_from != record.agreed.load_from:
                     self.prompt_loads.set_load_from(record, load_from, overdue=overdue)
                     record.queue.outlook = None
+                elif overdue:
+                    record.queue.outlook = None  # it changes while nothing arrives
             record.queue.planned = False
             before.append((record, record.device_work))
             ahead += before[-1][1]
@@ -966,6 +968,7 @@ class Coordinator:
             chunk_tokens=chunk_tokens,
             costs=costs,
             progress=record.progress,
+            others_wait=self._prompt_count > 1,
         )
 
     def _outlook(self, record: PromptRecord) -> Outlook:
