@@ -327,6 +327,7 @@ class PromptCosts:
     Attributes:
         others_s: time of a step that does the other requests' part of these steps alone; 0: there
             is no such part, and the device is idle while this prompt waits.
+        others_wait: other prompts wait, which fill a short step of this one.
         backlog_s: device time of other requests before this prompt's next step: the rest of the
             step under way, and prompts that are served first.
         pipelined: steps are planned while the one before runs, so no step begins at once.
@@ -337,6 +338,7 @@ class PromptCosts:
     prefill: PrefillCost
     load: LoadCost
     others_s: float = 0.0
+    others_wait: bool = False
     backlog_s: float = 0.0
     pipelined: bool = False
     overlap_share: float = 0.0

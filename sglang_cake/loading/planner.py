@@ -242,14 +242,12 @@ def next_step(
     chunk_tokens: int,
     costs: PromptCosts,
     progress: LoadProgress,
-    others_wait: bool = False,
 ) -> StepPlan:
     """Decide the step that starts at the front, which touches no island. It may compute islands
     that are not worth a step of their own.
 
     Args:
         chunk_tokens: the most that the scheduler would compute in this step.
-        others_wait: other prompts wait, which fill a short step.
     """
     furthest = min(view.front + chunk_tokens, view.prompt_tokens)
     auto = mode == "auto"
@@ -284,7 +282,7 @@ def next_step(
         # computing is predicted to be quicker.
         return StepPlan(view.front, wait=True, load_from=view.first)
     # A short step makes one more step necessary. Where others fill both, that takes a whole step.
-    filled = others_wait and is_overdue(view, costs, progress)
+    filled = costs.others_wait and is_overdue(view, costs, progress)
     if mode == "auto" and (filled or left_s < costs.prefill.fixed_s):
         return StepPlan(edge, load_from=view.first)
     return _towards(meet, edge, view, costs)

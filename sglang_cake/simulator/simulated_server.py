@@ -603,11 +603,12 @@ class SimulatedServer:
     def _decide(self, live: LivePrompt, left: int, work: StepWork) -> int:
         """The token at which this prompt's part of the next step ends."""
         now = self._clock.now
+        costs = self._costs.beside(work)
         step = self._rule(
             live.meet.view(),
             mode=self._mode,
             chunk_tokens=left,
-            costs=replace(self._costs.beside(work), backlog_s=self._busy_s),
+            costs=replace(costs, backlog_s=self._busy_s, others_wait=len(self._ranks) > 1),
             progress=live.progress(now),
         )
         live.planned = True

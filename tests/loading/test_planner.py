@@ -637,9 +637,8 @@ def test_planner_step_is_whole_where_others_would_fill_it_and_a_block_is_overdue
         view_of([WANTED] * 10),
         mode="auto",
         chunk_tokens=10_000,
-        costs=costs(100),
+        costs=replace(costs(100), others_wait=others_wait),
         progress=LoadProgress(since_s, begun=True, load_from=0),
-        others_wait=others_wait,
     )
     assert step.stop == stop
 

@@ -966,9 +966,8 @@ class Coordinator:
             record.meet.view(),
             mode=self._config.mode,
             chunk_tokens=chunk_tokens,
-            costs=costs,
+            costs=replace(costs, others_wait=self._prompt_count > 1),
             progress=record.progress,
-            others_wait=self._prompt_count > 1,
         )
 
     def _outlook(self, record: PromptRecord) -> Outlook:
