@@ -13,7 +13,6 @@ to a step only after the step after it.
 """
 
 import argparse
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -30,8 +29,8 @@ from sglang_cake.demo.sglang_server import flush_cache, generate
 ARMS = ("computed", "as built", "whole steps")
 FULL = {"tokens": 2048, "chunk": 4096, "repeats": 5, "name": "cpu", "speeds": [0.5, 1, 2, 5, 10]}
 SMALL = {"tokens": 512, "chunk": 1024, "repeats": 1, "name": "small", "speeds": [2.0]}
-LATER = 4  # the new prompt is so many times as long
-LATER_S = 0.005
+NEW_TIMES = 4  # the new prompt is so many times as long as the stored one
+NEW_AFTER_S = 0.005
 LEARNING = 2  # rounds in which servers measure their steps and loads
 
 
@@ -71,7 +70,7 @@ def run_once(server: FrozenServer, stored: list[int], new: list[int]) -> dict[st
         ]
         for thread in threads:
             thread.start()
-            time.sleep(LATER_S)
+            time.sleep(NEW_AFTER_S)
         for thread in threads:
             thread.join()
     return {
@@ -85,18 +84,16 @@ def run(args: argparse.Namespace, work: Path, progress: ProgressLog) -> dict[str
     """All arms on all links."""
     model = servers.model(True)
     stored = servers.random_prompt(args.tokens + 1, seed=7)  # its last token has no KV in the store
-    flags = servers.common_flags(args.chunk, 2 * LATER * args.tokens)
+    flags = servers.common_flags(args.chunk, 2 * NEW_TIMES * args.tokens)
     flags.append("--disable-overlap-schedule")
     store = (work / "store").as_uri()
     stored_bytes = args.tokens * kv_token_bytes(model, servers.DTYPE)
     seeds = iter(range(100, 10_000))
     links = []
-    with contextlib.ExitStack() as stack:
-        computing = stack.enter_context(
-            FrozenServer(
-                model, [*flags, *servers.cake_flags(store, "compute")], log=work / "computing.log"
-            )
-        )
+    computing = FrozenServer(
+        model, [*flags, *servers.cake_flags(store, "compute")], log=work / "computing.log"
+    )
+    with computing:
         computing.cold(stored, 1)
         with computing.thawed():
             servers.wait_until_steady(work / "store", stored_bytes)
@@ -117,7 +114,7 @@ def run(args: argparse.Namespace, work: Path, progress: ProgressLog) -> dict[str
                 arms = dict(zip(ARMS, (computing, built, whole), strict=True))
                 for repeat in range(LEARNING + args.repeats):
                     for arm in ARMS if repeat % 2 else ARMS[::-1]:
-                        new = servers.random_prompt(LATER * args.tokens, seed=next(seeds))
+                        new = servers.random_prompt(NEW_TIMES * args.tokens, seed=next(seeds))
                         found = run_once(arms[arm], stored, new)
                         if repeat >= LEARNING:
                             runs[arm].append(found)
@@ -166,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = facts.header(
         "passing-server",
         tokens=args.tokens,
-        new_tokens=LATER * args.tokens,
+        new_tokens=NEW_TIMES * args.tokens,
         chunk=args.chunk,
         repeats=args.repeats,
     )

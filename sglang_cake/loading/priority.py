@@ -18,7 +18,7 @@ of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overt
 that arrive within `remaining_s / AGEING` seconds after it. All prompts age alike, so the order of
 two of them changes only with their remaining times.
 
-Priorities, where they count, come before all of that, except against a prompt that had its turn:
+Priorities, where they count, come before all of that, except against a prompt whose prefill is due:
 computed alone, it would have the device until its prefill ends. With `--cake-priority fair`,
 tenants come next (`TenantTokens`): all prompts of a tenant with a lower count of tokens go before
 those of a tenant with a higher one. `preempts` says when a prompt that is being computed in chunks
@@ -48,7 +48,7 @@ MOST_TENANTS = 4096
 # shortest prompt goes first. With a smaller span they would alternate at every step.
 TURN_TOKENS = 4096
 
-# Level, turn, aged remaining time, neither loads over nor turn had: the lowest is served first.
+# Level, turn, aged remaining time, neither loads over nor prefill due: the lowest goes first.
 SortKey = tuple[int, int, float, bool]
 
 
@@ -66,8 +66,9 @@ class QueueEntry:
         turn: that of its tenant, lowest first; equal for all where tenants do not count.
         level: that of its priority, lowest first; equal for all where priorities do not count.
         yielded: it could have had the device, and waited for its loads instead.
-        had_turn: the device was its own by all priorities, and it let others go first, or lost its
-            place between two chunks. Its priority does not count any more.
+        prefill_due: without loads, its prefill would run by now: it was first by all priorities and
+            let others go first, or it went back between two chunks. Its priority does not count
+            any more.
     """
 
     rid: str
@@ -80,7 +81,7 @@ class QueueEntry:
     turn: int = 0
     level: int = 0
     yielded: bool = False
-    had_turn: bool = False
+    prefill_due: bool = False
 
     @classmethod
     def of(
@@ -126,7 +127,7 @@ class QueueEntry:
 def order(entries: Sequence[QueueEntry]) -> list[int]:
     """Indices into `entries`, in the order of service. Stable.
 
-    Prompts that are only computed stay in the given order, but for those that had their turn. Each
+    Prompts that are only computed stay in the given order, but for those whose prefill is due. Each
     is sorted by the shortest waiting time among itself and those before it. Otherwise an old prompt
     late in the given order would pull the newer ones before it ahead of a loaded prompt.
 
@@ -137,7 +138,7 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     youngest_s: dict[tuple[int, int], float] = {}
 
     def first_rank(each: QueueEntry) -> SortKey:
-        if each.had_turn or not each.only_computed:
+        if each.prefill_due or not each.only_computed:
             return rank(each)
         group = (each.level, each.turn)
         youngest_s[group] = min(youngest_s.get(group, each.waited_s), each.waited_s)
@@ -186,17 +187,17 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
 
 
 def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
-    """The entries, of which those that had their turn have the first level of all. SGLang does not
+    """The entries, of which those whose prefill is due have the first level of all. SGLang does not
     interrupt a prefill for a prompt of a higher priority that comes later."""
     first = min((each.level for each in entries), default=0)
-    return [replace(each, level=first) if each.had_turn else each for each in entries]
+    return [replace(each, level=first) if each.prefill_due else each for each in entries]
 
 
 def rank(entry: QueueEntry) -> SortKey:
     """The place of a waiting prompt, lowest first: on the link, and on the device where no prompt
     needs it."""
     aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
-    return entry.level, entry.turn, aged_s, not (entry.loads_over or entry.had_turn)
+    return entry.level, entry.turn, aged_s, not (entry.loads_over or entry.prefill_due)
 
 
 class TenantTokens:

@@ -713,18 +713,18 @@ def test_shortened_step_admits_no_request_that_the_rest_of_the_prompt_has_no_slo
 
 
 @pytest.mark.parametrize(
-    ("mode", "had_turn", "kept"),
+    ("mode", "prefill_due", "kept"),
     [("auto", True, True), ("auto", False, False), ("load", True, False)],
 )
 def test_request_that_waits_for_its_loads_keeps_its_memory_from_others(
-    admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str, had_turn: bool, kept: bool
+    admissions: Make, monkeypatch: pytest.MonkeyPatch, mode: str, prefill_due: bool, kept: bool
 ) -> None:
     """Otherwise it would wait until the answers of those are complete."""
     admission = admissions(mode=mode)
     stored, other = admission.req("stored", stored=True), admission.req("other")
     record = admission.coordinator.live["stored"]
     record.set_load_from(0)
-    record.queue.had_turn = had_turn
+    record.queue.prefill_due = prefill_due
     admission.queue[:] = [other, stored]
     admits = SimpleNamespace(prefix_len=0, extend_len=BLOCK, is_chunked=False)
     monkeypatch.setattr(
@@ -751,7 +751,7 @@ def test_requests_that_wait_and_do_not_fit_together_leave_memory_for_the_first_o
     one, two = admission.req("one", stored=True), admission.req("two", stored=True)
     for record in admission.coordinator.live.values():
         record.set_load_from(0)
-        record.queue.had_turn = True
+        record.queue.prefill_due = True
     admission.queue[:] = [one, two]
     slots = queue_order.most_slots(one) + 50
     tree = BareTree(admission.coordinator)
@@ -905,7 +905,7 @@ def test_queue_order_lower_priority_never_preempts_a_higher_one(
 
 @pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_queue_order_prompt_that_let_others_go_first_keeps_its_turn_against_higher_priorities(
+def test_queue_order_prompt_that_let_others_go_first_keeps_its_place_against_higher_priorities(
     admissions: Make, priority: str, chunked: bool
 ) -> None:
     """With enough requests of a higher priority it would never be served, though it had the device
@@ -924,20 +924,22 @@ def test_queue_order_prompt_that_let_others_go_first_keeps_its_turn_against_high
     assert [req.rid for req in admission.queue] == ["stored", "urgent"]
 
 
-def test_queue_order_prompts_that_wait_beyond_a_chunk_had_no_turn(admissions: Make) -> None:
+def test_queue_order_prefill_of_prompts_that_wait_beyond_a_chunk_is_not_due(
+    admissions: Make,
+) -> None:
     """Without loads, the first two would fill the step."""
     admission = admissions(priorities=True)
     waiting = [admission.req(rid, stored=True, priority=0) for rid in "abc"]
     admission.coordinator.poll(["a", "b", "c"])
     for req in waiting:
         assert admission.coordinator.plan(req, PROMPT + 1).wait
-    assert [admission.coordinator.had_turn(req) for req in waiting] == [True, True, False]
+    assert [admission.coordinator.prefill_due(req) for req in waiting] == [True, True, False]
     admission.coordinator.poll(["a", "b", "c"])
     assert admission.coordinator.plan(waiting[2], PROMPT + 1).wait
-    assert admission.coordinator.had_turn(waiting[2])
+    assert admission.coordinator.prefill_due(waiting[2])
 
 
-def test_coordinator_prompt_that_had_its_turn_is_not_passed_by_whole_steps_of_a_higher_priority(
+def test_coordinator_prompt_with_due_prefill_is_not_passed_by_whole_steps_of_a_higher_priority(
     admissions: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admission = admissions(mode="auto", priorities=True)
@@ -952,13 +954,13 @@ def test_coordinator_prompt_that_had_its_turn_is_not_passed_by_whole_steps_of_a_
     )
     monkeypatch.setattr(coordinator, "_passed", [(coordinator.live["stored"], 0.1)])
     coordinator.passing_tokens(urgent, 64)
-    coordinator.live["stored"].queue.had_turn = True
+    coordinator.live["stored"].queue.prefill_due = True
     coordinator.passing_tokens(urgent, 64)
     assert passed == [[], [0.1]]
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_request_that_had_its_turn_and_gets_no_row_does_not_hold_up_higher_priorities(
+def test_request_with_due_prefill_that_gets_no_row_does_not_hold_up_higher_priorities(
     admissions: Make, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda adder, req: req.priority > 0)
@@ -969,7 +971,7 @@ def test_request_that_had_its_turn_and_gets_no_row_does_not_hold_up_higher_prior
     if not waits:
         admission.land(stored)
     assert not adder.preempt_to_schedule(stored)  # SGLang admits none after it
-    admission.coordinator.live["stored"].queue.had_turn = True
+    admission.coordinator.live["stored"].queue.prefill_due = True
     assert adder.preempt_to_schedule(stored)
     assert adder.add_one_req(stored, False, None) is AddReqResult.CONTINUE
     assert adder.can_run_list == []
@@ -984,7 +986,7 @@ def test_request_that_others_stand_behind_and_that_is_not_admitted_returns_its_s
     tree may evict the state that would be copied, before the request is matched again."""
     admission = admissions(mode="auto", priorities=True)
     stored, other = admission.req("stored", stored=True, priority=0), admission.req("other")
-    admission.coordinator.live["stored"].queue.had_turn = True
+    admission.coordinator.live["stored"].queue.prefill_due = True
     admission.coordinator.live["stored"].set_load_from(0)
     admission.queue[:] = [stored, other]
     sglangs = "sglang.srt.managers.schedule_policy.PrefillAdder"

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -37,6 +37,32 @@ models = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def ttft_s(model: GpuModel, tokens: int, link_bytes_per_s: float, mode: Mode) -> float:
     with virtual_scheduler(model, link_bytes_per_s=link_bytes_per_s, mode=mode) as scheduler:
         return scheduler.restore(tokens).ttft_s
+
+
+def ttfts_s(
+    model: GpuModel,
+    link_bytes_per_s: float,
+    lengths: Sequence[int],
+    *,
+    apart_s: float = 0.001,
+    late_s: Mapping[int, float] = {},
+) -> tuple[list[float], list[float]]:
+    """With `auto`, and computed, of prompts of which all but the last are stored.
+
+    Args: late_s: as of `VirtualStore`.
+    """
+
+    def served(mode: Mode) -> list[float]:
+        with virtual_scheduler(model, link_bytes_per_s=link_bytes_per_s, mode=mode) as loop:
+            loop.knows_costs()
+            loop.store.late_s.update(late_s)
+            prompts = [prompt(number, tokens) for number, tokens in enumerate(lengths)]
+            for req in prompts[:-1]:
+                loop.store.keys |= set(loop.keys(req.origin_input_ids))
+            runs = loop.serve([(apart_s * number, req) for number, req in enumerate(prompts)])
+            return [run.ttft_s for run in runs]
+
+    return served("auto"), served("compute")
 
 
 @models
@@ -112,19 +138,12 @@ def test_virtual_gpu_stored_prompt_that_computing_restores_sooner_is_not_passed_
     times_slower: float,
 ) -> None:
     """It would wait for its loads until they or the later one end."""
-    model, found = replace(LLAMA_8B, chunk_tokens=1024), {}
+    model = replace(LLAMA_8B, chunk_tokens=1024)
     computed_s = model.prefill.span_s(0, 9000, model.chunk_tokens)
     link = 70 * model.layout.block_bytes / (times_slower * computed_s)
-    modes: tuple[Mode, ...] = ("auto", "compute")
-    for mode in modes:
-        with virtual_scheduler(model, link_bytes_per_s=link, mode=mode) as loop:
-            loop.knows_costs()
-            first, later = prompt(0, 9000), prompt(1, 40000)
-            loop.store.keys |= set(loop.keys(first.origin_input_ids))
-            found[mode] = [run.ttft_s for run in loop.serve([(0.0, first), (0.001, later)])]
-    step_s = model.prefill.step_s(39000, 40000)
-    assert found["auto"][0] <= found["compute"][0] + step_s
-    assert found["auto"][1] <= found["compute"][1]
+    auto, compute = ttfts_s(model, link, (9000, 40000))
+    assert auto[0] <= compute[0] + model.prefill.step_s(39000, 40000)
+    assert auto[1] <= compute[1]
 
 
 @pytest.mark.parametrize("tokens", [2000, 5000, 20000])
@@ -133,18 +152,12 @@ def test_virtual_gpu_stored_prompt_does_not_wait_for_steps_of_a_later_one(
     tokens: int, times_faster: float
 ) -> None:
     """A step of the later one takes longer than the loads of most of these prompts."""
-    model, found = LLAMA_8B, {}
+    model = LLAMA_8B
     computed_s = model.prefill.span_s(0, tokens, model.chunk_tokens)
     link = times_faster * (tokens // BLOCK_TOKENS) * model.layout.block_bytes / computed_s
-    modes: tuple[Mode, ...] = ("auto", "compute")
-    for mode in modes:
-        with virtual_scheduler(model, link_bytes_per_s=link, mode=mode) as loop:
-            loop.knows_costs()
-            first, later = prompt(0, tokens), prompt(1, 40000)
-            loop.store.keys |= set(loop.keys(first.origin_input_ids))
-            found[mode] = [run.ttft_s for run in loop.serve([(0.0, first), (0.001, later)])]
-    assert found["auto"][0] <= found["compute"][0]
-    assert found["auto"][1] <= found["compute"][1]
+    auto, compute = ttfts_s(model, link, (tokens, 40000))
+    assert auto[0] <= compute[0]
+    assert auto[1] <= compute[1]
 
 
 @pytest.mark.parametrize("late_s", [0.05, 10.0])
@@ -152,18 +165,11 @@ def test_virtual_gpu_stored_prompt_does_not_wait_for_a_step_of_a_later_one_if_a_
     late_s: float,
 ) -> None:
     """Both come at one instant of the clock, in this order."""
-    model, found = LLAMA_8B, {}
-    modes: tuple[Mode, ...] = ("auto", "compute")
-    for mode in modes:
-        with virtual_scheduler(model, link_bytes_per_s=8 * GB, mode=mode) as loop:
-            loop.knows_costs()
-            loop.store.late_s[10] = late_s
-            first, later = prompt(0, 3000), prompt(1, 40000)
-            loop.store.keys |= set(loop.keys(first.origin_input_ids))
-            found[mode] = [run.ttft_s for run in loop.serve([(0.0, first), (0.0, later)])]
+    model = LLAMA_8B
+    auto, compute = ttfts_s(model, 8 * GB, (3000, 40000), apart_s=0.0, late_s={10: late_s})
     whole_step_s = model.prefill.step_s(0, 8192)
-    assert found["auto"][0] <= found["compute"][0] + whole_step_s / 2
-    assert found["auto"][1] <= found["compute"][1] + whole_step_s / 2
+    assert auto[0] <= compute[0] + whole_step_s / 2
+    assert auto[1] <= compute[1] + whole_step_s / 2
 
 
 @pytest.mark.parametrize("read", [5, 20, 30])
@@ -176,19 +182,10 @@ def test_virtual_gpu_stored_prompts_of_a_silent_store_compute_before_a_later_one
     lengths: tuple[int, ...], read: int
 ) -> None:
     """They give up loads, or compute whole steps, before the last one takes the device."""
-    model, found = LLAMA_8B, {}
-    modes: tuple[Mode, ...] = ("auto", "compute")
-    for mode in modes:
-        with virtual_scheduler(model, link_bytes_per_s=50 * GB, mode=mode) as loop:
-            loop.knows_costs()
-            loop.store.late_s[read] = 100.0
-            prompts = [prompt(number, tokens) for number, tokens in enumerate(lengths)]
-            for req in prompts[:-1]:
-                loop.store.keys |= set(loop.keys(req.origin_input_ids))
-            runs = loop.serve([(0.003 * number, req) for number, req in enumerate(prompts)])
-            found[mode] = [run.ttft_s for run in runs]
+    model = LLAMA_8B
+    auto, compute = ttfts_s(model, 50 * GB, lengths, apart_s=0.003, late_s={read: 100.0})
     step_s = model.prefill.step_s(lengths[-1] - model.chunk_tokens, lengths[-1])
-    for auto_s, compute_s in zip(found["auto"], found["compute"], strict=True):
+    for auto_s, compute_s in zip(auto, compute, strict=True):
         assert auto_s <= compute_s + 0.75 * step_s
 
 

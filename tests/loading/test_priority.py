@@ -57,17 +57,17 @@ def test_priority_computed_prompts_keep_their_given_order() -> None:
     assert names(late, early, stored) == names(stored, late, early) == "sle"
 
 
-def test_priority_prompt_that_had_its_turn_keeps_it_against_higher_priorities() -> None:
+def test_priority_due_prefill_keeps_its_place_against_higher_priorities() -> None:
     """Computed alone, it would have the device to the end of its prefill. Of one level it is as any
     other prompt."""
-    had = QueueEntry("h", None, 9.0, level=1, had_turn=True)
-    loading = QueueEntry("l", 2.0, 8.0, level=1, had_turn=True)
+    had = QueueEntry("h", None, 9.0, level=1, prefill_due=True)
+    loading = QueueEntry("l", 2.0, 8.0, level=1, prefill_due=True)
     urgent = [QueueEntry("u", None, 7.0), QueueEntry("v", 3.0, 9.0)]
     below = QueueEntry("b", None, 10.0, level=1)
     assert names(*urgent, below, loading, had) == "hulvb"
-    assert names(*urgent, below, replace(loading, had_turn=False), had) == "huvbl"
+    assert names(*urgent, below, replace(loading, prefill_due=False), had) == "huvbl"
     assert not preempts(replace(urgent[0], yielded=True), had)
-    assert preempts(replace(urgent[0], yielded=True), replace(had, had_turn=False))
+    assert preempts(replace(urgent[0], yielded=True), replace(had, prefill_due=False))
     assert preempts(urgent[0], loading)
     assert names(replace(urgent[0], waited_s=9.0), had) == "hu"  # they came between two polls
 

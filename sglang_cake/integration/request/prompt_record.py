@@ -190,7 +190,7 @@ class QueueState:
 
     Attributes:
         yielded: the request left the device to others, and has not computed since.
-        had_turn: as in `QueueEntry`.
+        prefill_due: as in `QueueEntry`.
         planned: a step of the request was planned since the last poll.
         waits: its last plan was to wait. Set back when it is decided anew whether to load it, and
             when one of its blocks has landed or is lost.
@@ -204,7 +204,7 @@ class QueueState:
     """
 
     yielded: bool = False
-    had_turn: bool = False
+    prefill_due: bool = False
     planned: bool = False
     waits: bool = False
     has_memory: bool | None = None

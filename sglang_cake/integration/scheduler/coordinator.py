@@ -155,9 +155,8 @@ class Coordinator:
         # The shared clock when a request that has no record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
-        self._prompt_count = (
-            0  # how many prompts were in prefill, or waited for it, at the last poll
-        )
+        # How many prompts were in prefill, or waited for it, at the last poll.
+        self._prompt_count = 0
         # Prompts that others may pass in the step being scheduled, with the time until their loads
         # are over, and those that have their last step in it, with the time until its end.
         self._passed: list[tuple[PromptRecord, float]] = []
@@ -553,7 +552,7 @@ class Coordinator:
         if step.wait:
             self.waiting = True
             self.loads_over_in_s = min(self.loads_over_in_s, record.rest_of_loads_s)
-            record.queue.had_turn |= self._waiting_tokens < chunk_tokens
+            record.queue.prefill_due |= self._waiting_tokens < chunk_tokens
             self._waiting_tokens += len(record.tokens) - record.meet.front
         record.planned(step, chunk_tokens, costs)
         self.prompt_loads.set_load_from(record, step.load_from, overdue=step.overdue)
@@ -664,19 +663,19 @@ class Coordinator:
         record = self._own(req)
         self._requeued = record
         record.queue.times_requeued += 1
-        record.queue.had_turn = True
+        record.queue.prefill_due = True
         self._reporter.write_event(record, "yield")
 
-    def had_turn(self, req: "Req") -> bool:
-        """Whether the priority of the request does not count any more (`QueueEntry`)."""
+    def prefill_due(self, req: "Req") -> bool:
+        """Whether the prefill of the request is due (`QueueEntry`)."""
         record = self.record(req)
-        return record is not None and record.queue.had_turn
+        return record is not None and record.queue.prefill_due
 
     def keeps_memory(self, req: "Req") -> bool:
         """Whether a request that waits for its loads would have its memory without them, and could
         have it still. In other modes than `auto` a wait has no end."""
         record = self.record(req)
-        if record is None or not record.queue.had_turn or self._config.mode != "auto":
+        if record is None or not record.queue.prefill_due or self._config.mode != "auto":
             return False
         return record.loading and record.queue.has_memory is not False
 
@@ -713,7 +712,7 @@ class Coordinator:
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
-        entry = replace(entry, turn=turn, level=level, had_turn=self.had_turn(req))
+        entry = replace(entry, turn=turn, level=level, prefill_due=self.prefill_due(req))
         if record is not None:
             record.queue.link_rank = rank(entry)
         return entry
@@ -870,7 +869,7 @@ class Coordinator:
     def _passes(self, other: PromptRecord, record: PromptRecord) -> bool:
         """Whether `other` came later, and is served before `record` only while that is loaded."""
         own_turn = self.fair and other.facts.tenant != record.facts.tenant
-        same_level = other.req.priority == record.req.priority or record.queue.had_turn
+        same_level = other.req.priority == record.req.priority or record.queue.prefill_due
         return other.arrival > record.arrival and same_level and not own_turn
 
     def _serve(self, serving: Sequence[str], chunked: str | None) -> None:

@@ -100,11 +100,11 @@ class CakePrefillAdder(PrefillAdder):
     # Slots that the chunked request still needs. SGLang reserves none: its chunked request takes
     # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
-    # By id, in their order, the slots of prompts that had their turn and wait for their loads, as
-    # far as all of them fit. Computed alone, they would have these slots.
+    # By id, in their order, the slots of prompts that wait for their loads while their prefill is
+    # due, as far as all of them fit. Computed alone, they would have these slots.
     _waiting_slots: dict[str, int]
     _waiting: int = 0  # prompts that were planned in this step and wait for their loads
-    _without_row: "Req | None" = None  # it had its turn, and there is no row for it
+    _without_row: "Req | None" = None  # its prefill is due, and there is no row for it
 
     def __init__(self, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -186,11 +186,12 @@ class CakePrefillAdder(PrefillAdder):
         """SGLang retracts running requests for one that it admits next. One that waits for loads,
         its own or those of one that it passes, or would be the second chunked request, is not
         admitted, and the retracted ones would come back, to be retracted again. SGLang then admits
-        none of those after it. One that stands first for its turn alone does not hold up those of
-        higher priorities: they may take rows that its own priority does not let it take."""
+        none of those after it. One that stands first only as its prefill is due does not hold up
+        those of higher priorities: they may take rows that its own priority does not let it have.
+        """
         if not self._waits(req) and super().preempt_to_schedule(req):
             return True
-        self._without_row = req if self._had_turn(req) else None
+        self._without_row = req if self._prefill_due(req) else None
         return self._without_row is not None
 
     def _select_prefill_admission(self, req: "Req", **kwargs: Any) -> Any:
@@ -245,8 +246,10 @@ class CakePrefillAdder(PrefillAdder):
             # With what the tree has of them, which is not locked.
             left = self.rem_total_tokens
             for req in self._scheduler.waiting_queue:
+                if not coordinator.keeps_memory(req):
+                    continue
                 slots = queue_order.most_slots(req)
-                if slots < left and coordinator.keeps_memory(req):
+                if slots < left:
                     self._waiting_slots[req.rid] = slots
                     left -= slots
 
@@ -527,9 +530,9 @@ class CakePrefillAdder(PrefillAdder):
         )
 
     @guarded("CakePrefillAdder.preempt_to_schedule", False)
-    def _had_turn(self, req: "Req") -> bool:
+    def _prefill_due(self, req: "Req") -> bool:
         _, coordinator = self._cake()
-        return coordinator is not None and coordinator.had_turn(req)
+        return coordinator is not None and coordinator.prefill_due(req)
 
     @guarded("CakePrefillAdder._commit_prefill_admission")
     def _claimed(self, req: "Req") -> None:

@@ -48,10 +48,10 @@ class StepBudget(NamedTuple):
 
 def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "SchedulePolicy") -> None:
     """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first, but not
-    against prompts that had their turn."""
+    against prompts whose prefill is due."""
     if not coordinator.adaptive:
         if policy.enable_priority_scheduling:
-            queue.sort(key=lambda req: not coordinator.had_turn(req))
+            queue.sort(key=lambda req: not coordinator.prefill_due(req))
         return
     # An entry also notes since when a request waits, which counts for fairness.
     several = len(queue) > 1
