@@ -14,6 +14,7 @@ forming of a batch are models:
   the moment at which that one is predicted to end. A plan to wait is made again when it ends.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -123,6 +124,7 @@ class LivePrompt:
     """A prompt that is not finished.
 
     Attributes:
+        arrival: prompts are numbered as they arrive.
         ready_s: when its first block can begin to cross a link.
         load_from: blocks from this one on are worth loading; None: no block is.
         asked: whether any block was ever worth loading.
@@ -134,6 +136,7 @@ class LivePrompt:
     result: PromptResult
     meet: Meet
     stored: int
+    arrival: int
     ready_s: float
     load_from: int | None = None
     asked: bool = False
@@ -272,6 +275,7 @@ class SimulatedServer:
         # As in the real server: the modes for benchmarks do not overlap.
         early = mode == "auto" and machine.plan_s is None
         self._overlap_share = 1 - 1 / machine.layers if early else 0.0
+        self._arrivals = itertools.count()
         self._lives: list[LivePrompt] = []
         self._ranks: list[LivePrompt] = []
         self._links: list[tuple[StoreLink, list[Crossing]]] = [(s, []) for s in machine.store_links]
@@ -300,7 +304,8 @@ class SimulatedServer:
             end_blocks=self._machine.end_blocks,
         )
         count = meet.block_count if prompt.stored_blocks is None else prompt.stored_blocks
-        live = LivePrompt(result, meet, count, self._clock.now + self._known_latency_s())
+        ready_s = self._clock.now + self._known_latency_s()
+        live = LivePrompt(result, meet, count, next(self._arrivals), ready_s)
         stored = [b < count for b in range(meet.block_count)]
         if self._mode != "compute":
             meet.found(
@@ -555,7 +560,7 @@ class SimulatedServer:
                 work += work_of(start, stop)
                 if live.asked and stop == live.result.prompt.prompt_tokens:
                     end_s = self._busy_s + self._known.prefill.cost.work_s(work)
-                    passed.append((live.result.prompt.arrive_s, end_s))
+                    passed.append((live.arrival, end_s))
         if not parts and not decodes and self._machine.others is None:
             if not self._begin_last_early(number):
                 self._poll()
@@ -566,9 +571,9 @@ class SimulatedServer:
         self._rank()
         self._feed()
 
-    def _passed(self) -> list[tuple[float, float]]:
-        """Of each prompt that the links serve: its arrival, and the predicted time until its loads
-        are over."""
+    def _passed(self) -> list[tuple[int, float]]:
+        """Of each prompt that the links serve: the number of its arrival, and the predicted time
+        until its loads are over."""
         found, total_s, load = [], 0.0, self._known.load.cost
         for live in sorted(self._ranks, key=lambda live: live.link_rank):
             if self._mode != "auto" or live.load_from is None or not live.missing_blocks:
@@ -578,7 +583,7 @@ class SimulatedServer:
                 live.missing_blocks, since_s=progress.since_s, begun=progress.begun
             )
             total_s += rest_s
-            found.append((live.result.prompt.arrive_s, total_s * (1 + load.error)))
+            found.append((live.arrival, total_s * (1 + load.error)))
         return found
 
     def _passing_tokens(
@@ -586,14 +591,14 @@ class SimulatedServer:
         live: LivePrompt,
         left: int,
         work: StepWork,
-        passed: Sequence[tuple[float, float]],
+        passed: Sequence[tuple[int, float]],
     ) -> int | None:
         """How many of `left` tokens this prompt computes beside those that it passes."""
         prompt = live.result.prompt
         return passing_tokens(
             Span(live.meet.front, prompt.prompt_tokens),
             left,
-            ends_s=[end_s for arrive_s, end_s in passed if arrive_s < prompt.arrive_s],
+            ends_s=[end_s for arrival, end_s in passed if arrival < live.arrival],
             waiting=len(self._ranks) - 1,
             work=work,
             cost=self._known.prefill.cost,

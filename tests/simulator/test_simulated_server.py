@@ -166,6 +166,15 @@ def test_simulated_server_adaptive_lets_short_prompts_pass() -> None:
     assert adaptive[0] < 1.5 * fcfs[0]
 
 
+def test_simulated_server_prompts_of_one_instant_pass_as_if_they_came_one_by_one() -> None:
+    def stored_ttft_s(new_arrives_s: float) -> float:
+        prompts = [Prompt(2000), Prompt(16_000, arrive_s=new_arrives_s, stored_blocks=0)]
+        fast = Machine(PREFILL, LoadCost(0.001, 0.0005))
+        return serve(fast, prompts, chunk_tokens=8192).results[0].ttft_s
+
+    assert stored_ttft_s(0.0) == pytest.approx(stored_ttft_s(1e-6), rel=0.01)
+
+
 def test_simulated_server_prompt_waiting_for_the_link_still_loads() -> None:
     """A prompt behind others on the link has loads to come, as they had."""
     sizes = (16384, 16384, 4096, 32768)
