@@ -1035,7 +1035,7 @@ def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
 
 class Passing(CoordinatorHarness):
     """A step of 64 tokens takes 641 s. Two blocks of the prompt `loaded` are loaded in 200 s, in
-    which a step has time for 19 tokens."""
+    which a step has time for 19 tokens: four pages."""
 
     def __init__(self, *, block_s: float = 100.0, **settings: Any) -> None:
         load = LoadCost(0.0, block_s)
@@ -1055,7 +1055,7 @@ class Passing(CoordinatorHarness):
 
 def test_coordinator_later_prompt_has_a_limit_while_an_earlier_one_is_loaded() -> None:
     with Passing() as harness:
-        assert harness.limit(harness.loaded, harness.other) == 19
+        assert harness.limit(harness.loaded, harness.other) == 4 * PAGE
         assert harness.coordinator.passing_tokens(harness.loaded, 64) is None
         harness.coordinator.memory_checked(harness.loaded, False)
         harness.poll(*harness.arrived)
@@ -1082,14 +1082,11 @@ def test_coordinator_requeued_prompt_has_no_limit_for_loads_of_a_later_one() -> 
         assert harness.limit() is None
 
 
-def test_coordinator_prompt_whose_limit_is_less_than_a_page_would_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with Passing() as harness:
-        assert harness.limit(harness.loaded, harness.other) == 19
-        for page_tokens, waits in ((16, False), (32, True)):
-            monkeypatch.setattr(harness.coordinator, "_page_tokens", page_tokens)
-            assert harness.coordinator.would_wait(harness.other, 64) == waits
+def test_coordinator_prompt_whose_limit_is_less_than_a_page_would_wait() -> None:
+    for block_s, limit_tokens in ((100.0, 4 * PAGE), (15.0, 0)):  # time for 19 tokens, and for 2
+        with Passing(block_s=block_s) as harness:
+            assert harness.limit(harness.loaded, harness.other) == limit_tokens
+            assert harness.coordinator.would_wait(harness.other, 64) == (limit_tokens == 0)
 
 
 def test_coordinator_no_limit_in_another_mode() -> None:

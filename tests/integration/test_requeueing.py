@@ -779,14 +779,13 @@ def test_running_request_is_not_preempted_for_one_that_would_be_the_second_chunk
 
 
 @pytest.mark.parametrize(
-    ("passing", "chunk_tokens", "chunked", "page", "admits"),
+    ("passing", "chunk_tokens", "chunked", "admits"),
     [
-        (40, 64, False, 1, True),
-        (40, 64, True, 1, False),  # its step ends before its prompt does
-        (40, 64, False, 64, False),  # no page can be computed
-        (0, 64, False, 1, False),
-        (None, 64, True, 1, True),
-        (40, None, True, 1, True),  # SGLang does not chunk: the step is whole
+        (40, 64, False, True),
+        (40, 64, True, False),  # its step ends before its prompt does
+        (0, 64, False, False),
+        (None, 64, True, True),
+        (40, None, True, True),  # SGLang does not chunk: the step is whole
     ],
 )
 def test_running_request_is_not_preempted_for_one_whose_limit_beside_others_leaves_no_step(
@@ -795,7 +794,6 @@ def test_running_request_is_not_preempted_for_one_whose_limit_beside_others_leav
     passing: int | None,
     chunk_tokens: int | None,
     chunked: bool,
-    page: int,
     admits: bool,
 ) -> None:
     monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda adder, req: True)
@@ -805,7 +803,6 @@ def test_running_request_is_not_preempted_for_one_whose_limit_beside_others_leav
         admission.scheduler.chunked_req = admission.req("chunked")
     tree = BareTree(admission.coordinator)
     adder = prefill_adder(admission.scheduler, tree, chunk_tokens=chunk_tokens)
-    adder.page_size = page
     assert adder.preempt_to_schedule(admission.req("other")) == admits
 
 

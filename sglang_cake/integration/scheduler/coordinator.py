@@ -509,7 +509,7 @@ class Coordinator:
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
     def passing_tokens(self, req: "Req", chunk_tokens: int) -> int | None:
-        """How many tokens a request computes in the step being scheduled, as
+        """How many tokens a request computes in the step being scheduled, in whole pages, as
         `planner.passing_tokens` has it. None: there is no limit."""
         record = self.record(req)
         if record is None or self._config.mode != "auto":
@@ -519,12 +519,13 @@ class Coordinator:
             # A request that was requeued in this step has lost its place to one of these.
             if record is self._requeued or self._passes(record, each):
                 ends_s.append(end_s)
-        return self.step_costs.passing_tokens(
+        tokens = self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
             chunk_tokens,
             ends_s,
             self._prompt_count - 1,
         )
+        return None if tokens is None else tokens - tokens % self._page_tokens
 
     def held_back(self) -> None:
         """A request has no part in the step being scheduled, since it would pass others. They may
@@ -648,8 +649,7 @@ class Coordinator:
         """
         if (record := self.record(req)) is None:
             return False
-        most = self.passing_tokens(req, chunk_tokens)
-        if most is not None and most < self._page_tokens:
+        if self.passing_tokens(req, chunk_tokens) == 0:
             return True
         if not record.agreed.lookup_done or not record.loading:
             return record.awaits_lookup(self._config.mode)

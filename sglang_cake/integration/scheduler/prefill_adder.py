@@ -379,7 +379,7 @@ class CakePrefillAdder(PrefillAdder):
         tokens = coordinator.passing_tokens(req, self._step_tokens)
         if tokens and (self.rem_chunk_tokens is None or self._scheduler.truncation_align_size):
             return None  # it has no chunks, or chunks of one length
-        return tokens and tokens - tokens % self.page_size
+        return tokens
 
     def _has_memory_for(self, req: "Req") -> bool:
         """Whether a waiting request, whose prefix is locked, may have memory to its end. SGLang
