@@ -796,7 +796,8 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
 
 # ---- another rank ----
 
-LANDED_AT, KEPT_AT = 16, 20  # where the 4 blocks of the only request stand in what is reduced
+# Where the 4 blocks of the only request stand in what is reduced.
+LANDED_AT, KEPT_AT, STORED_AT = 16, 20, 24
 
 
 def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
@@ -854,6 +855,22 @@ def test_coordinator_block_lost_on_a_peer_is_computed(two: CoordinatorHarness) -
     assert req.prefix_len == 32
     assert two.step(req)
     assert req.customized_info["cake"][0]["loaded_tokens"] == 48
+
+
+def test_coordinator_block_that_comes_as_loads_stop_gives_its_buffer_back() -> None:
+    with CoordinatorHarness(ranks=True, min_load_tokens=4 * BLOCK) as two:
+        req, keys = two.stored(4.5)
+
+        def lacks_a_block(numbers: torch.Tensor) -> None:
+            if len(numbers) > STORED_AT:
+                numbers[STORED_AT] = 0
+                two.open(*keys)  # this rank has taken its events of this poll
+
+        two.peer = lacks_a_block
+        two.arrive(req)
+        two.coordinator.poll([req.rid])
+        two.coordinator.poll([req.rid])
+        assert two.staging.free == two.staging.capacity
 
 
 # ---- anything in any order ----

@@ -328,7 +328,7 @@ class Coordinator:
             with contextlib.ExitStack() as steps:  # each of them runs, even if another one raises
                 steps.callback(self._reporter.ended, record)
                 steps.callback(self._tenants.leaves, record.facts.tenant)
-                steps.callback(self.prompt_loads.forget, record)
+                steps.callback(self.prompt_loads.stop_loading, record, "ended")
                 steps.callback(self._device_slots.discard_all, record, "ended")
 
     def release_all(self) -> None:
@@ -752,7 +752,7 @@ class Coordinator:
             if evicted > record.meet.landed_blocks and self._config.allows_loading(
                 [True] * evicted, self.block_tokens
             ):
-                self.prompt_loads.forget(record)
+                self.prompt_loads.stop_loading(record, "ended")
                 load_id = f"{record.rid}#{next(self._numbers)}"
                 anew = record.looked_up_anew(load_id, front, self._loader.cost)
                 self._look_up(anew)

@@ -48,11 +48,6 @@ class PromptLoads:
         """Events of this request are taken from now on."""
         self._records[record.load_id] = record
 
-    def forget(self, record: PromptRecord) -> None:
-        """The request is over: return what it has of the loader's."""
-        self._records.pop(record.load_id, None)  # absent if the arrival failed before `expect`
-        self.stop_loading(record, "ended")
-
     def take_events(self) -> None:
         """Take the loader's events since the last call."""
         for event in self._loader.drain():
@@ -131,7 +126,9 @@ class PromptLoads:
         self._set_run(record)
 
     def stop_loading(self, record: PromptRecord, reason: str) -> None:
-        """No further block is needed; blocks that did not join the tree are given up."""
+        """No further block is needed. Events are not taken any more, and blocks that did not join
+        the tree are given up."""
+        self._records.pop(record.load_id, None)
         self._loader.cancel(record.load_id)
         for block in list(record.local.fetched):
             self._device_slots.refuse(record, record.local.fetched.pop(block), reason)
@@ -183,7 +180,7 @@ class PromptLoads:
 
     def _receive(self, event: LoaderEvent) -> None:
         record = self._records.get(event.load_id)
-        if record is None or record.stats.prefill_s is not None:
+        if record is None:
             if isinstance(event, Fetched) and event.staged is not None:
                 event.staged.release(used=False, reason="ended")
         elif isinstance(event, LookedUp):
