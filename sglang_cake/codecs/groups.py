@@ -110,8 +110,8 @@ class Groups:
             powers, zeros, scales, codes = sections(data, at, section)
             zero, scale = unpacked(powers, zeros, scales)
             place = (block.words, part.start, part.stride, *_shape(part))
-            restore = restore8 if self.bits == 8 else restore4
-            restore(*place, self.group, block.kind, part.name == KEYS, zero, scale, codes)
+            along = part.name == KEYS
+            restore(*place, self.group, block.kind, along, zero, scale, self.bits, codes)
             at += section.size
 
 
@@ -230,47 +230,26 @@ def quantise(
 
 
 @compiled
-def restore8(
-    words, start, stride, layers, tokens, channels, group, kind, along, zeros, scales, codes
+def restore(
+    words, start, stride, layers, tokens, channels, group, kind, along, zeros, scales, bits, codes
 ):
-    """Numbers from their codes of 8 bits."""
+    """Numbers from their codes."""
+    coded = np.empty(channels, np.uint8)
     for layer in range(layers):
         for token in range(tokens):
             at = start + layer * stride + token * channels
-            filled, row = words[at : at + channels], codes[layer, token]
+            filled = words[at : at + channels]
+            row = codes[layer, token if bits == 8 else token // 2]
+            shift, mask = (0, 255) if bits == 8 else (4 * (token % 2), 15)
+            for c in range(channels):
+                coded[c] = (row[c] >> shift) & mask
             if along:
                 zero, scale = zeros[layer, token // group], scales[layer, token // group]
                 for c in range(channels):
-                    filled[c] = word(np.float32(row[c]) * scale[c] + zero[c], kind)
+                    filled[c] = word(np.float32(coded[c]) * scale[c] + zero[c], kind)
             else:
                 for first in range(0, channels, group):
                     z, s = zeros[layer, token, first // group], scales[layer, token, first // group]
-                    some, into = row[first : first + group], filled[first : first + group]
+                    some, into = coded[first : first + group], filled[first : first + group]
                     for i in range(len(some)):
                         into[i] = word(np.float32(some[i]) * s + z, kind)
-
-
-@compiled
-def restore4(
-    words, start, stride, layers, tokens, channels, group, kind, along, zeros, scales, codes
-):
-    """Numbers from their codes of 4 bits."""
-    for layer in range(layers):
-        for token in range(tokens):
-            at = start + layer * stride + token * channels
-            filled, row, shift = (
-                words[at : at + channels],
-                codes[layer, token // 2],
-                4 * (token % 2),
-            )
-            if along:
-                zero, scale = zeros[layer, token // group], scales[layer, token // group]
-                for c in range(channels):
-                    code = np.float32((row[c] >> shift) & 15)
-                    filled[c] = word(code * scale[c] + zero[c], kind)
-            else:
-                for first in range(0, channels, group):
-                    z, s = zeros[layer, token, first // group], scales[layer, token, first // group]
-                    some, into = row[first : first + group], filled[first : first + group]
-                    for i in range(len(some)):
-                        into[i] = word(np.float32((some[i] >> shift) & 15) * s + z, kind)

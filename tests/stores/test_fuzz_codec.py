@@ -42,10 +42,10 @@ CHAINS = [chain_of(codec, LAYOUTS[0], theta) for codec in CODECS for theta in (N
 CHAINS += [chain.of_first() for chain in CHAINS]
 LOOPS = {
     entropy: ("decode_numbers", "restore"),
-    groups: ("restore8", "restore4"),
+    groups: ("restore",),
     nonuniform: ("restore", "put_back"),
     zstd: ("unshuffle",),
-    rope: ("rotate", "copy"),
+    rope: ("rotate",),
 }
 GUARD = b"\x11" * 64
 KEY = key_of("a")
