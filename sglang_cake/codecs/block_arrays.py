@@ -35,6 +35,11 @@ class Part:
     channels: int  # heads times head size
 
     @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """What compiled loops take after the words of a block."""
+        return self.start, self.stride, self.layers, self.tokens, self.channels
+
+    @property
     def count(self) -> int:
         """Numbers of all planes."""
         return self.layers * self.tokens * self.channels

@@ -151,7 +151,7 @@ class Entropy:
             means = numbers(one_row, mean_classes, part.channels)[:, 0]
             order = np.argsort(classes, axis=1, kind="stable")  # as in `_in_coded_order`
             gaps = numbers(order, classes, part.tokens)
-            place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
+            place = (block.words, *part.place)
             restore(*place, block.kind, steps, means, order, gaps)
         # Another version of the encoder, or another machine's arithmetic, could have used other
         # distributions: the numbers would be wrong then.

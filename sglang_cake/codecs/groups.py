@@ -89,7 +89,7 @@ class Groups:
             section = self.section(part)
             kind, along = block.kind, part.name == KEYS
             lows, highs = np.empty(section.stats, np.float32), np.empty(section.stats, np.float32)
-            place = (block.words, part.start, part.stride, *_shape(part))
+            place = (block.words, *part.place)
             extremes(*place, self.group, kind, along, lows, highs)
             powers, zeros, scales = grid(lows, highs, 2**self.bits - 1)
             out[at : at + section.size] = 0
@@ -109,14 +109,10 @@ class Groups:
             section = self.section(part)
             powers, zeros, scales, codes = sections(data, at, section)
             zero, scale = unpacked(powers, zeros, scales)
-            place = (block.words, part.start, part.stride, *_shape(part))
             along = part.name == KEYS
+            place = (block.words, *part.place)
             restore(*place, self.group, block.kind, along, zero, scale, self.bits, codes)
             at += section.size
-
-
-def _shape(part: Part) -> tuple[int, int, int]:
-    return part.layers, part.tokens, part.channels
 
 
 def grid(lows: Floats, highs: Floats, steps: int) -> tuple[Floats, Any, Any]:

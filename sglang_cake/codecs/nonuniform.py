@@ -107,7 +107,7 @@ class NonUniform:
             rows = (section.layers, section.vectors)
             numbers = np.empty((*rows, section.numbers), np.float32)
             lows, highs = np.empty(rows, np.float32), np.empty(rows, np.float32)
-            place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
+            place = (block.words, *part.place)
             along = part.name == KEYS
             gather(*place, block.kind, along, numbers)
             set_apart(numbers, places, lows, highs)
@@ -131,7 +131,7 @@ class NonUniform:
             section = self.section(part, block.layout)
             powers, levels, zeros, scales, kept, places, codes = self._views(data, at, section)
             zero, scale = unpacked(powers, zeros[:, None], scales[:, None])
-            place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
+            place = (block.words, *part.place)
             along = part.name == KEYS
             table = np.ascontiguousarray(levels)
             restore(*place, block.kind, along, table, zero[:, 0], scale[:, 0], codes)

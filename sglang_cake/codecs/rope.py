@@ -59,13 +59,12 @@ class InverseRope:
         self._rotate(block, out, 1.0)
 
     def _rotate(self, block: Block, out: Block, sign: float) -> None:
+        np.copyto(out.words, block.words)
         for part in block.parts:
-            place = (block.words, part.start, part.stride, part.layers, part.tokens, part.channels)
             if part.name == KEYS:
                 cos, sin = rotations(self.theta, self.head, part.tokens)
-                rotate(*place, block.kind, out.words, self.head, cos, np.float32(sign) * sin)
-            else:
-                copy(*place, out.words)
+                sin = np.float32(sign) * sin
+                rotate(block.words, *part.place, block.kind, out.words, self.head, cos, sin)
 
 
 @lru_cache(maxsize=8)
@@ -93,11 +92,3 @@ def rotate(words, start, stride, layers, tokens, channels, kind, out, head, cosi
                     a, b = number(left[i], kind), number(right[i], kind)
                     into[i] = word(a * cos[i] - b * sin[i], kind)
                     beside[i] = word(b * cos[i] + a * sin[i], kind)
-
-
-@compiled
-def copy(words, start, stride, layers, tokens, channels, out):
-    """Copy the planes of one part."""
-    for layer in range(layers):
-        at = start + layer * stride
-        out[at : at + tokens * channels] = words[at : at + tokens * channels]

@@ -39,7 +39,7 @@ class BytePlanes:
         at = 0
         for words, part in _parts(block):
             size = part.count * words.itemsize
-            place = (words, part.start, part.stride, part.layers, part.tokens, part.channels)
+            place = (words, *part.place)
             shuffle(*place, out[at : at + size].reshape(-1, part.count))
             at += size
         return at
@@ -50,7 +50,7 @@ class BytePlanes:
         at = 0
         for words, part in _parts(block):
             size = part.count * words.itemsize
-            place = (words, part.start, part.stride, part.layers, part.tokens, part.channels)
+            place = (words, *part.place)
             unshuffle(*place, data[at : at + size].reshape(-1, part.count))
             at += size
 
