@@ -10,7 +10,6 @@ import errno
 import functools
 import io
 import os
-import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from aiohttp import web
 from sglang_cake.codecs.frame import HEADER_BYTES, Header, PayloadHasher, read_header
 from sglang_cake.core.errors import BlockCorrupt, StoreFull
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.file.block_files import NewFile
+from sglang_cake.stores.file.block_files import NewFile, is_cached
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.request_body import (
@@ -139,7 +138,7 @@ class BlockService:
                 response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             response.content_length = stop - start
             if request.method == "GET":
-                if not reads_at_once(fd, start, stop):
+                if not is_cached(fd, size):
                     read = functools.partial(read_into_cache, fd, start, stop)
                     await self._readers.run(read)
                 await self._send(request, response, fd, start, stop - start)
@@ -334,22 +333,6 @@ class SharedFile(io.FileIO):
     def close(self) -> None:
         with self._in_use:
             super().close()
-
-
-def reads_at_once(fd: int, start: int, stop: int) -> bool:
-    """Whether reads do not wait for a disk: one byte of each piece is in the page cache, and most
-    likely all others. Unlike `block_files.is_cached`, it may bring their pages into it."""
-    try:
-        for at in range(start, stop, COPY_BYTES):
-            # At random: a byte that is not there yet is brought by this very call. The next reader
-            # would find it, while a thread still reads all others.
-            place = random.randrange(at, min(at + COPY_BYTES, stop))
-            os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system that cannot tell
-        return True
-    return True
 
 
 def read_into_cache(fd: int, start: int, stop_at: int, stop: threading.Event) -> None:

@@ -23,8 +23,9 @@ from http_servers import (
 )
 from polling import until
 
+from sglang_cake.stores.file.block_files import is_cached
 from sglang_cake.stores.http.protocol import block_path
-from sglang_cake.stores.http.server_blocks import read_into_cache, reads_at_once
+from sglang_cake.stores.http.server_blocks import read_into_cache
 from sglang_cake.stores.threads import Stopped
 from sglang_cake.testing.store_contract import key_of
 
@@ -170,22 +171,22 @@ def fd(tmp_path):
 
 def make_cold(fd):
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    if reads_at_once(fd, 0, len(DATA)):
+    if is_cached(fd, len(DATA)):
         pytest.skip("this file system keeps what it was told to forget")
 
 
 def test_reading_makes_a_cold_file_warm(fd):
     make_cold(fd)
     read_into_cache(fd, 0, len(DATA), threading.Event())
-    assert reads_at_once(fd, 0, len(DATA))
+    assert is_cached(fd, len(DATA))
     read_into_cache(fd, 0, 2 * len(DATA), threading.Event())  # ends where the file does
 
 
-def test_reads_at_once_file_of_which_only_the_ends_are_cached_is_false(fd):
+def test_is_cached_file_of_which_only_the_ends_are_cached_is_false(fd):
     make_cold(fd)
     for at in (0, len(DATA) - 1):
         os.pread(fd, 1, at)
-    assert not reads_at_once(fd, 0, len(DATA))
+    assert not is_cached(fd, len(DATA))
 
 
 def test_reading_stops_when_told_to(fd):

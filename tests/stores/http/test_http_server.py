@@ -371,7 +371,7 @@ def test_http_server_get_from_a_disk_in_trouble_gets_503(tmp_path, monkeypatch, 
         put_description(server)
         put_block(server, "a")
         with monkeypatch.context() as patch:
-            patch.setattr(server_blocks, "reads_at_once", lambda *_: False)
+            patch.setattr(server_blocks, "is_cached", lambda *_: False)
             patch.setattr(os, "preadv", failing(errno.EIO))
             assert ask(server, "GET", PATH)[0] == 503
         assert ask(server, "GET", PATH)[::2] == (200, GOOD)
