@@ -130,10 +130,11 @@ class FixedCodec:
         self._chain = chain
 
     def encode(self, forms: Forms, tier: int) -> memoryview:
-        """The payload for any tier."""
-        out = forms.take()
-        chain = self._chain.of_first() if forms.first else self._chain
-        forms.payloads[self._codec] = out[: chain.encode(self._layout, forms.block, out)]
+        """The payload, which all tiers share."""
+        if self._codec not in forms.payloads:
+            out = forms.take()
+            chain = self._chain.of_first() if forms.first else self._chain
+            forms.payloads[self._codec] = out[: chain.encode(self._layout, forms.block, out)]
         return forms.payloads[self._codec]
 
 

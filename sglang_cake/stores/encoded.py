@@ -53,7 +53,6 @@ class EncodedStore(WrapperStore):
         counters: Counters,
         payload_bytes: int,
         depth: int,
-        by_tier: bool = False,
         on_device: bool = False,
     ) -> None:
         """Args:
@@ -61,7 +60,6 @@ class EncodedStore(WrapperStore):
         link: the speed of `inner` is recorded there.
         payload_bytes: limit for an encoded block.
         depth: concurrent reads, and concurrent writes; further ones wait.
-        by_tier: call `encode` for each tier of `inner`, if it has tiers; else once for a block.
         on_device: `get_into` fills memory of `payload_bytes` with a payload to be decoded by a
             device (`catalogue.prepare`), instead of a block.
         """
@@ -69,7 +67,6 @@ class EncodedStore(WrapperStore):
         self._layout = layout
         self._encode = encode
         self._tiers = inner if isinstance(inner, TieredStore) else None
-        self._by_tier = by_tier
         self._link = link
         self._counters = counters
         self._payload_bytes = payload_bytes
@@ -156,7 +153,7 @@ class EncodedStore(WrapperStore):
             return fresh
 
     async def _put(self, key: BlockKey, form_of: FormOf) -> bool:
-        if self._tiers is not None and self._by_tier:
+        if self._tiers is not None:
             return await self._tiers.put_forms(key, form_of)
         payload = await form_of(0)
         begun_s = time.monotonic()

@@ -152,7 +152,6 @@ def open_blocks(
             counters=counters,
             payload_bytes=frame.payload_bytes,
             depth=reads,
-            by_tier=codec == AUTO,
             on_device=on_device,
         )
 

@@ -67,7 +67,6 @@ class Encoded(Tiers):
             counters=self.counters,
             payload_bytes=PAYLOAD_BYTES,
             depth=2,
-            by_tier=codec == "auto",
         )
 
     async def stored(self, *names, block=BLOCK):
