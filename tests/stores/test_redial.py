@@ -47,7 +47,7 @@ def http(port, clock):
 
     async def look_up():
         async def attempt():
-            async with transport.request("GET", "/x") as answer:
+            async with transport.request("GET", "/x", None) as answer:
                 await answer.read()
 
         await transport.call(transport.lookups, 1, attempt)

@@ -12,7 +12,7 @@ import os
 import ssl
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -31,7 +31,7 @@ from sglang_cake.core.errors import (
     one_line,
 )
 from sglang_cake.core.keys import BlockKey
-from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
+from sglang_cake.core.namespace import digest_of, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.corrupt_reports import CorruptReports
@@ -61,7 +61,10 @@ LIST_MEMORY_BYTES = 16 << 20  # a longer list is kept on a disk
 # memory. A server that does not end its list would fill the disk.
 MAX_LIST_BYTES = 13 * 10**9
 SEND_BYTES = 1 << 18  # of a block, copied and sent at a time
-NOT_OURS = frozenset((404, 405, 501))  # status of `contains` on a plain server
+NOT_OURS = (404, 405, 501)  # statuses of `contains` on a plain server
+MISSING = (404, 410)
+WRITTEN = (200, 201, 204)
+DELETED = (200, 202, 204, *MISSING)
 # A proxy may have answered so while the server restarted, which mostly takes some seconds. A plain
 # server gets one request more in 5 minutes.
 ASK_AGAIN_FIRST_S = 10.0
@@ -149,34 +152,20 @@ class HttpStore(Store):
         body = b"".join(keys[: protocol.MAX_CONTAINS_KEYS])
         path = protocol.touched_path(self._frame.digest)
         headers = {protocol.FACTS_HEADER: facts.to_json()}
-
-        async def attempt() -> None:
-            async with self._transport.request(
-                "POST", path, data=body, headers=headers
-            ) as response:
-                if response.status != 204 and response.status not in NOT_OURS:
-                    await refuse(response)
-
-        async with self._asking:
-            await self._transport.call(self._transport.lookups, len(body), attempt)
+        await self._small("POST", path, (204, *NOT_OURS), data=body, headers=headers)
 
     async def _ask(self, keys: Sequence[BlockKey]) -> list[bool] | None:
         """Which keys are stored; None if the server turns out to be a plain one."""
         path = protocol.contains_path(self._frame.digest, self._frame.known_bytes)
-
-        async def attempt() -> list[bool] | None:
-            async with self._transport.request("POST", path, data=b"".join(keys)) as response:
-                if response.status in NOT_OURS:
-                    return None
-                if response.status != 200:
-                    await refuse(response)
-                return protocol.read_answers(await read_whole(response, len(keys)), len(keys))
-
         if self._is_plain:
             self._ask_again.start(self._clock())  # other lookups do not ask meanwhile
-        async with self._asking:
-            size_bytes = len(keys) * protocol.KEY_BYTES
-            answers = await self._transport.call(self._transport.lookups, size_bytes, attempt)
+        answers = await self._small(
+            "POST",
+            path,
+            (200, *NOT_OURS),
+            lambda body: protocol.read_answers(body, len(keys)),
+            data=b"".join(keys),
+        )
         self._learned(is_plain=answers is None)
         return answers
 
@@ -202,13 +191,9 @@ class HttpStore(Store):
 
     async def _head(self, key: BlockKey) -> bool:
         path = protocol.block_path(self._frame.digest, key)
-        async with self._transport.request("HEAD", path) as response:
-            if response.status in (404, 410):
-                return False
-            if response.status != 200:
-                await refuse(response)
+        async with self._transport.request("HEAD", path, (200, *MISSING)) as response:
             # A truncated block counts as absent, so that the next write replaces it.
-            return self._may_be(response.content_length)
+            return response.status == 200 and self._may_be(response.content_length)
 
     def _may_be(self, framed_bytes: int | None) -> bool:
         return framed_bytes is None or self._frame.fits(framed_bytes)
@@ -234,17 +219,14 @@ class HttpStore(Store):
             return
         path = protocol.block_path(self._frame.digest, key)
         with contextlib.suppress(aiohttp.ClientError, OSError, CredentialsRenewed):
-            async with self._transport.request("POST", path):
+            async with self._transport.request("POST", path, None):
                 pass  # the answer does not matter: the block is computed
 
     async def _get(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
-        async with self._transport.hedged_get(
-            protocol.block_path(self._frame.digest, key)
-        ) as response:
-            if response.status in (404, 410):
-                raise BlockMissing(key.hex())
+        path = protocol.block_path(self._frame.digest, key)
+        async with self._transport.request("GET", path, (200, *MISSING), hedged=True) as response:
             if response.status != 200:
-                await refuse(response)
+                raise BlockMissing(key.hex())
             length = response.content_length
             if not self._may_be(length):
                 raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
@@ -287,6 +269,7 @@ class HttpStore(Store):
         async with self._transport.request(
             "PUT",
             protocol.block_path(self._frame.digest, key),
+            WRITTEN if self._is_plain else (*WRITTEN, 409),
             data=pieces(),
             headers={
                 "Content-Length": str(len(header) + len(body)),
@@ -296,61 +279,32 @@ class HttpStore(Store):
             # support that.
             expect100=self._is_plain is False,
         ) as response:
-            if response.status == 409 and not self._is_plain:
-                return None
-            if response.status not in (200, 201, 204):
-                await refuse(response)
-            return response.status == 201
+            return None if response.status == 409 else response.status == 201
 
     async def _write_description(self) -> None:
         """Write the namespace's description unless it is there.
 
         Raises: StoreUnavailable, also if another namespace's is there; StoreFull.
         """
-        fields = self._frame.namespace.describe()
         path = protocol.description_path(self._frame.digest)
-
-        async def read() -> dict[str, str] | None:
-            async with self._transport.request("GET", path) as response:
-                if response.status == 404:
-                    return None
-                if response.status != 200:
-                    await refuse(response)
-                body = await read_whole(response, MAX_DESCRIPTION_BYTES)
-                return read_fields(body) or {}
-
-        async def write() -> None:
-            body = (json.dumps(fields, indent=2) + "\n").encode()
-            async with self._transport.request("PUT", path, data=body) as response:
-                if response.status not in (200, 201, 204):
-                    await refuse(response)
-
-        found = await self._small(read)
+        found = await self._small("GET", path, (200, 404), lambda body: read_fields(body) or {})
         if found is None:
-            await self._small(write, self._transport.descriptions)
+            body = (json.dumps(self._frame.namespace.describe(), indent=2) + "\n").encode()
+            circuit = self._transport.descriptions
+            await self._small("PUT", path, WRITTEN, data=body, circuit=circuit)
         elif digest_of(found) != self._frame.digest:
             raise StoreUnavailable(f"{path} on the server describes another namespace")
         self._is_claimed = True
 
     async def delete(self, key: BlockKey) -> None:
-        async def attempt() -> None:
-            path = protocol.block_path(self._frame.digest, key)
-            async with self._transport.request("DELETE", path) as response:
-                if response.status not in (200, 202, 204, 404, 410):
-                    await refuse(response)
-
-        await self._small(attempt, self._transport.writes)
+        path = protocol.block_path(self._frame.digest, key)
+        await self._small("DELETE", path, DELETED, circuit=self._transport.writes)
 
     async def remove_description(self) -> None:
         """As in `Store`. A plain server does not check whether blocks are left."""
-
-        async def attempt() -> None:
-            path = protocol.description_path(self._frame.digest)
-            async with self._transport.request("DELETE", path) as response:
-                if response.status not in (200, 202, 204, 404, 405, 410):
-                    await refuse(response)
-
-        await self._small(attempt, self._transport.descriptions)
+        path = protocol.description_path(self._frame.digest)
+        circuit = self._transport.descriptions
+        await self._small("DELETE", path, (*DELETED, 405), circuit=circuit)
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         """As in `Store`. The list is kept in a temporary file: the server does not wait for a
@@ -361,13 +315,15 @@ class HttpStore(Store):
         """
 
         async def attempt() -> aiohttp.ClientResponse:
-            async with self._transport.request("GET", path, keep=True) as response:
+            async with self._transport.request("GET", path, None, keep=True) as response:
                 if response.content_type != protocol.LIST_TYPE:
                     await refuse(response, "this server cannot list blocks")
                 return response
 
         path = protocol.list_path(self._frame.digest)
-        response = await self._small(attempt)
+        async with self._asking:
+            lookups = self._transport.lookups
+            response = await self._transport.call(lookups, protocol.KEY_BYTES, attempt)
         failure: StoreUnavailable | None = None
         with tempfile.SpooledTemporaryFile(LIST_MEMORY_BYTES) as kept:
             try:
@@ -389,27 +345,42 @@ class HttpStore(Store):
 
     async def stats(self) -> StoreStats:
         """As in `Store`; all fields are unknown on a plain server."""
-
-        async def attempt() -> StoreStats:
-            async with self._transport.request("GET", protocol.STATS) as response:
-                if response.status in NOT_OURS:
-                    return StoreStats()
-                if response.status != 200:
-                    await refuse(response)
-                return protocol.read_stats(await read_whole(response, protocol.MAX_ANSWER_BYTES))
-
-        return await self._small(attempt)
+        accepted = (200, *NOT_OURS)
+        found = await self._small("GET", protocol.STATS, accepted, protocol.read_stats)
+        return found or StoreStats()
 
     async def close(self) -> None:
         await self._reports.end_all()
         await self._transport.close()
 
     async def _small(
-        self, attempt: Callable[[], Awaitable[T]], circuit: Circuit | None = None
-    ) -> T:
+        self,
+        method: str,
+        path: str,
+        accepted: Collection[int],
+        read: Callable[[bytes], T] | None = None,
+        *,
+        circuit: Circuit | None = None,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> T | None:
+        """One request with a small answer, as a lookup unless another circuit is given.
+
+        Returns what `read` makes of a body with status 200; None for other accepted statuses, and
+        without `read`.
+        """
+
+        async def attempt() -> T | None:
+            request = self._transport.request(method, path, accepted, data=data, headers=headers)
+            async with request as response:
+                if read is None or response.status != 200:
+                    return None
+                return read(await read_whole(response, protocol.MAX_ANSWER_BYTES))
+
         async with self._asking:
             circuit = circuit or self._transport.lookups
-            return await self._transport.call(circuit, protocol.KEY_BYTES, attempt)
+            size_bytes = protocol.KEY_BYTES + len(data or b"")
+            return await self._transport.call(circuit, size_bytes, attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,9 +407,7 @@ class HttpSource:
         transport = HttpTransport(self.locate, TimeoutLimits())
 
         async def attempt() -> list[StoredNamespace]:
-            async with transport.request("GET", protocol.NAMESPACES) as response:
-                if response.status != 200:
-                    await refuse(response)
+            async with transport.request("GET", protocol.NAMESPACES, (200,)) as response:
                 body = await read_whole(response, protocol.MAX_ANSWER_BYTES)
                 return protocol.read_namespaces(body)
 

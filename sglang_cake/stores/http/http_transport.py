@@ -9,7 +9,7 @@ import random
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeVar
 
@@ -236,20 +236,31 @@ class HttpTransport:
         self,
         method: str,
         path: str,
+        accepted: Collection[int] | None,
         *,
         data: object = None,
         headers: Mapping[str, str] | None = None,
         expect100: bool = False,
+        hedged: bool = False,
         keep: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One request. If the body is not read to its end, the connection is closed.
 
         Args:
+        accepted: statuses that the caller handles; others are refused (`refuse`). None: all.
         expect100: send `Expect: 100-continue`, and the body only after the server asks for it.
+        hedged: a GET without a body; a second one is sent if the first is not answered within the
+            delay of `Hedging`. The first response is used, and the other request is cancelled
+            before its body is read.
         keep: the response stays open after the block, and the caller closes it.
         """
-        response = await self._send(method, path, data, headers, expect100)
+        if hedged:
+            response = await self._hedged_get(path)
+        else:
+            response = await self._send(method, path, data, headers, expect100)
         try:
+            if accepted is not None and response.status not in accepted:
+                await refuse(response)
             yield response
         except BaseException:
             response.close()
@@ -259,21 +270,11 @@ class HttpTransport:
         if not keep:
             response.release()
 
-    @contextlib.asynccontextmanager
-    async def hedged_get(self, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """One GET, or two if the first one is not answered within the delay of `Hedging`.
-
-        The first response is used. The other request is cancelled before its body is read.
-        """
+    async def _hedged_get(self, path: str) -> aiohttp.ClientResponse:
         started_s = time.monotonic()
         response = await self._first_response(path)
         self._hedging.answered(time.monotonic() - started_s)
-        try:
-            yield response
-        except BaseException:
-            response.close()
-            raise
-        response.release()
+        return response
 
     async def _first_response(self, path: str) -> aiohttp.ClientResponse:
         delay_s = self._hedging.delay_s()
