@@ -181,8 +181,9 @@ class BlockFrame:
 class IncomingBlock:
     """One framed block that is being received: checked while its bytes arrive, from any source.
 
-    There are two ways to fill it: read bytes into the views of `room` and call `advance` with their
-    number, or pass bytes to `feed`. At the end `finish` tells whether `out` may be used.
+    There are two ways to fill it: read bytes into the views of `room`, call `came` with their
+    number, and `check` with what that returns; or pass bytes to `feed`. At the end `finish` tells
+    whether `out` may be used.
     """
 
     def __init__(
@@ -219,14 +220,13 @@ class IncomingBlock:
         body = self._body[start : start + at_most]
         return [self._head[self.done :], body] if self.done < HEADER_BYTES else [body]
 
-    def advance(self, count: int) -> None:
-        """`count` more bytes are in `room`. Raises: BlockCorrupt if the header is wrong."""
-        # Hashed now, while the bytes are in the CPU's cache: about three times as fast as later.
-        self.check(self.came(count))
-
     def came(self, count: int) -> memoryview:
-        """As `advance`, but returns the new bytes of the payload without hashing them. The caller
-        passes them to `check`, in this order and before `finish`, from any thread."""
+        """`count` more bytes are in `room`. Returns those of the payload, which the caller passes
+        to `check`, in this order and before `finish`, from any thread. While they are in the CPU's
+        cache, that is about three times as fast as later.
+
+        Raises: BlockCorrupt if the header is wrong.
+        """
         before = self.done
         self.done += count
         if before < HEADER_BYTES <= self.done:
@@ -248,7 +248,7 @@ class IncomingBlock:
             taken = min(len(view), len(rest))
             view[:taken] = rest[:taken]
             rest = rest[taken:]
-            self.advance(taken)
+            self.check(self.came(taken))
 
     def finish(self) -> int:
         """Bytes of the payload, with which `out` begins.

@@ -133,7 +133,7 @@ def test_incoming_block_pieces_of_any_size_give_the_block_or_corrupt(raw, cuts, 
                 taken = min(len(view), len(piece))
                 view[:taken] = piece[:taken]
                 piece = piece[taken:]
-            block.advance(before - len(piece))
+            block.check(block.came(before - len(piece)))
             block.feed(piece)  # what there was no room for
         block.finish()
         return True
