@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
@@ -46,34 +45,29 @@ class Hold:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held = False
+        self._inside = threading.Lock()
         self._left = False
 
     def __enter__(self) -> None:
         """Raises: Stopped if the caller has left."""
-        with self._lock:
-            if self._left:
-                raise Stopped
-            self._held = True
+        self._inside.acquire()
+        if self._left:
+            self._inside.release()
+            raise Stopped
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Raises: Stopped if the caller has tried to leave meanwhile."""
-        with self._lock:
-            self._held = False
-            if self._left and error is None:
-                raise Stopped
+        self._inside.release()
+        if self._left and error is None:
+            raise Stopped
 
     def leave(self) -> bool:
         """True if the caller may go now; else the caller must wait for the end of the thread."""
-        with self._lock:
-            self._left = True
-            return not self._held
+        self._left = True
+        is_free = self._inside.acquire(blocking=False)
+        if is_free:
+            self._inside.release()
+        return is_free
 
 
 class CallThreads:
