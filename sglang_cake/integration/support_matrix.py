@@ -546,77 +546,60 @@ def pools_last_token(model: "ModelConfig") -> bool:
 
 # Field of SGLang's ServerArgs, the values that cake does not support, and the reason.
 _Rule = tuple[str, Callable[[Any], bool], str]
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _off(field: str, reason: str) -> _Rule:
+    """The rule of a setting that must not be set."""
+    return field, bool, f"{reason}: remove {_flag(field)}"
+
+
+def _one(field: str, kind: str) -> _Rule:
+    """The rule of a number of ranks that must be one."""
+    return field, lambda n: n > 1, f"does not support {kind} parallelism: set {_flag(field)} 1"
+
+
 RULES: tuple[_Rule, ...] = (
     (
         "device",
         lambda name: name is not None and not name.startswith(("cpu", "cuda")),
         "copies KV on CPUs and in CUDA: set --device cpu or cuda, or remove --enable-cake",
     ),
-    ("disable_radix_cache", bool, "needs the radix cache: remove --disable-radix-cache"),
-    (
-        "disaggregation_decode_enable_offload_kvcache",
-        bool,
-        "takes the place of offloading: remove --disaggregation-decode-enable-offload-kvcache",
-    ),
-    ("encoder_only", bool, "does not support encoder servers: remove --encoder-only"),
-    ("pp_size", lambda n: n > 1, "does not support pipeline parallelism: set --pp-size 1"),
-    ("attn_cp_size", lambda n: n > 1, "does not support context parallelism: set --attn-cp-size 1"),
-    ("dcp_size", lambda n: n > 1, "does not support context parallelism: set --dcp-size 1"),
+    _off("disable_radix_cache", "needs the radix cache"),
+    _off("disaggregation_decode_enable_offload_kvcache", "takes the place of offloading"),
+    _off("encoder_only", "does not support encoder servers"),
+    _one("pp_size", "pipeline"),
+    _one("attn_cp_size", "context"),
+    _one("dcp_size", "context"),
     (
         "speculative_algorithm",
         _is_unknown,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
         f"of {', '.join(_ALGORITHMS)}, or to one of a plug-in",
     ),
-    ("enable_mis", bool, "does not support multi-item scoring: remove --enable-mis"),
-    ("enable_hisparse", bool, "does not support HiSparse: remove --enable-hisparse"),
-    # Its loop of the scheduler never polls.
-    ("enable_pdmux", bool, "does not support PD multiplexing: remove --enable-pdmux"),
-    ("dllm_algorithm", bool, "does not support diffusion LLMs: remove --dllm-algorithm"),
-    (
-        "enable_hierarchical_cache",
-        bool,
-        "takes the place of HiCache: remove --enable-hierarchical-cache",
-    ),
-    ("enable_lmcache", bool, "takes the place of LMCache: remove --enable-lmcache"),
-    ("enable_flexkv", bool, "takes the place of FlexKV: remove --enable-flexkv"),
-    (
-        "enable_unified_cache_external_linker",
-        bool,
-        "takes the place of other linkers: remove --enable-unified-cache-external-linker",
-    ),
-    (
-        "enable_kv_cache_sharding",
-        bool,
-        "does not support sharded KV: remove --enable-kv-cache-sharding",
-    ),
-    (
-        "prefill_only_disable_kv_cache",
-        bool,
-        "needs the KV cache: remove --prefill-only-disable-kv-cache",
-    ),
+    _off("enable_mis", "does not support multi-item scoring"),
+    _off("enable_hisparse", "does not support HiSparse"),
+    _off("enable_pdmux", "does not support PD multiplexing"),  # its scheduler loop never polls
+    _off("dllm_algorithm", "does not support diffusion LLMs"),
+    _off("enable_hierarchical_cache", "takes the place of HiCache"),
+    _off("enable_lmcache", "takes the place of LMCache"),
+    _off("enable_flexkv", "takes the place of FlexKV"),
+    _off("enable_unified_cache_external_linker", "takes the place of other linkers"),
+    _off("enable_kv_cache_sharding", "does not support sharded KV"),
+    _off("prefill_only_disable_kv_cache", "needs the KV cache"),
     # SGLang keeps these by slot, in memory that no block has.
-    (
-        "enable_return_routed_experts",
-        bool,
-        "cannot return experts of loaded tokens: remove --enable-return-routed-experts",
-    ),
-    (
-        "enable_return_indexer_topk",
-        bool,
-        "cannot return the index of loaded tokens: remove --enable-return-indexer-topk",
-    ),
+    _off("enable_return_routed_experts", "cannot return experts of loaded tokens"),
+    _off("enable_return_indexer_topk", "cannot return the index of loaded tokens"),
     (
         "kv_canary",
         lambda mode: mode not in (None, "none"),
         "fills slots that SGLang's canary has no notes of: remove --kv-canary",
     ),
     # A session keeps its KV outside the tree, so loaded KV cannot be attached to it.
-    (
-        "enable_streaming_session",
-        bool,
-        "does not support streaming sessions: remove --enable-streaming-session",
-    ),
+    _off("enable_streaming_session", "does not support streaming sessions"),
 )
 
 # Models for which SGLang turns off the radix cache while it resolves their settings.
@@ -721,7 +704,7 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
         return f"KV-Runahead {reason}, or remove --cake-runahead-peers"
     for field in ("tp_size", "dp_size"):
         if getattr(args, field) > 1:
-            return f"KV-Runahead needs one server a worker: set --{field.replace('_', '-')} 1"
+            return f"KV-Runahead needs one server a worker: set {_flag(field)} 1"
     return None
 
 
