@@ -17,6 +17,7 @@ device, so that only time in which the device is idle counts as waited.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -228,15 +229,13 @@ class LayerGate:
     def _reach(self, passage: Passage, layer: int) -> None:
         passage.reach(layer)
 
-    def __call__(self, passage: Passage) -> "LayerGate":
+    @contextmanager
+    def __call__(self, passage: Passage) -> Iterator[None]:
         self.passage = passage
-        return self
-
-    def __enter__(self) -> None:
-        assert self.passage is not None
-
-    def __exit__(self, *error: object) -> None:
-        self.passage = None
+        try:
+            yield
+        finally:
+            self.passage = None
 
 
 class CudaGate(LayerGate):
@@ -267,15 +266,11 @@ class CudaGate(LayerGate):
         passing.wait(layer)
         self._rows.follow(layer)
 
-    def __enter__(self) -> None:
-        super().__enter__()
+    @contextmanager
+    def __call__(self, passage: Passage) -> Iterator[None]:
         self._layer = -1
-
-    def __exit__(self, *error: object) -> None:
-        passage = self.passage
-        super().__exit__(*error)
-        if passage is None or error[0] is not None:
-            return
+        with super().__call__(passage):
+            yield
         if self._layer != self._rows.layers - 1:  # a layer was read that may not have come
             raise LayersSkipped(f"attention ended with layer {self._layer}")
         self._wrote(cast("KvPassing", passage), self._layer)
