@@ -30,6 +30,9 @@ LAYOUTS = [
     )
     for dtype in ("bfloat16", "float16", "float32")
 ]
+EACH_LAYOUT = pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
+)
 SMOOTH = LAYOUTS[0]
 TINY = {"bfloat16": 1e-39, "float16": 6e-8, "float32": 1e-40}  # subnormal
 LARGE = {"bfloat16": 3e38, "float16": 65504.0, "float32": 3.4e38}
@@ -111,9 +114,7 @@ class CodecContract:
         assert out[layout.block_bytes :] == b"\x5a" * 64
         return bytes(view[:size]), bytes(out[: layout.block_bytes])
 
-    @pytest.mark.parametrize(
-        "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
-    )
+    @EACH_LAYOUT
     def test_codec_block_round_trip_is_within_its_error(self, layout: BlockLayout) -> None:
         block = kv_like(layout)
         _, restored = self.round_trip(layout, block)
@@ -121,9 +122,7 @@ class CodecContract:
             assert restored == block
         assert relative_error(layout, memoryview(block), memoryview(restored)) <= self.max_error
 
-    @pytest.mark.parametrize(
-        "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
-    )
+    @EACH_LAYOUT
     def test_codec_odd_blocks_round_trip_within_the_odd_error(self, layout: BlockLayout) -> None:
         for name, block in odd_blocks(layout):
             _, restored = self.round_trip(layout, block)
@@ -135,9 +134,7 @@ class CodecContract:
                 error = relative_error(layout, memoryview(block), memoryview(restored))
                 assert error <= self.odd_error, (name, error)
 
-    @pytest.mark.parametrize(
-        "layout", LAYOUTS, ids=lambda a: f"{a.groups[0].dtype}-{a.block_tokens}"
-    )
+    @EACH_LAYOUT
     def test_codec_first_token_of_a_prompt_is_restored_exactly(self, layout: BlockLayout) -> None:
         """It is a sink with large numbers, which must not raise the error of other tokens."""
         whole = memoryview(bytearray(kv_like(layout)))
