@@ -922,8 +922,8 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
             "cake stores windows and recurrent states as they are, and its codec "
             f"{config.codec} is lossy: set --cake-codec raw or zstd"
         )
+    allocator = params.token_to_kv_pool_allocator
     if ctx.is_hybrid_swa:
-        allocator = params.token_to_kv_pool_allocator
         if type(allocator) not in (
             SWATokenToKVPoolAllocator,
             UnifiedSWATokenToKVPoolAllocator,
@@ -931,11 +931,9 @@ def unsupported_pools(ctx: "TreeCacheBuildContext", config: CakeConfig) -> str |
         ):
             return f"cake does not support sliding windows in a {type(allocator).__name__}"
         reason = _unsupported_windows(allocator.get_kvcache(), params)
-        if reason is not None:
-            return f"cake does not support {reason}"
-    elif (
-        reason := _unsupported_version(params.token_to_kv_pool_allocator.get_kvcache())
-    ) is not None:
+    else:
+        reason = _unsupported_version(allocator.get_kvcache())
+    if reason is not None:
         return f"cake does not support {reason}"
     if ctx.is_hybrid_ssm:
         pool = params.req_to_token_pool
