@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.integration import flags
 from sglang_cake.integration.boundary import BOUNDARY
-from sglang_cake.integration.compat import reduce_in_attention_group
+from sglang_cake.integration.compat import reduce_min
 from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import (
     LOADED,
@@ -263,7 +264,7 @@ class CakeService:
             self.counters,
             ends,
         )
-        reducer = None if alone else _reducer(tree)
+        reducer = None if alone else partial(reduce_min, tree)
         self._consensus = RankConsensus(reducer)
         self.identity = Identity(ctx, facts, reduce_min=reducer, on_known=self._known)
         self.coordinator = Coordinator(
@@ -307,7 +308,10 @@ class CakeService:
     @property
     def device(self) -> str:
         """Name of the GPU or the processor that computes."""
-        return _device(self._ctx)
+        stream = _forward_stream(self._ctx)
+        if stream is None:
+            return platform.machine()
+        return torch.cuda.get_device_name(stream.device)
 
     def weights_changing(self) -> None:
         """The server's weights are about to change. Live requests are forgotten: their KV is of
@@ -656,17 +660,8 @@ def _prefix_flops(model: "ModelConfig") -> float:
     return float(2 * model.kv_lora_rank * model.num_attention_heads * widths)
 
 
-def _device(ctx: "TreeCacheBuildContext") -> str:
-    stream = _forward_stream(ctx)
-    return platform.machine() if stream is None else torch.cuda.get_device_name(stream.device)
-
-
 def _pipelined(ctx: "TreeCacheBuildContext") -> bool:
     # On a CPU a forward runs to its end in the scheduler thread, overlap scheduling or not.
     on_gpu = _forward_stream(ctx) is not None
     # SGLang itself turns it off for some models: only the resolved settings tell.
     return on_gpu and not resolving_view(ctx.server_args).disable_overlap_schedule
-
-
-def _reducer(tree: CakeRadixCache) -> Any:
-    return lambda tensor: reduce_in_attention_group(tree, tensor, torch.distributed.ReduceOp.MIN)

@@ -199,11 +199,11 @@ def is_hooked(function: str) -> bool:
     return function in HookRegistry._patched
 
 
-def reduce_in_attention_group(
-    tree: "UnifiedRadixCache", tensor: "torch.Tensor", operation: Any
-) -> None:
-    """All-reduce `tensor` (in place) over the ranks that share a request's attention."""
-    tree._all_reduce_attn_groups(tensor, operation)
+def reduce_min(tree: "UnifiedRadixCache", tensor: "torch.Tensor") -> None:
+    """Set `tensor` to its minimum over the ranks that share a request's attention."""
+    import torch
+
+    tree._all_reduce_attn_groups(tensor, torch.distributed.ReduceOp.MIN)
 
 
 def lock_node(adder: "PrefillAdder", node: Any) -> Any:
