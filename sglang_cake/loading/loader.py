@@ -321,8 +321,11 @@ class _PromptQueue:
             gate.
         load_from: blocks from this one on are worth loading. Written by the scheduler thread
             once the lookup has answered.
-        todo: blocks to read, ascending; the loader takes from the end.
+        todo: blocks to read, ascending; the loader takes the last one whose tier has a place.
         tiers: for each key, the tier that the block will be read from.
+        kinds: the tiers in `tiers`.
+        searched: the search of `todo` that found no block of these tiers: its length, the place of
+            `load_from`, and the tiers.
         ahead: blocks that have not arrived, by tier.
         counted: the blocks of `todo` that `ahead` was counted from, the first one and the end.
         reads: reads under way, by block. Written by the I/O thread.
@@ -344,6 +347,8 @@ class _PromptQueue:
     load_from: int = 0
     todo: list[int] = field(default_factory=list)
     tiers: list[int] = field(default_factory=list)
+    kinds: set[int] = field(default_factory=set)
+    searched: tuple[int, int, set[int]] | None = None
     ahead: Counter[int] = field(default_factory=Counter)
     counted: tuple[int, int] = (0, 0)
     reads: dict[int, BlockRead] = field(default_factory=dict)
@@ -631,6 +636,7 @@ class Loader:
             todo = []
             queue.run = range(0)
         queue.lookup = None
+        queue.kinds = set(queue.tiers)
         queue.ahead = Counter(queue.tier(block) for block in todo)
         queue.cost = self._fits.of(queue.ahead, time.monotonic())
         queue.todo = todo if queue in self._queues else []
@@ -707,39 +713,58 @@ class Loader:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
         # Only one prompt may use the last quarter of the buffers.
         for queue in self._queues:
-            if queue.asks and queue.link.has_place(queue.tier(queue.todo[-1])):
+            if not queue.asks:
+                continue
+            place = self._next_place(queue)
+            if place is not None:
                 may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
                 # End blocks stay in their buffers until the front has reached the end.
                 ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
                 left = self._staging.free - ends
-                has_buffers = may_use_all_buffers or left > self._staging.capacity // 4
-                if has_buffers and (place := self._next_place(queue)) is not None:
+                if may_use_all_buffers or left > self._staging.capacity // 4:
                     return queue, place
+            if place is not None or queue.lent:
                 self._awaits_memory = True
         return None
 
     def _next_place(self, queue: _PromptQueue) -> int | None:
-        """The place in `todo` of the block of a prompt to start next: the last one. While enough
-        lent blocks wait for their copies, the last one that is not in memory; None if there is
-        none. Without this bound all blocks in memory would be there at once, and the device would
-        wait for their copies instead of computing.
+        """The place in `todo` of the block of a prompt to start next: the last one; if its tier has
+        all its reads, the last one of a tier that has not. None: there is none.
+
+        Blocks of a faster tier are started below `load_from` too. That border is where computing
+        meets the loads of all tiers together, and it would reach blocks of the slower one first.
+
+        While enough lent blocks wait for their copies, it is one that is not in memory. Without
+        this bound all blocks in memory would be there at once, and the device would wait for their
+        copies instead of computing.
         """
         todo = queue.todo
+        last = len(todo) - 1
+        if todo[last] >= queue.request.block_count:
+            # End blocks are not copied before the last of them is there, and nothing goes before.
+            return last if queue.link.has_place(queue.tier(todo[last])) else None
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
-        # End blocks are not copied before the last of them is there.
-        may_wait = max(queue.link.depth(queue.lender), ahead)
-        if queue.lent < may_wait or todo[-1] >= queue.request.block_count:
-            return len(todo) - 1
-        if queue.ahead.keys() <= {queue.lender}:
+        tiers = {tier for tier in queue.kinds if queue.link.has_place(tier)}
+        last_tier = queue.tiers[todo[last]]
+        if queue.lent >= max(queue.link.depth(queue.lender), ahead):
+            tiers.discard(queue.lender)
+        elif last_tier in tiers:
+            return last
+        first_asked = bisect_left(todo, queue.load_from)
+        search = (len(todo), first_asked, tiers)
+        if not tiers or queue.searched == search:
             return None
-        for place in range(len(todo) - 1, bisect_left(todo, queue.load_from) - 1, -1):
+        faster = tiers.intersection(range(last_tier))
+        for place in range(last, (0 if faster else first_asked) - 1, -1):
             block = todo[place]
-            if queue.tiers[block] != queue.lender:
+            if queue.tiers[block] in (faster if place < first_asked else tiers):
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
                     (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
+                    queue.kinds.add(queue.tiers[block])
                     queue.counted = (0, 0)
-                if queue.tiers[block] != queue.lender:  # it has not moved up since
-                    return place if queue.link.has_place(queue.tiers[block]) else None
+                if queue.tiers[block] in tiers:  # it has not moved up since
+                    return place
+        queue.searched = search
         return None
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
