@@ -21,7 +21,8 @@ A step is a whole chunk while that ends before the meeting point. The step after
 of another step. Otherwise it covers all of it.
 
 A step ends where the front can jump over landed blocks. If they stand between holes, and a step
-that ends there would leave out more than they save, it goes on, and they are dropped.
+that ends there would leave out more than they save, it goes on, and they are dropped. Beside
+prompts that wait, a step that ends there takes as long as a whole one, since they fill it.
 
 Waits and short steps trust predictions of loads. All of them together make a prompt at most one
 step later than computing alone would (`patience_s`), whatever the store does.
@@ -255,7 +256,7 @@ def next_step(
     def edge_of(loads: bool) -> int:
         if not auto:
             return min(furthest, island_start(view))
-        return min(furthest, _worth_a_step(view, chunk_tokens, costs.prefill, loads=loads))
+        return min(furthest, _worth_a_step(view, chunk_tokens, costs, loads=loads))
 
     if not view.wanted:
         return StepPlan(edge_of(loads=False))
@@ -463,12 +464,13 @@ def _compute_s(
     return total
 
 
-def _worth_a_step(view: View, chunk_tokens: int, cost: PrefillCost, *, loads: bool) -> int:
+def _worth_a_step(view: View, chunk_tokens: int, costs: PromptCosts, *, loads: bool) -> int:
     """As `island_start`, without islands between holes that are computed sooner than jumped over,
     since a step ends at each of them.
 
     Args: loads: blocks are being loaded, so islands grow to the left.
     """
+    cost = costs.prefill
     marked = _attachable(view)
     start, stop = _next_run(view, marked, view.front)
     while start < stop:
@@ -476,14 +478,17 @@ def _worth_a_step(view: View, chunk_tokens: int, cost: PrefillCost, *, loads: bo
         if left < 0 or (loads and view.states[left] == BlockState.WANTED):
             break
         following = _next_run(view, marked, stop)
+        unused = -(start - view.front) % chunk_tokens
         if following[0] == view.prompt_tokens:
             jump_s = cost.span_s(view.front, start, chunk_tokens)
             jump_s += cost.span_s(stop, view.prompt_tokens, chunk_tokens)
             saves = jump_s <= cost.span_s(view.front, view.prompt_tokens, chunk_tokens)
+        elif costs.others_wait:
+            # They fill the step that ends here, so it takes as long as one that goes on.
+            saves = stop - start >= unused
         else:
             # Steps go on after the next island, so parts of them count. The step that ends here
-            # leaves out so many tokens of a whole one.
-            unused = -(start - view.front) % chunk_tokens
+            # leaves out `unused` tokens of a whole one.
             fixed_s = cost.work_s(StepWork(prefix_tokens=stop))
             share = (unused - (stop - start)) / chunk_tokens
             saves = cost.step_s(start, stop) >= (1 + share) * fixed_s

@@ -111,6 +111,27 @@ def test_virtual_gpu_prompt_with_missing_blocks_takes_at_most_this_share_of_comp
     assert found["auto"] <= share * found["compute"] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("share", [0.4, 0.8])
+@pytest.mark.parametrize("chunk_tokens", [2048, 8192])
+def test_virtual_gpu_prompt_with_missing_blocks_before_a_new_one_is_at_most_a_step_late(
+    share: float, chunk_tokens: int
+) -> None:
+    """The new one fills each step that ends at a hole, so such a step takes a whole one."""
+    model, found = replace(LLAMA_8B, chunk_tokens=chunk_tokens), {}
+    modes: tuple[Mode, ...] = ("auto", "compute")
+    for mode in modes:
+        with virtual_scheduler(model, link_bytes_per_s=8 * GB, mode=mode) as loop:
+            loop.knows_costs()
+            first, later = prompt(0, 16000), prompt(1, 30000)
+            draw = random.Random(1)
+            keys = loop.keys(first.origin_input_ids)
+            loop.store.keys |= {key for key in keys if draw.random() < share}
+            found[mode] = [run.ttft_s for run in loop.serve([(0.0, first), (0.001, later)])]
+    step_s = model.prefill.step_s(16000 - chunk_tokens, 16000)
+    assert found["auto"][0] <= found["compute"][0] + step_s
+    assert found["auto"][1] <= 1.02 * found["compute"][1]
+
+
 @pytest.mark.parametrize("silent", [False, True])
 def test_virtual_gpu_stored_prompt_goes_before_a_later_one_once_its_loads_are_over(
     silent: bool,
