@@ -92,7 +92,7 @@ class SchedulerLoop(ABC):
 
     Args:
         io: the I/O thread, which also has the clock: `now_s`, and `until`, which waits.
-        allocator: of slots, as `DeviceSlots` has it.
+        allocator, evict: of slots, as `DeviceSlots` has them.
         copier: makes the copier.
         staging, write_queue: host memory for blocks.
         prior: cost of steps before any was measured.
@@ -116,6 +116,7 @@ class SchedulerLoop(ABC):
         prior: PrefillCost,
         chunk_tokens: int,
         config: CakeConfig,
+        evict: Callable[[int], object] = lambda tokens: None,
         page_tokens: int = 1,
         overlap: bool = True,
         decodes: int = 0,
@@ -127,6 +128,7 @@ class SchedulerLoop(ABC):
         self.config = config
         self.overlap = overlap
         self.staging = staging
+        self.write_queue = write_queue
         self.counters = Counters()
         depth = config.queue_depth or USUAL_DEPTH
         self.loader = Loader(
@@ -145,7 +147,7 @@ class SchedulerLoop(ABC):
         self.step_costs = StepCosts(
             self.loader, prior, chunk_tokens=chunk_tokens, pipelined=overlap
         )
-        slots = DeviceSlots(kv, self.copier, allocator, lambda tokens: None, self.counters)
+        slots = DeviceSlots(kv, self.copier, allocator, evict, self.counters)
         self.coordinator = Coordinator(
             self.loader,
             slots,

@@ -556,7 +556,9 @@ class VirtualScheduler(SchedulerLoop):
         lends: as for `VirtualStore`.
         by_layer: blocks are copied layer by layer, and a forward waits for each layer of its own
             copies. The server does not do so.
-        overlap, decodes: as `SchedulerLoop`.
+        overlap, decodes, evict: as `SchedulerLoop`.
+        allocator: of the slots of a real pool; None: a virtual one.
+        kv, store: classes of them.
 
     Attributes:
         poll_launches: launches of the scheduler thread in each iteration of its loop.
@@ -578,6 +580,10 @@ class VirtualScheduler(SchedulerLoop):
         pool_tokens: int = 400_000,
         decodes: int = 0,
         by_layer: bool = False,
+        allocator: Any = None,
+        evict: Callable[[int], object] = lambda tokens: None,
+        kv: type[VirtualKV] = VirtualKV,
+        store: type[VirtualStore] = VirtualStore,
     ) -> None:
         config = replace(config or CakeConfig(), mode=mode)
         layout = model.layout
@@ -594,13 +600,13 @@ class VirtualScheduler(SchedulerLoop):
         self.model = model
         self.poll_launches: list[int] = []
         self.gpu = VirtualGpu(io, model.layers if by_layer else 0)
-        kv = VirtualKV(self.gpu, layout, dma_bytes_per_s)
+        own_kv = kv(self.gpu, layout, dma_bytes_per_s)
         super().__init__(
             io,
-            kv,
-            VirtualAllocator(self.gpu, pool_tokens, page_tokens),
-            VirtualStore(io, layout.block_bytes, link_bytes_per_s, latency_s, lends=lends),
-            copier=partial(VirtualCopier, io, kv),
+            own_kv,
+            allocator or VirtualAllocator(self.gpu, pool_tokens, page_tokens),
+            store(io, layout.block_bytes, link_bytes_per_s, latency_s, lends=lends),
+            copier=partial(VirtualCopier, io, own_kv),
             staging=virtual_pool(counts.loads),
             write_queue=virtual_pool(counts.writes),
             prior=PrefillCost.prior(
@@ -611,6 +617,7 @@ class VirtualScheduler(SchedulerLoop):
             ),
             chunk_tokens=model.chunk_tokens,
             config=config,
+            evict=evict,
             page_tokens=page_tokens,
             overlap=overlap,
             decodes=decodes,

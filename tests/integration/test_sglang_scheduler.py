@@ -1,0 +1,172 @@
+"""Random requests under SGLang's own scheduler: small pools, priorities with preemption, answers
+that are retracted, aborts, chunks beside requests that decode, shared prefixes, and store faults.
+"""
+
+import math
+import random
+import statistics
+from array import array
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang")
+
+from kv_pools import since_0_5_23
+from sglang_scheduler import TOKEN, HostBlocks, Prompt, VirtualSGLang, virtual_sglang
+
+from sglang_cake.loading.planner import Mode
+from sglang_cake.testing.virtual_gpu import BLOCK_TOKENS, LLAMA_8B, GpuModel
+
+pytestmark = since_0_5_23
+
+
+@dataclass
+class Draw:
+    """Requests and a server.
+
+    Args: seed: everything else follows from it.
+
+    Attributes:
+        late_s: as of `VirtualStore`.
+        options: of `virtual_sglang`.
+        server: as it was after the last requests.
+    """
+
+    seed: int
+    small: bool = False  # pools in which answers do not fit
+    faults: bool = False
+    aborts: bool = False
+    retracts: bool = False
+    priorities: bool = False
+    shares: bool = False  # prefixes
+    model: GpuModel = field(init=False)
+    prompts: list[Prompt] = field(default_factory=list)
+    late_s: dict[int, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    server: VirtualSGLang = field(init=False)
+
+    def __post_init__(self) -> None:
+        chance = self._chance = random.Random(self.seed)
+        self.model = replace(LLAMA_8B, chunk_tokens=chance.choice((512, 1024, 2048)))
+        page = chance.choice((1, 1, 16, 64))
+        pool = chance.choice((2_048, 4_096, 16_384)) if self.small else 256_000
+        block_s = 10 ** chance.uniform(-1.3, 0.5) * self.block_compute_s
+        self.options = {
+            "link_bytes_per_s": self.model.layout.block_bytes / block_s,
+            "pool_tokens": pool,
+            "page": page,
+            "rows": chance.choice((4, 64, 64)),
+            "mixed": chance.random() < 0.3,
+            "priorities": self.priorities,
+            "retract_every": chance.choice((0, 3, 10)) if self.retracts else 0,
+        }
+        longest = min(16_000, pool // 2)
+        answer = chance.choice((20, 60)) if self.small else chance.choice((1, 5, 40))
+        busy, at_s = chance.choice((0.3, 0.9, 3.0)), 0.0
+        for number in range(chance.randint(4, 16)):
+            tokens = self._tokens(number, int(10 ** chance.uniform(2.3, math.log10(longest))))
+            tokens = tokens[:longest]
+            self.prompts.append(self._prompt(at_s, tokens, chance.randint(1, answer), pool))
+            if chance.random() < 0.6:
+                compute_s = self.model.prefill.span_s(0, len(tokens), self.model.chunk_tokens)
+                at_s += chance.expovariate(busy / compute_s)
+            else:
+                at_s += chance.uniform(0, 0.003)
+        if self.faults:
+            for _ in range(chance.randint(0, 3)):
+                self.late_s[chance.randrange(100)] = 10 ** chance.uniform(-3, 2)
+
+    @property
+    def block_compute_s(self) -> float:
+        return self.model.prefill.span_s(0, 8192, self.model.chunk_tokens) / 64
+
+    def _tokens(self, number: int, length: int) -> "array[int]":
+        """A new document, or one that goes on from an earlier prompt or its answer."""
+        chance = self._chance
+        own = array("q", [100 + number, *range(1000, 999 + length)])
+        if not (self.shares and self.prompts and chance.random() < 0.6):
+            return own
+        earlier = chance.choice(self.prompts)
+        if chance.random() < 0.5:
+            return earlier.tokens + array("q", [TOKEN] * (earlier.out - 1)) + own[: length // 4]
+        return earlier.tokens[: chance.randint(1, len(earlier.tokens))] + own[: length // 2 + 1]
+
+    def _prompt(self, at_s: float, tokens: "array[int]", out: int, pool: int) -> Prompt:
+        chance = self._chance
+        blocks = len(tokens) // BLOCK_TOKENS
+        stored = list(range(chance.choice((blocks, blocks, 0, chance.randint(0, blocks)))))
+        unreadable = []
+        if self.faults:
+            stored = [block for block in stored if chance.random() < chance.choice((1, 0.9, 0.5))]
+            unreadable = [block for block in stored if chance.random() < 0.05]
+        aborts = self.aborts and chance.random() < 0.4
+        most_out = chance.choice((0, out + 1, 4 * out))
+        return Prompt(
+            at_s,
+            tokens,
+            stored=stored,
+            unreadable=unreadable,
+            out=out,
+            most_out=most_out and min(most_out, pool - len(tokens) - 200),
+            priority=chance.choice((0, 20, 40)) if self.priorities else None,
+            abort_s=10 ** chance.uniform(-3.5, 0.5) if aborts else None,
+        )
+
+    def first_tokens_s(self, mode: Mode = "auto") -> list[float]:
+        """Serves them, and checks what is left. Times to the first token."""
+        with virtual_sglang(self.model, mode=mode, **self.options) as server:
+            server.loop.store.late_s.update(self.late_s)
+            server.serve(self.prompts)
+            server.check_ends()
+            self.server = server
+            found = server.first_token_s
+            return [found.get(str(number), math.nan) for number in range(len(self.prompts))]
+
+
+SITUATIONS = {
+    "faults": {"faults": True, "shares": True},
+    "small pools": {"small": True, "shares": True},
+    "small pools with retraction": {"small": True, "retracts": True, "faults": True},
+    "retraction": {"retracts": True, "shares": True},
+    "priorities": {"priorities": True, "small": True, "faults": True},
+    "aborts": {"aborts": True, "shares": True, "faults": True},
+    "all": dict.fromkeys(("small", "faults", "aborts", "retracts", "priorities", "shares"), True),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_sglang_scheduler_random_requests_end_and_hold_nothing(situation: str, seed: int) -> None:
+    """And no forward reads a row of another token, nor does the store get one."""
+    Draw(seed, **SITUATIONS[situation]).first_tokens_s()
+
+
+def test_sglang_scheduler_draws_retract_and_preempt_and_load() -> None:
+    draws = [Draw(seed, **SITUATIONS["all"]) for seed in range(8)]
+    for draw in draws:
+        draw.first_tokens_s()
+    assert sum(draw.server.retracted for draw in draws) > 10
+    assert sum(draw.server.preempted for draw in draws) > 0
+    assert sum(len(draw.server.loop.store.read_s) for draw in draws) > 20
+
+
+def test_sglang_scheduler_wrong_stored_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = HostBlocks.put
+    monkeypatch.setattr(HostBlocks, "put", lambda blocks, rows: put(blocks, rows + np.uint64(1)))
+    with virtual_sglang(LLAMA_8B, link_bytes_per_s=1e12) as server:
+        server.serve([Prompt(0.0, array("q", range(1000, 5000)), stored=range(31))])
+        with pytest.raises(AssertionError, match="request 0 from"):
+            server.check_ends()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sglang_scheduler_stored_prompts_are_at_most_two_steps_behind_computing(seed: int) -> None:
+    draw = Draw(seed, shares=True)
+    step_s = draw.model.prefill.step_s(16_000 - draw.model.chunk_tokens, 16_000)
+    auto, compute = draw.first_tokens_s(), draw.first_tokens_s("compute")
+    for auto_s, compute_s in zip(auto, compute, strict=True):
+        assert auto_s <= 1.02 * compute_s + 2 * step_s
+    assert statistics.mean(auto) <= statistics.mean(compute)
