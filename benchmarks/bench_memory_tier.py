@@ -225,7 +225,7 @@ def writes(folder: Path, *, block_bytes: int, blocks: int) -> list[dict[str, Any
         return {
             "direct": direct,
             "cpu_s_per_gb": round(cpu_s / size_gb, 3),
-            "gb_per_s": round(size_gb / took_s, 3),
+            "gb_per_s": round(size_gb / took_s, 6),
         }
 
     return [asyncio.run(put_all(direct)) for direct in (False, True)]
@@ -284,7 +284,7 @@ def reads(*, block_bytes: int, blocks: int, rounds: int) -> list[dict[str, Any]]
             {
                 "way": name,
                 "repeat": number,
-                "gb_per_s": round(size_gb / took_s, 3),
+                "gb_per_s": round(size_gb / took_s, 6),
                 "cpu_s_per_gb": round(cpu_s / size_gb, 4),
             }
         )
