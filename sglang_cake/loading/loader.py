@@ -300,6 +300,10 @@ class _Link:
         """Whether another read of a tier may be under way. Any thread."""
         return self.counts[tier] < self.depth(tier)
 
+    def is_full(self, tiers: Iterable[int]) -> bool:
+        """Whether none of these tiers has a place."""
+        return not any(map(self.has_place, tiers))
+
     def begin(self, read: "_SharedRead") -> None:
         self.reads[read.key] = read
         self.counts[read.tier] += 1
@@ -381,6 +385,7 @@ class _PromptQueue:
         ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
         self.counted = (0, 0)
+        self.searched = None
         if run:
             self.end_keys = request.key_chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
         wanted = [*run, *ends]
@@ -527,8 +532,9 @@ class Loader:
             self._io.post(self._trim, queue)
 
     def set_load_from(self, load_id: str, block: int | None) -> None:
-        """Reads of blocks below `block` are not worth starting now: they will be computed before.
-        None: no read is, and reads under way for this prompt alone end. No block is lost by it."""
+        """Reads of blocks below `block` are not worth starting now: they will be computed before,
+        unless a faster tier has them (`_next_place`). None: no read is, and reads under way for
+        this prompt alone end. No block is lost by it."""
         queue = self._by_id.get(load_id)
         if queue is None:
             return
@@ -715,15 +721,16 @@ class Loader:
         for queue in self._queues:
             if not queue.asks:
                 continue
-            place = self._next_place(queue)
+            may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
+            # End blocks stay in their buffers until the front has reached the end.
+            ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
+            left = self._staging.free - ends
+            has_buffers = may_use_all_buffers or left > self._staging.capacity // 4
+            # Only then: with hundreds of prompts, to search all of them takes longer than a read.
+            place = self._next_place(queue) if has_buffers else None
             if place is not None:
-                may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
-                # End blocks stay in their buffers until the front has reached the end.
-                ends = len(queue.todo) - bisect_left(queue.todo, queue.request.block_count)
-                left = self._staging.free - ends
-                if may_use_all_buffers or left > self._staging.capacity // 4:
-                    return queue, place
-            if place is not None or queue.lent:
+                return queue, place
+            if queue.lent or not (has_buffers or queue.link.is_full(queue.kinds)):
                 self._awaits_memory = True
         return None
 
@@ -972,6 +979,7 @@ class Loader:
         if queue.load_from >= queue.request.index_count:  # `load_from` may have changed since
             for block in queue.reads:
                 insort(queue.todo, block)
+            queue.searched = None
             self._keep(queue, ())
 
     def _trim(self, queue: _PromptQueue) -> None:

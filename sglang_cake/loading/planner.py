@@ -64,8 +64,7 @@ class LoadProgress:
     Attributes:
         since_s: time since the last block landed, or since the link began to serve the prompt.
         begun: whether a block has landed.
-        load_from: as of the last `StepPlan`: only blocks from this one on are read; None: no block
-            is.
+        load_from: as of the last `StepPlan`: blocks from this one on are read; None: no block is.
         relied_from: the front at the first step that was shortened or left out because loads were
             expected; None: there was none.
         relied_s: time since that step could begin.

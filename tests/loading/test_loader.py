@@ -757,6 +757,54 @@ def test_loader_tier_with_all_its_reads_does_not_keep_a_faster_one_idle(
     assert harness.waiting() == [keys[11]]
 
 
+def test_loader_block_whose_read_was_stopped_is_read_again_when_its_tier_has_a_place() -> None:
+    """Before, as many blocks waited, and none of them was in that tier."""
+    with LoaderHarness(buffers=16) as harness:
+        tokens, keys = harness.stored(7)
+        others, other_keys = harness.stored(2, name=1)
+        store = TwoPlaces(harness.recorded, [*keys, *other_keys])
+        store.places = {key: int(key in keys[1:]) for key in [*keys, *other_keys]}
+        harness.loader = harness.new_loader(store, 2)
+        harness.begin("a", tokens)
+        assert harness.waiting() == [keys[6], keys[5], keys[0]]
+        harness.loader.set_load_from("a", None)
+        harness.begin("b", others)
+        assert sorted(harness.waiting()) == sorted(other_keys)
+        harness.loader.set_load_from("a", 0)
+        harness.open(keys[6])
+        assert keys[0] not in harness.waiting()
+        harness.open(*other_keys)
+        assert harness.waiting() == [keys[5], keys[4], keys[0]]
+        harness.open(*keys)
+
+
+def test_loader_without_a_buffer_does_not_search_for_a_block_of_another_tier(
+    harness: LoaderHarness,
+) -> None:
+    class AskedPlaces(TwoPlaces):
+        asked = 0
+
+        def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+            self.asked += 1
+            return super().sources(keys)
+
+    tokens, keys = harness.stored(12)
+    store = AskedPlaces(harness.recorded, keys)
+    store.places = {key: int(number >= 6) for number, key in enumerate(keys)}
+    harness.loader = harness.new_loader(store, 1)
+    harness.begin("a", tokens)
+    harness.open(*keys[1:6])
+    assert harness.waiting() == [keys[11]], "the last quarter of the buffers is not for it"
+    asked = store.asked
+    harness.loader.order(["a"], may_use_all_buffers=None)
+    harness.settle()
+    assert store.asked == asked
+    harness.news()
+    harness.release()
+    assert harness.waiting() == [keys[11], keys[0]]
+    harness.open(*keys)
+
+
 def test_loader_slower_tier_reads_no_block_before_the_first_that_is_worth_it(
     harness: LoaderHarness,
 ) -> None:
