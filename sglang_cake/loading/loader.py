@@ -940,9 +940,10 @@ class Loader:
             self._counters.add("load_failures", label=reason)
             for queue, block in read.waiters:
                 lost = [block]
-                if reason == LATE:  # the tier is stuck: all blocks now, not one after another
-                    lost += queue.todo
-                    queue.todo = []
+                if reason == LATE:  # the tier is stuck: all its blocks now, not one after another
+                    stuck = [each for each in queue.todo if queue.tier(each) == read.tier]
+                    queue.todo = [each for each in queue.todo if queue.tier(each) != read.tier]
+                    lost += stuck
                 self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
 

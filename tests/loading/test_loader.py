@@ -1682,6 +1682,23 @@ def test_loader_stuck_source_loses_all_blocks_of_its_prompt_as_late(
     assert d.pool.free == d.pool.capacity
 
 
+def test_loader_stuck_tier_loses_its_own_blocks_only(harness: LoaderHarness) -> None:
+    tokens, keys = harness.stored(12)
+    store = TwoPlaces(harness.recorded, keys)
+    store.places = {key: int(number >= 6) for number, key in enumerate(keys)}
+    harness.loader = harness.new_loader(store, 1, least_limit_s=0.0)
+    harness.loader.recall([LoadCost(0.0, 0.001), LoadCost(0.0, 60.0)])
+    harness.begin("a", tokens)
+    lost: list[Lost] = []
+    while len(lost) < 6:
+        lost += [event for event in harness.news() if isinstance(event, Lost)]
+    assert [(event.block, event.reason) for event in lost] == [
+        (block, "late") for block in (5, 0, 1, 2, 3, 4)
+    ]
+    harness.open(*keys[6:])
+    assert harness.waiting() == [] and len(harness.landed()) == 6
+
+
 class HungStore(WrapperStore):
     """Reads of `hung` do not end before `answered`, also if they are cancelled: a thread waits for
     a disk."""
