@@ -21,7 +21,7 @@ from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, 
 
 KEY_BYTES = 32
 MAX_CONTAINS_KEYS = 16384  # in one request
-MAX_ANSWER_BYTES = 1 << 24  # of stats and the list of namespaces
+MAX_ANSWER_BYTES = 1 << 24  # of all answers but blocks and lists of blocks
 MAX_LIST_LINE_BYTES = 1024
 LIST_TYPE = "application/x-ndjson"
 BLOCK_TYPE = "application/octet-stream"
