@@ -1696,7 +1696,8 @@ def test_loader_stuck_tier_loses_its_own_blocks_only(harness: LoaderHarness) -> 
         (block, "late") for block in (5, 0, 1, 2, 3, 4)
     ]
     harness.open(*keys[6:])
-    assert harness.waiting() == [] and len(harness.landed()) == 6
+    assert harness.waiting() == []
+    assert len(harness.landed()) == 6
 
 
 class HungStore(WrapperStore):
