@@ -327,7 +327,7 @@ class _PromptQueue:
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes the last one whose tier has a place.
         tiers: for each key, the tier that the block will be read from.
-        kinds: the tiers in `tiers`.
+        distinct_tiers: those in `tiers`, each once.
         searched: the search of `todo` that found no block of these tiers: its length, the place of
             `load_from`, and the tiers.
         ahead: blocks that have not arrived, by tier.
@@ -351,7 +351,7 @@ class _PromptQueue:
     load_from: int = 0
     todo: list[int] = field(default_factory=list)
     tiers: list[int] = field(default_factory=list)
-    kinds: set[int] = field(default_factory=set)
+    distinct_tiers: set[int] = field(default_factory=set)
     searched: tuple[int, int, set[int]] | None = None
     ahead: Counter[int] = field(default_factory=Counter)
     counted: tuple[int, int] = (0, 0)
@@ -642,7 +642,7 @@ class Loader:
             todo = []
             queue.run = range(0)
         queue.lookup = None
-        queue.kinds = set(queue.tiers)
+        queue.distinct_tiers = set(queue.tiers)
         queue.ahead = Counter(queue.tier(block) for block in todo)
         queue.cost = self._fits.of(queue.ahead, time.monotonic())
         queue.todo = todo if queue in self._queues else []
@@ -730,7 +730,7 @@ class Loader:
             place = self._next_place(queue) if has_buffers else None
             if place is not None:
                 return queue, place
-            if queue.lent or not (has_buffers or queue.link.is_full(queue.kinds)):
+            if queue.lent or not (has_buffers or queue.link.is_full(queue.distinct_tiers)):
                 self._awaits_memory = True
         return None
 
@@ -738,8 +738,9 @@ class Loader:
         """The place in `todo` of the block of a prompt to start next: the last one; if its tier has
         all its reads, the last one of a tier that has not. None: there is none.
 
-        Blocks of a faster tier are started below `load_from` too. That border is where computing
-        meets the loads of all tiers together, and it would reach blocks of the slower one first.
+        Blocks of a faster tier, which has a lower number, are started below `load_from` too. That
+        border is where computing meets the loads of all tiers together, and it would reach blocks
+        of the slower one first.
 
         While enough lent blocks wait for their copies, it is one that is not in memory. Without
         this bound all blocks in memory would be there at once, and the device would wait for their
@@ -751,7 +752,7 @@ class Loader:
             # End blocks are not copied before the last of them is there, and nothing goes before.
             return last if queue.link.has_place(queue.tier(todo[last])) else None
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
-        tiers = {tier for tier in queue.kinds if queue.link.has_place(tier)}
+        tiers = {tier for tier in queue.distinct_tiers if queue.link.has_place(tier)}
         last_tier = queue.tiers[todo[last]]
         if queue.lent >= max(queue.link.depth(queue.lender), ahead):
             tiers.discard(queue.lender)
@@ -767,7 +768,7 @@ class Loader:
             if queue.tiers[block] in (faster if place < first_asked else tiers):
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
                     (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
-                    queue.kinds.add(queue.tiers[block])
+                    queue.distinct_tiers.add(queue.tiers[block])
                     queue.counted = (0, 0)
                 if queue.tiers[block] in tiers:  # it has not moved up since
                     return place
