@@ -22,7 +22,7 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.loader import Fetched, LoaderEvent, LookedUp
 
 BLOCK_TOKENS = 128
@@ -43,6 +43,8 @@ class _Loader:
     """Brings what it is told to."""
 
     cost = LoadCost(0.0, LOAD_S)
+    tier_costs = (cost,) * MOST_TIERS
+    tier_silence_s = (0.0,) * MOST_TIERS
 
     def __init__(self) -> None:
         self.news: list[LoaderEvent] = []
@@ -50,9 +52,6 @@ class _Loader:
     def drain(self) -> list[LoaderEvent]:
         news, self.news = self.news, []
         return news
-
-    def cost_of(self, load_id: str) -> LoadCost:
-        return self.cost
 
     def link_idle(self, load_id: str) -> bool:
         return False
@@ -116,7 +115,7 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     req = _request(prompt_tokens)
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
-    loader.news.append(LookedUp(loader.load_id, (True,) * blocks))
+    loader.news.append(LookedUp(loader.load_id, (True,) * blocks, (), bytes(blocks)))
     steps: list[dict[str, float]] = []
     last = blocks  # blocks from here on have landed
     while req.prefix_len < prompt_tokens:

@@ -37,7 +37,6 @@ from sglang_cake.core.keys import Digest, KeyChain, KeySeed
 from sglang_cake.integration import compat
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
-from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import Meet
 from sglang_cake.stores.request_facts import RequestFacts
@@ -480,7 +479,6 @@ def record_of(
     """A record of a prompt of whole blocks and `extra_tokens` behind them that arrived `waited_s`
     ago."""
     tokens = array("q", range(blocks * block + extra_tokens))
-    cost = LoadCost(0.0, 0.01, depth=4)
     arrived_s = time.monotonic() - waited_s
     return PromptRecord(
         req=SimpleNamespace(rid=rid),
@@ -494,8 +492,8 @@ def record_of(
             limit_tokens=blocks * block if limit is None else limit,
             prompt_tokens=len(tokens),
         ),
-        local=LocalLoads(cost, served_since_s=arrived_s),
-        agreed=AgreedLoads(cost),
+        local=LocalLoads(served_since_s=arrived_s),
+        agreed=AgreedLoads(),
         matched_tokens=lambda: 0,
         arrival=0,
         arrived_s=arrived_s,

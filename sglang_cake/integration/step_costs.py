@@ -18,24 +18,28 @@ import torch
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.scheduler.rank_consensus import SharedCosts
 from sglang_cake.loading.cost_model import (
     LoadCost,
     PrefillCost,
     PrefillFit,
     PromptCosts,
     StepWork,
+    TierLoads,
     work_of,
 )
 from sglang_cake.loading.loader import Loader
-from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import (
     LoadProgress,
     Mode,
     Outlook,
     is_overdue,
+    loads_s,
     look_ahead,
+    next_landings,
     passing_tokens,
     should_load,
+    with_loads,
 )
 
 
@@ -109,6 +113,8 @@ class StepCosts:
         self._launched: deque[_LaunchedStep] = deque()  # a few: polls take out those that are over
         self._decodes = 0  # requests that decode in steps that prefill
         self._agreed_busy_s = 0.0
+        self._agreed_tiers: tuple[LoadCost, ...] = ()
+        self._agreed_silence_s: tuple[float, ...] = ()
         self.agreed = self._fit.cost
         self.overlap_share = 0.0
 
@@ -137,11 +143,18 @@ class StepCosts:
             self._fit.recall(prefill)
             self.agreed = self._fit.cost
 
-    def agree(self, prefill: PrefillCost, busy_s: float) -> None:
-        """Decide on these numbers of all ranks: the cost of steps, and the time until the device is
-        free."""
-        self.agreed = prefill
-        self._agreed_busy_s = busy_s
+    @property
+    def shared(self) -> SharedCosts:
+        """As measured by this rank."""
+        loader = self._loader
+        return SharedCosts(self._fit.cost, self.busy_s, loader.tier_costs, loader.tier_silence_s)
+
+    def agree(self, shared: SharedCosts) -> None:
+        """Decide on these numbers of all ranks."""
+        self.agreed = shared.prefill
+        self._agreed_busy_s = shared.busy_s
+        self._agreed_tiers = shared.tiers
+        self._agreed_silence_s = shared.silence_s
 
     @property
     def busy_s(self) -> float:
@@ -205,9 +218,9 @@ class StepCosts:
 
     def decision_at_arrival(
         self, record: PromptRecord, config: CakeConfig, ahead: StepWork
-    ) -> Callable[[Sequence[bool], LoadCost], bool]:
+    ) -> Callable[[Sequence[bool], TierLoads], bool]:
         """A function that decides whether a new request's blocks are loaded at once. The I/O thread
-        calls it with the stored blocks that are of use and what loading them costs.
+        calls it with the stored blocks that are of use, and their tiers.
 
         Args:
             ahead: what the device computes before this request.
@@ -216,12 +229,13 @@ class StepCosts:
         waiting = self._waiting(record, ahead, self.busy_s)
         chunk_tokens = self._waiting_chunk_tokens
 
-        def decide(usable: Sequence[bool], cost: LoadCost) -> bool:
+        def decide(usable: Sequence[bool], tiers: TierLoads) -> bool:
+            found = view.found(usable)
             return config.allows_loading(usable[view.first :], view.block_tokens) and should_load(
-                view.found(usable),
+                found,
                 mode=config.mode,
                 chunk_tokens=chunk_tokens,
-                costs=replace(waiting, load=cost),
+                costs=with_loads(waiting, found, tiers),
                 progress=LoadProgress(),
             )
 
@@ -237,22 +251,22 @@ class StepCosts:
             progress=record.progress,
         )
 
+    def rest_of_loads_s(self, record: PromptRecord) -> float:
+        """Predicted time until all wanted blocks of the request have landed."""
+        return loads_s(record.meet.view(), self._alone(record), record.progress)
+
     def blocks_ahead(self, record: PromptRecord) -> list[int]:
         """The blocks of the request that land next, the first one first: as many as the link brings
         in two steps. Slots that are reserved in one step can be written in the next."""
         view = record.meet.view()
+        costs = self._alone(record)
         step_s = self.agreed.step_s(view.front, view.front + self.chunk_tokens)
-        cost = record.agreed.cost
-        count = cost.depth + math.ceil(2 * step_s / max(cost.block_s, 1e-6))
+        count = costs.load.depth + math.ceil(2 * step_s / max(costs.load.block_s, 1e-6))
         least = record.agreed.load_from
-        found: list[int] = []
-        place = len(view.states)
-        while least is not None and len(found) < count:
-            place = view.states.rfind(BlockState.WANTED, 0, place)
-            if place < 0 or view.first + place < least:
-                break
-            found.append(view.first + place)
-        return found
+        if least is None:
+            return []
+        landings = next_landings(view, costs, record.progress, count)
+        return [block for block in landings if block >= least]
 
     def is_overdue(self, record: PromptRecord) -> bool:
         """Whether a block of the request should have landed by now."""
@@ -300,4 +314,10 @@ class StepCosts:
     def _alone(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request that has the device to itself."""
         share = self.overlap_share if record.may_overlap else 0.0
-        return PromptCosts(self.agreed, record.agreed.cost, overlap_share=share)
+        costs = PromptCosts(self.agreed, self._loader.cost, overlap_share=share)
+        if not record.agreed.tiers:  # its lookup is not done, so nothing is decided yet
+            return costs
+        if record.agreed.tier is not None:  # the usual case
+            return replace(costs, load=self._agreed_tiers[record.agreed.tier])
+        loads = TierLoads(record.agreed.tiers, self._agreed_tiers, self._agreed_silence_s)
+        return with_loads(costs, record.meet.view(), loads)

@@ -13,7 +13,7 @@ process, a page fault) moves them only a little. Pure: no clock, no threads, no 
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
@@ -48,6 +48,7 @@ _UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2, 0.0))
 _MOST_PADDING = 2
 
 MOST_TIERS = 8  # further ones count as the last of these
+NO_TIER = 255
 # Costs measured longer ago are doubted. Otherwise a tier that was slow, so that nothing is loaded
 # from it, would never be known to be fast again.
 DOUBT_S = 60.0
@@ -325,6 +326,8 @@ class PromptCosts:
     """The costs that decisions about one prompt are made on.
 
     Attributes:
+        load: of an average block.
+        tiers: None: all its blocks are in one tier.
         others_s: time of a step that does the other requests' part of these steps alone; 0: there
             is no such part, and the device is idle while this prompt waits.
         others_wait: other prompts wait, which fill a short step of this one.
@@ -337,6 +340,7 @@ class PromptCosts:
 
     prefill: PrefillCost
     load: LoadCost
+    tiers: "TierLoads | None" = None
     others_s: float = 0.0
     others_wait: bool = False
     backlog_s: float = 0.0
@@ -347,6 +351,46 @@ class PromptCosts:
         """The costs of a prompt in steps that do `others` as well."""
         others_s = self.prefill.work_s(others) if others != StepWork() else 0.0
         return replace(self, prefill=self.prefill.beside(others), others_s=others_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoads:
+    """The loads of a prompt whose blocks are in several tiers. Tiers are read side by side, each
+    one from the end of the prompt.
+
+    Attributes:
+        tiers: of each block of the prompt, the number of its tier.
+        costs: by tier.
+        silence_s: by tier, how long no block has arrived from it while blocks were being read.
+    """
+
+    tiers: bytes
+    costs: tuple[LoadCost, ...]
+    silence_s: tuple[float, ...] = (0.0,) * MOST_TIERS
+
+    def of(self, marked: bytes, first: int) -> bytes:
+        """The tier of each marked block, and NO_TIER for the others. Args: first: the block that
+        `marked` begins with."""
+        tiers = np.frombuffer(self.tiers, np.uint8)[first : first + len(marked)]
+        found = np.full(len(marked), NO_TIER, np.uint8)
+        np.copyto(found[: len(tiers)], tiers, where=np.frombuffer(marked, bool)[: len(tiers)])
+        return found.tobytes()
+
+    def average(self, where: bytes) -> LoadCost:
+        """The cost of an average block of `where`, as from `of`. Tiers are read side by side, so
+        all blocks take as long as those of one tier."""
+        counts = [(cost, where.count(tier)) for tier, cost in enumerate(self.costs)]
+        counts = [each for each in counts if each[1]] or [(self.costs[0], 1)]
+        total = sum(count for _, count in counts)
+        shares = [(cost, count / total) for cost, count in counts]
+        return LoadCost(
+            latency_s=sum(cost.latency_s * share for cost, share in shares),
+            block_s=max(cost.block_s * share for cost, share in shares),
+            copy_s=sum(cost.copy_s * share for cost, share in shares),
+            error=sum(cost.error * share for cost, share in shares),
+            coming_s=sum(cost.coming_s * share for cost, share in shares),
+            depth=max(cost.depth for cost, _ in shares),
+        )
 
 
 class LoadFit:
@@ -449,9 +493,6 @@ class LoadFits:
     """A `LoadFit` for each tier of a store that reads from several. `now_s` is of any steady
     clock.
 
-    A block is charged to its tier with the time since the previous block from any tier. So
-    tiers that are read in parallel share the elapsed time, and none of it counts twice.
-
     Args:
         prior: cost of every tier that nothing was read from yet.
         least_limit_s: every read may take that long.
@@ -504,32 +545,22 @@ class LoadFits:
         for fit in self._fits:
             fit.copied(took_s)
 
-    def of(self, blocks: Mapping[int, int], now_s: float) -> LoadCost:
-        """The cost of an average block, given the number of blocks by tier; without blocks, that
-        of the newest tier. A tier that was not read for DOUBT_S counts with its best time."""
-        total = sum(blocks.values())
-        if not total:
-            return self.newest
-        shares = [(self._cost(s, now_s), count / total) for s, count in blocks.items() if count]
-        if len(shares) == 1:  # the usual case; asked for each waiting prompt at every block
-            return shares[0][0]
-        return LoadCost(
-            latency_s=sum(cost.latency_s * share for cost, share in shares),
-            block_s=sum(cost.block_s * share for cost, share in shares),
-            copy_s=sum(cost.copy_s * share for cost, share in shares),
-            error=sum(cost.error * share for cost, share in shares),
-            coming_s=sum(cost.coming_s * share for cost, share in shares),
-            depth=max(cost.depth for cost, _ in shares),
-        )
+    def by_tier(self, now_s: float) -> tuple[LoadCost, ...]:
+        """The costs of all MOST_TIERS tiers. A tier that was not read for DOUBT_S counts with its
+        best time."""
+        known = [self.cost(tier, now_s) for tier in range(len(self._fits))]
+        new = [replace(self._prior, depth=self._depth(t)) for t in range(len(known), MOST_TIERS)]
+        return (*known, *new)
 
     def limit_s(self, tier: int, now_s: float) -> float:
         """How long a read from a tier may take, with all reads that share the link with it."""
         if self.is_new(tier):
             return FIRST_LIMIT_S
-        cost = self._cost(tier, now_s)
+        cost = self.cost(tier, now_s)
         return max(self._least_limit_s, LIMIT_TIMES * (cost.latency_s + cost.depth * cost.block_s))
 
-    def _cost(self, tier: int, now_s: float) -> LoadCost:
+    def cost(self, tier: int, now_s: float) -> LoadCost:
+        """The cost of a load from a tier, as in `by_tier`."""
         tier = self._index(tier)
         fit = self._fits[tier]
         return fit.best if now_s - self._used_s[tier] > DOUBT_S else fit.cost
@@ -539,11 +570,14 @@ class LoadFits:
         self._used_s[tier] = now_s
         return self._fits[tier]
 
+    def _depth(self, tier: int) -> int:
+        return self._depths[min(tier, len(self._depths) - 1)]
+
     def _index(self, tier: int) -> int:
         """The index of the tier; a new tier gets an index."""
         tier = min(tier, MOST_TIERS - 1)
         while len(self._fits) <= tier:
-            depth = self._depths[min(len(self._fits), len(self._depths) - 1)]
+            depth = self._depth(len(self._fits))
             self._fits.append(LoadFit(replace(self._prior, depth=depth)))
             self._used_s.append(-math.inf)
         return tier

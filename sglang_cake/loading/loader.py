@@ -23,7 +23,13 @@ from sglang_cake.core.counters import FAILURE_REASONS, LATE, Counters
 from sglang_cake.core.errors import StoreError
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain
-from sglang_cake.loading.cost_model import LEAST_LIMIT_S, LoadCost, LoadFits
+from sglang_cake.loading.cost_model import (
+    LEAST_LIMIT_S,
+    MOST_TIERS,
+    LoadCost,
+    LoadFits,
+    TierLoads,
+)
 from sglang_cake.loading.meet import best_run, end_indices, possible_runs
 from sglang_cake.stores.base import Store, read_until_s
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS
@@ -33,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001  # a link without reads for less than this was not idle
 LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
-# The costs of the loads of all prompts are counted so often. With hundreds of waiting prompts, this
-# takes longer than the load of a block.
-COUNTED_EVERY_S = 0.05
 # A lookup goes on for so long after its prompt has ended. Late answers show that a tier is slow. If
 # each lookup were cancelled with its prompt, there would be none.
 ENDED_LOOKUP_S = 5.0
@@ -102,11 +105,13 @@ class StagedBlock:
 class LookedUp:
     """The lookup has answered: which of a prompt's full blocks are stored, and after which of them
     an end state is stored. `ends` has at least the end of the best run. Ends of shorter runs may be
-    missing. For a model without end states it is empty."""
+    missing. For a model without end states it is empty. `tiers` has the number of the tier that
+    each full block will be read from."""
 
     load_id: str
     stored: tuple[bool, ...]
     ends: tuple[bool, ...] = ()
+    tiers: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +256,8 @@ class LoadRequest:
         tokens: 'q'; the loader only reads it.
         block_count: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
-        loads_at_once: decides from the stored blocks that are of use, and the cost of loading them,
-            whether to load now. `set_load_from` changes that decision later.
+        loads_at_once: decides from the stored blocks that are of use, and their tiers, whether to
+            load now. `set_load_from` changes that decision later.
         facts: about the request, for the store.
         take_over: called with each block whose checked bytes are in host memory, on the I/O thread
             and before its `Fetched`. It must be quick. It returns whether it takes the block over;
@@ -266,7 +271,7 @@ class LoadRequest:
     tokens: "array[int]"
     block_count: int
     first_block: int
-    loads_at_once: Callable[[Sequence[bool], LoadCost], bool]
+    loads_at_once: Callable[[Sequence[bool], TierLoads], bool]
     facts: RequestFacts | None = None
     take_over: Callable[[int, StagedBlock], bool] | None = None
     end_blocks: int = 0
@@ -285,12 +290,15 @@ class _Link:
         depths: reads at once of each tier, and of those after the last one here.
         reads: those under way.
         counts: of these, by tier.
+        since_s: by tier, when the last block arrived from it, or when the reads began that are
+            under way.
     """
 
     store: Store
     depths: Sequence[int]
     reads: "dict[BlockKey, _SharedRead]" = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
+    since_s: dict[int, float] = field(default_factory=dict)
 
     def depth(self, tier: int) -> int:
         """The most reads of a tier under way at once."""
@@ -306,6 +314,8 @@ class _Link:
 
     def begin(self, read: "_SharedRead") -> None:
         self.reads[read.key] = read
+        if not self.counts[read.tier]:
+            self.since_s[read.tier] = time.monotonic()
         self.counts[read.tier] += 1
 
     def end(self, read: "_SharedRead") -> None:
@@ -320,7 +330,6 @@ class _PromptQueue:
     """The blocks that one prompt still wants.
 
     Attributes:
-        cost: average cost of its loads, as measured last. Written by the I/O thread.
         first_loadable: blocks below it are computed. Written by the scheduler thread under the
             gate.
         load_from: blocks from this one on are worth loading. Written by the scheduler thread
@@ -330,8 +339,6 @@ class _PromptQueue:
         distinct_tiers: those in `tiers`, each once.
         searched: the search of `todo` that found no block of these tiers: its length, the place of
             `load_from`, and the tiers.
-        ahead: blocks that have not arrived, by tier.
-        counted: the blocks of `todo` that `ahead` was counted from, the first one and the end.
         reads: reads under way, by block. Written by the I/O thread.
         run: with end states, the blocks to load up to the target. Written by the I/O thread until
             the lookup has answered, and by the scheduler thread from then on.
@@ -345,7 +352,6 @@ class _PromptQueue:
 
     request: LoadRequest
     link: _Link
-    cost: LoadCost
     keys: list[BlockKey] = field(default_factory=list)
     first_loadable: int = 0
     load_from: int = 0
@@ -353,8 +359,6 @@ class _PromptQueue:
     tiers: list[int] = field(default_factory=list)
     distinct_tiers: set[int] = field(default_factory=set)
     searched: tuple[int, int, set[int]] | None = None
-    ahead: Counter[int] = field(default_factory=Counter)
-    counted: tuple[int, int] = (0, 0)
     reads: dict[int, BlockRead] = field(default_factory=dict)
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
@@ -384,7 +388,6 @@ class _PromptQueue:
         request = self.request
         ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
-        self.counted = (0, 0)
         self.searched = None
         if run:
             self.end_keys = request.key_chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
@@ -399,15 +402,6 @@ class _PromptQueue:
         """Whether a block that is not being read is worth loading. Any thread."""
         last = self.todo[-1:]
         return bool(last) and last[0] >= self.load_from
-
-    def count_ahead(self) -> None:
-        """Count `ahead` again, if it has changed. Blocks that are being read count until they have
-        arrived."""
-        if len(self.ahead) > 1:  # with one tier, the number of blocks makes no difference
-            first = bisect_left(self.todo, max(self.first_loadable, self.load_from))
-            if self.counted != (counted := (first, len(self.todo))):
-                self.counted = counted
-                self.ahead = Counter(map(self.tier, self.todo[first:])) or self.ahead
 
 
 @dataclass(slots=True, eq=False)
@@ -483,8 +477,7 @@ class Loader:
         self._order: tuple[str | None, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
         self._may_use_all_buffers: str | None = None  # I/O thread only
-        self._last_fetched_s = 0.0
-        self._counted_s = 0.0  # when the costs of all prompts were counted last
+        self._last_fetched_s: dict[int, float] = {}  # by tier
         self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
         self._prior = prior
         self._least_limit_s = least_limit_s
@@ -495,7 +488,7 @@ class Loader:
     def begin(self, request: LoadRequest) -> None:
         """Look the prompt up (answered by a LookedUp) and load it at once, if it should be."""
         assert self._link is not None
-        queue = _PromptQueue(request, self._link, self.cost, first_loadable=request.first_block)
+        queue = _PromptQueue(request, self._link, first_loadable=request.first_block)
         self._by_id[request.load_id] = queue
         self._io.post(self._open, queue)
 
@@ -509,10 +502,22 @@ class Loader:
         """The costs of loads by tier; None: not known. Any thread."""
         return self._fits.all
 
-    def cost_of(self, load_id: str) -> LoadCost:
-        """The average cost of the loads that the prompt has ahead of it."""
-        queue = self._by_id.get(load_id)
-        return self.cost if queue is None else queue.cost
+    @property
+    def tier_costs(self) -> tuple[LoadCost, ...]:
+        """What a load from each tier is predicted to cost now. Any thread."""
+        return self._fits.by_tier(time.monotonic())
+
+    @property
+    def tier_silence_s(self) -> tuple[float, ...]:
+        """For each tier, how long no block has arrived from it while blocks were being read. Any
+        thread."""
+        link, now_s = self._link, time.monotonic()
+        if link is None:
+            return (0.0,) * MOST_TIERS
+        return tuple(
+            now_s - link.since_s.get(tier, now_s) if link.counts[tier] else 0.0
+            for tier in range(MOST_TIERS)
+        )
 
     def recall(self, costs: Sequence[LoadCost | None]) -> None:
         """Start from the costs that an earlier process measured, by tier."""
@@ -532,9 +537,8 @@ class Loader:
             self._io.post(self._trim, queue)
 
     def set_load_from(self, load_id: str, block: int | None) -> None:
-        """Reads of blocks below `block` are not worth starting now: they will be computed before,
-        unless a faster tier has them (`_next_place`). None: no read is, and reads under way for
-        this prompt alone end. No block is lost by it."""
+        """Reads of blocks below `block` are not worth starting now: they will be computed before.
+        None: no read is, and reads under way for this prompt alone end. No block is lost by it."""
         queue = self._by_id.get(load_id)
         if queue is None:
             return
@@ -638,19 +642,19 @@ class Loader:
                 logger.exception("a store broke its contract; the prompt will be computed")
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
+            queue.tiers = [0] * len(keys)
             ends = []
             todo = []
             queue.run = range(0)
         queue.lookup = None
         queue.distinct_tiers = set(queue.tiers)
-        queue.ahead = Counter(queue.tier(block) for block in todo)
-        queue.cost = self._fits.of(queue.ahead, time.monotonic())
         queue.todo = todo if queue in self._queues else []
+        tiers = bytes(min(tier, MOST_TIERS - 1) for tier in queue.tiers)
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
-            if not request.loads_at_once(usable, queue.cost):
+            if not request.loads_at_once(usable, self._loads_in(tiers)):
                 queue.load_from = request.index_count
-        self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends)))
+        self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends), tiers))
         self._pump()  # before the scheduler wakes: blocks that are lent are there at once
         self._wake()
         if request.facts is not None:
@@ -659,6 +663,9 @@ class Loader:
                     facts = replace(request.facts, id=f"{request.facts.id} end")
                     await queue.store.on_access(queue.end_keys, facts)
                 await queue.store.on_access(keys, request.facts)
+
+    def _loads_in(self, tiers: bytes) -> TierLoads:
+        return TierLoads(tiers, self.tier_costs, self.tier_silence_s)
 
     async def _look_up_ends(self, queue: _PromptQueue, stored: Sequence[bool]) -> list[bool]:
         """Behind which blocks an end is stored, until the best one is known."""
@@ -681,7 +688,6 @@ class Loader:
         """Take the blocks that the store has in memory, and start reads."""
         self._start_reads()
         if self._borrowers:
-            self._count_costs(self._borrowers, time.monotonic())
             if not all(queue.reads or queue.asks for queue in self._borrowers):
                 self._wake()
             self._borrowers.clear()
@@ -738,10 +744,6 @@ class Loader:
         """The place in `todo` of the block of a prompt to start next: the last one; if its tier has
         all its reads, the last one of a tier that has not. None: there is none.
 
-        Blocks of a faster tier, which has a lower number, are started below `load_from` too. That
-        border is where computing meets the loads of all tiers together, and it would reach blocks
-        of the slower one first.
-
         While enough lent blocks wait for their copies, it is one that is not in memory. Without
         this bound all blocks in memory would be there at once, and the device would wait for their
         copies instead of computing.
@@ -753,23 +755,20 @@ class Loader:
             return last if queue.link.has_place(queue.tier(todo[last])) else None
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
         tiers = {tier for tier in queue.distinct_tiers if queue.link.has_place(tier)}
-        last_tier = queue.tiers[todo[last]]
         if queue.lent >= max(queue.link.depth(queue.lender), ahead):
             tiers.discard(queue.lender)
-        elif last_tier in tiers:
+        elif queue.tiers[todo[last]] in tiers:
             return last
         first_asked = bisect_left(todo, queue.load_from)
         search = (len(todo), first_asked, tiers)
         if not tiers or queue.searched == search:
             return None
-        faster = tiers.intersection(range(last_tier))
-        for place in range(last, (0 if faster else first_asked) - 1, -1):
+        for place in range(last, first_asked - 1, -1):
             block = todo[place]
-            if queue.tiers[block] in (faster if place < first_asked else tiers):
+            if queue.tiers[block] in tiers:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
                     (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
                     queue.distinct_tiers.add(queue.tiers[block])
-                    queue.counted = (0, 0)
                 if queue.tiers[block] in tiers:  # it has not moved up since
                     return place
         queue.searched = search
@@ -831,21 +830,12 @@ class Loader:
         self._staged[key] = staged
         self._borrowers.add(queue)
         self._arrived(queue, block, staged)
-        now_s = self._last_fetched_s = time.monotonic()
+        now_s = self._last_fetched_s[tier] = time.monotonic()
         # The copies to the device are all that such blocks wait for, one after another.
         # 0: none was measured yet
         if (copy_s := self.cost.copy_s) and queue.link is self._link:
             self._fits.fetched(tier, max(now_s - started_s, copy_s), now_s, first=False)
         return True
-
-    def _count_costs(self, served: Iterable[_PromptQueue], now_s: float) -> None:
-        """Of prompts that got a block, and of all others once in COUNTED_EVERY_S."""
-        if now_s >= self._counted_s + COUNTED_EVERY_S:
-            self._counted_s = now_s
-            served = self._queues
-        for queue in served:
-            queue.count_ahead()
-            queue.cost = self._fits.of(queue.ahead, now_s)
 
     async def _fetch(self, read: _SharedRead, buffer: Buffer) -> None:
         with self._gate:
@@ -906,17 +896,16 @@ class Loader:
     def _fetched(self, read: _SharedRead, buffer: Buffer, started_s: float, tier: int) -> None:
         self._take_freed()  # an entry of this key would be that of an earlier load
         now_s = time.monotonic()
-        idle_s = started_s - self._last_fetched_s
-        took_s = now_s - max(self._last_fetched_s, started_s)
-        self._last_fetched_s = now_s
-        if self._fits.is_new(tier):  # blocks of other tiers arrived meanwhile: not its time alone
-            took_s = max(took_s, (now_s - started_s) / read.link.depth(tier))
+        last_s = self._last_fetched_s.get(tier, 0.0)
+        idle_s = started_s - last_s
+        took_s = now_s - max(last_s, started_s)
+        self._last_fetched_s[tier] = now_s
+        read.link.since_s[read.tier] = now_s
         # A read that found the link idle for a while pays its latency.
-        idle = idle_s > 2 * self._fits.of({tier: 1}, now_s).block_s + IDLE_S
+        idle = idle_s > 2 * self._fits.cost(tier, now_s).block_s + IDLE_S
         coming_s = read.block_read.coming_s()
         if read.link is self._link:  # otherwise the costs are those of a later store
             self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
-        self._count_costs((queue for queue, _ in read.waiters), now_s)
         staged = StagedBlock(buffer, self._staging.give, partial(self._came_back, read.key))
         self._staged[read.key] = staged
         takers = [waiter for waiter in read.waiters if staged.hold()]

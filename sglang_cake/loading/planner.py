@@ -30,12 +30,23 @@ step later than computing alone would (`patience_s`), whatever the store does.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from sglang_cake.core.token_span import Span
-from sglang_cake.loading.cost_model import PrefillCost, PromptCosts, StepWork, work_of
+from sglang_cake.loading.cost_model import (
+    NO_TIER,
+    LoadCost,
+    PrefillCost,
+    PromptCosts,
+    StepWork,
+    TierLoads,
+    work_of,
+)
 from sglang_cake.loading.meet import BlockState, View
 
 Mode = Literal["auto", "both", "compute", "load"]
@@ -55,6 +66,8 @@ _PRESENT = bytes(1 if s is BlockState.LANDED else 0 for s in BlockState)
 _TO_BE_PRESENT = bytes(1 if s in (BlockState.LANDED, BlockState.WANTED) else 0 for s in BlockState)
 _WANTED = bytes(1 if s is BlockState.WANTED else 0 for s in BlockState)
 _PAD = bytes(256 - len(BlockState))
+_IN_TIER_0 = bytes([NO_TIER, 0]) + bytes(254)  # of a mark
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +96,15 @@ class Outlook:
 
     Attributes:
         meet_token: with both, where computing meets loading: stored blocks right of it are loaded.
+        wait_s: with both, the time until the device goes on from the front, where it waits for
+            some of the loads, 0 for those of one block; infinite: it waits for all, or for none.
     """
 
     compute_s: float
     load_s: float
     both_s: float
     meet_token: int
+    wait_s: float = math.inf
 
     @property
     def best_s(self) -> float:
@@ -109,6 +125,7 @@ class StepPlan:
     Attributes:
         stop: compute up to this token.
         wait: compute nothing; `stop` is the front.
+        wait_s: of a wait for some of the loads, its predicted end; infinite: for all of them.
         load_from: blocks from this one on are worth loading; None: no block is.
         overdue: with `load_from` None: a block should have landed by now, so none is asked for
             again.
@@ -116,6 +133,7 @@ class StepPlan:
 
     stop: int
     wait: bool = False
+    wait_s: float = math.inf
     load_from: int | None = 0
     overdue: bool = False
 
@@ -138,67 +156,234 @@ def look_ahead(
     def compute_s(marked: bytes, start: int, stop: int) -> float:
         return _compute_s(view, marked, Span(start, stop), chunk_tokens, costs)
 
-    since_s = progress.since_s if is_asked(view, progress.load_from) else 0.0
-
-    def load_s(border: int) -> float:
-        blocks = wanted.count(1, border)
-        if present.find(1, border) >= 0:  # a block right of it is there or will be
-            blocks += view.end_wanted
-        return costs.load.load_s(blocks, since_s=since_s, begun=progress.begun)
-
+    if not is_asked(view, progress.load_from):
+        progress = replace(progress, since_s=0.0)
+    loads = _Loads(view, costs, progress)
     unbroken, overlap_s = _overlap_gain(view, later, chunk_tokens, costs)
 
     def link_s(border: int) -> float:  # until the last step can begin
-        return max(0.0, load_s(border) - (overlap_s if border >= unbroken else 0.0))
+        return max(0.0, loads.load_s(border) - (overlap_s if border >= unbroken else 0.0))
 
     def token(border: int) -> int:
         return max(view.front, (view.first + border) * view.block_tokens)
-
-    def ahead_s(x: int) -> float:  # until the device has computed up to x
-        return costs.backlog_s + compute_s(now, view.front, x)
-
-    def planned_s(x: int) -> float:  # until the step is planned that begins at x
-        if not costs.pipelined:
-            return ahead_s(x)
-        return ahead_s(x - (x - view.front - 1) % chunk_tokens - 1) if x > view.front else 0.0
-
-    def both_s(border: int) -> float:
-        x = token(border)
-        loads_s, device_s = link_s(border), ahead_s(x)
-        if costs.others_s and (loads_s > device_s or loads_s > planned_s(x)):
-            return _late_step_s(loads_s, device_s, costs) + rest_s(x)
-        return max(loads_s, device_s) + rest_s(x)
 
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return compute_s(later, x, view.prompt_tokens)
 
     borders = range((present if view.end_wanted else wanted).rfind(1) + 2)
 
-    def around(ready_s: Callable[[int], float]) -> set[int]:  # where loads end at `ready_s`
-        meet = bisect_left(borders, 0.0, key=lambda b: ready_s(token(b)) - link_s(b))
-        return {max(0, min(meet, borders[-1])), max(0, meet - 1)}
+    def both_from(coming: _Coming, start_s: float) -> tuple[Callable[[int], float], int]:
+        """The predicted time by border, and the best border, if the device begins at `start_s` and
+        jumps over the blocks of `coming`."""
 
-    near = around(ahead_s)
-    # If other requests use the device, two borders are compared. With the first one, the loads are
-    # over when the plan is made. With the second one, they are over when a step of others ends.
-    plan_matters = costs.pipelined and costs.others_s
-    best = min(near | around(planned_s) if plan_matters else near, key=both_s)
-    if costs.others_s:
-        least_s = both_s(best)
-        for border in range(min(near) - 1, -1, -1):
-            if link_s(border) + costs.others_s * costs.pipelined >= least_s:
-                break
-            if (took_s := both_s(border)) < least_s:
-                best = border
-                least_s = took_s
+        def ahead_s(x: int) -> float:  # until the device has computed up to x
+            waits_s = (wait_s for at, wait_s in coming.waits_s if at < x)
+            return start_s + compute_s(coming.marks, view.front, x) + sum(waits_s)
+
+        def planned_s(x: int) -> float:  # until the step is planned that begins at x
+            if not costs.pipelined:
+                return ahead_s(x)
+            return ahead_s(x - (x - view.front - 1) % chunk_tokens - 1) if x > view.front else 0.0
+
+        def both_s(border: int) -> float:
+            x = token(border)
+            loads_s, device_s = link_s(border), ahead_s(x)
+            if costs.others_s and (loads_s > device_s or loads_s > planned_s(x)):
+                return _late_step_s(loads_s, device_s, costs) + rest_s(x)
+            return max(loads_s, device_s) + rest_s(x)
+
+        def around(ready_s: Callable[[int], float]) -> set[int]:  # where loads end at `ready_s`
+            meet = bisect_left(borders, 0.0, key=lambda b: ready_s(token(b)) - link_s(b))
+            return {max(0, min(meet, borders[-1])), max(0, meet - 1)}
+
+        near = around(ahead_s)
+        # If other requests use the device, two borders are compared. With the first one, the loads
+        # are over when the plan is made. With the second one, they are over when a step of others
+        # ends.
+        plan_matters = costs.pipelined and costs.others_s
+        best = min(near | around(planned_s) if plan_matters else near, key=both_s)
+        if costs.others_s:
+            least_s = both_s(best)
+            for border in range(min(near) - 1, -1, -1):
+                if link_s(border) + costs.others_s * costs.pipelined >= least_s:
+                    break
+                if (took_s := both_s(border)) < least_s:
+                    best = border
+                    least_s = took_s
+        return both_s, best
+
+    starts_s = [costs.backlog_s, *loads.waits_s(costs)]
+    coming = [_coming(view, loads, chunk_tokens, costs, start_s) for start_s in starts_s]
+    plans = [both_from(*each) for each in zip(coming, starts_s, strict=True)]
+    number = min(range(len(plans)), key=lambda each: plans[each][0](plans[each][1]))
+    both_s, best = plans[number]
     # Blocks that are not stored are computed in any case.
     meet_token = min(_next_run(view, later, token(best))[0], token(borders[-1]))
+    meet_token = max(token(best), meet_token)
+    wait_s = math.inf
+    if number:
+        meet_token = view.front
+        wait_s = starts_s[number]
+    elif costs.tiers is not None and meet_token > view.front:
+        meet_token = min(meet_token, _next_run(view, coming[number].marks, view.front)[0])
+        if meet_token == view.front:
+            wait_s = 0.0
     return Outlook(
-        compute_s=ahead_s(view.prompt_tokens),
-        load_s=both_s(0),
+        compute_s=costs.backlog_s + compute_s(now, view.front, view.prompt_tokens),
+        load_s=plans[0][0](0),
         both_s=both_s(best),
-        meet_token=max(token(best), meet_token),
+        meet_token=meet_token,
+        wait_s=wait_s,
     )
+
+
+def with_loads(costs: PromptCosts, view: View, tiers: TierLoads) -> PromptCosts:
+    """The costs of a prompt with these loads."""
+    wanted = tiers.of(view.states.translate(_WANTED + _PAD), view.first)
+    present = tiers.of(view.states.translate(_TO_BE_PRESENT + _PAD), view.first)
+    several = len({*present} - {NO_TIER}) > 1
+    return replace(costs, load=tiers.average(wanted), tiers=tiers if several else None)
+
+
+def loads_s(view: View, costs: PromptCosts, progress: LoadProgress) -> float:
+    """Predicted time until all wanted blocks have landed."""
+    return _Loads(view, costs, progress).load_s(0)
+
+
+def next_landings(view: View, costs: PromptCosts, progress: LoadProgress, count: int) -> list[int]:
+    """The `count` wanted blocks that are predicted to land next, the first one first."""
+    lands_s = _Loads(view, costs, progress).landing_s()[::-1]  # of equal ones, the last block
+    count = min(count, view.states.count(BlockState.WANTED))
+    first = np.argpartition(lands_s, count - 1)[:count] if count else np.arange(0)
+    places = np.sort(first)[np.argsort(lands_s[np.sort(first)], kind="stable")]
+    return [view.first + len(lands_s) - 1 - int(place) for place in places]
+
+
+class _Loads:
+    """Predictions of the loads of one prompt.
+
+    Attributes:
+        where: the tier of each wanted block, and NO_TIER for the others. All are in tier 0 if the
+            costs do not say where they are.
+        tiers: those that blocks are wanted from.
+    """
+
+    def __init__(self, view: View, costs: PromptCosts, progress: LoadProgress) -> None:
+        self._present = view.states.translate(_TO_BE_PRESENT + _PAD)
+        self._ends = view.end_wanted
+        self._end_tier = 0
+        wanted = view.states.translate(_WANTED + _PAD)
+        if costs.tiers is None:
+            self._costs: Sequence[LoadCost] = (costs.load,)
+            self._since_s: Sequence[float] = (progress.since_s,)
+            self.where = wanted.translate(_IN_TIER_0)
+            self._begun = b"\x00" if progress.begun else b""
+        else:
+            self._costs = costs.tiers.costs
+            # A tier that is not being read may have failed, which other tiers do not tell.
+            self._since_s = [each or progress.since_s for each in costs.tiers.silence_s]
+            self.where = costs.tiers.of(wanted, view.first)
+            # Within a tier, landed blocks are right of all that are wanted.
+            landed = view.states.translate(_PRESENT + _PAD)
+            self._begun = costs.tiers.of(landed, view.first) if progress.begun else b""
+            if self._ends:
+                self._end_tier = costs.tiers.tiers[view.first + self._present.rfind(1)]
+        self.tiers = [tier for tier in range(len(self._costs)) if tier in self.where]
+        if self._ends and self._end_tier not in self.tiers:
+            self.tiers.append(self._end_tier)
+
+    def load_s(self, border: int) -> float:
+        """The time until the wanted blocks right of a border have landed, and the end blocks, if
+        any block right of it is there or will be."""
+        return max((self.tier_s(tier, border) for tier in self.tiers), default=0.0)
+
+    def tier_s(self, tier: int, border: int = 0) -> float:
+        """The same, of a tier."""
+        blocks = self.where.count(tier, border)
+        if tier == self._end_tier and self._ends and self._present.find(1, border) >= 0:
+            blocks += self._ends
+        return self._costs[tier].load_s(
+            blocks, since_s=self._since_s[tier], begun=tier in self._begun
+        )
+
+    def landing_s(self) -> FloatArray:
+        """The time until each wanted block has landed, infinite for the others."""
+        where = np.frombuffer(self.where, np.uint8)
+        found = np.full(len(where), np.inf)
+        for tier in self.tiers:
+            blocks = np.flatnonzero(where == tier)
+            if len(blocks):
+                next_s = self.tier_s(tier, int(blocks[-1]))
+                found[blocks] = next_s + self._costs[tier].block_s * np.arange(len(blocks))[::-1]
+        return found
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a block was predicted to land by now, and has not."""
+        return any(
+            self._costs[tier].is_overdue(self._since_s[tier], begun=tier in self._begun)
+            for tier in self.tiers
+        )
+
+    def waits_s(self, costs: PromptCosts) -> list[float]:
+        """When the device can begin if it waits first for all blocks of a tier, but not of all."""
+        ends_s = [self.tier_s(tier) for tier in self.tiers]
+        waits_s = [each for each in ends_s if costs.backlog_s < each < max(ends_s)]
+        if costs.others_s:
+            return [_late_step_s(each, costs.backlog_s, costs) for each in waits_s]
+        return waits_s
+
+
+class _Coming(NamedTuple):
+    """Blocks that the device will jump over.
+
+    Attributes:
+        marks: of the blocks.
+        waits_s: tokens at which it waits for such a block, and for how long.
+    """
+
+    marks: bytes
+    waits_s: Sequence[tuple[int, float]] = ()
+
+
+def _coming(
+    view: View, loads: _Loads, chunk_tokens: int, costs: PromptCosts, start_s: float
+) -> _Coming:
+    """The landed blocks that the front can jump over. With several tiers also wanted ones that land
+    before the device, which begins at `start_s`, would have computed them.
+
+    Within a tier these are the blocks from some border on, since later blocks land sooner and are
+    computed later. The leftmost border of all tiers is found first. From there on the device jumps
+    over the blocks of its tier, so it is at all others sooner.
+    """
+    now = _attachable(view)
+    if costs.tiers is None:
+        return _Coming(now)
+    lands_s = loads.landing_s()
+    cost = costs.prefill
+    edges = np.arange(view.first, view.first + len(now) + 1) * view.block_tokens
+    begin = edges[:-1].clip(view.front)
+    tokens = edges[1:].clip(max=view.prompt_tokens) - begin
+    token_s = (cost.fixed_s + cost.token_s * cost.padded(chunk_tokens)) / chunk_tokens
+    took_s = tokens * (token_s + cost.prefix_s * begin / chunk_tokens)
+    took_s += cost.pair_s * tokens * (begin + (tokens + 1) / 2)
+    where = np.frombuffer(loads.where, np.uint8)
+    there = np.frombuffer(now, bool).copy()
+    took_s[there] = 0.0
+    waits_s: list[tuple[int, float]] = []
+    while True:
+        ready_s = start_s + np.cumsum(took_s)
+        in_time = lands_s <= ready_s
+        if not in_time.any():
+            return _Coming(_worth_loading(view, there.tobytes(), cost), waits_s)
+        first = int(np.argmax(in_time))
+        wait_s = max(0.0, float(lands_s[first] - ready_s[first] + took_s[first]))
+        waits_s.append((int(begin[first]), wait_s))
+        of_tier = where == where[first]
+        there[first:] |= of_tier[first:]
+        took_s[first:][of_tier[first:]] = 0.0
+        took_s[first] = wait_s
+        lands_s[of_tier] = np.inf
 
 
 def _overlap_gain(
@@ -280,7 +465,8 @@ def next_step(
             return StepPlan(edge, load_from=view.first)
         # The wait ends: if no block lands, `since_s` grows, and with it the predicted load, until
         # computing is predicted to be quicker.
-        return StepPlan(view.front, wait=True, load_from=view.first)
+        wait_s = outlook.wait_s if meet == view.front else math.inf
+        return StepPlan(view.front, wait=True, wait_s=wait_s, load_from=view.first)
     # A short step makes one more step necessary. Where others fill both, that takes a whole step.
     filled = costs.others_wait and is_overdue(view, costs, progress)
     if mode == "auto" and (filled or left_s < costs.prefill.fixed_s):
@@ -333,7 +519,7 @@ def device_work(view: View, load_from: int | None) -> StepWork:
 
 def is_overdue(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:
     """Whether a block of the prompt was predicted to land by now, and has not."""
-    overdue = costs.load.is_overdue(progress.since_s, begun=progress.begun)
+    overdue = _Loads(view, costs, progress).overdue
     return overdue and is_asked(view, progress.load_from)
 
 

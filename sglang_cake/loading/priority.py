@@ -3,8 +3,8 @@
 The order is Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3), as derived in
 docs/theory.md:
 
-1. Prompts of which nothing is being loaded, in SGLang's order. Of equal age, prompts whose loads
-   are over come first.
+1. Prompts of which nothing is being loaded, in SGLang's order. Of equal age, as all are that
+   arrive during one step, prompts whose loads are over and whose rest fits one step come first.
 2. Prompts that are being loaded, the one with the smallest remaining T* first. They get what the
    others leave of a step's budget, which may be nothing, while their loads go on.
 
@@ -48,7 +48,7 @@ MOST_TENANTS = 4096
 # shortest prompt goes first. With a smaller span they would alternate at every step.
 TURN_TOKENS = 4096
 
-# Level, turn, aged remaining time, neither loads over nor prefill due: the lowest goes first.
+# Level, turn, aged remaining time, neither nearly done nor prefill due: the lowest goes first.
 SortKey = tuple[int, int, float, bool]
 
 
@@ -150,7 +150,7 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     )
     for i, each in enumerate(entries):
         if each.needs_device:
-            own = rank(replace(each, remaining_s=None, loads_over=True))
+            own = rank(replace(each, remaining_s=None, nearly_done=True))
             left_s = PASSING_LIMIT * each.compute_s
             for found, compute_s in passing[bisect_left(passing, (own, 0.0)) :]:
                 left_s -= compute_s
@@ -197,7 +197,7 @@ def rank(entry: QueueEntry) -> SortKey:
     """The place of a waiting prompt, lowest first: on the link, and on the device where no prompt
     needs it."""
     aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
-    return entry.level, entry.turn, aged_s, not (entry.loads_over or entry.prefill_due)
+    return entry.level, entry.turn, aged_s, not (entry.nearly_done or entry.prefill_due)
 
 
 class TenantTokens:

@@ -24,7 +24,7 @@ from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.loader import Loader
 from sglang_cake.stores.base import Store
 from sglang_cake.testing.scheduler_loop import LoopRequest
@@ -52,8 +52,9 @@ class KnownLoader(Loader):
 
     known_cost: LoadCost | None = None
 
-    def cost_of(self, load_id: str) -> LoadCost:
-        return super().cost_of(load_id) if self.known_cost is None else self.known_cost
+    @property
+    def tier_costs(self) -> tuple[LoadCost, ...]:
+        return super().tier_costs if self.known_cost is None else (self.known_cost,) * MOST_TIERS
 
 
 class CountedStepCosts(StepCosts):

@@ -3,7 +3,7 @@
 import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kv_pools import record_of
 
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
-from sglang_cake.integration.scheduler.rank_consensus import RankConsensus, Vote
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus, SharedCosts, Vote
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
 BLOCK = 4
@@ -46,13 +46,19 @@ def vote(ranks: list[list[PromptRecord]]) -> list[Vote]:
 
 
 def agree(
-    ranks: list[list[PromptRecord]], own: list[PrefillCost]
-) -> list[tuple[list[LoadUpdate], PrefillCost, float]]:
+    ranks: list[list[PromptRecord]],
+    own: list[PrefillCost],
+    tiers: Sequence[tuple[LoadCost, ...]] = (),
+) -> list[tuple[list[LoadUpdate], SharedCosts]]:
     """The result of each rank, after a vote."""
     votes = vote(ranks)
     return reduced(
         ranks,
-        lambda consensus, rank: consensus.agree(ranks[rank], votes[rank].news, own[rank], 0.5),
+        lambda consensus, rank: consensus.agree(
+            ranks[rank],
+            votes[rank].news,
+            SharedCosts(own[rank], 0.5, tiers[rank] if tiers else ()),
+        ),
     )
 
 
@@ -73,6 +79,7 @@ def record(
     made.local.fetched = dict.fromkeys(arrived)  # type: ignore[assignment]
     made.local.failed = set(failed)
     made.local.stored = answer
+    made.local.tiers = bytes(len(answer or ()))
     made.agreed.lookup_done = known
     if known:
         made.meet.found((True,) * blocks)
@@ -98,6 +105,7 @@ def test_rank_consensus_lookup_needs_an_answer_of_every_rank() -> None:
     for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
     slow.local.stored = (True, False)
+    slow.local.tiers = bytes(2)
     for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True, False)
 
@@ -107,6 +115,7 @@ def test_rank_consensus_block_without_a_key_has_no_answer_on_any_rank() -> None:
     for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored is None
     slow.local.stored = (True,)
+    slow.local.tiers = bytes(1)
     for facts, *_ in agree([[quick], [slow]], [ANY] * 2):
         assert facts[0].stored == (True,)
 
@@ -121,14 +130,16 @@ def test_rank_consensus_costs_are_the_minimum_of_all_ranks() -> None:
     one = PrefillCost(0.3, 2e-5, 5e-9, 0.0, 1e-300)
     two = PrefillCost(0.1, 3e-5, 4e-9, 1.0, 1e300)
     least = PrefillCost(0.1, 2e-5, 4e-9, 0.0, 1e-300)
-    assert [agreed for _, agreed, _ in agree([[], []], [one, two])] == [least, least]
+    shared = SharedCosts(least, 0.5, ())
+    assert [agreed for _, agreed in agree([[], []], [one, two])] == [shared, shared]
 
 
 def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
     one = record(3, arrived=(1,), failed=(2,), answer=(True, True, True), extra=3)
-    facts, agreed, _ = RankConsensus(None).agree([one], [True], ANY, 0.0)
+    shared = SharedCosts(ANY, 0.0, ())
+    facts, agreed = RankConsensus(None).agree([one], [True], shared)
     assert (facts[0].stored, facts[0].fetched, facts[0].lost) == ((True,) * 3, (1,), (2,))
-    assert agreed == ANY
+    assert agreed == shared
 
 
 def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
@@ -166,7 +177,7 @@ def test_rank_consensus_blocks_without_news_are_not_reduced() -> None:
     sizes: list[int] = []
     for news in ([False], [True]):
         consensus = RankConsensus(lambda tensor: sizes.append(len(tensor)))
-        consensus.agree([known], news, ANY, 0.5)
+        consensus.agree([known], news, SharedCosts(ANY, 0.5, ()))
     assert sizes[1] == sizes[0] + 2 * 4
 
 
@@ -205,7 +216,7 @@ def test_rank_consensus_random_views_give_equal_and_true_facts(
     results = agree(copy.copy(ranks), own)
     plain = [[(f.stored, f.fetched, f.lost) for f in facts] for facts, *_ in results]
     assert all(p == plain[0] for p in plain)
-    assert len({agreed for _, agreed, _ in results}) == 1
+    assert len({agreed for _, agreed in results}) == 1
     for n, (stored, landed, lost) in enumerate(plain[0]):
         views_of_it = [rank[n] for rank in ranks]
         assert set(landed) == set.intersection(*(set(r.local.fetched) for r in views_of_it))
@@ -219,28 +230,32 @@ def test_rank_consensus_random_views_give_equal_and_true_facts(
             )
 
 
-def test_rank_consensus_load_costs_are_per_prompt_minima() -> None:
-    ranks = [[record(2), record(3, extra=1)] for _ in range(2)]
-    for rank, block_s in zip(ranks, (0.5, 0.25), strict=True):
-        for made, slower in zip(rank, (1, 100), strict=True):
-            made.local.cost = LoadCost(0.125, slower * block_s, 0.0, 0.5, depth=4)
-    for facts, *_ in agree(ranks, [ANY] * 2):
-        assert [fact.cost for fact in facts] == [
-            LoadCost(0.125, 0.25, 0.0, 0.5, depth=4),
-            LoadCost(0.125, 25.0, 0.0, 0.5, depth=4),
-        ]
-    alone, *_ = RankConsensus(None).agree(ranks[0], [True] * 2, ANY, 0.0)
-    assert [fact.cost for fact in alone] == [made.local.cost for made in ranks[0]]
+def test_rank_consensus_costs_of_tiers_are_the_minimum_of_all_ranks() -> None:
+    one = (LoadCost(0.125, 0.5, 0.0, 0.5, depth=16), LoadCost(0.5, 2.0, 0.25, depth=4))
+    two = (LoadCost(0.25, 0.25, 0.0, 0.5, depth=16), LoadCost(0.5, 3.0, 0.125, depth=4))
+    least = (LoadCost(0.125, 0.25, 0.0, 0.5, depth=16), LoadCost(0.5, 2.0, 0.125, depth=4))
+    found = [shared.tiers for _, shared in agree([[], []], [ANY] * 2, [one, two])]
+    assert found == [least, least]
 
 
-def test_rank_consensus_blocks_in_other_tiers_on_another_rank_have_one_depth() -> None:
-    """Of a tiered store, each rank may find the blocks of a prompt in another tier, whose link
-    reads another number of blocks at once. Predictions of loads depend on that number."""
-    ranks = [[record(2)] for _ in range(2)]
-    for (made,), depth in zip(ranks, (16, 4), strict=True):
-        made.local.cost = LoadCost(0.125, 0.5, depth=depth)
-    costs = [facts[0].cost for facts, *_ in agree(ranks, [ANY] * 2)]
-    assert costs == [LoadCost(0.125, 0.5, depth=4)] * 2
+def test_rank_consensus_silence_of_a_tier_is_the_shortest_of_all_ranks() -> None:
+    """A rank from which a tier brings blocks shows that it works."""
+    costs, silences = (LoadCost(0.1, 0.2),), [(0.0, 5.0, 3.0), (1.0, 0.5, 4.0)]
+    found = reduced(
+        [[], []],
+        lambda consensus, rank: consensus.agree(
+            [], [], SharedCosts(ANY, 0.5, costs, silences[rank])
+        ),
+    )
+    assert [shared for _, shared in found] == [SharedCosts(ANY, 0.5, costs, (0.0, 0.5, 3.0))] * 2
+
+
+def test_rank_consensus_block_counts_in_the_slowest_tier_that_a_rank_reads_it_from() -> None:
+    ranks = [[record(4, answer=(True,) * 4)] for _ in range(2)]
+    for (made,), tiers in zip(ranks, ((0, 1, 2, 0), (1, 0, 2, 0)), strict=True):
+        made.local.tiers = bytes(tiers)
+    for (update,), _ in agree(ranks, [ANY] * 2):
+        assert update.tiers == bytes((1, 1, 2, 0))
 
 
 @given(
@@ -270,8 +285,9 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
         known=known,
     )
     [voted] = vote([[alone]])
-    own, agreed, _ = RankConsensus(None).agree([alone], [True], ANY, 0.0)
-    among, agreed_among, _ = RankConsensus(lambda tensor: None).agree([alone], voted.news, ANY, 0.0)
-    assert agreed == agreed_among == ANY
+    shared = SharedCosts(ANY, 0.0, (LoadCost(0.1, 0.2), LoadCost(0.3, 0.4, depth=7)))
+    own, agreed = RankConsensus(None).agree([alone], [True], shared)
+    among, agreed_among = RankConsensus(lambda tensor: None).agree([alone], voted.news, shared)
+    assert agreed == agreed_among == shared
     for field in ("stored", "fetched", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

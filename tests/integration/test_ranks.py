@@ -133,7 +133,7 @@ def test_ranks_request_rejected_by_one_rank_ends_on_both(ranks: TwoRanks) -> Non
     "where",
     [
         "loader.drain",
-        "loader.cost_of",
+        "loader.link_idle",
         "device_slots.stage",
         "device_slots.place",
         "step_costs.blocks_ahead",

@@ -21,6 +21,7 @@ from sglang.srt.managers.scheduler import Scheduler as SchedulerOfSGLang
 from sglang_cake.integration.boundary import BOUNDARY
 from sglang_cake.integration.scheduler import queue_order, scheduler_hooks
 from sglang_cake.integration.scheduler.coordinator import Coordinator
+from sglang_cake.integration.scheduler.rank_consensus import SharedCosts
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.planner import Outlook, StepPlan
 
@@ -363,7 +364,8 @@ def test_chunked_request_with_loads_landing_within_the_step_stays(admissions: Ma
     # What is still to come is here before a step would end.
     admission.queue[:] = [other]
     load = admission.base.coordinator.live["stored"]
-    load.agreed.cost = LoadCost(0.0, 0.015)
+    costs = admission.base.step_costs
+    costs.agree(SharedCosts(costs.agreed, costs.busy_s, (LoadCost(0.0, 0.015),)))
     load.agreed.elapsed_s = 0.0
     assert admission.chunk(stored) is stored
     other.origin_input_ids = other.origin_input_ids[:32]  # but not before a shorter one does

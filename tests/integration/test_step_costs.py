@@ -7,8 +7,15 @@ import pytest
 from kv_pools import record_of
 
 from sglang_cake.config import CakeConfig
+from sglang_cake.integration.scheduler.rank_consensus import SharedCosts
 from sglang_cake.integration.step_costs import StepCosts
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts, StepWork
+from sglang_cake.loading.cost_model import (
+    LoadCost,
+    PrefillCost,
+    PromptCosts,
+    StepWork,
+    TierLoads,
+)
 from sglang_cake.testing.virtual_time import virtual_time
 
 LIVE = record_of(4, block=16)
@@ -29,7 +36,6 @@ def test_step_costs_work_for_others_is_part_of_the_fixed_cost(step_costs: StepCo
     others_s = 110 * 1e-3 + (5050 + 10 * 50 + 55) * 1e-6 + 3 * 0.002
     assert step_costs.costs(LIVE).prefill.fixed_s == pytest.approx(0.01 + others_s)
     assert step_costs.costs(LIVE).prefill.token_s == COST.token_s
-    assert step_costs.costs(LIVE).load == LIVE.agreed.cost  # that of its own blocks
     assert step_costs.agreed == COST  # of a step that has nothing else to do
 
 
@@ -37,7 +43,7 @@ def test_step_costs_next_step_starts_empty(step_costs: StepCosts) -> None:
     step_costs.scheduling(decodes=3)
     step_costs.claimed(0, 100)
     step_costs.polled()
-    assert step_costs.costs(LIVE) == PromptCosts(step_costs.agreed, LIVE.agreed.cost)
+    assert step_costs.costs(LIVE) == PromptCosts(step_costs.agreed, LoadCost(0.0, 0.05))
     assert step_costs.measured
 
 
@@ -54,7 +60,7 @@ def test_step_costs_recalled_for_another_store_leave_measured_steps_as_the_ranks
     measured = step_costs.own.prefill
     assert measured != remembered
     agreed = replace(measured, token_s=measured.token_s / 2)  # another rank is faster
-    step_costs.agree(agreed, 0.0)
+    step_costs.agree(SharedCosts(agreed, 0.0, ()))
     step_costs.recall(remembered, loads)
     assert step_costs.own.prefill == measured
     assert step_costs.agreed == agreed
@@ -68,11 +74,12 @@ NOTHING, QUEUE = StepWork(), StepWork(tokens=640)
 def test_step_costs_queue_on_the_device_makes_loading_worth_it(step_costs: StepCosts) -> None:
     """0.05 s a block, and 0.074 s for all four to be computed: alone it is computed."""
     live = record_of(4, block=16)
-    stored, load = (True,) * 4, LoadCost(0.04, 0.05)
-    assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
-    assert step_costs.decision_at_arrival(live, AUTO, QUEUE)(stored, load)
+    stored, loads = (True,) * 4, TierLoads(bytes(4), (LoadCost(0.04, 0.05),))
+    assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, loads)
+    assert step_costs.decision_at_arrival(live, AUTO, QUEUE)(stored, loads)
     live.meet.found(stored)
-    live.agreed.cost = load
+    step_costs.agree(SharedCosts(COST, 0.0, loads.costs))
+    live.agreed.tiers = loads.tiers
     assert not step_costs.is_worth_loading(live, "auto", NOTHING)
     assert step_costs.is_worth_loading(live, "auto", QUEUE)
     assert not step_costs.is_worth_loading(live, "compute", QUEUE)
@@ -81,10 +88,10 @@ def test_step_costs_queue_on_the_device_makes_loading_worth_it(step_costs: StepC
 
 def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCosts) -> None:
     live = record_of(4, block=16)
-    stored, load = (True,) * 4, LoadCost(0.04, 0.05)
+    stored, loads = (True,) * 4, TierLoads(bytes(4), (LoadCost(0.04, 0.05),))
     step_costs.scheduling(decodes=60)
     step_costs.polled()
-    assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
+    assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, loads)
 
 
 @dataclass
@@ -109,18 +116,18 @@ def pipelined(chunk_tokens: int = 640) -> StepCosts:
 def test_step_costs_pipelined_step_under_way_makes_loading_worth_it() -> None:
     step_costs = pipelined()
     live = record_of(4, block=16)
-    stored, load = (True,) * 4, LoadCost(0.04, 0.05)
+    stored, loads = (True,) * 4, TierLoads(bytes(4), (LoadCost(0.04, 0.05),))
     with virtual_time():
-        assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, loads)
         step_costs.claimed(0, 640)
         timer = Timer(0.85)
         step_costs.step_launched(timer)
-        assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, loads)
         step_costs.polled()
-        assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, loads)
         timer.ended = True
         step_costs.polled()
-        assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, load)
+        assert not step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, loads)
 
 
 def test_step_costs_pipelined_busy_time_is_the_rest_of_the_launched_steps() -> None:
@@ -152,7 +159,7 @@ def test_step_costs_plan_is_made_for_the_moment_at_which_the_device_is_free() ->
         step_costs.claimed(0, 640)
         step_costs.step_launched(Timer(0.85))
         step_costs.polled()
-        step_costs.agree(step_costs.own.prefill, step_costs.busy_s)
+        step_costs.agree(SharedCosts(step_costs.own.prefill, step_costs.busy_s, ()))
         assert step_costs.costs(LIVE).backlog_s == pytest.approx(COST.step_s(0, 640))
 
 
@@ -162,12 +169,9 @@ def test_step_costs_less_than_min_load_tokens_is_not_worth_loading(
 ) -> None:
     live = record_of(4, block=16)
     least = replace(AUTO, min_load_tokens=least_tokens)
-    assert not step_costs.decision_at_arrival(live, least, QUEUE)(
-        (False, False, True, True), LIVE.agreed.cost
-    )
-    assert step_costs.decision_at_arrival(live, least, QUEUE)(
-        (False, True, True, True), LIVE.agreed.cost
-    )
+    loads = TierLoads(bytes(4), (LoadCost(0.0, 0.01, depth=4),))
+    assert not step_costs.decision_at_arrival(live, least, QUEUE)((False, False, True, True), loads)
+    assert step_costs.decision_at_arrival(live, least, QUEUE)((False, True, True, True), loads)
 
 
 def test_step_costs_decode_only_step_is_not_measured(step_costs: StepCosts) -> None:

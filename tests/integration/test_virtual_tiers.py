@@ -26,6 +26,14 @@ from sglang_cake.testing.virtual_gpu import (
 MODEL = replace(LLAMA_8B, chunk_tokens=2048)
 TOKENS = 16000
 COMPUTED_S = MODEL.prefill.span_s(0, TOKENS, MODEL.chunk_tokens)
+SPEEDS = 10.0, 1.0  # of the fast tier and of the slow one, as shares of that of the device
+LATENCIES_S = 0.0005, 0.02
+READS = 4  # at once, of each tier
+BLOCK_COMPUTED_S = COMPUTED_S * MODEL.layout.block_tokens / TOKENS
+BLOCK_S = [  # a read occupies its place for its latency, too
+    max(BLOCK_COMPUTED_S / speed, (latency_s + BLOCK_COMPUTED_S / speed) / READS)
+    for speed, latency_s in zip(SPEEDS, LATENCIES_S, strict=True)
+]
 LAST_STEP_S = MODEL.prefill.step_s(TOKENS - MODEL.chunk_tokens, TOKENS)
 
 
@@ -56,21 +64,21 @@ async def in_this_thread(pool: Any, work: Callable[[threading.Event], Any]) -> A
 def two_tiers(
     monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> Iterator[tuple[VirtualScheduler, list[FailingStore]]]:
-    """The fast one is 10 times as fast as the device computes, the slow one as fast as it."""
     monkeypatch.setattr(tier, "run_stoppable", in_this_thread)
     with virtual_scheduler(MODEL, link_bytes_per_s=1.0, mode=mode) as loop:
         size_bytes = MODEL.layout.block_bytes
         link = TOKENS // MODEL.layout.block_tokens * size_bytes / COMPUTED_S
         stores = [
-            FailingStore(loop.io, size_bytes, 10 * link, 0.0005),
-            FailingStore(loop.io, size_bytes, link, 0.02),
+            FailingStore(loop.io, size_bytes, speed * link, latency_s)
+            for speed, latency_s in zip(SPEEDS, LATENCIES_S, strict=True)
         ]
         tiers = TieredStore(stores, block_bytes=8, copy_bytes=64, clock=lambda: loop.io.now_s)
-        loop.loader.use(tiers, [4])
+        loop.loader.use(tiers, [READS])
         loop.loader.forget_costs()
         loop.writer.use(tiers)
         costs = replace(MODEL.prefill, error=0.02)
-        loop.step_costs.recall(costs, [store.cost for store in stores])
+        known = zip(stores, BLOCK_S, strict=True)
+        loop.step_costs.recall(costs, [replace(store.cost, block_s=s) for store, s in known])
         loop.io.until(loop.io.now_s)
         yield loop, stores
 
@@ -95,6 +103,47 @@ def ttft_s(
         return run.ttft_s
 
 
+def least_s(tier_of: Callable[[float], int]) -> float:
+    """A lower bound of the time to the first token: each tier brings its last blocks meanwhile, the
+    device computes the others in any order and without steps, and then the tokens after them."""
+    size = MODEL.layout.block_tokens
+    count = TOKENS // size
+    ends_s = [MODEL.prefill.span_s(0, number * size, MODEL.chunk_tokens) for number in range(126)]
+    tiers = [tier_of(number / count) for number in range(count)]
+    places = [[number for number in range(count) if tiers[number] == tier] for tier in (0, 1)]
+
+    def enough(until_s: float) -> bool:
+        computed_s = 0.0
+        for of_tier, each_s, latency_s in zip(places, BLOCK_S, LATENCIES_S, strict=True):
+            brought = max(0, int((until_s - latency_s) / each_s))
+            left = of_tier[: max(0, len(of_tier) - brought)]
+            computed_s += sum(ends_s[number + 1] - ends_s[number] for number in left)
+        return computed_s <= until_s
+
+    last_s = MODEL.prefill.step_s(count * size, TOKENS)
+    return last_s + next(s for s in (COMPUTED_S * n / 1000 for n in range(1001)) if enough(s))
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [
+        ("fast first", 1.35),
+        ("fast last", 1.2),
+        ("every other eight", 1.5),
+    ],
+)
+def test_virtual_tiers_prompt_in_both_is_near_the_least_time(
+    monkeypatch: pytest.MonkeyPatch, layout: str, most: float
+) -> None:
+    tier_of: Callable[[float], int] = {
+        "fast first": lambda place: int(place >= 0.5),
+        "fast last": lambda place: int(place < 0.5),
+        "every other eight": lambda place: round(place * 125) // 8 % 2,
+    }[layout]
+    took_s = ttft_s(monkeypatch, tier_of)
+    assert took_s <= most * least_s(tier_of)
+
+
 @pytest.mark.parametrize("fast", ["first half", "last half"])
 def test_virtual_tiers_half_in_the_fast_one_saves_time(
     monkeypatch: pytest.MonkeyPatch, fast: str
@@ -107,10 +156,12 @@ def test_virtual_tiers_half_in_the_fast_one_saves_time(
 
 @pytest.mark.parametrize("fault", ["silent", "broken", "lost"])
 @pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("blocks", [4, 63])
 def test_virtual_tiers_one_that_fails_makes_no_prompt_later_than_computing(
-    monkeypatch: pytest.MonkeyPatch, faulty: int, fault: str
+    monkeypatch: pytest.MonkeyPatch, blocks: int, faulty: int, fault: str
 ) -> None:
+    """Args: blocks: so many in one tier, then so many in the other, and so on."""
     faults = (fault, "") if faulty == 0 else ("", fault)
-    assert ttft_s(monkeypatch, lambda place: int(place >= 0.5), faults=faults) <= (
+    assert ttft_s(monkeypatch, lambda place: round(place * 125) // blocks % 2, faults=faults) <= (
         ttft_s(monkeypatch, lambda place: 1, "compute") + LAST_STEP_S
     )

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_cake.loading.cost_model import DOUBT_S, MOST_TIERS, LoadCost, LoadFit, LoadFits
+from sglang_cake.loading.cost_model import (
+    DOUBT_S,
+    MOST_TIERS,
+    LoadCost,
+    LoadFit,
+    LoadFits,
+    TierLoads,
+)
 
 PRIOR = LoadCost(0.0, 1.0, depth=4)
 times = st.floats(1e-4, 10.0)
@@ -19,7 +26,7 @@ def test_load_fits_single_source_equals_a_load_fit(took: list[tuple[float, bool]
     assert fits.newest == fit.cost
     assert fits.all == [fit.cost if took else None]
     assert fits.is_new(0) == (not took)
-    mean = fits.of({0: 7}, 1.0)
+    mean = fits.cost(0, 1.0)
     assert mean.block_s == pytest.approx(fit.cost.block_s)
     assert mean.latency_s == pytest.approx(fit.cost.latency_s)
     assert mean.depth == fit.cost.depth
@@ -42,13 +49,15 @@ def test_load_fits_slow_source_leaves_a_fast_source_fast() -> None:
         fits.fetched(0, 0.001, 1.0, first=False)
     for _ in range(40):
         fits.fetched(1, 0.1, 1.0, first=False)
-    assert fits.of({0: 5}, 1.0).block_s == pytest.approx(0.001)
-    assert fits.of({1: 5}, 1.0).block_s == pytest.approx(0.1)
+    assert fits.cost(0, 1.0).block_s == pytest.approx(0.001)
+    assert fits.cost(1, 1.0).block_s == pytest.approx(0.1)
     assert fits.newest.block_s == pytest.approx(0.1)
-    # As long as one block after the other takes.
-    both = fits.of({0: 30, 1: 10}, 1.0)
-    assert 40 * both.block_s == pytest.approx(30 * 0.001 + 10 * 0.1)
-    assert fits.of({}, 1.0) == fits.newest
+    # Both are read at once, so all blocks take as long as those of the slow one.
+    loads = TierLoads(bytes([0] * 30 + [1] * 10), fits.by_tier(1.0))
+    where = loads.of(bytes([1] * 40), 0)
+    assert 40 * loads.average(where).block_s == pytest.approx(10 * 0.1)
+    assert 35 * loads.average(loads.of(bytes([1] * 35), 0)).block_s == pytest.approx(5 * 0.1)
+    assert loads.average(loads.of(bytes([1] * 10), 30)).block_s == pytest.approx(0.1)
 
 
 def test_load_fits_copy_time_is_shared_by_all_sources() -> None:
@@ -56,7 +65,7 @@ def test_load_fits_copy_time_is_shared_by_all_sources() -> None:
     fits.fetched(1, 0.1, 1.0, first=False)
     fits.copied(0.25)
     assert fits.all[0] is None  # nothing was read there
-    assert [fits.of({source: 1}, 1.0).copy_s for source in (0, 1)] == [0.25, 0.25]
+    assert [fits.cost(source, 1.0).copy_s for source in (0, 1)] == [0.25, 0.25]
 
 
 def test_load_fits_recalled_costs_are_kept_per_source() -> None:
@@ -73,7 +82,8 @@ def test_load_fits_number_of_sources_is_bounded() -> None:
         fits.fetched(source, 0.1, 1.0, first=False)
     fits.recall([PRIOR] * 100, 1.0)
     assert len(fits.all) == MOST_TIERS
-    assert fits.of({0: 1, 99: 1}, 1.0).block_s > 0
+    assert len(fits.by_tier(1.0)) == MOST_TIERS
+    assert fits.cost(99, 1.0) == fits.cost(MOST_TIERS - 1, 1.0)
 
 
 def test_load_fits_slow_source_is_taken_for_fast_again_after_doubt_time() -> None:
@@ -81,10 +91,10 @@ def test_load_fits_slow_source_is_taken_for_fast_again_after_doubt_time() -> Non
     for block_s in (0.01, 0.5):  # it was fast once, then slow
         for _ in range(100):
             fits.fetched(0, block_s, 1.0, first=False)
-    assert fits.of({0: 5}, 1.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
-    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.01)
+    assert fits.cost(0, 1.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
+    assert fits.cost(0, 2.0 + DOUBT_S).block_s == pytest.approx(0.01)
     fits.fetched(0, 0.5, 2.0 + DOUBT_S, first=False)
-    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
+    assert fits.cost(0, 2.0 + DOUBT_S).block_s == pytest.approx(0.5, rel=0.01)
 
 
 def test_load_fits_late_first_answers_are_doubted_as_well() -> None:
@@ -95,30 +105,30 @@ def test_load_fits_late_first_answers_are_doubted_as_well() -> None:
         for _ in range(30):
             fits.fetched(0, latency_s + 0.01, 1.0, first=True)
             fits.fetched(0, 0.01, 1.0, first=False)
-    assert fits.of({0: 5}, 1.0 + DOUBT_S).latency_s > 2.0
-    assert fits.of({0: 5}, 2.0 + DOUBT_S).latency_s <= 0.02
+    assert fits.cost(0, 1.0 + DOUBT_S).latency_s > 2.0
+    assert fits.cost(0, 2.0 + DOUBT_S).latency_s <= 0.02
 
 
 def test_load_fits_recalled_cost_falls_back_to_the_prior_after_doubt_time() -> None:
     fits = LoadFits(PRIOR)
     fits.recall([LoadCost(0.1, 9.0)], 1.0)
-    assert fits.of({0: 5}, 1.0).block_s == 9.0
-    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == PRIOR.block_s
+    assert fits.cost(0, 1.0).block_s == 9.0
+    assert fits.cost(0, 2.0 + DOUBT_S).block_s == PRIOR.block_s
     for _ in range(4):
         fits.fetched(0, 9.0, 100.0, first=False)
-    assert fits.of({0: 5}, 999.0).block_s == pytest.approx(9.0)  # this is how it is
+    assert fits.cost(0, 999.0).block_s == pytest.approx(9.0)  # this is how it is
 
 
 def test_load_fits_slow_first_block_is_doubted_after_doubt_time() -> None:
     fits = LoadFits(LoadCost(0.0, 0.01))
     fits.fetched(0, 2.5, 1.0, first=True)
-    assert fits.of({0: 5}, 1.0 + DOUBT_S).block_s == 2.5
-    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s <= 0.01
+    assert fits.cost(0, 1.0 + DOUBT_S).block_s == 2.5
+    assert fits.cost(0, 2.0 + DOUBT_S).block_s <= 0.01
     fits.fetched(0, 0.008, 100.0, first=True)  # one block shows that the first was an exception
-    assert fits.of({0: 5}, 100.0).block_s <= 0.01
+    assert fits.cost(0, 100.0).block_s <= 0.01
     for _ in range(8):
         fits.fetched(0, 0.004, 100.0, first=False)
-    assert fits.of({0: 5}, 200.0).block_s == pytest.approx(0.004)
+    assert fits.cost(0, 200.0).block_s == pytest.approx(0.004)
 
 
 def test_load_fits_slow_first_block_before_few_quick_ones_is_doubted() -> None:
@@ -127,7 +137,7 @@ def test_load_fits_slow_first_block_before_few_quick_ones_is_doubted() -> None:
     fits.fetched(0, 2.5, 1.0, first=True)
     for _ in range(8):
         fits.fetched(0, 0.01, 1.0, first=False)
-    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s == pytest.approx(0.01)
+    assert fits.cost(0, 2.0 + DOUBT_S).block_s == pytest.approx(0.01)
 
 
 def test_load_fits_source_that_is_slow_each_time_is_not_taken_for_fast() -> None:
@@ -136,4 +146,4 @@ def test_load_fits_source_that_is_slow_each_time_is_not_taken_for_fast() -> None
         fits.fetched(0, 4.0, 1.0, first=False)
         for _ in range(7):  # eight reads in flight end together
             fits.fetched(0, 0.0, 1.0, first=False)
-    assert fits.of({0: 5}, 2.0 + DOUBT_S).block_s > 0.1
+    assert fits.cost(0, 2.0 + DOUBT_S).block_s > 0.1

@@ -25,7 +25,7 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.cost_model import LoadCost, TierLoads
 from sglang_cake.loading.loader import (
     ENDED_LOOKUP_S,
     BlockRead,
@@ -129,6 +129,11 @@ class CountingIo(IoThread):
         super().post(action, *args)
 
 
+def looked_up(load_id: str, stored: Sequence[bool], ends: Sequence[bool] = ()) -> LookedUp:
+    """The answer of a lookup whose blocks are all in one tier."""
+    return LookedUp(load_id, tuple(stored), tuple(ends), bytes(len(stored)))
+
+
 class LoaderHarness(HeldReads):
     """A loader over a store whose reads the test opens, and what came of it.
 
@@ -197,13 +202,13 @@ class LoaderHarness(HeldReads):
 
     def begin(
         self, rid: str, tokens: array, *, first: int = 0, least: int = 1, load: bool = True
-    ) -> list[LoadCost]:
-        """Returns a list that gets the cost each time that the loader asks whether to load."""
+    ) -> list[TierLoads]:
+        """Returns a list that gets the loads each time that the loader asks whether to load."""
         self.keys[rid] = keys_of(tokens)
-        asked: list[LoadCost] = []
+        asked: list[TierLoads] = []
 
-        def loads_at_once(stored: Sequence[bool], cost: LoadCost) -> bool:
-            asked.append(cost)
+        def loads_at_once(stored: Sequence[bool], loads: TierLoads) -> bool:
+            asked.append(loads)
             return load and sum(stored[first:]) >= least
 
         prompt = LoadRequest(
@@ -300,7 +305,7 @@ def test_loader_reads_from_the_last_block_with_the_given_depth(harness: LoaderHa
     tokens, keys = harness.stored(5)
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[4], keys[3]]
-    assert harness.news() == [LookedUp("a", (True,) * 5)]
+    assert harness.news() == [looked_up("a", (True,) * 5)]
     harness.open(keys[3])
     assert harness.waiting() == [keys[4], keys[2]]
     harness.open(*keys)
@@ -327,14 +332,17 @@ class TwoPlaces(WrapperStore):
         return [self.places[key] for key in keys]
 
 
-def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness) -> None:
+def test_loader_asks_with_the_tier_of_each_block_and_the_cost_of_each_tier(
+    harness: LoaderHarness,
+) -> None:
     tokens, keys = harness.stored(6)
     harness.loader = harness.new_loader(TwoPlaces(harness.recorded, keys), 1)
     harness.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
     asked = harness.begin("a", tokens)
     harness.settle()
-    assert asked[0].block_s == pytest.approx((4 * 0.5 + 2 * 30.0) / 6)
-    assert harness.loader.cost_of("a") == asked[0]  # nothing has landed yet
+    assert asked[0].tiers == bytes([0, 0, 1, 0, 0, 1])
+    assert [cost.block_s for cost in asked[0].costs[:3]] == [0.5, 30.0, 1.0]
+    assert asked[0].costs == harness.loader.tier_costs
     assert harness.waiting() == [keys[5], keys[4]]
     harness.open(keys[5])  # from the slow place, in no time
     known = [cost.block_s for cost in harness.loader.costs if cost]
@@ -342,7 +350,26 @@ def test_loader_prompt_cost_is_the_mean_over_its_sources(harness: LoaderHarness)
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", b) for b in range(6)]
     harness.release()
-    assert harness.loader.cost_of("b") == harness.loader.cost  # of a prompt that is not there
+
+
+def test_loader_silence_of_a_tier_lasts_while_its_reads_bring_nothing(
+    harness: LoaderHarness,
+) -> None:
+    tokens, keys = harness.stored(6)
+    harness.loader = harness.new_loader(TwoPlaces(harness.recorded, keys), 1)
+    assert set(harness.loader.tier_silence_s) == {0.0}
+    harness.begin("a", tokens)
+    assert harness.waiting() == [keys[5], keys[4]]
+    first = harness.loader.tier_silence_s
+    assert [silence_s > 0 for silence_s in first[:3]] == [True, True, False]
+    harness.open(*keys[:2], *keys[3:5])  # of the first tier
+    assert len(harness.landed()) == 4
+    then = harness.loader.tier_silence_s
+    assert then[0] == 0.0
+    assert then[1] > first[1]
+    harness.open(*keys)
+    assert len(harness.landed()) == 2
+    assert set(harness.loader.tier_silence_s) == {0.0}
 
 
 class Broken(WrapperStore):
@@ -354,7 +381,7 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
     harness.loader = harness.new_loader(Broken(harness.recorded))
     harness.fill(tokens_of(0, 6))
     harness.begin("a", tokens_of(0, 6))
-    assert harness.news() == [LookedUp("a", (False,) * 6)]
+    assert harness.news() == [looked_up("a", (False,) * 6)]
     assert harness.failures() == {"lookup": 1}
 
 
@@ -363,7 +390,7 @@ def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: Loader
     harness.loader.recall([LoadCost(0.0, 30.0)])
     harness.begin("a", tokens)
     assert harness.waiting() == [keys[5], keys[4]]
-    assert harness.loader.cost_of("a").block_s == 30.0
+    assert harness.loader.cost.block_s == 30.0
     harness.loader.use(WrapperStore(harness.recorded), [2])
     harness.loader.forget_costs()
     assert (harness.loader.cost.block_s, harness.loader.costs) == (1.0, [None])
@@ -379,25 +406,11 @@ def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: Loader
     assert cost is not None
 
 
-def test_loader_computed_blocks_are_not_part_of_the_cost(harness: LoaderHarness) -> None:
-    tokens, keys = harness.stored(6)
-    store = TwoPlaces(harness.recorded, keys)
-    store.places = {key: int(number >= 3) for number, key in enumerate(keys)}
-    harness.loader = harness.new_loader(store)
-    harness.loader.recall([LoadCost(0.0, 0.5), LoadCost(0.0, 30.0)])
-    harness.begin("a", tokens)
-    assert harness.waiting() == [keys[5], keys[4], keys[2], keys[1]]
-    assert harness.loader.cost_of("a").block_s == pytest.approx((3 * 0.5 + 3 * 30.0) / 6)
-    harness.loader.set_first_loadable("a", 3)
-    harness.open(keys[5])
-    assert harness.loader.cost_of("a").block_s == pytest.approx(30.0)
-
-
 def test_loader_reads_only_stored_blocks_from_the_first_allowed(harness: LoaderHarness) -> None:
     tokens, keys = harness.stored(6, without=[3])
     harness.open(*keys)
     harness.begin("a", tokens, first=2)
-    assert harness.news()[0] == LookedUp("a", (True, True, True, False, True, True))
+    assert harness.news()[0] == looked_up("a", (True, True, True, False, True, True))
     assert harness.read_keys() == [keys[5], keys[4], keys[2]]
 
 
@@ -408,7 +421,7 @@ def test_loader_fewer_blocks_than_the_least_are_not_read(
     tokens = tokens_of(0, 6)
     harness.open(*harness.fill(tokens, without=[0]))
     harness.begin("a", tokens, first=2, least=least)
-    assert harness.news()[0] == LookedUp("a", (False, *[True] * 5))
+    assert harness.news()[0] == looked_up("a", (False, *[True] * 5))
     assert len(harness.read_keys()) == (4 if load else 0)
 
 
@@ -416,7 +429,7 @@ def test_loader_lookup_without_load_reads_nothing(harness: LoaderHarness) -> Non
     tokens = tokens_of(0, 3)
     harness.fill(tokens)
     harness.begin("a", tokens, load=False)
-    assert harness.news() == [LookedUp("a", (True,) * 3)]
+    assert harness.news() == [looked_up("a", (True,) * 3)]
     assert harness.read_keys() == []
 
 
@@ -738,12 +751,9 @@ def test_loader_each_tier_has_reads_of_its_own(harness: LoaderHarness) -> None:
     harness.open(*keys)
 
 
-@pytest.mark.parametrize("load_from", [0, 4])
-def test_loader_tier_with_all_its_reads_does_not_keep_a_faster_one_idle(
-    harness: LoaderHarness, load_from: int
+def test_loader_tier_with_all_its_reads_does_not_keep_another_one_idle(
+    harness: LoaderHarness,
 ) -> None:
-    """The slow tier has the end of the prompt. Of the fast one, blocks before `load_from` too are
-    there before computing reaches them."""
     tokens, keys = harness.stored(12)
     store = TwoPlaces(harness.recorded, keys)
     store.places = {key: int(number >= 6) for number, key in enumerate(keys)}
@@ -751,7 +761,7 @@ def test_loader_tier_with_all_its_reads_does_not_keep_a_faster_one_idle(
     harness.begin("a", tokens, load=False)
     harness.settle()
     harness.loader.set_first_loadable("a", 2)
-    harness.loader.set_load_from("a", load_from)
+    harness.loader.set_load_from("a", 0)
     harness.open(*keys[:6])
     assert sorted(harness.landed()) == [("a", block) for block in range(2, 6)]
     assert harness.waiting() == [keys[11]]
@@ -805,12 +815,13 @@ def test_loader_without_a_buffer_does_not_search_for_a_block_of_another_tier(
     harness.open(*keys)
 
 
-def test_loader_slower_tier_reads_no_block_before_the_first_that_is_worth_it(
-    harness: LoaderHarness,
+@pytest.mark.parametrize("tier", [0, 1])
+def test_loader_tier_reads_no_block_before_the_first_that_is_worth_it(
+    harness: LoaderHarness, tier: int
 ) -> None:
     tokens, keys = harness.stored(12)
     store = TwoPlaces(harness.recorded, keys)
-    store.places = {key: int(number < 6) for number, key in enumerate(keys)}
+    store.places = {key: int((number < 6) == tier) for number, key in enumerate(keys)}
     harness.loader = harness.new_loader(store, 1)
     harness.begin("a", tokens, load=False)
     harness.settle()
@@ -818,34 +829,6 @@ def test_loader_slower_tier_reads_no_block_before_the_first_that_is_worth_it(
     harness.open(*keys[:6])
     assert harness.landed() == [("a", 5)]
     assert harness.waiting() == [keys[11]]
-
-
-def test_loader_block_that_arrives_counts_the_tiers_of_waiting_prompts_once(
-    harness: LoaderHarness,
-) -> None:
-    """A hundred long prompts may wait while a link brings a block each millisecond."""
-    prompts = {name: tokens_of(number, 32) for number, name in enumerate("abcd")}
-    keys = {name: harness.fill(tokens) for name, tokens in prompts.items()}
-    store = TwoTiers(harness.recorded)
-    harness.loader = harness.new_loader(store, 1)
-    for name, tokens in prompts.items():
-        harness.begin(name, tokens)
-        harness.settle()
-    harness.loader.order(list(prompts), may_use_all_buffers=None)
-    for block in (31, 30, 29, 28, 27):
-        harness.open(keys["a"][block])
-        assert harness.landed() == [("a", block)]
-        harness.release()
-    first, *others = store.given
-    # At the lookup, when they wait, and of the next block at each choice of a read.
-    assert all(other.looks <= 3 * 32 for other in others)
-    assert harness.loader.cost_of("b") == harness.loader.cost_of("d")
-    before = first.looks
-    before_other = others[0].looks
-    harness.open(*keys["a"], *keys["b"])
-    assert harness.landed()
-    assert first.looks > before
-    assert others[0].looks > before_other, "it is served now"
 
 
 @pytest.mark.parametrize("how", ["compute", "keep"])
@@ -1370,7 +1353,7 @@ def test_loader_failed_shared_read_is_reported_to_every_prompt(harness: LoaderHa
     assert harness.failures() == {"missing": 1}
     # Whoever comes now is told anew; nobody boards a read that has failed.
     harness.begin("c", tokens)
-    assert harness.news() == [LookedUp("c", (False,))]
+    assert harness.news() == [looked_up("c", (False,))]
 
 
 def test_store_breaking_its_contract_loses_only_its_blocks(harness: LoaderHarness) -> None:
@@ -1392,7 +1375,7 @@ def test_loader_failed_lookup_finds_no_blocks(harness: LoaderHarness, broken: bo
     else:
         harness.io.run(harness.memory.close(), PATIENCE_S)
     harness.begin("a", tokens)
-    assert harness.news() == [LookedUp("a", (False,) * 3)]
+    assert harness.news() == [looked_up("a", (False,) * 3)]
     assert harness.failures() == {"lookup": 1}
 
 
@@ -1484,7 +1467,7 @@ def test_loader_replaced_store_serves_only_later_prompts(harness: LoaderHarness)
     other = RecordingStore(MemoryStore())
     harness.loader.use(other, [2])
     harness.begin("b", tokens)
-    assert LookedUp("b", (False, False)) in harness.news()
+    assert looked_up("b", (False, False)) in harness.news()
     harness.open(*keys)
     assert sorted(harness.landed()) == [("a", 0), ("a", 1)]
     assert other.keys_of("get") == []

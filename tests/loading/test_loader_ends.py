@@ -4,12 +4,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import pytest
-from test_loader import BLOCK, SEED, LoaderHarness, bytes_of, keys_of, tokens_of
+from test_loader import BLOCK, SEED, LoaderHarness, bytes_of, keys_of, looked_up, tokens_of
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, KeyChain, end_keys
-from sglang_cake.loading.cost_model import LoadCost
-from sglang_cake.loading.loader import Fetched, LoadRequest, LookedUp, Lost
+from sglang_cake.loading.cost_model import TierLoads
+from sglang_cake.loading.loader import Fetched, LoadRequest, Lost
 from sglang_cake.stores.lookup_rounds import EXACT_KEYS, look_up_in_rounds
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.wrapper_store import WrapperStore
@@ -36,7 +36,7 @@ class EndsHarness(LoaderHarness):
         self.keys[rid] = keys + own
         self.usable: list[bool] = []
 
-        def loads_at_once(usable: Sequence[bool], cost: LoadCost) -> bool:
+        def loads_at_once(usable: Sequence[bool], loads: TierLoads) -> bool:
             self.usable = list(usable)
             return load
 
@@ -64,7 +64,7 @@ def test_loader_reads_the_end_first_and_nothing_right_of_it(harness: EndsHarness
     tokens, keys = harness.stored(6)
     harness.fill_end(keys, 4)
     every = harness.begin_ends("a", tokens)
-    assert harness.news() == [LookedUp("a", (True,) * 6, ends(6, 4))]
+    assert harness.news() == [looked_up("a", (True,) * 6, ends(6, 4))]
     harness.open(*every)
     assert harness.read_keys() == [every[6 + 3 * ENDS + 1], every[6 + 3 * ENDS], *keys[3::-1]]
     assert harness.usable == [True] * 4 + [False] * 2
@@ -82,14 +82,14 @@ def test_loader_reads_the_end_of_its_own_rank(harness: EndsHarness) -> None:
     own = end_keys(keys[2], ENDS, 1, 2)
     harness.open(*own, *keys)
     assert harness.read_keys() == [*reversed(own), *keys[2::-1]]
-    assert harness.news()[0] == LookedUp("a", (True,) * 6, ends(6, 3))
+    assert harness.news()[0] == looked_up("a", (True,) * 6, ends(6, 3))
 
 
 def test_loader_prompt_without_a_stored_end_reads_nothing(harness: EndsHarness) -> None:
     tokens = tokens_of(0, 6)
     harness.fill(tokens)
     harness.begin_ends("a", tokens)
-    assert harness.news() == [LookedUp("a", (True,) * 6, (False,) * 6)]
+    assert harness.news() == [looked_up("a", (True,) * 6, (False,) * 6)]
     assert harness.waiting() == []
 
 
@@ -127,8 +127,8 @@ def test_loader_single_end_of_a_long_prompt_is_found_by_a_store_that_infers(
     harness.fill_end(keys, target)
     harness.loader = harness.new_loader(SparseLookups(harness.recorded))
     harness.begin_ends("a", tokens)
-    [looked_up] = harness.news()
-    assert looked_up == LookedUp("a", (True,) * len(keys), ends(len(keys), target))
+    [answer] = harness.news()
+    assert answer == looked_up("a", (True,) * len(keys), ends(len(keys), target))
 
 
 def test_loader_ends_behind_blocks_that_are_not_stored_are_not_looked_up(
@@ -200,7 +200,7 @@ def test_loader_failed_lookup_of_ends_counts_as_a_failed_lookup(harness: EndsHar
 
     harness.loader = harness.new_loader(NoEnds(harness.recorded))
     harness.begin_ends("a", tokens)
-    assert harness.news() == [LookedUp("a", (False,) * 4)]
+    assert harness.news() == [looked_up("a", (False,) * 4)]
     assert harness.failures() == {"lookup": 1}
 
 

@@ -153,10 +153,20 @@ def test_preemption_of_loading_and_computed_prompts_follows_the_order() -> None:
     assert not preempts(replace(done, turn=1), plain)
 
 
+def test_priority_prompt_whose_loads_are_over_passes_none_of_its_age_unless_it_is_nearly_done() -> (
+    None
+):
+    """Prompts that arrive during one step are of one age. Most of a prompt with missing blocks may
+    be left to compute."""
+    stored, short = QueueEntry("s", None, 5.0, loads_over=True), QueueEntry("a", None, 5.0)
+    assert names(short, stored) == "as"
+    assert names(short, replace(stored, nearly_done=True)) == "sa"
+
+
 def test_priority_prompt_whose_loads_are_over_goes_before_those_that_passed_it() -> None:
     """They passed it while it was being loaded, and more than a step of it is left to compute."""
     stored = QueueEntry("s", None, waited_s=5.0, loads_over=True)
-    later, earlier = QueueEntry("l", None, 5.0), QueueEntry("e", None, 6.0)
+    later, earlier = QueueEntry("l", None, 4.9), QueueEntry("e", None, 6.0)
     assert names(earlier, later, stored) == "esl"
     assert preempts(stored, later)
     assert not preempts(stored, earlier)

@@ -23,6 +23,7 @@ Blocks of the prompt that is served first have slots reserved before they come
 (`LoadMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
 """
 
+import itertools
 import math
 import time
 from array import array
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.keys import KeyChain
-from sglang_cake.loading.cost_model import LoadCost, PromptCosts, StepWork
+from sglang_cake.loading.cost_model import PromptCosts, StepWork
 from sglang_cake.loading.loader import StagedBlock
 from sglang_cake.loading.meet import BlockState, Meet
 from sglang_cake.loading.planner import (
@@ -62,12 +63,12 @@ class LoadUpdate:
     Attributes:
         stored: which full blocks are stored; None: known before, or a rank's lookup is under way.
         ends: after which of them an end state is stored; empty for a model without end states.
+        tiers: the number of the slowest tier that each of them will be read from, on any rank.
         fetched: blocks that every rank has fetched, ascending.
         lost: blocks that a rank could not fetch, ascending.
         elapsed_s: the shortest wait of all ranks whose link is not idle, see
             `PromptRecord.local_elapsed_s`; 0: all are idle.
         now_s: a clock that all ranks share.
-        cost: of the loads that the prompt has ahead of it, each number the smallest of all ranks.
         link_idle: all ranks' links are idle for the prompt.
     """
 
@@ -76,8 +77,8 @@ class LoadUpdate:
     lost: tuple[int, ...]
     elapsed_s: float
     now_s: float
-    cost: LoadCost
     ends: tuple[bool, ...] = ()
+    tiers: bytes = b""
     link_idle: bool = False
 
 
@@ -87,7 +88,6 @@ class LocalLoads:
     `PromptLoads`. Times are of this rank's `time.monotonic()`.
 
     Attributes:
-        cost: of the loads that the prompt has ahead of it, as measured here.
         served_since_s: the start of the present wait: of the lookup, and then of the time in which
             the link serves this prompt first. Each poll sets it anew while others are served first,
             or the link is idle.
@@ -99,10 +99,10 @@ class LocalLoads:
         late: its loads were given up, since a block was overdue.
         stored: the answer of the lookup; None: under way.
         ends: after which full blocks an end state is stored, as far as the lookup says.
+        tiers: of each full block, as of `LookedUp`.
         last_fetched_s: when the last block was fetched; -inf: none was.
     """
 
-    cost: LoadCost
     served_since_s: float
     link_idle: bool = False
     fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
@@ -110,6 +110,7 @@ class LocalLoads:
     late: bool = False
     stored: tuple[bool, ...] | None = None
     ends: tuple[bool, ...] = ()
+    tiers: bytes = b""
     last_fetched_s: float = -math.inf
 
 
@@ -120,10 +121,11 @@ class AgreedLoads:
     from them.
 
     Attributes:
-        cost: of the loads that the prompt has ahead of it; this rank's own until the first update.
         lookup_done: the lookups of all ranks have answered.
         stored: which full blocks are stored, once the lookup is done.
         ends: after which of them an end state is stored, as far as the lookup says.
+        tier: that all stored blocks are read from; None: they are in several tiers.
+        tiers: of each full block, once the lookup is done.
         lost_ends: of these, blocks after which a part of the end state could not be loaded.
         begun: a block has landed.
         elapsed_s: time without progress. Before the lookup has answered, it counts from the start
@@ -138,10 +140,11 @@ class AgreedLoads:
             even one that waited in its buffer for this update.
     """
 
-    cost: LoadCost
     lookup_done: bool = False
     stored: tuple[bool, ...] = ()
     ends: tuple[bool, ...] = ()
+    tier: int | None = 0
+    tiers: bytes = b""
     lost_ends: set[int] = field(default_factory=set)
     begun: bool = False
     elapsed_s: float = 0.0
@@ -153,7 +156,6 @@ class AgreedLoads:
 
     def apply(self, update: LoadUpdate) -> None:
         """Take in what the ranks agreed on."""
-        self.cost = update.cost
         self.elapsed_s = update.elapsed_s
         self.link_idle = update.link_idle and not update.fetched
         self.first_poll_s = self.first_poll_s or update.now_s
@@ -164,6 +166,9 @@ class AgreedLoads:
             self.lookup_done = True
             self.stored = update.stored
             self.ends = update.ends
+            self.tiers = update.tiers
+            distinct = set(itertools.compress(update.tiers, update.stored))
+            self.tier = None if len(distinct) > 1 else max(distinct, default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -324,13 +329,6 @@ class PromptRecord:
             relied_s=max(0.0, agreed.now_s - queue.relied_since_s) if relied else 0.0,
         )
 
-    @property
-    def rest_of_loads_s(self) -> float:
-        """Predicted time until all wanted blocks have landed."""
-        agreed = self.agreed
-        wanted = self.meet.view().wanted
-        return agreed.cost.load_s(wanted, since_s=agreed.elapsed_s, begun=agreed.begun)
-
     def local_elapsed_s(self) -> float:
         """How long the request has waited for its lookup, or for a block, by this rank's clock."""
         since_s = max(self.local.served_since_s, self.local.last_fetched_s)
@@ -340,21 +338,18 @@ class PromptRecord:
         """Time since arrival, by this rank's clock."""
         return time.monotonic() - self.arrived_s
 
-    def looked_up_anew(self, load_id: str, front: int, cost: LoadCost) -> "PromptRecord":
+    def looked_up_anew(self, load_id: str, front: int) -> "PromptRecord":
         """The record for another lookup, when the tree has no more than `front` tokens. What had
         landed is not in it.
 
-        Args:
-            load_id: of the new lookup.
-            cost: as in `AgreedLoads`.
+        Args: load_id: of the new lookup.
         """
         return replace(
             self,
             load_id=load_id,
             meet=self.meet.anew(front),
-            local=LocalLoads(cost, served_since_s=time.monotonic()),
+            local=LocalLoads(served_since_s=time.monotonic()),
             agreed=AgreedLoads(
-                cost,
                 first_poll_s=self.agreed.first_poll_s,
                 now_s=self.agreed.now_s,
                 asked=self.agreed.asked,

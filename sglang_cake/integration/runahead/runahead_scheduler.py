@@ -264,7 +264,8 @@ class Runahead:
         record = self._record_of(req)
         if record is None or not record.loading:
             return None
-        return StoredTail(record.meet.view(), record.progress, record.agreed.cost)
+        cost = self._step_costs.costs(record).load
+        return StoredTail(record.meet.view(), record.progress, cost)
 
     def _plan(self, req: "Req", span: Span, tail: StoredTail | None) -> ChainPlan | None:
         helpers = self.member.helpers(span.start)

@@ -552,7 +552,8 @@ class Coordinator:
         step = self._next_step(record, chunk_tokens, costs)
         if step.wait:
             self.waiting = True
-            self.loads_over_in_s = min(self.loads_over_in_s, record.rest_of_loads_s)
+            wait_s = min(step.wait_s, self.step_costs.rest_of_loads_s(record))
+            self.loads_over_in_s = min(self.loads_over_in_s, wait_s)
             record.queue.prefill_due |= self._waiting_tokens < chunk_tokens
             self._waiting_tokens += len(record.tokens) - record.meet.front
         record.planned(step, chunk_tokens, costs)
@@ -754,7 +755,7 @@ class Coordinator:
             ):
                 self.prompt_loads.stop_loading(record, "ended")
                 load_id = f"{record.rid}#{next(self._numbers)}"
-                anew = record.looked_up_anew(load_id, front, self._loader.cost)
+                anew = record.looked_up_anew(load_id, front)
                 self._look_up(anew)
                 self._counters.add("repeated_lookups")
 
@@ -799,10 +800,8 @@ class Coordinator:
     ) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
         costs = self.step_costs
-        updates, prefill, busy_s = self._consensus.agree(
-            open_records, news, costs.own.prefill, costs.busy_s
-        )
-        costs.agree(prefill, busy_s)
+        updates, shared = self._consensus.agree(open_records, news, costs.shared)
+        costs.agree(shared)
         for record, update in zip(open_records, updates, strict=True):
             lost = record.meet.wants_any(update.lost)
             self.prompt_loads.apply(record, update)
@@ -905,11 +904,12 @@ class Coordinator:
         for record in served:
             if not record.agreed.lookup_done or record.agreed.load_from is None:
                 continue
-            rest_s = record.rest_of_loads_s
+            rest_s = self.step_costs.rest_of_loads_s(record)
             total_s += rest_s
             has_memory = record.queue.has_memory is not False and not record.agreed.link_idle
             if rest_s and has_memory:
-                yield record, total_s * (1 + record.agreed.cost.error)
+                error = self.step_costs.costs(record).load.error
+                yield record, total_s * (1 + error)
 
     def _link_order(self, serving: Sequence[str], chunked: str | None) -> list[PromptRecord]:
         """The prompts that use the link, in the order in which it serves them: the chunked one and
@@ -1027,7 +1027,6 @@ class Coordinator:
         """
         arrival = next(self._numbers)
         load_id = f"{req.rid}#{arrival}"
-        cost = self._loader.cost
         arrived_s = time.monotonic()
         return PromptRecord(
             req=req,
@@ -1043,8 +1042,8 @@ class Coordinator:
                 front=front,
                 end_blocks=self._end_blocks,
             ),
-            local=LocalLoads(cost, served_since_s=arrived_s),
-            agreed=AgreedLoads(cost, lookup_done=stored is not None, stored=stored or ()),
+            local=LocalLoads(served_since_s=arrived_s),
+            agreed=AgreedLoads(lookup_done=stored is not None, stored=stored or ()),
             matched_tokens=matched,
             arrival=arrival,
             arrived_s=arrived_s,

@@ -54,11 +54,9 @@ class PromptLoads:
             self._receive(event)
 
     def measure(self, records: Sequence[PromptRecord]) -> None:
-        """Take this rank's costs of the blocks that `records` have ahead of them, and whether its
-        link is idle."""
+        """See whether this rank's link is idle for `records`."""
         for record in records:
             local = record.local
-            local.cost = self._loader.cost_of(record.load_id)
             local.link_idle = record.agreed.lookup_done and self._loader.link_idle(record.load_id)
             if local.link_idle:
                 local.served_since_s = time.monotonic()
@@ -186,6 +184,7 @@ class PromptLoads:
         elif isinstance(event, LookedUp):
             record.local.stored = event.stored
             record.local.ends = event.ends
+            record.local.tiers = event.tiers
             self._reporter.write_event(record, "found", stored_blocks=sum(event.stored))
         elif isinstance(event, Fetched):
             record.local.fetched[event.block] = event.staged

@@ -18,9 +18,25 @@ import torch
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 
-_HEAD = 3 + len(fields(LoadCost))  # numbers of a request before those of its blocks
+_HEAD = 3  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
+
+
+class SharedCosts(NamedTuple):
+    """What decisions about all prompts are made on.
+
+    Attributes:
+        prefill: of steps.
+        busy_s: time until the device is free.
+        tiers: of loads, by tier.
+        silence_s: as of `TierLoads`.
+    """
+
+    prefill: PrefillCost
+    busy_s: float
+    tiers: tuple[LoadCost, ...]
+    silence_s: tuple[float, ...] = ()
 
 
 class Vote(NamedTuple):
@@ -90,11 +106,9 @@ class RankConsensus:
         self,
         records: Sequence[PromptRecord],
         news: Sequence[bool],
-        prefill: PrefillCost,
-        busy_s: float,
-    ) -> tuple[list[LoadUpdate], PrefillCost, float]:
-        """An update for each record, and what to decide on: the cost of steps, and the time until
-        the device is free.
+        shared: SharedCosts,
+    ) -> tuple[list[LoadUpdate], SharedCosts]:
+        """An update for each record, and the costs to decide on.
 
         Every rank must call this at the same point of the same step with the same requests. A rank
         that raises takes part in the reduction all the same, with neutral numbers.
@@ -103,14 +117,14 @@ class RankConsensus:
             news: as in `Vote`. Only for these requests are numbers of their blocks reduced.
         """
         if self._reduce_min is None:
-            return [_own(record) for record in records], prefill, busy_s
-        shared = len(prefill.numbers) + 1
+            return [_own(record) for record in records], shared
+        own = _pack_shared(shared)
         sizes = [
             _HEAD + _blocks_size(record) * new for record, new in zip(records, news, strict=True)
         ]
-        tensor = torch.full((shared + sum(sizes),), _NEUTRAL, dtype=torch.float64)
+        tensor = torch.full((len(own) + sum(sizes),), _NEUTRAL, dtype=torch.float64)
         try:
-            numbers = [*prefill.numbers, busy_s]
+            numbers = own.copy()
             for record, new in zip(records, news, strict=True):
                 numbers += _pack_head(record)
                 if new:
@@ -119,13 +133,35 @@ class RankConsensus:
         finally:
             self._reduce_min(tensor)
         numbers = tensor.tolist()
-        *costs, agreed_busy_s = numbers[:shared]
         updates = []
-        position = shared
+        position = len(own)
         for record, size in zip(records, sizes, strict=True):
             updates.append(_unpack(record, numbers[position : position + size]))
             position += size
-        return updates, prefill.with_numbers(costs), agreed_busy_s
+        return updates, _unpack_shared(shared, numbers[: len(own)])
+
+
+def _pack_shared(shared: SharedCosts) -> list[float]:
+    """[time until the device is free, cost of steps..., silence by tier..., cost of loads by
+    tier...]."""
+    numbers = [shared.busy_s, *shared.prefill.numbers, *shared.silence_s]
+    for cost in shared.tiers:
+        numbers += astuple(cost)
+    return numbers
+
+
+def _unpack_shared(shared: SharedCosts, numbers: list[float]) -> SharedCosts:
+    """Args: shared: of this rank."""
+    prefill_end = 1 + len(shared.prefill.numbers)
+    tiers_start = prefill_end + len(shared.silence_s)
+    size = len(fields(LoadCost))
+    tiers = (numbers[at : at + size] for at in range(tiers_start, len(numbers), size))
+    return SharedCosts(
+        prefill=shared.prefill.with_numbers(numbers[1:prefill_end]),
+        busy_s=numbers[0],
+        tiers=tuple(LoadCost(a, b, c, d, e, int(depth)) for a, b, c, d, e, depth in tiers),
+        silence_s=tuple(numbers[prefill_end:tiers_start]),
+    )
 
 
 def _own(record: PromptRecord) -> LoadUpdate:
@@ -134,11 +170,11 @@ def _own(record: PromptRecord) -> LoadUpdate:
     return LoadUpdate(
         stored=None if record.agreed.lookup_done else local.stored,
         ends=local.ends,
+        tiers=local.tiers,
         fetched=tuple(sorted(b for b in local.fetched if meet.has(b))),
         lost=tuple(sorted(b for b in local.failed if meet.has(b))),
         elapsed_s=record.local_elapsed_s(),
         now_s=time.monotonic(),
-        cost=local.cost,
         link_idle=local.link_idle,
     )
 
@@ -162,47 +198,46 @@ def _full_blocks(record: PromptRecord) -> int:
 
 def _blocks_size(record: PromptRecord) -> int:
     asked = 0 if record.agreed.lookup_done else _full_blocks(record)
-    return 2 * len(record.meet.indices) + asked * (2 if record.meet.end_blocks else 1)
+    return 2 * len(record.meet.indices) + asked * (3 if record.meet.end_blocks else 2)
 
 
 def _pack_head(record: PromptRecord) -> list[float]:
-    """[elapsed, now, lookup answered, cost of loads]."""
+    """[elapsed, now, lookup answered]."""
     local = record.local
     elapsed_s = _NEUTRAL if local.link_idle else record.local_elapsed_s()
-    numbers: list[float] = [elapsed_s, time.monotonic(), local.stored is not None]
-    # With its depth: a block may be in another tier on another rank.
-    numbers += astuple(local.cost)
-    return numbers
+    return [elapsed_s, time.monotonic(), local.stored is not None]
 
 
 def _pack_blocks(record: PromptRecord) -> list[float]:
-    """[fetched..., not failed..., stored..., ends...]. The stored blocks and ends are left out once
-    the lookup is done."""
+    """[fetched..., not failed..., stored..., tiers..., ends...]. All but the first two are left out
+    once the lookup is done. Tiers are negative, so the slowest one counts."""
     local = record.local
     blocks = record.meet.indices
     numbers: list[float] = [b in local.fetched for b in blocks]
     numbers += [b not in local.failed for b in blocks]
     if not record.agreed.lookup_done:
         numbers += local.stored or [0] * _full_blocks(record)
+        numbers += [-tier for tier in local.tiers] or [0] * _full_blocks(record)
         if record.meet.end_blocks:
             numbers += local.ends or [0] * _full_blocks(record)
     return numbers
 
 
 def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
-    elapsed_s, now_s, answered, latency_s, block_s, copy_s, error, coming_s, depth = numbers[:_HEAD]
+    elapsed_s, now_s, answered = numbers[:_HEAD]
     blocks = record.meet.indices if len(numbers) > _HEAD else ()
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
     not_failed = numbers[_HEAD + count : _HEAD + 2 * count]
-    found = tuple(bool(n) for n in numbers[_HEAD + 2 * count :])
+    found = numbers[_HEAD + 2 * count :]
+    news = answered and not record.agreed.lookup_done
     return LoadUpdate(
-        stored=found[:full] if answered and not record.agreed.lookup_done else None,
-        ends=found[full:],
+        stored=tuple(map(bool, found[:full])) if news else None,
+        tiers=bytes(-int(tier) for tier in found[full : 2 * full]),
+        ends=tuple(map(bool, found[2 * full :])),
         fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
         lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
         elapsed_s=0.0 if elapsed_s == _NEUTRAL else elapsed_s,
         now_s=now_s,
-        cost=LoadCost(latency_s, block_s, copy_s, error, coming_s, int(depth)),
         link_idle=elapsed_s == _NEUTRAL,
     )
