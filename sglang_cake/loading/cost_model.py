@@ -578,8 +578,8 @@ class LoadFits:
         tier = min(tier, MOST_TIERS - 1)
         while len(self._fits) <= tier:
             depth = self._depth(len(self._fits))
-            self._fits.append(LoadFit(replace(self._prior, depth=depth)))
             self._used_s.append(-math.inf)
+            self._fits.append(LoadFit(replace(self._prior, depth=depth)))  # now others may ask
         return tier
 
 

@@ -1,5 +1,9 @@
 """Loads from several sources: each is learned by itself, and a prompt pays for what it reads."""
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +88,28 @@ def test_load_fits_number_of_sources_is_bounded() -> None:
     assert len(fits.all) == MOST_TIERS
     assert len(fits.by_tier(1.0)) == MOST_TIERS
     assert fits.cost(99, 1.0) == fits.cost(MOST_TIERS - 1, 1.0)
+
+
+def test_load_fits_costs_can_be_asked_for_while_a_source_is_added() -> None:
+    """The scheduler thread asks while the I/O thread measures the first block of a source: here it
+    does so at each line."""
+    fits = LoadFits(PRIOR)
+    asked = []
+
+    def ask(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename.endswith("cost_model.py"):
+            asked.append(fits.by_tier(1.0))
+            return ask
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(ask)
+    try:
+        fits.fetched(3, 0.1, 1.0, first=False)
+    finally:
+        sys.settrace(before)
+    assert len(asked) > 10
+    assert {len(costs) for costs in asked} == {MOST_TIERS}
 
 
 def test_load_fits_slow_source_is_taken_for_fast_again_after_doubt_time() -> None:
