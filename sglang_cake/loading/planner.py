@@ -280,8 +280,8 @@ class _Loads:
             self._begun = b"\x00" if progress.begun else b""
         else:
             self._costs = costs.tiers.costs
-            # A tier that is not being read may have failed, which other tiers do not tell.
-            self._since_s = [each or progress.since_s for each in costs.tiers.silence_s]
+            # A tier may have failed although it is not being read, or brings other prompts' blocks.
+            self._since_s = [max(each, progress.since_s) for each in costs.tiers.silence_s]
             self.where = costs.tiers.of(wanted, view.first)
             # Within a tier, landed blocks are right of all that are wanted.
             landed = view.states.translate(_PRESENT + _PAD)
