@@ -292,6 +292,7 @@ class _Link:
         counts: of these, by tier.
         since_s: by tier, when the last block arrived from it, or when the reads began that are
             under way.
+        last_fetched_s: by tier, when the last block arrived that was there when it was read.
     """
 
     store: Store
@@ -299,6 +300,7 @@ class _Link:
     reads: "dict[BlockKey, _SharedRead]" = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
     since_s: dict[int, float] = field(default_factory=dict)
+    last_fetched_s: dict[int, float] = field(default_factory=dict)
 
     def depth(self, tier: int) -> int:
         """The most reads of a tier under way at once."""
@@ -477,7 +479,6 @@ class Loader:
         self._order: tuple[str | None, ...] = ()  # scheduler thread only
         self._ranks: dict[str, int] = {}  # I/O thread only
         self._may_use_all_buffers: str | None = None  # I/O thread only
-        self._last_fetched_s: dict[int, float] = {}  # by tier
         self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
         self._prior = prior
         self._least_limit_s = least_limit_s
@@ -630,6 +631,7 @@ class Loader:
             queue.tiers = queue.store.sources(keys)
             if len(queue.tiers) != len(keys):
                 raise ValueError(f"{len(queue.tiers)} sources of {len(keys)} keys")
+            tiers = bytes(min(tier, MOST_TIERS - 1) for tier in queue.tiers)
             if request.end_blocks:
                 ends = await self._look_up_ends(queue, stored)
                 queue.run = best_run(stored[: request.block_count], ends, request.first_block)
@@ -642,14 +644,14 @@ class Loader:
                 logger.exception("a store broke its contract; the prompt will be computed")
             self._counters.add("load_failures", label="lookup")
             stored = [False] * len(keys)
-            queue.tiers = [0] * len(keys)
+            tiers = bytes(len(keys))
+            queue.tiers = [*tiers]
             ends = []
             todo = []
             queue.run = range(0)
         queue.lookup = None
         queue.distinct_tiers = set(queue.tiers)
         queue.todo = todo if queue in self._queues else []
-        tiers = bytes(min(tier, MOST_TIERS - 1) for tier in queue.tiers)
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
             if not request.loads_at_once(usable, self._loads_in(tiers)):
@@ -830,7 +832,7 @@ class Loader:
         self._staged[key] = staged
         self._borrowers.add(queue)
         self._arrived(queue, block, staged)
-        now_s = self._last_fetched_s[tier] = time.monotonic()
+        now_s = queue.link.last_fetched_s[tier] = time.monotonic()
         # The copies to the device are all that such blocks wait for, one after another.
         # 0: none was measured yet
         if (copy_s := self.cost.copy_s) and queue.link is self._link:
@@ -896,10 +898,10 @@ class Loader:
     def _fetched(self, read: _SharedRead, buffer: Buffer, started_s: float, tier: int) -> None:
         self._take_freed()  # an entry of this key would be that of an earlier load
         now_s = time.monotonic()
-        last_s = self._last_fetched_s.get(tier, 0.0)
+        last_s = read.link.last_fetched_s.get(tier, 0.0)
         idle_s = started_s - last_s
         took_s = now_s - max(last_s, started_s)
-        self._last_fetched_s[tier] = now_s
+        read.link.last_fetched_s[tier] = now_s
         read.link.since_s[read.tier] = now_s
         # A read that found the link idle for a while pays its latency.
         idle = idle_s > 2 * self._fits.cost(tier, now_s).block_s + IDLE_S

@@ -385,6 +385,40 @@ def test_loader_failing_sources_call_counts_as_a_failed_lookup(harness: LoaderHa
     assert harness.failures() == {"lookup": 1}
 
 
+@pytest.mark.parametrize("tier", [-1, 0.5, None])
+def test_loader_tier_that_is_no_number_of_one_counts_as_a_failed_lookup(
+    harness: LoaderHarness, tier: object
+) -> None:
+    store = TwoPlaces(harness.recorded, [])
+    harness.loader = harness.new_loader(store)
+    store.places = dict.fromkeys(harness.fill(tokens_of(0, 6)), tier)
+    harness.begin("a", tokens_of(0, 6))
+    assert harness.news() == [looked_up("a", (False,) * 6)]
+    assert harness.failures() == {"lookup": 1}
+
+
+def test_loader_blocks_of_the_store_before_do_not_make_another_store_quick(
+    harness: LoaderHarness,
+) -> None:
+    tokens, keys = harness.stored(2)
+    other, other_keys = tokens_of(1, 1), keys_of(tokens_of(1, 1))
+    harness.fill(other)
+    harness.begin("a", tokens)
+    assert len(harness.waiting()) == 2
+    harness.loader.use(WrapperStore(harness.recorded), [2])
+    harness.loader.forget_costs()
+    harness.begin("b", other)
+    assert len(harness.waiting()) == 3
+    began_s = time.monotonic()
+    time.sleep(0.2)
+    harness.open(*keys)
+    assert len(harness.landed()) == 2
+    least_s = time.monotonic() - began_s
+    harness.open(*other_keys)
+    assert harness.landed() == [("b", 0)]
+    assert harness.loader.cost.block_s >= least_s
+
+
 def test_loader_costs_of_a_store_are_forgotten_for_another_store(harness: LoaderHarness) -> None:
     tokens, keys = harness.stored(6)
     harness.loader.recall([LoadCost(0.0, 30.0)])
