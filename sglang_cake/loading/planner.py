@@ -212,7 +212,9 @@ def look_ahead(
                     least_s = took_s
         return both_s, best
 
-    starts_s = [costs.backlog_s, *loads.waits_s(costs)]
+    starts_s = [costs.backlog_s]
+    if not view.end_blocks:  # with end states, the front jumps over all blocks together
+        starts_s += loads.waits_s(costs)
     coming = [_coming(view, loads, chunk_tokens, costs, start_s) for start_s in starts_s]
     plans = [both_from(*each) for each in zip(coming, starts_s, strict=True)]
     number = min(range(len(plans)), key=lambda each: plans[each][0](plans[each][1]))
@@ -225,7 +227,7 @@ def look_ahead(
         meet_token = view.front
         wait_s = starts_s[number]
     elif costs.tiers is not None and meet_token > view.front:
-        meet_token = min(meet_token, _next_run(view, coming[number].marks, view.front)[0])
+        meet_token = min(meet_token, _next_run(view, coming[0].marks, view.front)[0])
         if meet_token == view.front:
             wait_s = 0.0
     return Outlook(
@@ -357,7 +359,7 @@ def _coming(
     over the blocks of its tier, so it is at all others sooner.
     """
     now = _attachable(view)
-    if costs.tiers is None:
+    if costs.tiers is None or view.end_blocks:  # as in `look_ahead`
         return _Coming(now)
     lands_s = loads.landing_s()
     cost = costs.prefill

@@ -1,5 +1,6 @@
 """Predictions for a prompt whose blocks are in several tiers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,16 @@ def test_tier_loads_fast_first_half_is_jumped_over_and_the_slow_one_is_split() -
     assert found.both_s == 3 * 100 + 50
     assert found.meet_token == 0  # the fast blocks are there before the first one is computed
     assert found.wait_s == 0.0
+
+
+def test_tier_loads_up_to_an_end_state_are_jumped_over_together() -> None:
+    """The front may not jump before all blocks up to the end are there, and so the end itself."""
+    view = replace(view_of([WANTED] * 10), end_blocks=1, end_wanted=1)
+    slow = known(view, "0000011111", (1.0, 80.0))
+    found = look_ahead(view, chunk_tokens=10_000, costs=slow, progress=NOTHING)
+    assert found.load_s == found.both_s == (5 + 1) * 80 + 50
+    plan = next_step(view, mode="auto", chunk_tokens=10_000, costs=slow, progress=NOTHING)
+    assert (plan.wait, plan.wait_s) == (True, math.inf)
 
 
 def test_tier_loads_computing_meets_the_loads_of_the_first_tier_first() -> None:
