@@ -97,7 +97,7 @@ class Outlook:
     Attributes:
         meet_token: with both, where computing meets loading: stored blocks right of it are loaded.
         wait_s: with both, the time until the device goes on from the front, where it waits for
-            some of the loads, 0 for those of one block; infinite: it waits for all, or for none.
+            the block there, or for all blocks of a tier; infinite: it waits for all, or for none.
     """
 
     compute_s: float
@@ -229,7 +229,7 @@ def look_ahead(
     elif costs.tiers is not None and meet_token > view.front:
         meet_token = min(meet_token, _next_run(view, coming[0].marks, view.front)[0])
         if meet_token == view.front:
-            wait_s = 0.0
+            wait_s = float(loads.landing_s()[0])
     return Outlook(
         compute_s=costs.backlog_s + compute_s(now, view.front, view.prompt_tokens),
         load_s=plans[0][0](0),
