@@ -6,7 +6,6 @@ step is planned and launched while the one before runs. Then a `StepTimer` (CUDA
 forward) measures each step, and a plan is made for the moment at which the device will be free.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -258,14 +257,12 @@ class StepCosts:
     def blocks_ahead(self, record: PromptRecord) -> list[int]:
         """The blocks of the request that land next, the first one first: as many as the link brings
         in two steps. Slots that are reserved in one step can be written in the next."""
-        view = record.meet.view()
-        costs = self._alone(record)
-        step_s = self.agreed.step_s(view.front, view.front + self.chunk_tokens)
-        count = costs.load.depth + math.ceil(2 * step_s / max(costs.load.block_s, 1e-6))
         least = record.agreed.load_from
         if least is None:
             return []
-        landings = next_landings(view, costs, record.progress, count)
+        view = record.meet.view()
+        step_s = self.agreed.step_s(view.front, view.front + self.chunk_tokens)
+        landings = next_landings(view, self._alone(record), record.progress, 2 * step_s)
         return [block for block in landings if block >= least]
 
     def is_overdue(self, record: PromptRecord) -> bool:

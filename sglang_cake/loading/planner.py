@@ -252,10 +252,14 @@ def loads_s(view: View, costs: PromptCosts, progress: LoadProgress) -> float:
     return _Loads(view, costs, progress).load_s(0)
 
 
-def next_landings(view: View, costs: PromptCosts, progress: LoadProgress, count: int) -> list[int]:
-    """The `count` wanted blocks that are predicted to land next, the first one first."""
-    lands_s = _Loads(view, costs, progress).landing_s()[::-1]  # of equal ones, the last block
-    count = min(count, view.states.count(BlockState.WANTED))
+def next_landings(
+    view: View, costs: PromptCosts, progress: LoadProgress, within_s: float
+) -> list[int]:
+    """The wanted blocks that land within some time, and a few more: as many as are read at once.
+    The first one to land is first."""
+    loads = _Loads(view, costs, progress)
+    lands_s = loads.landing_s()[::-1]  # of equal ones, the last block
+    count = min(loads.count_within(within_s), view.states.count(BlockState.WANTED))
     first = np.argpartition(lands_s, count - 1)[:count] if count else np.arange(0)
     places = np.sort(first)[np.argsort(lands_s[np.sort(first)], kind="stable")]
     return [view.first + len(lands_s) - 1 - int(place) for place in places]
@@ -318,6 +322,15 @@ class _Loads:
                 next_s = self.tier_s(tier, int(blocks[-1]))
                 found[blocks] = next_s + self._costs[tier].block_s * np.arange(len(blocks))[::-1]
         return found
+
+    def count_within(self, within_s: float) -> int:
+        """How many blocks all tiers bring in some time, with those that are being read."""
+        brought = 0
+        for tier in self.tiers:
+            cost = self._costs[tier]
+            most = math.ceil(within_s / max(cost.block_s, 1e-6))
+            brought += min(self.where.count(tier), cost.depth + most)
+        return brought
 
     @property
     def overdue(self) -> bool:

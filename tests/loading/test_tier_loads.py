@@ -135,10 +135,17 @@ def test_tier_loads_latency_counts_until_a_block_of_that_tier_has_landed() -> No
 def test_tier_loads_next_landings_are_in_the_order_of_time() -> None:
     view = view_of([WANTED] * 6)
     found = known(view, "010101", (1.0, 2.5))
-    assert next_landings(view, found, NOTHING, 4) == [4, 2, 5, 0]
-    assert next_landings(view, found, NOTHING, 100) == [4, 2, 5, 0, 3, 1]
-    assert next_landings(view, costs(0), NOTHING, 3) == [5, 4, 3]
-    assert next_landings(view_of([LANDED]), found, NOTHING, 3) == []
+    assert next_landings(view, found, NOTHING, 0.5) == [4, 2, 5, 0]
+    assert next_landings(view, found, NOTHING, 100.0) == [4, 2, 5, 0, 3, 1]
+    assert next_landings(view, costs(1), NOTHING, 2.0) == [5, 4, 3]
+    assert next_landings(view_of([LANDED]), found, NOTHING, 9.0) == []
+
+
+def test_tier_loads_next_landings_are_those_of_each_tier_in_that_time() -> None:
+    view = view_of([WANTED] * 150)
+    found = known(view, "0" * 100 + "1" * 50, (0.1, 1.0))
+    next_ones = set(next_landings(view, found, NOTHING, 10.0))
+    assert next_ones == {*range(100), *range(139, 150)}
 
 
 def test_tier_loads_step_ends_where_the_loads_of_a_tier_will_be() -> None:
