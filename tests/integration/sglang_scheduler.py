@@ -42,6 +42,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from test_virtual_tiers import in_this_thread
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.buffers import Buffer, TellBytes
@@ -54,6 +55,8 @@ from sglang_cake.integration.scheduler.waker import sleep_s
 from sglang_cake.loading.cost_model import StepWork, work_of
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import PLAN_S
+from sglang_cake.stores.tiers import tier
+from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.testing.scheduler_loop import POLL_S
 from sglang_cake.testing.virtual_gpu import (
     BLOCK_TOKENS,
@@ -78,6 +81,7 @@ class Prompt:
 
     Attributes:
         stored: numbers of blocks that the store has at the start.
+        fast: numbers of blocks that the fast tier has then.
         unreadable: of these, blocks that no read gets.
         out: tokens of the answer.
         most_out: tokens that SGLang counts with.
@@ -87,6 +91,7 @@ class Prompt:
     at_s: float
     tokens: "array[int]"
     stored: Sequence[int] = ()
+    fast: Sequence[int] = ()
     unreadable: Sequence[int] = ()
     out: int = 1
     most_out: int = 0
@@ -267,6 +272,7 @@ class VirtualSGLang(Scheduler):
 
     Args:
         loop: of its own loop, nothing is used; it has the device, the store and the clock.
+        fast: a tier before the store of `loop`; without one, it has no blocks.
 
     Attributes:
         first_token_s, end_s: by id, of each request, from its arrival.
@@ -278,6 +284,7 @@ class VirtualSGLang(Scheduler):
         loop: VirtualScheduler,
         tree: CakeRadixCache,
         args: ServerArgs,
+        fast: Blocks,
     ) -> None:
         for name in OFF:
             setattr(self, name, None)
@@ -289,6 +296,7 @@ class VirtualSGLang(Scheduler):
         self._prompts: dict[str, Prompt] = {}
         self._unseen: set[str] = set()
         self.loop = loop
+        self.fast = fast
         self.tree_cache: Any = tree
         self.req_to_token_pool = tree.req_to_token_pool
         self.token_to_kv_pool_allocator = loop.allocator
@@ -394,11 +402,12 @@ class VirtualSGLang(Scheduler):
         self._prompts[rid] = prompt
         self._rows[rid] = kv_rows([*prompt.tokens, *[TOKEN] * prompt.out])
         keys = self.loop.keys(prompt.tokens)
-        for block in prompt.stored:
-            store.keys.add(keys[block])
-            rows = self._rows[rid][block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-            store.data[keys[block]] = kv.blocks.put(rows)
-        store.unreadable |= {keys[block] for block in prompt.unreadable}
+        for place, blocks in ((store, prompt.stored), (self.fast, prompt.fast)):
+            for block in blocks:
+                rows = self._rows[rid][block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+                place.keys.add(keys[block])
+                place.data[keys[block]] = kv.blocks.put(rows)
+            place.unreadable |= {keys[block] for block in prompt.unreadable}
         return req
 
     # ---- one iteration of the loop ----
@@ -501,10 +510,11 @@ class VirtualSGLang(Scheduler):
         for rid, rows in self._rows.items():
             tokens = self._prompts[rid].tokens + array("q", [TOKEN] * self._prompts[rid].out)
             for block, key in enumerate(loop.keys(tokens)):
-                if key in loop.store.keys:
-                    kept = loop.kv.blocks.get(loop.store.data[key])
-                    part = rows[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-                    assert np.array_equal(kept, part), f"block {block} of request {rid}"
+                for place in (loop.store, self.fast):
+                    if key in place.keys:
+                        kept = loop.kv.blocks.get(place.data[key])
+                        part = rows[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+                        assert np.array_equal(kept, part), f"block {block} of request {rid}"
 
 
 @contextlib.contextmanager
@@ -519,6 +529,7 @@ def virtual_sglang(
     priorities: bool = False,
     mixed: bool = False,
     retract_every: int = 0,
+    fast_bytes_per_s: float | None = None,
     config: CakeConfig | None = None,
 ) -> Iterator[VirtualSGLang]:
     """A scheduler that lives in virtual time inside the context, and knows its costs.
@@ -528,6 +539,7 @@ def virtual_sglang(
         priorities: with preemption.
         retract_every: after so many steps SGLang retracts a request, as if memory were short; 0:
             only if it is.
+        fast_bytes_per_s: of a tier before the store; None: there is none.
     """
     args = ServerArgs(model_path="dummy", page_size=page)
     args.chunked_prefill_size = model.chunk_tokens
@@ -563,7 +575,17 @@ def virtual_sglang(
         loop.kv.memory = loop.store.memory = DeviceMemory(pool_tokens)
         loop.kv.blocks = HostBlocks()
         loop.knows_costs()
+        fast = Blocks(io, model.layout.block_bytes, fast_bytes_per_s or math.inf, 0.0)
+        fast.memory = loop.kv.memory
+        if fast_bytes_per_s:
+            patch.setattr(tier, "run_stoppable", in_this_thread)
+            tiers = TieredStore(
+                [fast, loop.store], block_bytes=8, copy_bytes=64, clock=lambda: io.now_s
+            )
+            loop.loader.use(tiers, [4])
+            loop.writer.use(tiers)
+            loop.step_costs.recall(loop.step_costs.own.prefill, [fast.cost, loop.store.cost])
         tree.coordinator = loop.coordinator
         tree.saving = loop.saving
         BOUNDARY.set_handler(tree, None)
-        yield VirtualSGLang(loop, tree, args)
+        yield VirtualSGLang(loop, tree, args, fast)

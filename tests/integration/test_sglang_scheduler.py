@@ -42,6 +42,7 @@ class Draw:
     retracts: bool = False
     priorities: bool = False
     shares: bool = False  # prefixes
+    tiers: bool = False  # blocks are in two of them
     model: GpuModel = field(init=False)
     prompts: list[Prompt] = field(default_factory=list)
     late_s: dict[int, float] = field(default_factory=dict)
@@ -61,8 +62,12 @@ class Draw:
             "rows": chance.choice((4, 64, 64)),
             "mixed": chance.random() < 0.3,
             "priorities": self.priorities,
+            "fast_bytes_per_s": None,
             "retract_every": chance.choice((0, 3, 10)) if self.retracts else 0,
         }
+        if self.tiers:
+            speed = chance.choice((2, 10, 50))
+            self.options["fast_bytes_per_s"] = speed * self.options["link_bytes_per_s"]
         longest = min(16_000, pool // 2)
         answer = chance.choice((20, 60)) if self.small else chance.choice((1, 5, 40))
         busy, at_s = chance.choice((0.3, 0.9, 3.0)), 0.0
@@ -102,12 +107,18 @@ class Draw:
         if self.faults:
             stored = [block for block in stored if chance.random() < chance.choice((1, 0.9, 0.5))]
             unreadable = [block for block in stored if chance.random() < 0.05]
+        fast: list[int] = []
+        if self.tiers:
+            border = chance.choice((None, blocks * chance.random()))  # None: half of them
+            fast = [n for n in stored if (chance.random() < 0.5 if border is None else n < border)]
+            stored = [n for n in stored if n not in fast or chance.random() < 0.2]
         aborts = self.aborts and chance.random() < 0.4
         most_out = chance.choice((0, out + 1, 4 * out))
         return Prompt(
             at_s,
             tokens,
             stored=stored,
+            fast=fast,
             unreadable=unreadable,
             out=out,
             most_out=most_out and min(most_out, pool - len(tokens) - 200),
@@ -132,6 +143,8 @@ SITUATIONS = {
     "small pools with retraction": {"small": True, "retracts": True, "faults": True},
     "retraction": {"retracts": True, "shares": True},
     "priorities": {"priorities": True, "small": True, "faults": True},
+    "two tiers": {"tiers": True, "shares": True, "faults": True},
+    "two tiers, small pools": {"tiers": True, "small": True, "retracts": True},
     "aborts": {"aborts": True, "shares": True, "faults": True},
     "all": dict.fromkeys(("small", "faults", "aborts", "retracts", "priorities", "shares"), True),
 }
@@ -151,6 +164,15 @@ def test_sglang_scheduler_draws_retract_and_preempt_and_load() -> None:
     assert sum(draw.server.retracted for draw in draws) > 10
     assert sum(draw.server.preempted for draw in draws) > 0
     assert sum(len(draw.server.loop.store.read_s) for draw in draws) > 20
+
+
+def test_sglang_scheduler_draws_load_from_both_tiers() -> None:
+    for situation in ("two tiers", "two tiers, small pools"):
+        draws = [Draw(seed, **SITUATIONS[situation]) for seed in range(3)]
+        for draw in draws:
+            draw.first_tokens_s()
+        assert sum(len(draw.server.fast.read_s) for draw in draws) > 10
+        assert sum(len(draw.server.loop.store.read_s) for draw in draws) > 10
 
 
 def test_sglang_scheduler_wrong_stored_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
