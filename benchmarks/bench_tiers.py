@@ -11,8 +11,9 @@ import argparse
 import math
 import random
 import statistics
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class Draw:
 
 async def _in_this_thread(pool: Any, work: Any) -> Any:
     """Copies of a few bytes, which no clock waits for."""
-    return work(mock.Mock(is_set=lambda: False))
+    return work(threading.Event())
 
 
 def _averaged(costs: PromptCosts, view: View, tiers: TierLoads) -> PromptCosts:
@@ -128,9 +129,8 @@ def ratios(rule: str, draws: Sequence[Draw]) -> tuple[list[float], int]:
     """The time to the first token of each prompt over that of computing all of them, and how many
     came more than a step and 2 % later."""
     found, late = [], 0
-    with ExitStack() as patches:
-        if rule != RULES[0]:
-            patches.enter_context(mock.patch.object(step_costs, "with_loads", _averaged))
+    loads = with_loads if rule == RULES[0] else _averaged
+    with mock.patch.object(step_costs, "with_loads", loads):
         for draw in draws:
             step_s = draw.model.prefill.step_s(32_000 - draw.model.chunk_tokens, 32_000)
             computed = draw.first_tokens_s("compute")

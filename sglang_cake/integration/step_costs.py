@@ -211,7 +211,7 @@ class StepCosts:
     def costs(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request's next part in the step being scheduled, which begins when
         the device is free."""
-        alone = self._alone(record)
+        alone = self.alone(record)
         costs = replace(alone, backlog_s=self._agreed_busy_s, pipelined=self.pipelined)
         return costs.beside(self._work)
 
@@ -252,7 +252,7 @@ class StepCosts:
 
     def rest_of_loads_s(self, record: PromptRecord) -> float:
         """Predicted time until all wanted blocks of the request have landed."""
-        return loads_s(record.meet.view(), self._alone(record), record.progress)
+        return loads_s(record.meet.view(), self.alone(record), record.progress)
 
     def blocks_ahead(self, record: PromptRecord) -> list[int]:
         """The blocks of the request that land next, the first one first: as many as the link brings
@@ -262,7 +262,7 @@ class StepCosts:
             return []
         view = record.meet.view()
         step_s = self.agreed.step_s(view.front, view.front + self.chunk_tokens)
-        landings = next_landings(view, self._alone(record), record.progress, 2 * step_s)
+        landings = next_landings(view, self.alone(record), record.progress, 2 * step_s)
         return [block for block in landings if block >= least]
 
     def is_overdue(self, record: PromptRecord) -> bool:
@@ -292,14 +292,14 @@ class StepCosts:
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=self._alone(record),
+            costs=self.alone(record),
             progress=record.progress,
         )
 
     def _waiting(self, record: PromptRecord, ahead: StepWork, busy_s: float) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
-        alone = replace(self._alone(record), pipelined=self.pipelined)
+        alone = replace(self.alone(record), pipelined=self.pipelined)
         costs = alone.beside(StepWork(decodes=self._decodes))
         queue_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         return replace(costs, backlog_s=busy_s + queue_s)
@@ -308,13 +308,15 @@ class StepCosts:
     def _waiting_chunk_tokens(self) -> int:
         return max(1, self.chunk_tokens - self._decodes)
 
-    def _alone(self, record: PromptRecord) -> PromptCosts:
+    def alone(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request that has the device to itself."""
+        agreed = record.agreed
+        load = self._loader.cost  # until its lookup is done, nothing is decided on it
+        if agreed.tiers and agreed.tier is not None:  # the usual case
+            load = self._agreed_tiers[agreed.tier]
         share = self.overlap_share if record.may_overlap else 0.0
-        costs = PromptCosts(self.agreed, self._loader.cost, overlap_share=share)
-        if not record.agreed.tiers:  # its lookup is not done, so nothing is decided yet
+        costs = PromptCosts(self.agreed, load, overlap_share=share)
+        if agreed.tier is not None:
             return costs
-        if record.agreed.tier is not None:  # the usual case
-            return replace(costs, load=self._agreed_tiers[record.agreed.tier])
-        loads = TierLoads(record.agreed.tiers, self._agreed_tiers, self._agreed_silence_s)
+        loads = TierLoads(agreed.tiers, self._agreed_tiers, self._agreed_silence_s)
         return with_loads(costs, record.meet.view(), loads)

@@ -368,7 +368,7 @@ class TierLoads:
     costs: tuple[LoadCost, ...]
     silence_s: tuple[float, ...] = (0.0,) * MOST_TIERS
 
-    def of(self, marked: bytes, first: int) -> bytes:
+    def tiers_of(self, marked: bytes, first: int) -> bytes:
         """The tier of each marked block, and NO_TIER for the others. Args: first: the block that
         `marked` begins with."""
         tiers = np.frombuffer(self.tiers, np.uint8)[first : first + len(marked)]
@@ -377,8 +377,8 @@ class TierLoads:
         return found.tobytes()
 
     def average(self, where: bytes) -> LoadCost:
-        """The cost of an average block of `where`, as from `of`. Tiers are read side by side, so
-        all blocks take as long as those of one tier."""
+        """The cost of an average block of `where`, as from `tiers_of`. Tiers are read side by side,
+        so all blocks take as long as those of one tier."""
         counts = [(cost, where.count(tier)) for tier, cost in enumerate(self.costs)]
         counts = [each for each in counts if each[1]] or [(self.costs[0], 1)]
         total = sum(count for _, count in counts)
@@ -505,9 +505,10 @@ class LoadFits:
         least_limit_s: float = LEAST_LIMIT_S,
         depths: Sequence[int] = (1,),
     ) -> None:
-        self._prior = prior
+        self._priors = [
+            replace(prior, depth=depths[min(tier, len(depths) - 1)]) for tier in range(MOST_TIERS)
+        ]
         self._least_limit_s = least_limit_s
-        self._depths = depths
         self._fits: list[LoadFit] = []
         self._used_s: list[float] = []  # by tier, when a block arrived from it last
         self._newest = self._fits[self._index(0)]
@@ -549,8 +550,7 @@ class LoadFits:
         """The costs of all MOST_TIERS tiers. A tier that was not read for DOUBT_S counts with its
         best time."""
         known = [self.cost(tier, now_s) for tier in range(len(self._fits))]
-        new = [replace(self._prior, depth=self._depth(t)) for t in range(len(known), MOST_TIERS)]
-        return (*known, *new)
+        return (*known, *self._priors[len(known) :])
 
     def limit_s(self, tier: int, now_s: float) -> float:
         """How long a read from a tier may take, with all reads that share the link with it."""
@@ -570,16 +570,12 @@ class LoadFits:
         self._used_s[tier] = now_s
         return self._fits[tier]
 
-    def _depth(self, tier: int) -> int:
-        return self._depths[min(tier, len(self._depths) - 1)]
-
     def _index(self, tier: int) -> int:
         """The index of the tier; a new tier gets an index."""
         tier = min(tier, MOST_TIERS - 1)
         while len(self._fits) <= tier:
-            depth = self._depth(len(self._fits))
             self._used_s.append(-math.inf)
-            self._fits.append(LoadFit(replace(self._prior, depth=depth)))  # now others may ask
+            self._fits.append(LoadFit(self._priors[len(self._fits)]))  # now others may ask
         return tier
 
 

@@ -172,13 +172,13 @@ def look_ahead(
 
     borders = range((present if view.end_wanted else wanted).rfind(1) + 2)
 
-    def both_from(coming: _Coming, start_s: float) -> tuple[Callable[[int], float], int]:
+    def both_from(jumped: _Jumped, start_s: float) -> tuple[Callable[[int], float], int]:
         """The predicted time by border, and the best border, if the device begins at `start_s` and
-        jumps over the blocks of `coming`."""
+        jumps over the blocks of `jumped`."""
 
         def ahead_s(x: int) -> float:  # until the device has computed up to x
-            waits_s = (wait_s for at, wait_s in coming.waits_s if at < x)
-            return start_s + compute_s(coming.marks, view.front, x) + sum(waits_s)
+            waits_s = (wait_s for at, wait_s in jumped.waits_s if at < x)
+            return start_s + compute_s(jumped.marks, view.front, x) + sum(waits_s)
 
         def planned_s(x: int) -> float:  # until the step is planned that begins at x
             if not costs.pipelined:
@@ -215,10 +215,11 @@ def look_ahead(
     starts_s = [costs.backlog_s]
     if not view.end_blocks:  # with end states, the front jumps over all blocks together
         starts_s += loads.waits_s(costs)
-    coming = [_coming(view, loads, chunk_tokens, costs, start_s) for start_s in starts_s]
-    plans = [both_from(*each) for each in zip(coming, starts_s, strict=True)]
-    number = min(range(len(plans)), key=lambda each: plans[each][0](plans[each][1]))
-    both_s, best = plans[number]
+    jumped = [_jumped(view, loads, chunk_tokens, costs, start_s) for start_s in starts_s]
+    plans = [both_from(*each) for each in zip(jumped, starts_s, strict=True)]
+    took_s = [both_s(border) for both_s, border in plans]
+    number = took_s.index(min(took_s))
+    best = plans[number][1]
     # Blocks that are not stored are computed in any case.
     meet_token = min(_next_run(view, later, token(best))[0], token(borders[-1]))
     meet_token = max(token(best), meet_token)
@@ -227,13 +228,13 @@ def look_ahead(
         meet_token = view.front
         wait_s = starts_s[number]
     elif costs.tiers is not None and meet_token > view.front:
-        meet_token = min(meet_token, _next_run(view, coming[0].marks, view.front)[0])
+        meet_token = min(meet_token, _next_run(view, jumped[0].marks, view.front)[0])
         if meet_token == view.front:
             wait_s = float(loads.landing_s()[0])
     return Outlook(
         compute_s=costs.backlog_s + compute_s(now, view.front, view.prompt_tokens),
         load_s=plans[0][0](0),
-        both_s=both_s(best),
+        both_s=took_s[number],
         meet_token=meet_token,
         wait_s=wait_s,
     )
@@ -241,8 +242,8 @@ def look_ahead(
 
 def with_loads(costs: PromptCosts, view: View, tiers: TierLoads) -> PromptCosts:
     """The costs of a prompt with these loads."""
-    wanted = tiers.of(view.states.translate(_WANTED + _PAD), view.first)
-    present = tiers.of(view.states.translate(_TO_BE_PRESENT + _PAD), view.first)
+    wanted = tiers.tiers_of(view.states.translate(_WANTED + _PAD), view.first)
+    present = tiers.tiers_of(view.states.translate(_TO_BE_PRESENT + _PAD), view.first)
     several = len({*present} - {NO_TIER}) > 1
     return replace(costs, load=tiers.average(wanted), tiers=tiers if several else None)
 
@@ -260,8 +261,7 @@ def next_landings(
     loads = _Loads(view, costs, progress)
     lands_s = loads.landing_s()[::-1]  # of equal ones, the last block
     count = min(loads.count_within(within_s), view.states.count(BlockState.WANTED))
-    first = np.argpartition(lands_s, count - 1)[:count] if count else np.arange(0)
-    places = np.sort(first)[np.argsort(lands_s[np.sort(first)], kind="stable")]
+    places = np.argsort(lands_s, kind="stable")[:count]
     return [view.first + len(lands_s) - 1 - int(place) for place in places]
 
 
@@ -288,10 +288,10 @@ class _Loads:
             self._costs = costs.tiers.costs
             # A tier may have failed although it is not being read, or brings other prompts' blocks.
             self._since_s = [max(each, progress.since_s) for each in costs.tiers.silence_s]
-            self.where = costs.tiers.of(wanted, view.first)
+            self.where = costs.tiers.tiers_of(wanted, view.first)
             # Within a tier, landed blocks are right of all that are wanted.
             landed = view.states.translate(_PRESENT + _PAD)
-            self._begun = costs.tiers.of(landed, view.first) if progress.begun else b""
+            self._begun = costs.tiers.tiers_of(landed, view.first) if progress.begun else b""
             if self._ends:
                 self._end_tier = costs.tiers.tiers[view.first + self._present.rfind(1)]
         self.tiers = [tier for tier in range(len(self._costs)) if tier in self.where]
@@ -301,7 +301,7 @@ class _Loads:
     def load_s(self, border: int) -> float:
         """The time until the wanted blocks right of a border have landed, and the end blocks, if
         any block right of it is there or will be."""
-        return max((self.tier_s(tier, border) for tier in self.tiers), default=0.0)
+        return max([0.0, *[self.tier_s(tier, border) for tier in self.tiers]])
 
     def tier_s(self, tier: int, border: int = 0) -> float:
         """The same, of a tier."""
@@ -349,7 +349,7 @@ class _Loads:
         return waits_s
 
 
-class _Coming(NamedTuple):
+class _Jumped(NamedTuple):
     """Blocks that the device will jump over.
 
     Attributes:
@@ -361,9 +361,9 @@ class _Coming(NamedTuple):
     waits_s: Sequence[tuple[int, float]] = ()
 
 
-def _coming(
+def _jumped(
     view: View, loads: _Loads, chunk_tokens: int, costs: PromptCosts, start_s: float
-) -> _Coming:
+) -> _Jumped:
     """The landed blocks that the front can jump over. With several tiers also wanted ones that land
     before the device, which begins at `start_s`, would have computed them.
 
@@ -373,7 +373,7 @@ def _coming(
     """
     now = _attachable(view)
     if costs.tiers is None or view.end_blocks:  # as in `look_ahead`
-        return _Coming(now)
+        return _Jumped(now)
     lands_s = loads.landing_s()
     cost = costs.prefill
     edges = np.arange(view.first, view.first + len(now) + 1) * view.block_tokens
@@ -390,7 +390,7 @@ def _coming(
         ready_s = start_s + np.cumsum(took_s)
         in_time = lands_s <= ready_s
         if not in_time.any():
-            return _Coming(_worth_loading(view, there.tobytes(), cost), waits_s)
+            return _Jumped(_worth_loading(view, there.tobytes(), cost), waits_s)
         first = int(np.argmax(in_time))
         wait_s = max(0.0, float(lands_s[first] - ready_s[first] + took_s[first]))
         waits_s.append((int(begin[first]), wait_s))

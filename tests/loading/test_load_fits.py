@@ -58,10 +58,10 @@ def test_load_fits_slow_source_leaves_a_fast_source_fast() -> None:
     assert fits.newest.block_s == pytest.approx(0.1)
     # Both are read at once, so all blocks take as long as those of the slow one.
     loads = TierLoads(bytes([0] * 30 + [1] * 10), fits.by_tier(1.0))
-    where = loads.of(bytes([1] * 40), 0)
+    where = loads.tiers_of(bytes([1] * 40), 0)
     assert 40 * loads.average(where).block_s == pytest.approx(10 * 0.1)
-    assert 35 * loads.average(loads.of(bytes([1] * 35), 0)).block_s == pytest.approx(5 * 0.1)
-    assert loads.average(loads.of(bytes([1] * 10), 30)).block_s == pytest.approx(0.1)
+    assert 35 * loads.average(loads.tiers_of(bytes([1] * 35), 0)).block_s == pytest.approx(5 * 0.1)
+    assert loads.average(loads.tiers_of(bytes([1] * 10), 30)).block_s == pytest.approx(0.1)
 
 
 def test_load_fits_copy_time_is_shared_by_all_sources() -> None:
