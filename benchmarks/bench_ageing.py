@@ -51,7 +51,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"default {DRAWS}")
-    parser.add_argument("--docs", action="store_true", help="write it into docs/scheduling.md")
+    parser.add_argument("--docs", action="store_true", help="write it into reports/scheduling.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "ageing.json")
     args = parser.parse_args()
     cells: dict[str, dict[str, dict[str, float]]] = {rate: {} for rate in RATES}
@@ -73,7 +73,7 @@ def main() -> int:
     text = documents.table(["a second of waiting is worth", *SITUATIONS], rows)
     facts.write(args.out, facts.header("ageing", draws=args.draws) | {"cells": cells})
     if args.docs:
-        documents.update({"ageing": text}, facts.ROOT / "docs" / "scheduling.md")
+        documents.update({"ageing": text}, facts.REPORTS / "scheduling.md")
     print(text)
     return 0
 

@@ -116,7 +116,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=STREAMS, help=f"default {STREAMS}")
-    parser.add_argument("--docs", action="store_true", help="write it into docs/scheduling.md")
+    parser.add_argument("--docs", action="store_true", help="write it into reports/scheduling.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "passing.json")
     args = parser.parse_args()
     found = {loop: tallies(args.streams, plan_s) for loop, plan_s in LOOPS.items()}
@@ -138,7 +138,7 @@ def main() -> int:
     text = documents.table(["loop", "rule", "stored", "new", "mean", "late"], rows)
     facts.write(args.out, facts.header("passing", streams=args.streams) | {"cells": cells})
     if args.docs:
-        documents.update({"passing": text}, facts.ROOT / "docs" / "scheduling.md")
+        documents.update({"passing": text}, facts.REPORTS / "scheduling.md")
     print(text)
     return 0
 

@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="runs of each arm (default 5)")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
-    parser.add_argument("--docs", action="store_true", help="write it into docs/scheduling.md")
+    parser.add_argument("--docs", action="store_true", help="write it into reports/scheduling.md")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
     fill(args, SMALL if args.small else FULL)
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts.write(args.out, result)
     found = text(result["links"])
     if args.docs:
-        documents.update({"passing-server": found}, facts.ROOT / "docs" / "scheduling.md")
+        documents.update({"passing-server": found}, facts.REPORTS / "scheduling.md")
     print("", found, "", sep="\n")
     return 0 if all(link["summary"]["same_tokens"] for link in result["links"]) else 1
 

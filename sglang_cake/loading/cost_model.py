@@ -245,7 +245,7 @@ class PrefillFit:
         tokens = self.cost.padded(work.tokens)
         x = np.array((1.0, tokens, work.pairs, work.decodes, prefix_tokens)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
-        if expected_s < _SHORTEST_S:  # only what this step has none of seems to take time
+        if expected_s < _SHORTEST_S:  # all costs found so far are of what this step does not do
             expected_s = took_s
         error = self.cost.error
         if self._seen:
@@ -436,8 +436,8 @@ class LoadFit:
             self._only_first = True
             self.cost = replace(cost, latency_s=0.0, block_s=took_s, error=_FIRST_ERROR)
         elif first and self._only_first and took_s < cost.block_s:
-            # No block takes longer than one with the latency. This heals a slow first block even if
-            # each load is given up after one block.
+            # No block takes longer than one with the latency. So a slow first block is corrected,
+            # even if each load is given up after one block.
             self.cost = replace(cost, latency_s=0.0, block_s=took_s)
         elif first:
             latency_s = max(0.0, min(took_s, 4 * (cost.latency_s + cost.block_s)) - cost.block_s)

@@ -37,8 +37,9 @@ from sglang_cake.stores.request_facts import RequestFacts
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.001  # a link without reads for less than this was not idle
-LENT_AHEAD_S = 0.01  # copies of lent blocks that a prompt may have ahead of it
+IDLE_S = 0.001  # a shorter time without reads is no idle time of a link
+# A prompt takes no further lent block while the copies of those that it has take so long.
+LENT_AHEAD_S = 0.01
 # A lookup goes on for so long after its prompt has ended. Late answers show that a tier is slow. If
 # each lookup were cancelled with its prompt, there would be none.
 ENDED_LOOKUP_S = 5.0
@@ -256,8 +257,9 @@ class LoadRequest:
         tokens: 'q'; the loader only reads it.
         block_count: how many leading blocks may be loaded at all.
         first_block: blocks before this one are in the tree already.
-        loads_at_once: decides from the stored blocks that are of use, and their tiers, whether to
-            load now. `set_load_from` changes that decision later.
+        loads_now: the first decision whether to load, made on the I/O thread when the lookup has
+            answered. Its arguments say which blocks are stored and of use, and in which tiers they
+            are. `set_load_from` changes the decision later.
         facts: about the request, for the store.
         take_over: called with each block whose checked bytes are in host memory, on the I/O thread
             and before its `Fetched`. It must be quick. It returns whether it takes the block over;
@@ -271,7 +273,7 @@ class LoadRequest:
     tokens: "array[int]"
     block_count: int
     first_block: int
-    loads_at_once: Callable[[Sequence[bool], TierLoads], bool]
+    loads_now: Callable[[Sequence[bool], TierLoads], bool]
     facts: RequestFacts | None = None
     take_over: Callable[[int, StagedBlock], bool] | None = None
     end_blocks: int = 0
@@ -339,14 +341,14 @@ class _PromptQueue:
         todo: blocks to read, ascending; the loader takes the last one whose tier has a place.
         tiers: for each key, the tier that the block will be read from.
         distinct_tiers: those in `tiers`, each once.
-        searched: the search of `todo` that found no block of these tiers: its length, the place of
-            `load_from`, and the tiers.
+        found_none: the last search of `todo` for a block in some tiers, if it found none: the
+            length of `todo`, the place of `load_from` in it, and the tiers.
         reads: reads under way, by block. Written by the I/O thread.
         run: with end states, the blocks to load up to the target. Written by the I/O thread until
             the lookup has answered, and by the scheduler thread from then on.
         end_keys: keys of the target's end blocks. They are taken to be in the tier of the block
             before them.
-        asked: with end states, all indices that were ever in `todo`.
+        ever_wanted: with end states, all indices that were ever in `todo`.
         lookup: its task, until the store has answered.
         lent: blocks that the store lends and that are not copied to the device yet.
         lender: the tier that they are in.
@@ -360,11 +362,11 @@ class _PromptQueue:
     todo: list[int] = field(default_factory=list)
     tiers: list[int] = field(default_factory=list)
     distinct_tiers: set[int] = field(default_factory=set)
-    searched: tuple[int, int, set[int]] | None = None
+    found_none: tuple[int, int, set[int]] | None = None
     reads: dict[int, BlockRead] = field(default_factory=dict)
     run: range = range(0)
     end_keys: list[BlockKey] = field(default_factory=list)
-    asked: set[int] = field(default_factory=set)
+    ever_wanted: set[int] = field(default_factory=set)
     lookup: "asyncio.Task[None] | None" = None
     lent: int = 0
     lender: int = 0
@@ -390,17 +392,17 @@ class _PromptQueue:
         request = self.request
         ends = end_indices(request.block_count, request.end_blocks, run.stop)
         self.end_keys = []
-        self.searched = None
+        self.found_none = None
         if run:
             self.end_keys = request.key_chain.end_keys(self.keys[run.stop - 1], request.end_blocks)
         wanted = [*run, *ends]
         todo = set(self.todo)
-        self.todo = [block for block in wanted if block in todo or block not in self.asked]
-        self.asked.update(wanted)
+        self.todo = [block for block in wanted if block in todo or block not in self.ever_wanted]
+        self.ever_wanted.update(wanted)
         return wanted
 
     @property
-    def asks(self) -> bool:
+    def has_next(self) -> bool:
         """Whether a block that is not being read is worth loading. Any thread."""
         last = self.todo[-1:]
         return bool(last) and last[0] >= self.load_from
@@ -467,8 +469,8 @@ class Loader:
         self._by_id: dict[str, _PromptQueue] = {}  # scheduler thread only
         self._queues: list[_PromptQueue] = []  # I/O thread only; in order of service
         self._staged: dict[BlockKey, StagedBlock] = {}
-        # Calls for the I/O thread to make before it starts a read: one for each block whose memory
-        # came back.
+        # One call for each block whose memory came back. The I/O thread makes them before it starts
+        # another read.
         self._freed: deque[Callable[[], object]] = deque()
         # Whether a buffer that comes back must wake the I/O thread. So it is if a read waits for a
         # buffer, or if no read is under way, since the end of a read looks for freed buffers.
@@ -477,9 +479,10 @@ class Loader:
         self._wake = wake
         self._closed = False
         self._order: tuple[str | None, ...] = ()  # scheduler thread only
-        self._ranks: dict[str, int] = {}  # I/O thread only
+        self._places: dict[str, int] = {}  # in the order of service; I/O thread only
         self._may_use_all_buffers: str | None = None  # I/O thread only
-        self._borrowers: set[_PromptQueue] = set()  # I/O thread only; since the last `_pump`
+        # Prompts that took lent blocks in the present `_start_reads`; I/O thread only.
+        self._borrowers: set[_PromptQueue] = set()
         self._prior = prior
         self._least_limit_s = least_limit_s
         self._fits = LoadFits(prior, least_limit_s, depths)  # `forget_costs` replaces it
@@ -550,7 +553,7 @@ class Loader:
             if block is None:
                 self._io.post(self._pause, queue)
             elif block < before:
-                self._io.post(self._pump)
+                self._io.post(self._start_reads)
 
     def set_run(self, load_id: str, run: range) -> None:
         """Only the blocks of `run`, and the end after it, are still wanted of a prompt whose model
@@ -572,7 +575,7 @@ class Loader:
         if queue is None or queue.reads:
             return False
         last = queue.todo[-1:]
-        return not last or (queue.link.has_place(queue.tier(last[0])) and queue.asks)
+        return not last or (queue.link.has_place(queue.tier(last[0])) and queue.has_next)
 
     def order(self, load_ids: Sequence[str], *, may_use_all_buffers: str | None) -> None:
         """The link serves these prompts in this order. Only `may_use_all_buffers` may use every
@@ -654,10 +657,10 @@ class Loader:
         queue.todo = todo if queue in self._queues else []
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
-            if not request.loads_at_once(usable, self._loads_in(tiers)):
+            if not request.loads_now(usable, self._loads_in(tiers)):
                 queue.load_from = request.index_count
         self._outbox.append(LookedUp(request.load_id, tuple(stored), tuple(ends), tiers))
-        self._pump()  # before the scheduler wakes: blocks that are lent are there at once
+        self._start_reads()  # before the scheduler wakes: blocks that are lent are there at once
         self._wake()
         if request.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
@@ -686,17 +689,9 @@ class Loader:
                 break
         return ends
 
-    def _pump(self) -> None:
-        """Take the blocks that the store has in memory, and start reads."""
-        self._start_reads()
-        if self._borrowers:
-            if not all(queue.reads or queue.asks for queue in self._borrowers):
-                self._wake()
-            self._borrowers.clear()
-
     def _start_reads(self) -> None:
-        """Start reads until the queue depth is reached, the buffers are in use, or no block is
-        left to read."""
+        """Take the blocks that the store has in memory, and start reads, until the queue depth is
+        reached, the buffers are in use, or no block is left to read."""
         self._awaits_memory = False
         while True:
             self._take_freed()
@@ -705,7 +700,11 @@ class Loader:
             if not any(queue.link.reads for queue in self._queues):
                 self._awaits_memory = True
             if not self._freed:
-                return
+                break
+        if self._borrowers:
+            if not all(queue.reads or queue.has_next for queue in self._borrowers):
+                self._wake()
+            self._borrowers.clear()
 
     def _start_next(self) -> bool:
         """Returns whether there may be another block to start."""
@@ -727,7 +726,7 @@ class Loader:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
         # Only one prompt may use the last quarter of the buffers.
         for queue in self._queues:
-            if not queue.asks:
+            if not queue.has_next:
                 continue
             may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
             # End blocks stay in their buffers until the front has reached the end.
@@ -763,7 +762,7 @@ class Loader:
             return last
         first_asked = bisect_left(todo, queue.load_from)
         search = (len(todo), first_asked, tiers)
-        if not tiers or queue.searched == search:
+        if not tiers or queue.found_none == search:
             return None
         for place in range(last, first_asked - 1, -1):
             block = todo[place]
@@ -773,15 +772,15 @@ class Loader:
                     queue.distinct_tiers.add(queue.tiers[block])
                 if queue.tiers[block] in tiers:  # it has not moved up since
                     return place
-        queue.searched = search
+        queue.found_none = search
         return None
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
         self._may_use_all_buffers = may_use_all_buffers
-        self._ranks = {queue.request.load_id: rank for rank, queue in enumerate(queues)}
+        self._places = {queue.request.load_id: place for place, queue in enumerate(queues)}
         last = len(queues)
-        self._queues.sort(key=lambda queue: self._ranks.get(queue.request.load_id, last))
-        self._pump()
+        self._queues.sort(key=lambda queue: self._places.get(queue.request.load_id, last))
+        self._start_reads()
 
     def _start(self, queue: _PromptQueue, block: int) -> bool:
         """Start to read one block for `queue`; False if there is no buffer for it."""
@@ -891,12 +890,12 @@ class Loader:
 
     def _over(self, read: _SharedRead) -> None:
         read.link.end(read)
-        self._pump()
-        if not all(queue.reads or queue.asks for queue, _ in read.waiters):
+        self._start_reads()
+        if not all(queue.reads or queue.has_next for queue, _ in read.waiters):
             self._wake()
 
     def _fetched(self, read: _SharedRead, buffer: Buffer, started_s: float, tier: int) -> None:
-        self._take_freed()  # an entry of this key would be that of an earlier load
+        self._take_freed()  # so that no entry of an earlier load is left under this key
         now_s = time.monotonic()
         last_s = read.link.last_fetched_s.get(tier, 0.0)
         idle_s = started_s - last_s
@@ -951,7 +950,7 @@ class Loader:
         self._freed.append(partial(forget, *args))
         if self._awaits_memory:
             self._awaits_memory = False  # once is enough
-            self._io.post(self._pump)
+            self._io.post(self._start_reads)
 
     def _take_freed(self) -> None:
         while self._freed:
@@ -972,19 +971,19 @@ class Loader:
         if queue.load_from >= queue.request.index_count:  # `load_from` may have changed since
             for block in queue.reads:
                 insort(queue.todo, block)
-            queue.searched = None
-            self._keep(queue, ())
+            queue.found_none = None
+            self._keep_reads(queue, ())
 
     def _trim(self, queue: _PromptQueue) -> None:
         """Stop reads of blocks that are computed."""
-        self._keep(queue, range(queue.first_loadable, queue.request.index_count))
+        self._keep_reads(queue, range(queue.first_loadable, queue.request.index_count))
 
     def _set_run(self, queue: _PromptQueue, run: range) -> None:
         """Stop reads of blocks that are not wanted any more, and start others."""
         if queue in self._queues:
-            self._keep(queue, queue.want(run))
+            self._keep_reads(queue, queue.want(run))
 
-    def _keep(self, queue: _PromptQueue, blocks: Container[int]) -> None:
+    def _keep_reads(self, queue: _PromptQueue, blocks: Container[int]) -> None:
         """Of reads under way, the prompt waits for those of `blocks` only."""
         for block in [b for b in queue.reads if b not in blocks]:
             del queue.reads[block]
@@ -994,7 +993,7 @@ class Loader:
             if before and not read.waiters and read.task is not None:
                 read.link.end(read)  # at once: no prompt may join a cancelled read
                 read.task.cancel()
-        self._pump()
+        self._start_reads()
 
     def _close(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)

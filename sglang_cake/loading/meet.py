@@ -55,8 +55,8 @@ class Event(IntEnum):
 
     FIND = 0  # the lookup answers that it is stored
     LAND = 1  # every rank has fetched and checked its bytes
-    LOSE = 2  # it could not be loaded
-    DROP = 3  # its landed bytes were given up, for want of memory
+    LOSE = 2  # it could not be loaded, or is of no use any more
+    DROP = 3  # its landed bytes were given up
     CLAIM = 4  # the step being scheduled computes it
     PASS = 5  # the tree holds it already: the front moved over it
     ATTACH = 6  # its landed bytes joined the tree
@@ -66,9 +66,9 @@ class Event(IntEnum):
 _S, _E = BlockState, Event
 
 # (state, event) -> next state. A pair that is not here is a bug of this package.
-# An event that leaves CLAIMED or GONE as it is came too late, or is known already. Its bytes are
-# discarded. The loader reads no block that the front has passed, so a block stays GONE until it
-# is claimed.
+# An event that changes nothing in CLAIMED or GONE comes late, or repeats what is known. Its
+# bytes are discarded. The loader reads no block that the front has passed, so a block stays GONE
+# until it is claimed.
 TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {
     (_S.ABSENT, _E.FIND): _S.WANTED,
     (_S.CLAIMED, _E.FIND): _S.CLAIMED,
@@ -341,31 +341,20 @@ class Meet:
         self.front = span.stop
         self._set_target(0)
 
-    def drop_before(self, stop: int) -> list[int]:
-        """The step being scheduled will compute `[front, stop)`: give up blocks in it. It computes
-        landed blocks that take less time than another step, and with end states those that the
-        front may not jump over yet."""
+    def claim(self, stop: int) -> list[int]:
+        """The step being scheduled computes `[front, stop)`. It computes landed blocks that take
+        less time than another step, and with end states those that the front may not jump over yet.
+        Returns the landed blocks that are given up."""
         surplus = []
         last = min(-(-stop // self.block_tokens), len(self._states))
+        # Not from `_block_of`: past the limit the front stands in a block that may be attached.
         for block in range(self._blocks_below(self.front), last):
             if self._states[block] == BlockState.LANDED:
                 surplus.append(block)
                 self._apply(block, Event.DROP)
-            elif self._states[block] == BlockState.WANTED:
-                self._apply(block, Event.LOSE)
-        return surplus + self._keep_run()
-
-    def claim(self, stop: int) -> int:
-        """The step being scheduled computes `[front, stop)`; `drop_before(stop)` came before.
-        Returns the new `first_loadable`."""
-        surplus = self.drop_before(stop)
-        assert not surplus, "the step computes landed blocks"
-        last = min(-(-stop // self.block_tokens), len(self._states))
-        # Not from `_block_of`: past the limit the front stands in a block that may be attached.
-        for block in range(self._blocks_below(self.front), last):
             self._apply(block, Event.CLAIM)
         self.front = stop
-        return self.first_loadable
+        return surplus + self._keep_run()
 
     # ---- questions ----
 

@@ -35,7 +35,7 @@ from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Mode, Outlook
 
 # A larger value is nearer to first come, first served; a smaller one, to the least mean time
-# (docs/scheduling.md).
+# (benchmarks/reports/scheduling.md).
 AGEING = 1 / 3
 
 # Later prompts of class 1 pass a prompt whose loads are slow while all of them together take at

@@ -649,8 +649,7 @@ class SimulatedServer:
         self._clock.at(end_s, lambda: self._stepped(work, steps, begin_s))
 
     def _claim(self, live: LivePrompt, start: int, stop: int) -> None:
-        live.result.wasted_blocks += len(live.meet.drop_before(stop))
-        live.meet.claim(stop)
+        live.result.wasted_blocks += len(live.meet.claim(stop))
         live.result.computed_tokens += stop - start
         self._cancel(live)  # compute has claimed them
 

@@ -207,7 +207,7 @@ class LoaderHarness(HeldReads):
         self.keys[rid] = keys_of(tokens)
         asked: list[TierLoads] = []
 
-        def loads_at_once(stored: Sequence[bool], loads: TierLoads) -> bool:
+        def loads_now(stored: Sequence[bool], loads: TierLoads) -> bool:
             asked.append(loads)
             return load and sum(stored[first:]) >= least
 
@@ -217,7 +217,7 @@ class LoaderHarness(HeldReads):
             tokens=tokens,
             block_count=len(tokens) // BLOCK,
             first_block=first,
-            loads_at_once=loads_at_once,
+            loads_now=loads_now,
         )
         self.loader.begin(prompt)
         return asked

@@ -36,7 +36,7 @@ class EndsHarness(LoaderHarness):
         self.keys[rid] = keys + own
         self.usable: list[bool] = []
 
-        def loads_at_once(usable: Sequence[bool], loads: TierLoads) -> bool:
+        def loads_now(usable: Sequence[bool], loads: TierLoads) -> bool:
             self.usable = list(usable)
             return load
 
@@ -44,7 +44,7 @@ class EndsHarness(LoaderHarness):
         chain = KeyChain(SEED, BLOCK, end_rank=self.end_rank)
         self.loader.begin(
             LoadRequest(
-                rid, chain, tokens, len(keys), first, loads_at_once, facts=facts, end_blocks=ENDS
+                rid, chain, tokens, len(keys), first, loads_now, facts=facts, end_blocks=ENDS
             )
         )
         return self.keys[rid]

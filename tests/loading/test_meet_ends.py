@@ -1,6 +1,5 @@
 """The meet of a model with end states: played at random, and the cases worth naming."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -80,11 +79,10 @@ class EndRace(MeetRace):
     def claim(self, stop: int) -> None:
         assert self.meet.front < stop <= self.prompt
         front = self.meet.front
-        self.surplus(self.meet.drop_before(stop))
-        touched = range(self.meet.front // self.block, -(-stop // self.block))
+        self.surplus(self.meet.claim(stop))
+        touched = range(front // self.block, -(-stop // self.block))
         assert not self.bytes_here & {b for b in touched if b < self.meet.block_count}
         self.cover(front, stop, "computed")
-        assert self.meet.claim(stop) == self.meet.first_loadable
         self.tell_loader()
 
     # ---- what may happen, in any order ----
@@ -378,12 +376,12 @@ def test_meet_give_up_keeps_landed_blocks_if_their_end_has_landed() -> None:
     assert meet.island() == Span(2 * 64, 4 * 64)
 
 
-def test_meet_claim_of_landed_blocks_without_dropping_them_raises() -> None:
+def test_meet_claim_of_landed_blocks_gives_them_up() -> None:
     meet = meet_of(4.5)
     meet.found([True] * 4, ends_at(meet, 4))
     land(meet, 0)
-    with pytest.raises(AssertionError):
-        meet.claim(64)
+    assert meet.claim(64) == [0]
+    assert meet.state(0) is S.CLAIMED
 
 
 def test_meet_step_over_the_whole_run_gives_up_its_end() -> None:
@@ -391,8 +389,7 @@ def test_meet_step_over_the_whole_run_gives_up_its_end() -> None:
     meet.found([True] * 4, ends_at(meet, 4))
     ends = list(meet.end_indices)
     land(meet, *ends, 3)
-    assert sorted(meet.drop_before(288)) == [3, *ends]
-    meet.claim(288)
+    assert sorted(meet.claim(288)) == [3, *ends]
     assert not meet.pending
 
 

@@ -72,8 +72,8 @@ def play(mode: Mode, seed: int) -> Iterator[str]:
         if load_from is None:
             meet.give_up()
         if not plan.wait:
-            meet.drop_before(plan.stop)
-            yield f"fence {meet.claim(plan.stop)}"
+            meet.claim(plan.stop)
+            yield f"fence {meet.first_loadable}"
         wanted = [
             b
             for b in range(meet.first_loadable, meet.block_count)

@@ -63,7 +63,8 @@ def outcome(machine: Machine, tokens: int, chunk: int) -> Outcome:
     return Outcome(auto_s, compute_s, load_s, ideal.ttft_s, step_s, block_s, plan_s)
 
 
-# The same examples each time: docs/scheduling.md has a cell that random ones found.
+# The same examples each time: benchmarks/reports/scheduling.md has a machine that random
+# ones found.
 @settings(max_examples=100, derandomize=True)
 @given(
     cost=costs,

@@ -215,7 +215,7 @@ def stored_prompts(seed: int, count: int, busy: float) -> list[Prompt]:
 def test_simulated_server_adaptive_lowers_the_mean_ttft(
     count: int, busy: float, at_most: float
 ) -> None:
-    """docs/scheduling.md has the numbers."""
+    """benchmarks/reports/scheduling.md has the numbers."""
     ratios, longest = [], []
     for seed in range(3 if busy else 12):
         prompts = stored_prompts(seed, count, busy)

@@ -95,15 +95,15 @@ class Coordinator:
         suspended: the tree still holds KV of the old weights.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
-        loads_over_in_s: predicted time until the loads of one that waits for them are over; the
-            shortest one.
+        loads_over_in_s: of the requests that wait for their loads, the shortest predicted time
+            until these are over.
         tree_evicts: the tree was asked for slots since the last poll.
         failed: cake failed on this rank since the ranks were last alike.
         spare_slots: slots that are free or can be evicted, without those that admitted requests
             may still need, as SGLang counts them.
         new_adapters: with LoRA, the adapter of the request that may be admitted next, unless the
             step has it already.
-        held_adapters: the same of a request that was just held back, for which SGLang counts it.
+        held_adapters: the adapter of a request that SGLang has counted and cake then held back.
         step_s: time that cake has taken of the step under way, see `timed`.
         off_here: cake is off on this rank.
         off_everywhere: cake is off, and every rank knows.
@@ -226,7 +226,7 @@ class Coordinator:
             self._arrive_without_keys(req, front)
             return
         overlap = may_overlap_last_step(req) and not media
-        record = self._record_of(
+        record = self._new_record(
             req,
             key_chain,
             tokens,
@@ -289,7 +289,7 @@ class Coordinator:
         elif not self.store_detached and not self._is_taken(req):
             self.release(req.rid)
             stored = (True,) * key_chain.block_count(len(tokens))
-            record = self._record_of(req, key_chain, tokens, limit=0, stored=stored)
+            record = self._new_record(req, key_chain, tokens, limit=0, stored=stored)
             self._keep(record)
 
     def _weights_digest(self, req: "Req") -> bytes | None:
@@ -462,7 +462,7 @@ class Coordinator:
 
     def memory_checked(self, req: "Req", has_memory: bool) -> None:
         """SGLang has, or lacks, the memory to admit a waiting request whose prefix is locked."""
-        self._own(req).queue.has_memory = has_memory
+        self._live_record(req).queue.has_memory = has_memory
 
     def attach_islands(
         self, req: "Req", attach: Callable[..., None], memory: "CakeRadixCache | None" = None
@@ -580,7 +580,6 @@ class Coordinator:
         self._computed(record, Span(start, stop))
         if not overlapped:
             self._advance(record, req)
-            self._device_slots.discard(record, record.meet.drop_before(stop), "overtaken")
             self._claim(req, record, stop)
 
     def overlapped_step_ran(
@@ -602,7 +601,7 @@ class Coordinator:
             missing: blocks of `span` that did not arrive, and were computed.
             tokens: of `span`, those in `used` blocks.
         """
-        record = self._own(req)
+        record = self._live_record(req)
         record.stats.overlapped_tokens += tokens
         self._counters.add("overlapped_tokens", tokens)
         for block in used:
@@ -661,7 +660,7 @@ class Coordinator:
 
     def requeued(self, req: "Req") -> None:
         """The request went back to the queue between two of its chunks."""
-        record = self._own(req)
+        record = self._live_record(req)
         self._requeued = record
         record.queue.times_requeued += 1
         record.queue.prefill_due = True
@@ -874,8 +873,9 @@ class Coordinator:
     def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
         served = self._link_order(serving, chunked)
-        # The first one that has memory may fill the host memory, since its blocks leave it. A
-        # prompt that has slots gets more of them, so that none is kept from this one.
+        # The first prompt with device memory may use all staging buffers, since its blocks leave
+        # them as they land. Prompts that have slots get more of them, so that their staged blocks
+        # do not keep buffers from it.
         with_memory: PromptRecord | None = None
         for record in served:
             has_slots = record.memory.reserved or record.memory.slots
@@ -954,7 +954,7 @@ class Coordinator:
         record = self._records.get(req.rid)
         return record is not None and record.req is not req and not record.req.finished()
 
-    def _own(self, req: "Req") -> PromptRecord:
+    def _live_record(self, req: "Req") -> PromptRecord:
         record = self.record(req)
         assert record is not None, req.rid
         return record
@@ -1005,7 +1005,7 @@ class Coordinator:
         seed = seed_of(req, self._namespace, adapter)
         return KeyChain(seed, self.block_tokens, media, self.next_tokens, self._end_rank)
 
-    def _record_of(
+    def _new_record(
         self,
         req: "Req",
         key_chain: KeyChain,
@@ -1071,7 +1071,7 @@ class Coordinator:
                 block_count=record.meet.block_count,
                 first_block=record.meet.first_loadable,
                 facts=record.facts,
-                loads_at_once=self.step_costs.decision_at_arrival(record, self._config, ahead),
+                loads_now=self.step_costs.decision_at_arrival(record, self._config, ahead),
                 take_over=partial(self._device_slots.take_bytes, record),
                 end_blocks=self._end_blocks,
             )
@@ -1124,7 +1124,8 @@ class Coordinator:
         self._reporter.write_event(record, "claim", start=span.start, stop=span.stop)
 
     def _claim(self, req: "Req", record: PromptRecord, stop: int) -> None:
-        self.prompt_loads.set_first_loadable(record, record.meet.claim(stop))
+        self._device_slots.discard(record, record.meet.claim(stop), "overtaken")
+        self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
         if stop >= len(record.tokens):
             self._prefilled(req, record)
 

@@ -100,8 +100,9 @@ class CakePrefillAdder(PrefillAdder):
     # Slots that the chunked request still needs. SGLang reserves none: its chunked request takes
     # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
-    # By id, in their order, the slots of prompts that wait for their loads while their prefill is
-    # due, as far as all of them fit. Computed alone, they would have these slots.
+    # By id, the slots of prompts that wait for their loads while their prefill is due. Computed
+    # alone, they would have these slots. They are taken in order, and those that do not fit are
+    # left out.
     _waiting_slots: dict[str, int]
     _waiting: int = 0  # prompts that were planned in this step and wait for their loads
     _without_row: "Req | None" = None  # its prefill is due, and there is no row for it

@@ -1,10 +1,16 @@
 """Tensor-parallel ranks decide on the same facts in the same step.
 
 Each rank has its own loader, and its own store entries unless ranks share a shard, so a block is
-fetched at a different moment on each. Before anything is decided, every rank contributes its view
-to one MIN-reduction: a block has landed when every rank has fetched it, it is lost when one rank
-lost it, and clocks and costs are the smallest of all ranks. Decisions on the result are
-deterministic, so the ranks stay alike.
+fetched at a different moment on each. Before a poll decides anything, MIN-reductions bring the
+views of all ranks together:
+
+- `everywhere`, first in each poll: whether Cake is on, on every rank.
+- `vote`, then, again if a tree has evicted, and at the end of the poll: for each request, whether
+  all ranks have it in one state, and whether one of them has news; whether a rank has failed.
+- `agree`, if a request awaits the loader: a block has landed when every rank has fetched it, and is
+  lost when one rank lost it; each clock and each cost is the smallest of all ranks, by itself.
+
+Decisions on the result are deterministic, so the ranks stay alike.
 """
 
 import math
@@ -117,7 +123,7 @@ class RankConsensus:
             news: as in `Vote`. Only for these requests are numbers of their blocks reduced.
         """
         if self._reduce_min is None:
-            return [_own(record) for record in records], shared
+            return [_local_update(record) for record in records], shared
         own = _pack_shared(shared)
         sizes = [
             _HEAD + _blocks_size(record) * new for record, new in zip(records, news, strict=True)
@@ -164,7 +170,7 @@ def _unpack_shared(shared: SharedCosts, numbers: list[float]) -> SharedCosts:
     )
 
 
-def _own(record: PromptRecord) -> LoadUpdate:
+def _local_update(record: PromptRecord) -> LoadUpdate:
     """The update of a single rank."""
     local, meet = record.local, record.meet
     return LoadUpdate(
