@@ -88,7 +88,7 @@ class PromptRun:
 
 
 class SchedulerLoop(ABC):
-    """One rank.
+    """One rank. A subclass that has more ranks calls the coordinators of all of them alike.
 
     Args:
         io: the I/O thread, which also has the clock: `now_s`, and `until`, which waits.
@@ -98,6 +98,7 @@ class SchedulerLoop(ABC):
         prior: cost of steps before any was measured.
         overlap: SGLang's overlap scheduler; otherwise it waits for each step before the next.
         decodes: other requests, which decode one token in every step while there are prompts.
+        consensus: of the ranks.
 
     Attributes:
         polls: iterations of the loop.
@@ -120,6 +121,7 @@ class SchedulerLoop(ABC):
         page_tokens: int = 1,
         overlap: bool = True,
         decodes: int = 0,
+        consensus: RankConsensus | None = None,
     ) -> None:
         self.io = io
         self.kv = kv
@@ -155,7 +157,7 @@ class SchedulerLoop(ABC):
             page_tokens=page_tokens,
             step_costs=self.step_costs,
             adapter=lambda lora_id: None,
-            consensus=RankConsensus(None),
+            consensus=consensus or RankConsensus(None),
             counters=self.counters,
             reporter=RequestReporter(None, speaks=False, metrics=None),
         )

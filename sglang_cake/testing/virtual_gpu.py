@@ -34,6 +34,7 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.kv_pool import Copy, CopyMemory, pieces_of
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, StepWork
 from sglang_cake.loading.planner import Mode
 from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
@@ -556,7 +557,7 @@ class VirtualScheduler(SchedulerLoop):
         lends: as for `VirtualStore`.
         by_layer: blocks are copied layer by layer, and a forward waits for each layer of its own
             copies. The server does not do so.
-        overlap, decodes, evict: as `SchedulerLoop`.
+        overlap, decodes, evict, consensus: as `SchedulerLoop`.
         allocator: of the slots of a real pool; None: a virtual one.
         kv, store: classes of them.
 
@@ -584,6 +585,7 @@ class VirtualScheduler(SchedulerLoop):
         evict: Callable[[int], object] = lambda tokens: None,
         kv: type[VirtualKV] = VirtualKV,
         store: type[VirtualStore] = VirtualStore,
+        consensus: RankConsensus | None = None,
     ) -> None:
         config = replace(config or CakeConfig(), mode=mode)
         layout = model.layout
@@ -621,6 +623,7 @@ class VirtualScheduler(SchedulerLoop):
             page_tokens=page_tokens,
             overlap=overlap,
             decodes=decodes,
+            consensus=consensus,
         )
 
     def knows_costs(self) -> None:

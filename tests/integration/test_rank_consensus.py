@@ -142,13 +142,24 @@ def test_rank_consensus_single_rank_gets_its_own_facts() -> None:
     assert agreed == shared
 
 
-def test_rank_consensus_clocks_agree_on_the_minimum() -> None:
+def test_rank_consensus_wait_is_the_longest_and_the_clock_the_least_of_all_ranks() -> None:
     before_s = time.monotonic()
     ranks = [[record(1, waited_s=5000.0)], [record(1, waited_s=2000.0)]]
     one, other = (updates[0] for updates, *_ in agree(ranks, [ANY] * 2))
     assert (one.elapsed_s, one.now_s) == (other.elapsed_s, other.now_s)
-    assert 2000.0 <= one.elapsed_s < 5000.0
+    assert 5000.0 <= one.elapsed_s < 6000.0
     assert int(before_s) <= one.now_s <= time.monotonic()
+
+
+def test_rank_consensus_rank_that_has_all_blocks_leaves_the_wait_to_the_others() -> None:
+    answer = (True, True, True)
+    has_all = record(3, arrived=(1, 2), answer=answer, known=True, waited_s=5000.0)
+    lacks_one = record(3, arrived=(2,), answer=answer, known=True, waited_s=2000.0)
+    for each in (has_all, lacks_one):
+        each.agreed.load_from = 1  # block 0 is not worth loading
+    for updates, *_ in agree([[has_all], [lacks_one]], [ANY] * 2):
+        assert 2000.0 <= updates[0].elapsed_s < 3000.0
+        assert updates[0].fetched == (2,)
 
 
 def test_rank_consensus_rank_whose_link_is_idle_leaves_the_wait_to_the_others() -> None:
@@ -230,16 +241,16 @@ def test_rank_consensus_random_views_give_equal_and_true_facts(
             )
 
 
-def test_rank_consensus_costs_of_tiers_are_the_minimum_of_all_ranks() -> None:
+def test_rank_consensus_costs_of_tiers_are_the_largest_of_all_ranks() -> None:
     one = (LoadCost(0.125, 0.5, 0.0, 0.5, depth=16), LoadCost(0.5, 2.0, 0.25, depth=4))
     two = (LoadCost(0.25, 0.25, 0.0, 0.5, depth=16), LoadCost(0.5, 3.0, 0.125, depth=4))
-    least = (LoadCost(0.125, 0.25, 0.0, 0.5, depth=16), LoadCost(0.5, 2.0, 0.125, depth=4))
+    most = (LoadCost(0.25, 0.5, 0.0, 0.5, depth=16), LoadCost(0.5, 3.0, 0.25, depth=4))
     found = [shared.tiers for _, shared in agree([[], []], [ANY] * 2, [one, two])]
-    assert found == [least, least]
+    assert found == [most, most]
 
 
-def test_rank_consensus_silence_of_a_tier_is_the_shortest_of_all_ranks() -> None:
-    """A rank from which a tier brings blocks shows that it works."""
+def test_rank_consensus_silence_of_a_tier_is_the_longest_of_all_ranks() -> None:
+    """A block lands when every rank has its part of it."""
     costs, silences = (LoadCost(0.1, 0.2),), [(0.0, 5.0, 3.0), (1.0, 0.5, 4.0)]
     found = reduced(
         [[], []],
@@ -247,7 +258,7 @@ def test_rank_consensus_silence_of_a_tier_is_the_shortest_of_all_ranks() -> None
             [], [], SharedCosts(ANY, 0.5, costs, silences[rank])
         ),
     )
-    assert [shared for _, shared in found] == [SharedCosts(ANY, 0.5, costs, (0.0, 0.5, 3.0))] * 2
+    assert [shared for _, shared in found] == [SharedCosts(ANY, 0.5, costs, (1.0, 5.0, 4.0))] * 2
 
 
 def test_rank_consensus_block_counts_in_the_slowest_tier_that_a_rank_reads_it_from() -> None:

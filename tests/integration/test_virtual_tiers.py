@@ -1,6 +1,5 @@
 """Prompts whose blocks are in a fast tier and in a slow one: the real tiers in virtual time."""
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from failing_store import FailingStore
 
-from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockMissing, StoreUnavailable
-from sglang_cake.core.keys import BlockKey
 from sglang_cake.loading.planner import Mode
 from sglang_cake.stores.tiers import tier
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -19,7 +16,6 @@ from sglang_cake.testing.scheduler_loop import prompt
 from sglang_cake.testing.virtual_gpu import (
     LLAMA_8B,
     VirtualScheduler,
-    VirtualStore,
     virtual_scheduler,
 )
 
@@ -35,23 +31,6 @@ BLOCK_S = [  # a read occupies its place for its latency, too
     for speed, latency_s in zip(SPEEDS, LATENCIES_S, strict=True)
 ]
 LAST_STEP_S = MODEL.prefill.step_s(TOKENS - MODEL.chunk_tokens, TOKENS)
-
-
-class FailingStore(VirtualStore):
-    """Attributes: fault: of all reads but the first 10."""
-
-    fault = ""
-    reads = 0
-
-    async def get_into(
-        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
-    ) -> int:
-        self.reads += 1
-        if self.fault and self.reads > 10:
-            if self.fault == "silent":
-                await asyncio.Event().wait()
-            raise BlockMissing("evicted") if self.fault == "lost" else StoreUnavailable("broken")
-        return await super().get_into(key, out, progress)
 
 
 async def in_this_thread(pool: Any, work: Callable[[threading.Event], Any]) -> Any:

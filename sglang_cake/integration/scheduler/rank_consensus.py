@@ -8,7 +8,8 @@ views of all ranks together:
 - `vote`, then, again if a tree has evicted, and at the end of the poll: for each request, whether
   all ranks have it in one state, and whether one of them has news; whether a rank has failed.
 - `agree`, if a request awaits the loader: a block has landed when every rank has fetched it, and is
-  lost when one rank lost it; each clock and each cost is the smallest of all ranks, by itself.
+  lost when one rank lost it. So the costs of loads, and the time without progress, are those of the
+  slowest rank. Clocks and costs of steps are the smallest of all ranks, each number by itself.
 
 Decisions on the result are deterministic, so the ranks stay alike.
 """
@@ -23,8 +24,9 @@ import torch
 
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.meet import BlockState
 
-_HEAD = 3  # numbers of a request before those of its blocks
+_HEAD = 4  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
 
@@ -149,24 +151,26 @@ class RankConsensus:
 
 def _pack_shared(shared: SharedCosts) -> list[float]:
     """[time until the device is free, cost of steps..., silence by tier..., cost of loads by
-    tier...]."""
-    numbers = [shared.busy_s, *shared.prefill.numbers, *shared.silence_s]
+    tier...]. The last two are negative, so the largest ones count."""
+    numbers = [shared.busy_s, *shared.prefill.numbers]
+    numbers += [-silence_s for silence_s in shared.silence_s]
     for cost in shared.tiers:
-        numbers += astuple(cost)
+        numbers += [-number for number in astuple(cost)]
     return numbers
 
 
 def _unpack_shared(shared: SharedCosts, numbers: list[float]) -> SharedCosts:
     """Args: shared: of this rank."""
     prefill_end = 1 + len(shared.prefill.numbers)
-    tiers_start = prefill_end + len(shared.silence_s)
+    loads = [-number for number in numbers[prefill_end:]]
+    silence_s = tuple(loads[: len(shared.silence_s)])
     size = len(fields(LoadCost))
-    tiers = (numbers[at : at + size] for at in range(tiers_start, len(numbers), size))
+    tiers = (loads[at : at + size] for at in range(len(silence_s), len(loads), size))
     return SharedCosts(
         prefill=shared.prefill.with_numbers(numbers[1:prefill_end]),
         busy_s=numbers[0],
         tiers=tuple(LoadCost(a, b, c, d, e, int(depth)) for a, b, c, d, e, depth in tiers),
-        silence_s=tuple(numbers[prefill_end:tiers_start]),
+        silence_s=silence_s,
     )
 
 
@@ -208,10 +212,28 @@ def _blocks_size(record: PromptRecord) -> int:
 
 
 def _pack_head(record: PromptRecord) -> list[float]:
-    """[elapsed, now, lookup answered]."""
+    """[elapsed, now, lookup answered, link idle]. The first one is negative, so the largest one
+    counts: of the ranks that lack a block, or an answer."""
     local = record.local
-    elapsed_s = _NEUTRAL if local.link_idle else record.local_elapsed_s()
-    return [elapsed_s, time.monotonic(), local.stored is not None]
+    waits = _awaits_block(record) and not local.link_idle
+    elapsed_s = -record.local_elapsed_s() if waits else _NEUTRAL
+    return [elapsed_s, time.monotonic(), local.stored is not None, local.link_idle]
+
+
+def _awaits_block(record: PromptRecord) -> bool:
+    """Whether this rank has not fetched all blocks that are worth loading."""
+    if not record.agreed.lookup_done:
+        return True
+    view, fetched = record.meet.view(), record.local.fetched
+    least = record.agreed.load_from
+    if least is None:
+        return False
+    at = len(view.states)
+    while (at := view.states.rfind(BlockState.WANTED, max(0, least - view.first), at)) >= 0:
+        if view.first + at not in fetched:
+            return True
+    ends = (block for block in record.meet.end_indices if block not in fetched)
+    return view.end_wanted > 0 and record.meet.wants_any(ends)
 
 
 def _pack_blocks(record: PromptRecord) -> list[float]:
@@ -230,7 +252,7 @@ def _pack_blocks(record: PromptRecord) -> list[float]:
 
 
 def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
-    elapsed_s, now_s, answered = numbers[:_HEAD]
+    elapsed_s, now_s, answered, idle = numbers[:_HEAD]
     blocks = record.meet.indices if len(numbers) > _HEAD else ()
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
@@ -243,7 +265,7 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         ends=tuple(map(bool, found[2 * full :])),
         fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
         lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
-        elapsed_s=0.0 if elapsed_s == _NEUTRAL else elapsed_s,
+        elapsed_s=0.0 if elapsed_s == _NEUTRAL else -elapsed_s,
         now_s=now_s,
-        link_idle=elapsed_s == _NEUTRAL,
+        link_idle=bool(idle),
     )

@@ -1,0 +1,25 @@
+"""A virtual store that fails after its first reads."""
+
+import asyncio
+
+from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.errors import BlockMissing, StoreUnavailable
+from sglang_cake.core.keys import BlockKey
+from sglang_cake.testing.virtual_gpu import VirtualStore
+
+
+class FailingStore(VirtualStore):
+    """Attributes: fault: of all reads but the first 10."""
+
+    fault = ""
+    reads = 0
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        self.reads += 1
+        if self.fault and self.reads > 10:
+            if self.fault == "silent":
+                await asyncio.Event().wait()
+            raise BlockMissing("evicted") if self.fault == "lost" else StoreUnavailable("broken")
+        return await super().get_into(key, out, progress)
