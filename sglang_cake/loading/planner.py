@@ -149,12 +149,8 @@ def look_ahead(
     Args: chunk_tokens: the most that one step computes.
     """
     wanted = view.states.translate(_WANTED + _PAD)
-    now = _attachable(view)
     present = view.states.translate(_TO_BE_PRESENT + _PAD)
     later = _worth_loading(view, present, costs.prefill)
-
-    def compute_s(marked: bytes, start: int, stop: int) -> float:
-        return _compute_s(view, marked, Span(start, stop), chunk_tokens, costs)
 
     if not is_asked(view, progress.load_from):
         progress = replace(progress, since_s=0.0)
@@ -167,18 +163,21 @@ def look_ahead(
     def token(border: int) -> int:
         return max(view.front, (view.first + border) * view.block_tokens)
 
+    not_stored = _Computed(view, later, chunk_tokens, costs.prefill)
+
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
-        return compute_s(later, x, view.prompt_tokens)
+        return not_stored.span_s(x, view.prompt_tokens)
 
     borders = range((present if view.end_wanted else wanted).rfind(1) + 2)
 
     def both_from(jumped: _Jumped, start_s: float) -> tuple[Callable[[int], float], int]:
         """The predicted time by border, and the best border, if the device begins at `start_s` and
         jumps over the blocks of `jumped`."""
+        computed = _Computed(view, jumped.marks, chunk_tokens, costs.prefill)
 
         def ahead_s(x: int) -> float:  # until the device has computed up to x
             waits_s = (wait_s for at, wait_s in jumped.waits_s if at < x)
-            return start_s + compute_s(jumped.marks, view.front, x) + sum(waits_s)
+            return start_s + computed.span_s(view.front, x) + sum(waits_s)
 
         def planned_s(x: int) -> float:  # until the step is planned that begins at x
             if not costs.pipelined:
@@ -232,7 +231,7 @@ def look_ahead(
         if meet_token == view.front:
             wait_s = float(loads.landing_s()[0])
     return Outlook(
-        compute_s=costs.backlog_s + compute_s(now, view.front, view.prompt_tokens),
+        compute_s=costs.backlog_s + _rest_s(view, chunk_tokens, costs.prefill),
         load_s=plans[0][0](0),
         both_s=took_s[number],
         meet_token=meet_token,
@@ -498,8 +497,7 @@ def patience_s(
     start = view.front if progress.relied_from is None else progress.relied_from
     latest_s = cost.span_s(start, total, chunk_tokens) - progress.relied_s
     latest_s += cost.step_s(view.front, min(view.front + chunk_tokens, total))
-    rest = Span(view.front, total)
-    return latest_s - _compute_s(view, _attachable(view), rest, chunk_tokens, costs)
+    return latest_s - _rest_s(view, chunk_tokens, cost)
 
 
 def island_start(view: View) -> int:
@@ -651,17 +649,56 @@ def _towards(meet: int, edge: int, view: View, costs: PromptCosts) -> StepPlan:
     return StepPlan(stop, load_from=load_from)
 
 
-def _compute_s(
-    view: View, marked: bytes, span: Span, chunk_tokens: int, costs: PromptCosts
-) -> float:
-    """The time to compute the tokens of `span` that are not in marked blocks."""
-    total = 0.0
-    at = span.start
-    while at < span.stop:
-        begin, end = _next_run(view, marked, at)
-        total += costs.prefill.span_s(at, min(begin, span.stop), chunk_tokens)
-        at = end
-    return total
+class _Computed:
+    """The tokens right of the front that are not in marked blocks, and the time to compute them.
+    Sums are kept, since a plan asks for many spans and a prompt may have hundreds of holes."""
+
+    def __init__(self, view: View, marked: bytes, chunk_tokens: int, cost: PrefillCost) -> None:
+        self._cost = cost
+        self._chunk_tokens = chunk_tokens
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        at = view.front
+        while at < view.prompt_tokens:
+            begin, end = _next_run(view, marked, at)
+            if begin > at:
+                self._starts.append(at)
+                self._stops.append(begin)
+            at = end
+        self._sums_s = [0.0]  # of the first holes; as far as they were asked for
+
+    def span_s(self, start: int, stop: int) -> float:
+        """The time to compute what is in `[start, stop)`."""
+        first = bisect_right(self._stops, start)
+        last = bisect_left(self._starts, stop) - 1
+        if last < first:
+            return 0.0
+        if last == first:
+            return self._one_s(max(start, self._starts[first]), min(stop, self._stops[first]))
+        return (
+            self._one_s(max(start, self._starts[first]), self._stops[first])
+            + self._sum_s(last)
+            - self._sum_s(first + 1)
+            + self._one_s(self._starts[last], min(stop, self._stops[last]))
+        )
+
+    def _one_s(self, start: int, stop: int) -> float:
+        return self._cost.span_s(start, stop, self._chunk_tokens)
+
+    def _sum_s(self, count: int) -> float:
+        """The time to compute the first `count` holes."""
+        while len(self._sums_s) <= count:
+            hole = len(self._sums_s) - 1
+            self._sums_s.append(
+                self._sums_s[-1] + self._one_s(self._starts[hole], self._stops[hole])
+            )
+        return self._sums_s[count]
+
+
+def _rest_s(view: View, chunk_tokens: int, cost: PrefillCost) -> float:
+    """The time to compute what is right of the front and has not landed."""
+    computed = _Computed(view, _attachable(view), chunk_tokens, cost)
+    return computed.span_s(view.front, view.prompt_tokens)
 
 
 def _worth_a_step(view: View, chunk_tokens: int, costs: PromptCosts, *, loads: bool) -> int:

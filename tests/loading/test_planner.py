@@ -1,6 +1,7 @@
 """How far a step goes: properties of the decision, and prompts on a virtual clock."""
 
 import itertools
+import random
 from dataclasses import replace
 from math import ceil
 
@@ -831,3 +832,36 @@ def test_passing_tokens_limit_costs_less_than_one_prompt_gains(
         and each_s <= end_s(found + 1)
         for each_s in ended
     )
+
+
+class CountedCost(PrefillCost):
+    """Counts predictions of spans."""
+
+    predicted = 0
+
+    def span_s(self, start: int, stop: int, chunk_tokens: int) -> float:
+        CountedCost.predicted += 1
+        return super().span_s(start, stop, chunk_tokens)
+
+
+def test_next_step_predictions_grow_no_faster_than_the_holes() -> None:
+    """A store that has lost random blocks of a long prompt does not hold up the scheduler."""
+    cost = CountedCost(0.01, 1e-4, 1e-9)
+    counts = []
+    for blocks in (200, 800):
+        draw = random.Random(0)
+        states = [BlockState.WANTED, BlockState.GONE, BlockState.LANDED]
+        size = 128
+        view = View(
+            0, 0, bytes(draw.choices(states, k=blocks)), size, blocks * size + 1, blocks * size
+        )
+        CountedCost.predicted = 0
+        next_step(
+            view,
+            mode="auto",
+            chunk_tokens=2048,
+            costs=PromptCosts(cost, LoadCost(0.01, 0.02), others_s=0.05, pipelined=True),
+            progress=LoadProgress(begun=True, load_from=0),
+        )
+        counts.append(CountedCost.predicted)
+    assert counts[1] <= 6 * counts[0]
