@@ -285,6 +285,7 @@ class VirtualSGLang(Scheduler):
         tree: CakeRadixCache,
         args: ServerArgs,
         fast: Blocks,
+        policy: str,
     ) -> None:
         for name in OFF:
             setattr(self, name, None)
@@ -307,7 +308,7 @@ class VirtualSGLang(Scheduler):
         self.max_prefill_tokens = 16_384
         self.max_prefill_bs = 0
         priorities = args.enable_priority_scheduling
-        self.policy = SchedulePolicy("fcfs", tree, False, priorities, False)
+        self.policy = SchedulePolicy(policy, tree, False, priorities, False)
         self.enable_priority_scheduling = priorities
         self.enable_priority_preemption = priorities
         self.priority_scheduling_preemption_threshold = 10
@@ -530,9 +531,11 @@ def virtual_sglang(
     mixed: bool = False,
     retract_every: int = 0,
     fast_bytes_per_s: float | None = None,
+    policy: str = "fcfs",
+    knows_costs: bool = True,
     config: CakeConfig | None = None,
 ) -> Iterator[VirtualSGLang]:
-    """A scheduler that lives in virtual time inside the context, and knows its costs.
+    """A scheduler that lives in virtual time inside the context.
 
     Args:
         pool_tokens, rows: device memory, and requests that may have some at a time.
@@ -540,6 +543,8 @@ def virtual_sglang(
         retract_every: after so many steps SGLang retracts a request, as if memory were short; 0:
             only if it is.
         fast_bytes_per_s: of a tier before the store; None: there is none.
+        policy: SGLang's `--schedule-policy`.
+        knows_costs: it has run for long.
     """
     args = ServerArgs(model_path="dummy", page_size=page)
     args.chunked_prefill_size = model.chunk_tokens
@@ -574,7 +579,8 @@ def virtual_sglang(
         )
         loop.kv.memory = loop.store.memory = DeviceMemory(pool_tokens)
         loop.kv.blocks = HostBlocks()
-        loop.knows_costs()
+        if knows_costs:
+            loop.knows_costs()
         fast = Blocks(io, model.layout.block_bytes, fast_bytes_per_s or math.inf, 0.0)
         fast.memory = loop.kv.memory
         if fast_bytes_per_s:
@@ -584,8 +590,9 @@ def virtual_sglang(
             )
             loop.loader.use(tiers, [4])
             loop.writer.use(tiers)
-            loop.step_costs.recall(loop.step_costs.own.prefill, [fast.cost, loop.store.cost])
+            if knows_costs:
+                loop.step_costs.recall(loop.step_costs.own.prefill, [fast.cost, loop.store.cost])
         tree.coordinator = loop.coordinator
         tree.saving = loop.saving
         BOUNDARY.set_handler(tree, None)
-        yield VirtualSGLang(loop, tree, args, fast)
+        yield VirtualSGLang(loop, tree, args, fast, policy)

@@ -17,10 +17,13 @@ pytest.importorskip("sglang")
 from kv_pools import since_0_5_23
 from sglang_scheduler import TOKEN, HostBlocks, Prompt, VirtualSGLang, virtual_sglang
 
+from sglang_cake.config import CakeConfig
 from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.virtual_gpu import BLOCK_TOKENS, LLAMA_8B, GpuModel
 
 pytestmark = since_0_5_23
+
+POLICIES = ("fcfs", "lpm", "dfs-weight", "hrrn", "shortest-prefill-first", "lof")
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Draw:
     priorities: bool = False
     shares: bool = False  # prefixes
     tiers: bool = False  # blocks are in two of them
+    settings: bool = False  # orders of the queue, and a server that has just started
     model: GpuModel = field(init=False)
     prompts: list[Prompt] = field(default_factory=list)
     late_s: dict[int, float] = field(default_factory=dict)
@@ -68,6 +72,12 @@ class Draw:
         if self.tiers:
             speed = chance.choice((2, 10, 50))
             self.options["fast_bytes_per_s"] = speed * self.options["link_bytes_per_s"]
+        if self.settings:
+            self.options["policy"] = chance.choice(POLICIES)
+            self.options["knows_costs"] = chance.random() < 0.5
+            self.options["config"] = CakeConfig(
+                priority=chance.choice(("adaptive", "fcfs", "fair"))
+            )
         longest = min(16_000, pool // 2)
         answer = chance.choice((20, 60)) if self.small else chance.choice((1, 5, 40))
         busy, at_s = chance.choice((0.3, 0.9, 3.0)), 0.0
@@ -145,6 +155,8 @@ SITUATIONS = {
     "priorities": {"priorities": True, "small": True, "faults": True},
     "two tiers": {"tiers": True, "shares": True, "faults": True},
     "two tiers, small pools": {"tiers": True, "small": True, "retracts": True},
+    "settings, small pools": {"settings": True, "small": True, "shares": True, "faults": True},
+    "settings, priorities, tiers": {"settings": True, "priorities": True, "tiers": True},
     "aborts": {"aborts": True, "shares": True, "faults": True},
     "all": dict.fromkeys(("small", "faults", "aborts", "retracts", "priorities", "shares"), True),
 }
