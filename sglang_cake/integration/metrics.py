@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -16,8 +17,6 @@ from sglang_cake.stores.tiers.tier import TierCounts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-
-M = TypeVar("M", Counter, Gauge)
 
 PUBLISH_EVERY_S = 1.0
 NEWEST_ERROR_WEIGHT = 0.1  # of the newest prediction error in the moving average
@@ -58,6 +57,21 @@ _LABELS = {
 }
 
 
+def _metric(
+    kind: Any, name: str, text: str, labels: dict[str, str], *own: str, **options: Any
+) -> Callable[..., Any]:
+    """A metric with SGLang's labels and its own.
+
+    Returns: a function from the values of its own labels to the child with them.
+    """
+    metric = kind(f"sglang:cake_{name}", text, [*labels, *own], **options)
+    return lambda *values: metric.labels(*labels.values(), *values)
+
+
+_counter = partial(_metric, Counter)
+_gauge = partial(_metric, Gauge, multiprocess_mode="mostrecent")
+
+
 class Metrics:
     """Publishes the counters of a scheduler process. Scheduler thread.
 
@@ -67,54 +81,46 @@ class Metrics:
 
     def __init__(self, counters: Counters, labels: dict[str, str]) -> None:
         self._counters = counters
-        self._labels = labels
-        self._seen = dict.fromkeys(counters.snapshot(), 0)
+        self._published: dict[tuple[str, str], int] = {}
         self._next_s = 0.0
-        names = list(labels)
         self._metrics = {
-            name: Counter(
-                f"sglang:cake_{name}_total",
-                _HELP[name],
-                [*names, *_labels(name)],
-            )
+            name: _counter(f"{name}_total", _HELP[name], labels, *_labels(name))
             for name in COUNTERS
         }
         for name, values in COUNTERS.items():  # every label exists from the start, at zero
             for value in values:
-                self._child(name, value)
-        self._meet = Histogram(
-            "sglang:cake_meet_fraction",
+                self._metrics[name](*value.split())
+        self._meet = _metric(
+            Histogram,
+            "meet_fraction",
             "Where in the prompt computing met loading (0: all loaded, 1: all computed).",
-            names,
+            labels,
             buckets=[i / 10 for i in range(11)],
-        ).labels(**labels)
-        self._bandwidth = Gauge(
-            "sglang:cake_read_bandwidth_bytes_per_s",
+        )()
+        self._bandwidth = _gauge(
+            "read_bandwidth_bytes_per_s",
             "Bandwidth of recent reads from the store, encoded and with header.",
-            names,
-            multiprocess_mode="mostrecent",
-        ).labels(**labels)
-        self._costs = Gauge(
-            "sglang:cake_cost_seconds",
+            labels,
+        )()
+        self._costs = _gauge(
+            "cost_seconds",
             "Measured costs: of a prefill step (fixed, per token, per pair of query and key, per "
             "decoding request, per token of the prefix with MLA) and of a load (latency, per "
             "block, per copy to the device).",
-            [*names, "what"],
-            multiprocess_mode="mostrecent",
+            labels,
+            "what",
         )
-        self._error = Gauge(
-            "sglang:cake_prediction_error",
-            "Mean relative error of recent predictions.",
-            [*names, "of"],
-            multiprocess_mode="mostrecent",
+        self._error = _gauge(
+            "prediction_error", "Mean relative error of recent predictions.", labels, "of"
         )
         self._ttft_error = 0.0
-        self._overhead = Histogram(
-            "sglang:cake_step_overhead_seconds",
+        self._overhead = _metric(
+            Histogram,
+            "step_overhead_seconds",
             "Time that cake added to a scheduling step.",
-            names,
+            labels,
             buckets=[1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1],
-        ).labels(**labels)
+        )()
 
     def publish(self, *, costs: PromptCosts, step_overhead_s: float | None) -> None:
         """Called once a step. Counters and gauges are published every PUBLISH_EVERY_S.
@@ -129,13 +135,12 @@ class Metrics:
         self._next_s = now_s + PUBLISH_EVERY_S
         self._publish_costs(costs)
         counts = self._counters.snapshot()
-        read_blocks = counts["read_blocks", ""] - self._seen["read_blocks", ""]
-        read_bytes = counts["read_bytes", ""] - self._seen["read_bytes", ""]
-        if read_blocks:
-            self._bandwidth.set(read_bytes / read_blocks / costs.load.block_s)
-        for (name, value), total in counts.items():
-            self._child(name, value).inc(total - self._seen.get((name, value), 0))
-            self._seen[name, value] = total
+        more = {key: count - self._published.get(key, 0) for key, count in counts.items()}
+        self._published = counts
+        if blocks := more["read_blocks", ""]:
+            self._bandwidth.set(more["read_bytes", ""] / blocks / costs.load.block_s)
+        for (name, value), count in more.items():
+            self._metrics[name](*value.split()).inc(count)
 
     def publish_next_step(self) -> None:
         """Publish with the next step. Called when a request ends: an idle server
@@ -164,14 +169,10 @@ class Metrics:
             "copy": load.copy_s,
         }
         for what, value_s in found.items():
-            self._costs.labels(**self._labels, what=what).set(value_s)
+            self._costs(what).set(value_s)
         errors = {"step": prefill.error, "load": load.error, "ttft": self._ttft_error}
         for of, error in errors.items():
-            self._error.labels(**self._labels, of=of).set(error)
-
-    def _child(self, name: str, value: str) -> Counter:
-        own = dict(zip(_labels(name), value.split(), strict=True))
-        return self._metrics[name].labels(**self._labels, **own)
+            self._error(of).set(error)
 
 
 def _labels(name: str) -> tuple[str, ...]:
@@ -189,28 +190,26 @@ class FailureMetrics:
     """
 
     def __init__(self, labels: dict[str, str], hooks: Iterable[str]) -> None:
-        self._labels = labels
-        names = list(labels)
-        self._failures = Counter(
-            "sglang:cake_hook_failures_total",
+        self._failures = _counter(
+            "hook_failures_total",
             "Exceptions of cake that were kept from SGLang, by hook.",
-            [*names, "hook"],
+            labels,
+            "hook",
         )
         self._on: Gauge | None = None
         if labels:
-            self._on = Gauge(
-                "sglang:cake_on",
+            self._on = _gauge(
+                "on",
                 "1 while cake is on; 0 after it switched itself off because of failures.",
-                names,
-                multiprocess_mode="mostrecent",
-            ).labels(**labels)
+                labels,
+            )()
             self._on.set(1)
         for hook in hooks:
-            self._failures.labels(**labels, hook=hook)
+            self._failures(hook)
 
     def failed(self, hook: str) -> None:
         """A hook has failed."""
-        self._failures.labels(**self._labels, hook=hook).inc()
+        self._failures(hook).inc()
 
     def switched_off(self) -> None:
         """Cake is off for the life of the process."""
@@ -219,39 +218,59 @@ class FailureMetrics:
 
 
 class StoreMetrics:
-    """Publishes the use, the evictions and the tiers of the store. I/O thread."""
+    """Publishes the use, the evictions and the tiers of the store. Tier 1 is the fastest. A store
+    without tiers publishes nothing about them. I/O thread."""
 
     def __init__(self, labels: dict[str, str], tiers: int) -> None:
         """Args: tiers: number of tiers of the first store; 1 is a store without tiers."""
-        self._tiers = TierMetrics(labels, tiers)
-        self._labels = labels
-        names = list(labels)
-        self._used = Gauge(
-            "sglang:cake_store_used_bytes",
+        self._store: Store | None = None
+        self._counts: dict[Counter, int] = {}  # of that store, as published
+        self._known_tiers = 0
+        self._used = _gauge(
+            "store_used_bytes",
             "Bytes that the store holds, of all processes that share it.",
-            names,
-            multiprocess_mode="mostrecent",
-        ).labels(**labels)
-        self._capacity = Gauge(
-            "sglang:cake_store_capacity_bytes",
+            labels,
+        )()
+        self._capacity = _gauge(
+            "store_capacity_bytes",
             "Bytes that the store may hold; 0 if it has no bound of its own.",
-            names,
-            multiprocess_mode="mostrecent",
-        ).labels(**labels)
+            labels,
+        )()
         self._evicted = {
-            name: Counter(f"sglang:cake_store_{name}_total", text, [*names, "policy"])
+            name: _counter(f"store_{name}_total", text, labels, "policy")
             for name, text in _EVICTION_HELP.items()
         }
         for counter in self._evicted.values():
             for policy in POLICIES:
-                counter.labels(**labels, policy=policy)
-        self._seen: tuple[Store | None, dict[str, int]] = (None, {})
-        self._events = Counter(
-            "sglang:cake_store_events_total",
+                counter(policy)
+        self._events = _counter(
+            "store_events_total",
             "What happened between this process and its remote stores, by name.",
-            [*names, "event"],
+            labels,
+            "event",
         )
-        self._seen_events: tuple[Store | None, dict[str, int]] = (None, {})
+        self._tier_blocks = _counter(
+            "tier_blocks_total", "Blocks of a tier, by what happened.", labels, "tier", "event"
+        )
+        self._tier_bytes = _counter(
+            "tier_bytes_total", "Bytes read from and put into a tier.", labels, "tier", "way"
+        )
+        self._tier_failures = _counter(
+            "tier_failures_total",
+            "Calls that failed, lookups answered too late, times that a tier was left out.",
+            labels,
+            "tier",
+            "reason",
+        )
+        self._tier_up = _gauge(
+            "tier_up",
+            "Whether a tier is used; 0 while it is left out, NaN if there is none any more.",
+            labels,
+            "tier",
+            "use",
+        )
+        if tiers > 1:  # every label exists from the start
+            self._publish_tiers([TierStats(None, True, True, asdict(TierCounts()))] * tiers)
 
     def publish(self, store: Store, stats: StoreStats | None) -> None:
         """Publish `stats`, and what the store's own counters say.
@@ -261,93 +280,44 @@ class StoreMetrics:
             stats: asked for before this call, since that opens the store: names of its events exist
                 from then on, at zero. None if the store does not answer.
         """
-        self._publish_events(store)
-        if stats is not None:
-            self._publish_stats(store, stats)
-
-    def _publish_events(self, store: Store) -> None:
-        before = self._seen_events[1] if self._seen_events[0] is store else {}
-        self._seen_events = (store, dict(store.events()))
-        for name, count in self._seen_events[1].items():
-            self._events.labels(**self._labels, event=name).inc(count - before.get(name, 0))
-
-    def _publish_stats(self, store: Store, stats: StoreStats) -> None:
-        self._tiers.publish(store, stats.tiers)
+        if store is not self._store:
+            self._store = store
+            self._counts = {}
+        self._count({self._events(name): count for name, count in store.events().items()})
+        if stats is None:
+            return
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)
-        before = self._seen[1] if self._seen[0] is store else {}
-        self._seen = (store, asdict(stats.evictions))
-        for name, counter in self._evicted.items():
-            more = self._seen[1][name] - before.get(name, 0)
-            if more > 0:
-                counter.labels(**self._labels, policy=stats.policy).inc(more)
+        evictions = {name: count for name, count in asdict(stats.evictions).items() if count}
+        self._count({self._evicted[name](stats.policy): n for name, n in evictions.items()})
+        self._publish_tiers(stats.tiers)
 
-
-class TierMetrics:
-    """Publishes what happened in each tier of a tiered store. Tier 1 is the fastest. A store
-    without tiers publishes nothing here. I/O thread."""
-
-    def __init__(self, labels: dict[str, str], tiers: int) -> None:
-        self._labels = labels
-        names = [*labels, "tier"]
-        self._blocks = Counter(
-            "sglang:cake_tier_blocks_total",
-            "Blocks of a tier, by what happened.",
-            [*names, "event"],
-        )
-        self._bytes = Counter(
-            "sglang:cake_tier_bytes_total", "Bytes read from and put into a tier.", [*names, "way"]
-        )
-        self._failures = Counter(
-            "sglang:cake_tier_failures_total",
-            "Calls that failed, lookups answered too late, times that a tier was left out.",
-            [*names, "reason"],
-        )
-        self._up = Gauge(
-            "sglang:cake_tier_up",
-            "Whether a tier is used; 0 while it is left out, NaN if there is none any more.",
-            [*names, "use"],
-            multiprocess_mode="mostrecent",
-        )
-        self._seen: tuple[Store | None, list[dict[str, int]]] = (None, [])
-        self._known = 0
-        if tiers > 1:
-            self._make_known(tiers)
-
-    def publish(self, store: Store, tiers: Sequence[TierStats]) -> None:
-        """Args: store: the source of `tiers`. The counts of another store begin at zero."""
-        self._make_known(len(tiers))
-        before = self._seen[1] if self._seen[0] is store else [{} for _ in tiers]
-        for number, (each, seen) in enumerate(zip(tiers, before, strict=True), 1):
-            for name, count in each.counts.items():
-                self._counter(number, name).inc(count - seen.get(name, 0))
-        self._seen = (store, [dict(tier.counts) for tier in tiers])
-        for number in range(1, self._known + 1):
-            tier = tiers[number - 1] if number <= len(tiers) else None
+    def _publish_tiers(self, tiers: Sequence[TierStats]) -> None:
+        for number, tier in enumerate(tiers, 1):
+            self._count({self._of_tier(number, name): n for name, n in tier.counts.items()})
+        self._known_tiers = max(self._known_tiers, len(tiers))
+        for number in range(1, self._known_tiers + 1):
+            known = tiers[number - 1] if number <= len(tiers) else None
             # Files that several processes share keep a label for ever, so NaN stands for no tier.
-            self._of(self._up, number, use="read").set(math.nan if tier is None else tier.reading)
-            self._of(self._up, number, use="put").set(math.nan if tier is None else tier.writing)
+            self._tier_up(number, "read").set(math.nan if known is None else known.reading)
+            self._tier_up(number, "put").set(math.nan if known is None else known.writing)
 
-    def _make_known(self, tiers: int) -> None:
-        """Create every label of new tiers, at zero."""
-        for number in range(self._known + 1, tiers + 1):
-            for field in fields(TierCounts):
-                self._counter(number, field.name)
-            for use in ("read", "put"):
-                self._of(self._up, number, use=use).set(1)
-        self._known = max(self._known, tiers)
-
-    def _counter(self, number: int, name: str) -> Counter:
+    def _of_tier(self, number: int, name: str) -> Counter:
         """The counter that publishes a field of `TierCounts`."""
+        found: Counter
         if name.endswith("_bytes"):
-            return self._of(self._bytes, number, way=name.removesuffix("_bytes"))
-        if name.endswith("_blocks"):
-            return self._of(self._blocks, number, event=name.removesuffix("_blocks"))
-        return self._of(self._failures, number, reason=name)
+            found = self._tier_bytes(number, name.removesuffix("_bytes"))
+        elif name.endswith("_blocks"):
+            found = self._tier_blocks(number, name.removesuffix("_blocks"))
+        else:
+            found = self._tier_failures(number, name)
+        return found
 
-    def _of(self, metric: M, number: int, **label: str) -> M:
-        child: M = metric.labels(**self._labels, tier=str(number), **label)
-        return child
+    def _count(self, counts: dict[Counter, int]) -> None:
+        """Add what the store has counted since the last call."""
+        for counter, count in counts.items():
+            counter.inc(max(0, count - self._counts.get(counter, 0)))
+        self._counts |= counts
 
 
 def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:
