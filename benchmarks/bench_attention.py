@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.cli.patch import find_installation, load_patches, make_plan, patches_root
+from sglang_cake.cli.patch import find_installation, load_patches, make_plan
 
 BACKEND = "sglang/srt/layers/attention/torch_native_backend.py"
 METHODS = {"_run_sdpa_forward_extend", "_make_sliding_window_mask", "_causal_lower_right"}
@@ -151,7 +151,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     installation = find_installation()
-    patches = load_patches(installation.version, patches_root())
+    patches = load_patches(installation.version)
     paths = {diff.path for patch in patches for diff in patch.files}
     installed = {path: installation.read(path) for path in paths}
     plan = make_plan(patches, installed, installation.recorded)

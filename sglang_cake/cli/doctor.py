@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 
 from sglang_cake.cli import plan
 from sglang_cake.cli.named_stores import NamedStore, progress, run_tool
-from sglang_cake.cli.patch import PatchState, find_installation, patches_root, plan_of
+from sglang_cake.cli.patch import PatchState, find_installation, plan_of
 from sglang_cake.cli.store_bench import FullStore, measure_size
 from sglang_cake.cli.text_tables import count_text, exact_size_text, size_text
 from sglang_cake.config import CakeConfig
@@ -197,7 +197,7 @@ def _no_sglang(error: ImportError) -> Finding:
 
 def _repairs() -> Finding:
     try:
-        states = plan_of(find_installation(), patches_root()).states
+        states = plan_of(find_installation()).states
     except PatchError as error:
         return Finding("note", "repairs", f"for CPUs: {error}")
     missing = [name for name, state in states.items() if state is not PatchState.APPLIED]

@@ -111,13 +111,13 @@ def patches_root() -> Path:
     raise PatchError("this installation of sglang-cake lacks its patches; install it again")
 
 
-def load_patches(version: str, root: Path) -> list[Patch]:
+def load_patches(version: str) -> list[Patch]:
     """Patches for one version of SGLang, in the order of application.
 
-    Raises:
-        PatchError: there are none, or a patch file is damaged.
+    Raises: PatchError: there are none, or a patch file is damaged.
     """
     prefix = "sglang-"
+    root = patches_root()
     folder = root / f"{prefix}{version}"
     if not folder.is_dir():
         known = ", ".join(
@@ -147,10 +147,9 @@ def make_plan(
         for diff in patch.files:
             try:
                 released[diff.path] = apply(released[diff.path], diff.reversed())
+                applied[patch.name].append(True)
             except DiffError:
                 applied[patch.name].append(False)
-            else:
-                applied[patch.name].append(True)
     repaired = dict(released)
     states = {name: _state(files) for name, files in applied.items()}
     conflicts = []
@@ -171,9 +170,7 @@ def make_plan(
 
 
 def _state(applied: list[bool]) -> PatchState:
-    """Args:
-    applied: for each file of the patch, whether it can be reverted.
-    """
+    """Args: applied: for each file of the patch, whether it can be reverted."""
     if all(applied):
         return PatchState.APPLIED
     return PatchState.PARTLY_APPLIED if any(applied) else PatchState.NOT_APPLIED
@@ -189,11 +186,8 @@ def write_files(site: Path, before: Mapping[str, bytes], after: Mapping[str, byt
     Every new file is complete on disk before the first one is renamed, so a full disk changes
     nothing. A rename also leaves the hard links of package managers to the old file intact.
 
-    Args:
-        before, after: contents by path below `site`.
-
-    Raises:
-        PatchError: a file cannot be written.
+    Args: before, after: contents by path below `site`.
+    Raises: PatchError: a file cannot be written.
     """
     changed = [path for path, content in after.items() if content != before[path]]
     staged: list[tuple[str, Path]] = []
@@ -218,29 +212,26 @@ def write_files(site: Path, before: Mapping[str, bytes], after: Mapping[str, byt
     return len(changed)
 
 
-def plan_of(installation: Installation, root: Path) -> PatchPlan:
-    """The plan for an installed SGLang, with the patches below `root` (see `patches_root`).
+def plan_of(installation: Installation) -> PatchPlan:
+    """The plan for an installed SGLang.
 
     Raises: PatchError: there are no patches for this SGLang, or a file cannot be read.
     """
-    patches = load_patches(installation.version, root)
+    patches = load_patches(installation.version)
     paths = {diff.path for patch in patches for diff in patch.files}
     installed = {path: installation.read(path) for path in sorted(paths)}
     return make_plan(patches, installed, installation.recorded)
 
 
-def execute(action: str, installation: Installation, root: Path) -> int:
-    """Run `status`, `apply` or `revert` and return the exit status.
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns its exit status.
 
-    Args:
-        root: see `patches_root`.
-
-    Raises:
-        PatchError: there are no patches for this SGLang, a file cannot be read or written, or a
-            patch conflicts.
+    Raises: PatchError: there are no patches for this SGLang, a file cannot be read or written, or a
+        patch conflicts.
     """
-    plan = plan_of(installation, root)
-    if action == "status":
+    installation = find_installation()
+    plan = plan_of(installation)
+    if args.action == "status":
         for name, state in plan.states.items():
             print(f"{name}: {state.value}")
         return 2 if plan.conflicts else 0
@@ -248,17 +239,12 @@ def execute(action: str, installation: Installation, root: Path) -> int:
         raise PatchError(
             f"nothing was changed: {plan.conflicts[0]} (SGLang {installation.version})"
         )
-    after = plan.repaired if action == "apply" else plan.released
+    after = plan.repaired if args.action == "apply" else plan.released
     number = write_files(installation.site, plan.installed, after)
-    done = "applied" if action == "apply" else "reverted"
+    done = "applied" if args.action == "apply" else "reverted"
     changed = f"{number} files of SGLang {installation.version} changed"
     print(f"{len(plan.states)} patches {done}, {changed}")
     return 0
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command; returns its exit status. Raises: PatchError."""
-    return execute(args.action, find_installation(), patches_root())
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -26,10 +26,6 @@ class Hunk:
     new_start: int
     new: tuple[bytes, ...]
 
-    def reversed(self) -> "Hunk":
-        """The hunk that reverts this one."""
-        return Hunk(self.new_start, self.new, self.old_start, self.old)
-
 
 @dataclass(frozen=True)
 class FileDiff:
@@ -40,7 +36,8 @@ class FileDiff:
 
     def reversed(self) -> "FileDiff":
         """The diff that reverts this one."""
-        return FileDiff(self.path, tuple(hunk.reversed() for hunk in self.hunks))
+        hunks = (Hunk(each.new_start, each.new, each.old_start, each.old) for each in self.hunks)
+        return FileDiff(self.path, tuple(hunks))
 
 
 def _lines(content: bytes) -> list[bytes]:
@@ -52,9 +49,8 @@ def _lines(content: bytes) -> list[bytes]:
 def parse(text: bytes) -> list[FileDiff]:
     """Diffs of the files in `text`. Text before the first `--- a/` is ignored.
 
-    Raises:
-        DiffError: the diff is malformed. Created, deleted and renamed files and a last line without
-            its newline are not supported.
+    Raises: DiffError: the diff is malformed. Created, deleted and renamed files and a last line
+        without its newline are not supported.
     """
     lines = _lines(text)
     at = next((i for i, line in enumerate(lines) if line.startswith(b"--- a/")), len(lines))
@@ -104,11 +100,7 @@ def _parse_hunk(lines: Sequence[bytes], at: int) -> tuple[Hunk, int]:
 
 
 def apply(content: bytes, diff: FileDiff) -> bytes:
-    """`content` with every hunk of `diff` applied.
-
-    Raises:
-        DiffError: a hunk does not fit exactly.
-    """
+    """`content` with all hunks of `diff`. Raises: DiffError if one does not fit exactly."""
     lines = _lines(content)
     result: list[bytes] = []
     done = 0

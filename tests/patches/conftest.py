@@ -16,7 +16,7 @@ def copies() -> Copies:
         installation = patch_command.find_installation()
     except PatchError:
         pytest.skip("SGLang is not installed")
-    patches = patch_command.load_patches(VERSION, patch_command.patches_root())
+    patches = patch_command.load_patches(VERSION)
     paths = sorted({diff.path for patch in patches for diff in patch.files})
     installed = {path: installation.read(path) for path in paths}
     plan = patch_command.make_plan(patches, installed, installation.recorded)
