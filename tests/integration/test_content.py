@@ -22,7 +22,6 @@ from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import (
     ContentChanged,
-    DigestRecords,
     Files,
     FileState,
     content_digest,
@@ -33,7 +32,6 @@ from sglang_cake.stores.file.disk import file_system_type
 
 LARGE_BYTES = (32 << 20) + 5  # more than is read at once
 EXT4, SQUASHFS, OVERLAY, NFS, TMPFS = 0xEF53, 0x73717368, 0x794C7630, 0x6969, 0x01021994
-RECORDS = DigestRecords(settled_s=-1.0)  # for files of any age
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of records; each test has its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(content, "file_system_type", lambda path: EXT4)  # whatever it is here
+    monkeypatch.setattr(content, "SETTLED_S", -1.0)  # files of any age have records
     return tmp_path / "cache" / "sglang_cake" / "content"
 
 
@@ -60,7 +59,7 @@ def _states(folder: Path) -> Files:
 
 
 def _digest(folder: Path) -> str:
-    return content_digest(_states(folder), records=RECORDS)
+    return content_digest(_states(folder))
 
 
 def _flip(path: Path, at: int) -> None:
@@ -121,12 +120,12 @@ def test_content_digest_file_names_and_file_borders_count(tmp_path: Path) -> Non
 def test_content_digest_hashed_file_is_not_read_again(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", a=b"1" * 5000, b=b"2" * 700)
     files = _states(folder)
-    assert unhashed_bytes(files, RECORDS) == 5700
-    first = content_digest(files, records=RECORDS)
-    assert unhashed_bytes(files, RECORDS) == 0
-    assert content_digest(files, records=RECORDS) == first
+    assert unhashed_bytes(files) == 5700
+    first = content_digest(files)
+    assert unhashed_bytes(files) == 0
+    assert content_digest(files) == first
     _flip(folder / "a.safetensors", 0)
-    assert unhashed_bytes(_states(folder), RECORDS) == 5000
+    assert unhashed_bytes(_states(folder)) == 5000
 
 
 COARSE_CLOCK = 5  # CLOCK_REALTIME_COARSE, from which file systems take times
@@ -161,7 +160,7 @@ def test_content_digest_files_of_two_images_with_equal_times_are_both_hashed(
     one, other = _write(tmp_path / "1", a=b"1"), _write(tmp_path / "2", a=b"2")
     with caplog.at_level(logging.INFO, "sglang_cake"):
         first = _digest(one)
-        assert unhashed_bytes(_states(other), RECORDS) == (0 if recorded else 1)
+        assert unhashed_bytes(_states(other)) == (0 if recorded else 1)
         assert (_digest(other) == first) == recorded
     assert caplog.text.count("hashed at each start") == (not recorded)
 
@@ -186,12 +185,14 @@ def test_content_digest_file_written_through_a_mapping_has_another_digest(
             assert _digest(folder) != first
 
 
-def test_content_digest_recently_changed_file_is_hashed_again(tmp_path: Path) -> None:
+def test_content_digest_recently_changed_file_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clocks of file systems are coarse, so it may change again without a change of its times."""
-    records = DigestRecords(settled_s=3600.0)
+    monkeypatch.setattr(content, "SETTLED_S", 3600.0)
     files = _states(_write(tmp_path / "m", a=b"1"))
-    content_digest(files, records=records)
-    assert unhashed_bytes(files, records) == 1
+    content_digest(files)
+    assert unhashed_bytes(files) == 1
 
 
 @pytest.mark.parametrize("change", ["content", "longer", "shorter", "replaced", "gone"])
@@ -211,7 +212,7 @@ def test_files_that_changed_since_their_state_was_recorded_have_no_digest(
     else:
         os.truncate(file, 2000 if change == "longer" else 10)
     with pytest.raises((ContentChanged, OSError)):
-        content_digest(files, records=RECORDS)
+        content_digest(files)
 
 
 def test_content_digest_pipe_in_place_of_a_file_raises(tmp_path: Path) -> None:
@@ -236,7 +237,7 @@ def _records(cache: Path) -> list[Path]:
 @pytest.mark.parametrize("damage", ["empty", "short", "text", "link", "folder"])
 def test_content_digest_damaged_record_is_ignored(tmp_path: Path, cache: Path, damage: str) -> None:
     files = _states(_write(tmp_path / "m", a=b"1"))
-    right = content_digest(files, records=RECORDS)
+    right = content_digest(files)
     (record,) = _records(cache)
     kept = record.read_text()
     record.unlink()
@@ -247,18 +248,18 @@ def test_content_digest_damaged_record_is_ignored(tmp_path: Path, cache: Path, d
         record.mkdir()
     else:
         record.write_text({"empty": "", "short": kept[:40], "text": "z" * 64}[damage])
-    assert content_digest(files, records=RECORDS) == right
+    assert content_digest(files) == right
 
 
 def test_content_digest_records_in_a_world_writable_folder_are_ignored(
     tmp_path: Path, cache: Path
 ) -> None:
     files = _states(_write(tmp_path / "m", a=b"1"))
-    right = content_digest(files, records=RECORDS)
+    right = content_digest(files)
     (record,) = _records(cache)
     record.write_text("0" * 64)
     cache.chmod(0o777)
-    assert content_digest(files, records=RECORDS) == right
+    assert content_digest(files) == right
 
 
 def test_content_digest_records_are_accessible_to_the_user_only(
@@ -273,18 +274,20 @@ def test_content_digest_without_a_cache_folder_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = _states(_write(tmp_path / "m", a=b"1"))
-    right = content_digest(files, records=RECORDS)
+    right = content_digest(files)
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert content_digest(files, records=RECORDS) == right
+    assert content_digest(files) == right
 
 
-def test_content_digest_number_of_records_is_bounded(tmp_path: Path, cache: Path) -> None:
-    records = DigestRecords(settled_s=-1.0, max_records=8)
+def test_content_digest_number_of_records_is_bounded(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "MAX_RECORDS", 8)
     for number in range(30):
         folder = _write(tmp_path / str(number), a=b"%d" % number)
-        content_digest(_states(folder), records=records)
+        _digest(folder)
         assert len(_records(cache)) <= 8
 
 
@@ -292,9 +295,10 @@ def test_content_digest_concurrent_processes_agree(tmp_path: Path) -> None:
     folder = _write(tmp_path / "m", **{f"f{i}": bytes([i]) * (1 << 20) for i in range(8)})
     program = (
         "import sys, pathlib\n"
-        "from sglang_cake.integration.identity.content import *\n"
-        "files = file_states(pathlib.Path(sys.argv[1]).glob('*'))\n"
-        "print(content_digest(files, records=DigestRecords(settled_s=-1.0)))\n"
+        "from sglang_cake.integration.identity import content\n"
+        "content.SETTLED_S = -1.0\n"
+        "files = content.file_states(pathlib.Path(sys.argv[1]).glob('*'))\n"
+        "print(content.content_digest(files))\n"
     )
     running = [
         subprocess.Popen(

@@ -23,6 +23,7 @@ from pathlib import Path
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.local_files import atomic_write, cache_folder
 from sglang_cake.stores.file.disk import file_system_type
+from sglang_cake.stores.threads import DaemonPool
 
 logger = logging.getLogger("sglang_cake")
 
@@ -71,6 +72,10 @@ MAX_THREADS = 8
 LOG_EVERY_S = 5.0
 LOG_BYTES = 1 << 30  # work of this size is logged when it is finished
 MAX_CODE_FILES = 2000  # of one model, with the folders
+# The digest of a file that changed within this time is not recorded. Clocks of file systems are
+# coarse, so the file may change again without a change of its times.
+SETTLED_S = 2.0
+MAX_RECORDS = 4096  # if there are more, the oldest quarter is removed
 _LOCKS = 64
 _sync_file_range = ctypes.CDLL(None).sync_file_range
 _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -221,78 +226,67 @@ def tensor_names(files: Iterable[Path]) -> frozenset[str] | None:
     return frozenset(names - {"__metadata__"}) or None
 
 
-class DigestRecords:
-    """Digests that were computed before: one file each, in a folder that only the user can enter.
-
-    Args:
-        settled_s: the digest of a file that changed within this time is not recorded. Clocks of
-            file systems are coarse, so the file may change again without a change of its times.
-        max_records: if there are more, the oldest quarter is removed.
-    """
-
-    def __init__(self, *, settled_s: float = 2.0, max_records: int = 4096) -> None:
-        self._settled_s = settled_s
-        self._max_records = max_records
-
-    def read(self, state: FileState) -> str | None:
-        """The recorded digest of a file; None if there is none, or if the record is damaged."""
-        folder = self._folder()
-        if folder is None:
-            return None
-        with contextlib.suppress(OSError, ValueError):
-            fd = os.open(folder / _name(state), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                text = os.read(fd, 100).decode("ascii")
-            finally:
-                os.close(fd)
-            if len(bytes.fromhex(text)) == hashlib.sha256().digest_size:
-                return text
+def _recorded(state: FileState) -> str | None:
+    """The digest of a file that was computed before; None if there is no record, or if it is
+    damaged."""
+    folder = _records_folder()
+    if folder is None:
         return None
+    with contextlib.suppress(OSError, ValueError):
+        fd = os.open(folder / _name(state), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            text = os.read(fd, 100).decode("ascii")
+        finally:
+            os.close(fd)
+        if len(bytes.fromhex(text)) == hashlib.sha256().digest_size:
+            return text
+    return None
 
-    def write(self, state: FileState, digest: str) -> None:
-        """Record a digest. Nothing is synced, since losing a record costs only time."""
-        folder = self._folder()
-        if folder is None or time.time() - state.ctime_ns / 1e9 < self._settled_s:
-            return
-        with contextlib.suppress(OSError):
-            atomic_write(folder / _name(state), digest.encode())
-            records = [file for file in folder.iterdir() if not file.name.startswith("lock-")]
-            if len(records) > self._max_records:
-                records.sort(key=lambda file: file.stat().st_mtime)
-                for file in records[: len(records) - self._max_records * 3 // 4]:
-                    file.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def lock(self, state: FileState) -> Iterator[None]:
-        """Inside, no other process of this user hashes the file, if the folder can have locks."""
-        folder = self._folder()
-        with contextlib.ExitStack() as stack:
-            if folder is not None:
-                with contextlib.suppress(OSError):
-                    path = folder / f"lock-{int(_name(state)[:4], 16) % _LOCKS}"
-                    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                    fd = os.open(path, flags, 0o600)
-                    stack.callback(os.close, fd)
-                    fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
+def _record(state: FileState, digest: str) -> None:
+    """Nothing is synced, since losing a record costs only time."""
+    folder = _records_folder()
+    if folder is None or time.time() - state.ctime_ns / 1e9 < SETTLED_S:
+        return
+    with contextlib.suppress(OSError):
+        atomic_write(folder / _name(state), digest.encode())
+        records = [file for file in folder.iterdir() if not file.name.startswith("lock-")]
+        if len(records) > MAX_RECORDS:
+            records.sort(key=lambda file: file.stat().st_mtime)
+            for file in records[: len(records) - MAX_RECORDS * 3 // 4]:
+                file.unlink(missing_ok=True)
 
-    def _folder(self) -> Path | None:
-        """The folder, made if necessary; None if there is none that only the user can enter."""
-        with contextlib.suppress(OSError, RuntimeError):
-            folder = cache_folder() / "content"
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.lstat()
-            private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-            if stat.S_ISDIR(status.st_mode) and private:
-                return folder
-        return None
+
+@contextlib.contextmanager
+def _locked(state: FileState) -> Iterator[None]:
+    """Inside, no other process of this user hashes the file, if the folder can have locks."""
+    folder = _records_folder()
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                path = folder / f"lock-{int(_name(state)[:4], 16) % _LOCKS}"
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(path, flags, 0o600)
+                stack.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+def _records_folder() -> Path | None:
+    """The folder of records, one file each, made if necessary; None if there is none that only the
+    user can enter."""
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = cache_folder() / "content"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if stat.S_ISDIR(status.st_mode) and private:
+            return folder
+    return None
 
 
 def _name(state: FileState) -> str:
     return hashlib.sha256(repr(astuple(state)).encode()).hexdigest()
-
-
-RECORDS = DigestRecords()
 
 
 def _is_clocked(file: Path, state: FileState) -> bool:
@@ -321,18 +315,16 @@ def _log_unclocked(kind: int) -> None:
     )
 
 
-def unhashed_bytes(files: Files, records: DigestRecords = RECORDS) -> int:
+def unhashed_bytes(files: Files) -> int:
     """How many bytes have to be read for the digest of the files."""
     return sum(
         state.size_bytes
         for file, state in files.items()
-        if not _is_clocked(file, state) or records.read(state) is None
+        if not _is_clocked(file, state) or _recorded(state) is None
     )
 
 
-def content_digest(
-    files: Files, cancelled: threading.Event | None = None, records: DigestRecords = RECORDS
-) -> str:
+def content_digest(files: Files, cancelled: threading.Event | None = None) -> str:
     """SHA-256, in hex, over the SHA-256 of each file and its name, which begins in the folder that
     all files are in.
 
@@ -344,7 +336,12 @@ def content_digest(
         OSError.
     """
     progress = _Progress(files, cancelled or threading.Event())
-    digests = _file_digests(files, records, progress)
+    pool = DaemonPool(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)), "cake-hash")
+    try:
+        begun = {file: pool.submit(_file_digest, file, files[file], progress) for file in files}
+        digests = {file: digest.result() for file, digest in begun.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
     progress.finished()
     whole = hashlib.sha256(b"sglang_cake content v1")
     top = os.path.commonpath([file.parent for file in files]) if files else ""
@@ -352,34 +349,6 @@ def content_digest(
     for file, name in sorted(names.items(), key=lambda each: each[1]):
         whole.update(len(name).to_bytes(8, "little") + name + bytes.fromhex(digests[file]))
     return whole.hexdigest()
-
-
-def _file_digests(files: Files, records: DigestRecords, progress: "_Progress") -> dict[Path, str]:
-    """The digest of each file, computed in several threads. Raises: as `content_digest`."""
-    digests: dict[Path, str] = {}
-    todo = list(files.items())
-    failures: list[Exception] = []
-
-    def work() -> None:
-        try:
-            while todo and not failures:
-                with contextlib.suppress(IndexError):  # another thread took the last one
-                    file, state = todo.pop()
-                    digests[file] = _file_digest(file, state, records, progress)
-        except (ContentChanged, OSError) as error:
-            failures.append(error)
-
-    # Daemon threads instead of a pool: a hung disk must not keep the process from ending.
-    count = min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2, len(todo))
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if failures:
-        raise failures[0]
-    return digests
 
 
 class _Progress:
@@ -417,19 +386,18 @@ class _Progress:
         )
 
 
-def _file_digest(file: Path, state: FileState, records: DigestRecords, progress: _Progress) -> str:
+def _file_digest(file: Path, state: FileState, progress: _Progress) -> str:
     if FileState.of(file.stat()) != state:
         raise ContentChanged(f"{file} changed")
     if not _is_clocked(file, state):
         return _hash_file(file, state, progress)
-    known = records.read(state)
-    if known is not None:
+    if (known := _recorded(state)) is not None:
         return known
-    with records.lock(state):
-        known = records.read(state)  # another process may have written it in the meantime
+    with _locked(state):
+        known = _recorded(state)  # another process may have written it in the meantime
         if known is None:
             known = _hash_file(file, state, progress)
-            records.write(state, known)
+            _record(state, known)
         return known
 
 

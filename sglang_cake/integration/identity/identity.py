@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import logging
 import os
-import queue
 import secrets
 import sys
 import threading
@@ -507,8 +506,6 @@ class DigestJobs:
     def __init__(self, reduce_min: Callable[[torch.Tensor], None] | None) -> None:
         self._reduce_min = reduce_min
         self._unfinished: dict[str, DigestJob] = {}
-        self._queue: queue.SimpleQueue[DigestJob] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     @property
     def is_single_rank(self) -> bool:
@@ -522,11 +519,8 @@ class DigestJobs:
         self._unfinished[job.name] = job
         if job.size_bytes <= SHORT_BYTES:
             job.run()
-            return
-        if self._thread is None:  # a daemon: a hung disk must not keep the process from ending
-            self._thread = threading.Thread(target=self._work, name="cake-identify", daemon=True)
-            self._thread.start()
-        self._queue.put(job)
+        else:  # in a daemon: a hung disk must not keep the process from ending
+            threading.Thread(target=job.run, name="cake-identify", daemon=True).start()
 
     def wait(self) -> None:
         """Return when all jobs of this rank are done."""
@@ -565,10 +559,6 @@ class DigestJobs:
                 job.fields = job.fields if level == 2 and least == -most else None
                 finished.append(job)
         return finished
-
-    def _work(self) -> None:
-        while True:
-            self._queue.get().run()
 
 
 def _vote(job: DigestJob) -> list[int]:
