@@ -25,11 +25,6 @@ CONFIG_ENV: Final = "SGLANG_CAKE_CONFIG"  # path of a settings file
 ENABLED_ENV: Final = "SGLANG_CAKE_ENABLED"  # not a setting: tells child processes that cake is on
 
 _BLOCK_TOKENS: Final = 128
-_MAX_BLOCK_TOKENS: Final = 65_536
-_MAX_QUEUE_DEPTH: Final = 1_024
-_MAX_BYTES: Final = 2**50  # 1 PiB
-_MAX_RANK: Final = 255
-_MAX_HEAD_GROUPS: Final = 256
 _FILE_TYPES: Final = ".toml, .json, .yaml, .yml"
 
 _T = TypeVar("_T")
@@ -84,7 +79,7 @@ def _size(spelled: str, value: object) -> int:
             number = parse_size(value)
         except ConfigError as error:
             raise ConfigError(f"{spelled}: {error}") from None
-    if type(number) is not int or not 0 < number <= _MAX_BYTES:
+    if type(number) is not int or not 0 < number <= 2**50:
         raise _bad(spelled, value, "1 byte to 1PiB, for example 512MiB or 2GB")
     return number
 
@@ -170,14 +165,14 @@ class CakeConfig:
     )
     block_tokens: int | None = _setting(
         None,
-        _integer(1, _MAX_BLOCK_TOKENS),
+        _integer(1, 65_536),
         "N",
         "Tokens of a stored block, the unit of storing and loading; a multiple of the page size. "
         f"Default: {_BLOCK_TOKENS}, or as many more as whole pages need.",
     )
     head_groups: int | None = _setting(
         None,
-        _integer(1, _MAX_HEAD_GROUPS),
+        _integer(1, 256),
         "N",
         "The KV heads of the model are stored in N groups, so that servers with fewer "
         "tensor-parallel ranks read the same blocks: the largest number of ranks in the fleet, "
@@ -231,7 +226,7 @@ class CakeConfig:
     )
     queue_depth: int | None = _setting(
         None,
-        _integer(1, _MAX_QUEUE_DEPTH),
+        _integer(1, 1_024),
         "N",
         "Concurrent reads of each tier, per rank. Half as many blocks are written at once, and at "
         "least 2. Default: 16 for s3://, 4 for other stores.",
@@ -239,7 +234,7 @@ class CakeConfig:
 
     runahead_rank: int | None = _setting(
         None,
-        _integer(0, _MAX_RANK),
+        _integer(0, 255),
         "N",
         "KV-Runahead: this server's place among the peers, from 0. Default: the only peer with an "
         "address of this machine.",
@@ -372,11 +367,7 @@ def resolve(
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
         merged.update(layer)
-    return _whole(merged, spell)
-
-
-def _whole(settings: Mapping[str, Any], spell: Spell) -> CakeConfig:
-    config = CakeConfig(**settings)
+    config = CakeConfig(**merged)
     if config.max_error and config.codec != AUTO:
         raise ConfigError(
             f"{spell('max_error')} has no effect with {spell('codec')} {config.codec}: "
