@@ -17,12 +17,7 @@ from prometheus_client import REGISTRY
 from sglang_cake.config import CakeConfig, as_flag
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
-from sglang_cake.integration.support_matrix import (
-    FAMILIES,
-    SPECULATION,
-    UNCACHED,
-    Supported,
-)
+from sglang_cake.integration.support_matrix import FAMILIES, REFUSED, SPECULATION
 
 DOCS = Path(__file__).parent
 BREADTH = '¹ Not a part of `make test`: `make test ARGS="-m breadth"` runs it.'
@@ -60,30 +55,21 @@ def metrics() -> str:
 def models() -> str:
     """A table of the kinds of models that are served, and a list of those that are refused."""
     rows = ["| models | for example | stored | proven | on a GPU |", "|---|---|---|---|---|"]
-    for family in FAMILIES:
-        if family.refused is None:
-            cells = (family.name, family.examples, family.stored, *proof(family))
-            rows.append(f"| {' | '.join(cells)} |")
+    for row in FAMILIES:
+        cells = (row.name, row.examples, row.stored, row.proven, row.proven_on_gpu)
+        rows.append(f"| {' | '.join(cells)} |")
     rows += ["", BREADTH, "", "Refused at the start, with one line:", ""]
-    for family in FAMILIES:
-        if family.refused is not None:
-            rows.append(f"- {family.examples}: {family.refused}")
-    rows.append(f"- {UNCACHED}: models for which SGLang turns off the radix cache")
+    rows += [f"- {examples}: {reason}" for _, examples, reason in REFUSED]
+    rows.append("- MiniCPM-SALA, HRM-Text: models for which SGLang turns off the radix cache")
     return "\n".join(rows)
-
-
-def proof(row: Supported) -> tuple[str, str]:
-    """The cells of a row with its proofs: on a CPU, and on a GPU."""
-    return row.proven(breadth="¹"), ", ".join(row.gpu) or "not yet"
 
 
 def speculation() -> str:
     """A table of the algorithms of speculative decoding that are served."""
     rows = ["| `--speculative-algorithm` | stored beside the KV of the model | proven | on a GPU |"]
     rows.append("|---|---|---|---|")
-    for each in SPECULATION:
-        cells = (each.name, each.stored or "nothing", *proof(each))
-        rows.append(f"| {' | '.join(cells)} |")
+    for row in SPECULATION:
+        rows.append(f"| {row.name} | {row.stored} | {row.proven} | {row.proven_on_gpu} |")
     return "\n".join([*rows, "", BREADTH])
 
 

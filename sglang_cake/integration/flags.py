@@ -271,7 +271,7 @@ def reason_when_resolved(record: Any, config: CakeConfig) -> str | None:
     if (reason := unsupported(record, None, config.block_tokens)) is not None:
         return reason  # of what the user gave; below, SGLang may have turned it off
     view = resolving_view(record)
-    traits = None
+    traits = ModelTraits()
     if view.model_path.lower() not in ("none", "dummy"):  # SGLang's spellings of "no model"
         traits = ModelTraits.of(model_config_of(record))
     return unsupported_when_resolved(view, traits, config)

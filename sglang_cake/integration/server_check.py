@@ -164,17 +164,11 @@ def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:
 
 
 def _kinds(traits: ModelTraits, architecture: str) -> str:
-    found = [
-        family
-        for family in FAMILIES
-        if family.trait and getattr(traits, family.trait) and family.refused is None
-    ]
+    found = [row for row in FAMILIES if row.trait and getattr(traits, row.trait)]
     if architecture not in MEDIA_ARCHITECTURES:
-        found = [family for family in found if family.name != MEDIA]
-    found = found or [FAMILIES[0]]
-    return f"{architecture}: " + "; ".join(
-        f"{each.name} (proven: {each.proven()})" for each in found
-    )
+        found = [row for row in found if row.name != MEDIA]
+    rows = [f"{row.name} (proven: {row.proven.replace('¹', '')})" for row in found or FAMILIES[:1]]
+    return f"{architecture}: {'; '.join(rows)}"
 
 
 def _first_line(error: Exception) -> str:

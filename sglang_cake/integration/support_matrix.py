@@ -120,364 +120,183 @@ def is_of_transformers(model: "ModelConfig") -> bool:
 PROMPT_AWARE = "UnlimitedOCRForCausalLM"
 
 MEDIA = "multimodal, requests with images or videos"
-SERVER = "server on a CPU"
-COMPONENTS = "components on a CPU"
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """A test of a kind of models.
-
-    Attributes:
-        model: a model of that kind.
-        test: a file of `tests/`, and in it a function or a key of a table. A file of `tests/e2e`
-            runs the model in a server.
-        is_breadth: `make test` leaves the test out, and `pytest -m breadth` runs it.
-    """
-
-    model: str
-    test: str
-    is_breadth: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supported:
-    """The common columns of README's tables.
-
-    Attributes:
-        stored: data of a token in a block, and further stored data.
-        proofs: one for each model or pool that is tested.
-        gpu: how, and which models, ran on a GPU.
-    """
-
-    stored: str = ""
-    proofs: tuple[Proof, ...] = ()
-    gpu: tuple[str, ...] = ()
-
-    def proven(self, breadth: str = "") -> str:
-        """How, and with which models.
-
-        Args: breadth: the mark behind those that `make test` leaves out.
-        """
-        in_server = all(proof.test.startswith("e2e/") for proof in self.proofs)
-        models = [proof.model + breadth * proof.is_breadth for proof in self.proofs]
-        return f"{SERVER if in_server else COMPONENTS}: {', '.join(models)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Family(Supported):
-    """A kind of models, as README's table has it.
+class Family:
+    """A kind of models that is served, as README's table has it.
 
     Attributes:
         trait: the attribute of `ModelTraits` that tells these models; None: all others.
         examples: of models.
-        name: of the kind; empty if it is refused.
-        refused: what is not supported, and what helps if something does; None: the kind is served.
+        stored: data of a token in a block, and further stored data.
+        proven: how tests ran it, and with which models. `make test` leaves out those with ¹. The
+            tests are in `PROOFS` of tests/integration/test_support_matrix.py.
     """
 
     trait: str | None
+    name: str
     examples: str
-    name: str = ""
-    refused: str | None = None
+    stored: str
+    proven: str
+    proven_on_gpu: str = "not yet"
 
 
-_HYBRIDS = "e2e/test_hybrids.py"
-_FAMILIES = "e2e/test_hybrid_families.py"
-_PLANES = "integration/test_pool_planes.py"
-_POOLING = (
-    "e2e/test_pooling.py::test_pooling_server_vectors_and_scores_are_equal_before_and_after_a_load"
-)
-_COMPRESSED = "radix/test_radix_compressed.py::test_radix_compressed"
-
-# In the order in which rules are checked. A model of several kinds is served if all of them are.
+# A model of several kinds is served if all of them are.
 FAMILIES: tuple[Family, ...] = (
     Family(
         None,
-        "Llama, Qwen3, Mistral, GLM-4.x",
         "MHA, GQA",
+        examples="Llama, Qwen3, Mistral, GLM-4.x",
         stored="K and V of all layers",
-        proofs=(
-            Proof(
-                "Llama",
-                "e2e/test_exactness.py::test_stored_prompt_of_any_length_gives_the_plain_answer",
-            ),
-        ),
-        gpu=("server on an H100: Llama",),
+        proven="server on a CPU: Llama",
+        proven_on_gpu="server on an H100: Llama",
     ),
     Family(
         "is_mla",
-        "DeepSeek V3, Kimi K2",
         "MLA",
+        examples="DeepSeek V3, Kimi K2",
         stored="the latent row of all layers, once",
-        proofs=(
-            Proof("DeepSeek V2", "e2e/test_matrix.py::test_mla_model_stored_answer_equals_cold"),
-        ),
+        proven="server on a CPU: DeepSeek V2",
     ),
     Family(
         "is_multimodal",
-        "all that SGLang serves from one of the KV pools of this table",
         "multimodal, requests of text",
+        examples="all that SGLang serves from one of the KV pools of this table",
         stored="as text models",
-        proofs=(
-            Proof(
-                "Qwen3-VL",
-                "e2e/test_multimodal.py"
-                "::test_multimodal_prompt_of_text_is_loaded_and_gives_the_plain_answer",
-            ),
-        ),
+        proven="server on a CPU: Qwen3-VL",
     ),
     Family(
         "is_multimodal",
-        "Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
         MEDIA,
+        examples="Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
         stored="as text models; keys cover the media",
-        proofs=(
-            Proof(
-                "Qwen3-VL",
-                "e2e/test_multimodal.py"
-                "::test_multimodal_prompt_with_images_is_loaded_and_gives_the_plain_answer",
-            ),
-            Proof(
-                "Qwen3-VL with a video",
-                "e2e/test_multimodal.py"
-                "::test_multimodal_video_is_loaded_and_no_other_video_is_taken_for_it",
-            ),
-            Proof(
-                "Qwen3.5",
-                f"{_FAMILIES}"
-                "::test_family_prompt_with_an_image_is_loaded_and_no_other_image_is_taken_for_it",
-            ),
-            Proof("Qwen2.5-VL", "e2e/test_media_models.py::qwen2.5-vl", is_breadth=True),
-            Proof("GLM-4.1V", "e2e/test_media_models.py::glm-4.1v"),
-        ),
+        proven="server on a CPU: Qwen3-VL, Qwen3-VL with a video, Qwen3.5, Qwen2.5-VL¹, GLM-4.1V",
     ),
     Family(
         "pools_last_token",
-        "Qwen3-Embedding, Qwen3-VL-Embedding, e5-mistral, Skywork-Reward",
         "embeddings, rewards and classes, of the last token",
+        examples="Qwen3-Embedding, Qwen3-VL-Embedding, e5-mistral, Skywork-Reward",
         stored="as models that generate text",
-        proofs=(
-            Proof("Llama", _POOLING),
-            Proof("Llama of the Transformers backend", _POOLING),
-        ),
-    ),
-    Family(
-        "is_encoder_decoder",
-        "Whisper, Llama 3.2 Vision, Moss-VL",
-        refused="encoder-decoder models (cross-attention KV)",
-    ),
-    Family(
-        "is_attention_free",
-        "Mamba, Mamba 2, Falcon-Mamba",
-        refused="models without attention (a prefix is one state, without KV)",
-    ),
-    Family(
-        "is_prompt_aware",
-        "Unlimited-OCR",
-        refused="models whose answers see all of the prompt and a window of themselves (their KV "
-        "depends on where a prompt ends)",
-    ),
-    Family(
-        "is_windows_only",
-        "checkpoints of Beam without full attention",
-        refused="sliding windows in all layers, in a pool of their own: set "
-        "--disable-hybrid-swa-memory",
+        proven="server on a CPU: Llama, Llama of the Transformers backend",
     ),
     Family(
         "is_compressed",
-        "DeepSeek V4 and V4.1",
         "compressed attention",
+        examples="DeepSeek V4 and V4.1",
         stored="compressed KV and its index, and the last page of the window of some prefixes",
-        proofs=(
-            Proof("DeepSeek V4", f"{_COMPRESSED}_end_attached_to_a_request_serves_the_rest"),
-            Proof(
-                "DeepSeek V4 with online sums",
-                f"{_COMPRESSED}_sums_of_a_request_are_empty_where_a_block_ends",
-            ),
-            Proof("DeepSeek V4.1", f"{_COMPRESSED}_end_attached_to_a_request_serves_the_rest"),
-            Proof(
-                "DeepSeek V4.1 with bounded replay",
-                f"{_COMPRESSED}_prompt_computes_the_last_window_of_a_replay",
-            ),
-            Proof(
-                "DeepSeek V4.1 with windows of requests",
-                "integration/test_coordinator_trees.py"
-                "::test_coordinator_trees_running_prompt_meets_what_has_landed",
-            ),
-            Proof(
-                "the same with DSPARK",
-                "integration/test_draft_ring.py"
-                "::test_draft_ring_after_loaded_blocks_has_rows_of_the_same_tokens_alone",
-            ),
-        ),
+        proven="components on a CPU: DeepSeek V4, DeepSeek V4 with online sums, DeepSeek V4.1, "
+        "DeepSeek V4.1 with bounded replay, DeepSeek V4.1 with windows of requests, the same with "
+        "DSPARK",
     ),
     Family(
         "is_hybrid_swa",
-        "gpt-oss, Gemma 4, Llama 4, MiMo V2, Step 3.5",
         "sliding windows in a pool of their own",
+        examples="gpt-oss, Gemma 4, Llama 4, MiMo V2, Step 3.5",
         stored="K and V of the other layers, and the last window of some prefixes",
-        proofs=(
-            Proof("gpt-oss", f"{_FAMILIES}::gpt-oss", is_breadth=True),
-            Proof("Gemma 4", f"{_FAMILIES}::gemma-4", is_breadth=True),
-            Proof("Llama 4", f"{_FAMILIES}::llama-4", is_breadth=True),
-            Proof("MiMo V2", f"{_FAMILIES}::mimo-v2", is_breadth=True),
-            Proof("Step 3.5", f"{_FAMILIES}::step-3.5", is_breadth=True),
-            Proof("Mellum", f"{_HYBRIDS}::windows-both"),
-        ),
+        proven="server on a CPU: gpt-oss¹, Gemma 4¹, Llama 4¹, MiMo V2¹, Step 3.5¹, Mellum",
     ),
     Family(
         "is_hybrid_ssm",
-        "Qwen3.5, Nemotron-H, Kimi Linear",
         "Mamba and linear attention",
+        examples="Qwen3.5, Nemotron-H, Kimi Linear",
         stored="K and V of the attention layers, and the states after some prefixes",
-        proofs=(
-            Proof("Qwen3-Next", f"{_HYBRIDS}::states-both"),
-            Proof("Qwen3.5", f"{_FAMILIES}::qwen3.5"),
-            Proof("Kimi Linear", f"{_FAMILIES}::kimi-linear-2-ranks"),
-            Proof("Nemotron-H", f"{_FAMILIES}::nemotron-h", is_breadth=True),
-            Proof("Granite 4", f"{_FAMILIES}::granite-4", is_breadth=True),
-            Proof("Falcon-H1", f"{_FAMILIES}::falcon-h1", is_breadth=True),
-            Proof("LFM2", f"{_FAMILIES}::lfm2", is_breadth=True),
-        ),
+        proven="server on a CPU: Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H¹, Granite 4¹, "
+        "Falcon-H1¹, LFM2¹",
     ),
     Family(
         "has_windows_and_states",
-        "Inkling",
         "sliding windows and states together",
+        examples="Inkling",
         stored="K and V of the other layers, and the last window and the states of some prefixes",
-        proofs=(
-            Proof(
-                "pools of both",
-                "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_books_right",
-            ),
-        ),
+        proven="components on a CPU: pools of both",
     ),
     Family(
         "is_sparse",
-        "DeepSeek V3.2, GLM-5, MiniMax M3",
         "sparse attention with an index",
+        examples="DeepSeek V3.2, GLM-5, MiniMax M3",
         stored="K and V, or the latent row, of all layers, and the index",
-        proofs=(
-            Proof("DSA", f"{_PLANES}::dsa"),
-            Proof("DSA with a pooled index", f"{_PLANES}::dsa, a pooled index"),
-            Proof("MiniMax M3", f"{_PLANES}::minimax"),
-        ),
+        proven="components on a CPU: DSA, DSA with a pooled index, MiniMax M3",
     ),
     Family(
         "is_compressed_index",
-        "Qwen4-Exp",
         "sparse attention with a compressed index, beside linear attention",
+        examples="Qwen4-Exp",
         stored="K and V of the attention layers and the index, and the states after some prefixes",
-        proofs=(
-            Proof("QSA", f"{_PLANES}::qsa"),
-            Proof(
-                "QSA in a tree with states",
-                "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_books_right",
-            ),
-        ),
+        proven="components on a CPU: QSA, QSA in a tree with states",
     ),
     Family(
         "is_ngram",
-        "LongCat-Flash-Lite",
         "n-gram embeddings",
+        examples="LongCat-Flash-Lite",
         stored="as without them: SGLang reads the tokens before a step from the request",
-        proofs=(
-            Proof(
-                "LongCat-Flash-Lite's table",
-                "radix/test_radix_ngrams.py"
-                "::test_radix_ngrams_loaded_part_between_two_chunks_gives_the_ngrams_of_computing",
-            ),
-        ),
+        proven="components on a CPU: LongCat-Flash-Lite's table",
+    ),
+)
+
+# The attribute of `ModelTraits` that tells models that are refused, examples of them, and what is
+# not supported, with what helps if something does. The first one that fits is reported.
+REFUSED: tuple[tuple[str, str, str], ...] = (
+    (
+        "is_encoder_decoder",
+        "Whisper, Llama 3.2 Vision, Moss-VL",
+        "encoder-decoder models (cross-attention KV)",
+    ),
+    (
+        "is_attention_free",
+        "Mamba, Mamba 2, Falcon-Mamba",
+        "models without attention (a prefix is one state, without KV)",
+    ),
+    (
+        "is_prompt_aware",
+        "Unlimited-OCR",
+        "models whose answers see all of the prompt and a window of themselves (their KV depends "
+        "on where a prompt ends)",
+    ),
+    (
+        "is_windows_only",
+        "checkpoints of Beam without full attention",
+        "sliding windows in all layers, in a pool of their own: set --disable-hybrid-swa-memory",
     ),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation(Supported):
-    """An algorithm of speculative decoding that is served; `stored` is beside the KV of the model.
+class Speculation:
+    """An algorithm of speculative decoding that is served; `stored` is beside the KV of the model,
+    and `proven` as for `Family`.
 
     Attributes:
         name: as for `--speculative-algorithm`.
     """
 
     name: str
+    stored: str
+    proven: str
+    proven_on_gpu: str = "not yet"
 
     @property
     def has_draft_kv(self) -> bool:
         """Whether a draft model keeps KV of its own."""
-        return bool(self.stored)
+        return self.stored != "nothing"
 
-
-_SERVERS = "e2e/test_speculation.py"
-_DRAFTS = "integration/test_kv_pool.py"
 
 SPECULATION: tuple[Speculation, ...] = (
-    Speculation(
-        "NGRAM",
-        proofs=(
-            Proof("Llama", f"{_SERVERS}::ngram-both"),
-            Proof("Mellum", f"{_SERVERS}::ngram-windows-both", is_breadth=True),
-            Proof("Qwen3-Next", f"{_SERVERS}::ngram-states-load", is_breadth=True),
-        ),
-    ),
-    Speculation(
-        "STANDALONE",
-        stored="K and V of the draft model",
-        proofs=(
-            Proof("Mellum", f"{_SERVERS}::standalone-windows-load"),
-            Proof("Qwen3-Next", f"{_SERVERS}::standalone-states-load", is_breadth=True),
-        ),
-    ),
-    Speculation(
-        "EAGLE",
-        stored="K and V of the draft layers",
-        proofs=(Proof("Llama", f"{_SERVERS}::eagle-both"),),
-    ),
-    Speculation(
-        "EAGLE3",
-        stored="K and V of the draft layers",
-        proofs=(
-            Proof("Llama", f"{_SERVERS}::eagle3-load"),
-            Proof("Qwen3-Next", f"{_SERVERS}::eagle3-states-load", is_breadth=True),
-        ),
-    ),
+    Speculation("NGRAM", "nothing", "server on a CPU: Llama, Mellum¹, Qwen3-Next¹"),
+    Speculation("STANDALONE", "K and V of the draft model", "server on a CPU: Mellum, Qwen3-Next¹"),
+    Speculation("EAGLE", "K and V of the draft layers", "server on a CPU: Llama"),
+    Speculation("EAGLE3", "K and V of the draft layers", "server on a CPU: Llama, Qwen3-Next¹"),
     Speculation(
         "NEXTN",
-        stored="K and V, or the latent row, of the MTP layers",
-        proofs=(
-            Proof("MiMo", f"{_SERVERS}::mtp-load", is_breadth=True),
-            Proof("Qwen3-Next", f"{_SERVERS}::mtp-states-both"),
-        ),
+        "K and V, or the latent row, of the MTP layers",
+        "server on a CPU: MiMo¹, Qwen3-Next",
     ),
-    Speculation(  # SGLang's, for NEXTN with Gemma 4
-        "FROZEN_KV_MTP",
-        proofs=(
-            Proof(
-                "a draft model without KV",
-                "integration/test_identity.py"
-                "::test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded",
-            ),
-        ),
-    ),
-    Speculation(
-        "DFLASH",
-        stored="K and V of the draft model",
-        proofs=(Proof("Llama", f"{_SERVERS}::dflash-load"),),
-    ),
-    Speculation(
-        "DSPARK",
-        stored="K and V of the draft model",
-        proofs=(Proof("draft layers", f"{_DRAFTS}::DFLASH"),),
-    ),
-    Speculation(  # drafts by an adapter, in slots that the model itself fills again
-        "UNO",
-        proofs=(
-            Proof(
-                "SGLang's worker",
-                "integration/test_uno.py::test_uno_accepted_tokens_have_the_kv_of_the_model_alone",
-            ),
-        ),
-    ),
+    # SGLang's, for NEXTN with Gemma 4
+    Speculation("FROZEN_KV_MTP", "nothing", "components on a CPU: a draft model without KV"),
+    Speculation("DFLASH", "K and V of the draft model", "server on a CPU: Llama"),
+    Speculation("DSPARK", "K and V of the draft model", "components on a CPU: draft layers"),
+    # drafts by an adapter, in slots that the model itself fills again
+    Speculation("UNO", "nothing", "components on a CPU: SGLang's worker"),
 )
 _ALGORITHMS = {each.name: each for each in SPECULATION}
 
@@ -602,9 +421,6 @@ RULES: tuple[_Rule, ...] = (
     _off("enable_streaming_session", "does not support streaming sessions"),
 )
 
-# Models for which SGLang turns off the radix cache while it resolves their settings.
-UNCACHED = "MiniCPM-SALA, HRM-Text"
-
 # Attention backends of a group's members: those that pass the layer gate before they read KV.
 _GROUP_BACKENDS = {"cpu": "torch_native", "cuda": "flashinfer"}
 
@@ -677,22 +493,20 @@ def _unsupported_ngrams(args: Any, model: ModelTraits | None) -> str | None:
     return f"cake cannot store n-gram embeddings that SGLang takes from a stale table: {remedy}"
 
 
-def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
+def unsupported_group(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
     """Why this server cannot be a member of a KV-Runahead group; None if it can, or if the settings
     name no group.
 
-    Args:
-        args: resolved.
-        model: None if there is none.
+    Args: args: resolved.
     """
     if config.runahead_peers is None:
         return None
     reason = _unfit_device(args, model)
     if args.disaggregation_mode != "null":
         reason = "does not support prefill/decode disaggregation: remove --disaggregation-mode"
-    if model is not None and (model.is_multimodal or not model.is_generation):
+    if model.is_multimodal or not model.is_generation:
         reason = "does not support multimodal and embedding models: serve another model"
-    if model is not None and model.has_end_states:
+    if model.has_end_states:
         reason = "does not support models with pools for sliding windows or recurrent states"
     if args.speculative_algorithm is not None:
         reason = "does not support speculative decoding: remove --speculative-algorithm"
@@ -708,11 +522,11 @@ def unsupported_group(args: Any, model: ModelTraits | None, config: CakeConfig) 
     return None
 
 
-def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
+def _unfit_device(args: Any, model: ModelTraits) -> str | None:
     backend = _GROUP_BACKENDS.get(args.device)
     if backend is None:
         return "runs with --device cpu or cuda: set one of them"
-    if model is not None and (model.is_sparse or model.is_ngram):
+    if model.is_sparse or model.is_ngram:
         return "does not support models with an index or of n-grams: use another model"
     if (args.prefill_attention_backend or args.attention_backend) != backend:
         return f"needs --attention-backend {backend} with --device {args.device}: set it"
@@ -720,56 +534,46 @@ def _unfit_device(args: Any, model: ModelTraits | None) -> str | None:
         return None
     if args.cuda_graph_config.prefill.backend != "disabled":
         return "stops a forward between layers, and a graph cannot be: disable prefill CUDA graphs"
-    if model is not None and model.is_mla:
+    if model.is_mla:
         return "supports MLA models on CPUs only: set --device cpu"
     return None
 
 
-def unsupported_codec(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
+def unsupported_codec(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
     """Why the codec cannot encode the KV cache that these settings make; None if it can.
 
     A quantized checkpoint may imply an 8-bit KV cache without a flag. That is known only in the
     scheduler process, where the codec is checked again.
 
-    Args:
-        args: resolved; `auto` is the model's own dtype.
-        model: None if there is none.
+    Args: args: resolved; `auto` is the model's own dtype.
     """
-    if config.codec in LOSSY and model is not None and model.is_sparse:
-        return (
-            f"cake's codec {config.codec} takes K and V only, and this model keeps an index beside "
-            "them: set --cake-codec raw, zstd or auto"
-        )
-    if config.codec in LOSSY and has_draft_kv(args):
-        return (
-            f"cake's codec {config.codec} takes K and V of one model only, and a draft model has "
-            "its own: set --cake-codec raw, zstd or auto"
-        )
-    if config.codec not in LOSSY or args.kv_cache_dtype in ("auto", "bf16", "bfloat16"):
+    if config.codec not in LOSSY:
         return None
-    return (
-        f"cake's codec {config.codec} has no bits to lose with --kv-cache-dtype "
-        f"{args.kv_cache_dtype}: set --cake-codec raw, zstd or auto"
-    )
+    if model.is_sparse:
+        why = "takes K and V only, and this model keeps an index beside them"
+    elif has_draft_kv(args):
+        why = "takes K and V of one model only, and a draft model has its own"
+    elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        why = f"has no bits to lose with --kv-cache-dtype {args.kv_cache_dtype}"
+    else:
+        return None
+    return f"cake's codec {config.codec} {why}: set --cake-codec raw, zstd or auto"
 
 
-def unsupported_head_groups(args: Any, model: ModelTraits | None, config: CakeConfig) -> str | None:
+def unsupported_head_groups(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
     """Why the KV of this server cannot be stored in groups of heads; None if it can, or if the
     settings name no groups.
 
-    Args:
-        args: resolved.
-        model: None if there is none.
+    Args: args: resolved.
     """
-    has_end_states = model is not None and model.has_end_states
-    if config.head_groups is None or (model is not None and model.is_mla and not has_end_states):
+    if config.head_groups is None or (model.is_mla and not model.has_end_states):
         return None  # pools of MLA are looked at in the scheduler process
     ranks = args.tp_size // (args.dp_size if args.enable_dp_attention else 1)
     if config.head_groups % ranks:
         return wrong_head_groups(config.head_groups, ranks)
     if config.head_groups == ranks:
         return None
-    if has_end_states:
+    if model.has_end_states:
         return (
             "cake cannot divide sliding windows and recurrent states by heads: set "
             f"--cake-head-groups {ranks}, or remove it"
@@ -783,13 +587,8 @@ def unsupported_head_groups(args: Any, model: ModelTraits | None, config: CakeCo
     return None
 
 
-def unsupported_when_resolved(
-    args: Any, model: ModelTraits | None, config: CakeConfig
-) -> str | None:
-    """Why cake does not support a server, by its resolved settings and its model; None if it does.
-
-    Args: model: None if there is none.
-    """
+def unsupported_when_resolved(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
+    """Why cake does not support a server, by its resolved settings and its model; None if it does."""
     return (
         unsupported(args, model, config.block_tokens)
         or unsupported_group(args, model, config)
@@ -849,9 +648,11 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
             "install 0.5.23"
         )
     for draft in drafts:
-        if draft.states not in (None, own) and not _has_state_slots_of(
-            requests, draft.runner.req_to_token_pool
-        ):
+        if draft.states in (None, own):
+            continue
+        # whether a request's states have the same slot in both pools
+        slots = draft.runner.req_to_token_pool.req_index_to_mamba_index_mapping
+        if slots is not requests.req_index_to_mamba_index_mapping:
             return (
                 "cake does not support a draft model with recurrent states in slots of its own: "
                 "remove --speculative-algorithm"
@@ -884,12 +685,6 @@ def unsupported_vectors(traits: ModelTraits, worker: Any) -> str | None:
     if any(layer.is_cross_attention for layer in layers.values()):  # SGLang's mark for both ways
         return "cake does not support models that see later tokens: remove --enable-cake"
     return None
-
-
-def _has_state_slots_of(requests: Any, others: Any) -> bool:
-    """Whether the states of a request have the same slot in the pools of both."""
-    mine = requests.req_index_to_mamba_index_mapping
-    return bool(others.req_index_to_mamba_index_mapping is mine)
 
 
 def keys_media(ctx: "TreeCacheBuildContext") -> bool:
@@ -1021,9 +816,9 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
 
 def unsupported_model(model: ModelTraits) -> str | None:
     """Why a model is refused, whatever the settings; None: it is not."""
-    for family in FAMILIES:
-        if family.refused is not None and family.trait and getattr(model, family.trait):
-            return f"cake does not support {family.refused}"
+    for trait, _, reason in REFUSED:
+        if getattr(model, trait):
+            return f"cake does not support {reason}"
     if model.batch_rope_tokens is not None:
         return (
             "cake does not support longrope beyond the original context, nor dynamic RoPE with "

@@ -24,9 +24,9 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.core.pooling_models import POOLING_ARCHITECTURES
 from sglang_cake.integration import compat
 from sglang_cake.integration.support_matrix import (
-    FAMILIES,
     MEDIA_ARCHITECTURES,
     PROMPT_AWARE,
+    REFUSED,
     ModelTraits,
     unsupported,
 )
@@ -203,7 +203,7 @@ def test_architectures_that_are_served_are_counted_and_others_have_a_reason(mach
             for name in generative()
         }
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
-    told = {family.refused: family.trait for family in FAMILIES if family.refused is not None}
+    told = {reason: trait for trait, _, reason in REFUSED}
     told["needs the radix cache"] = "disable_radix_cache"
     found = {}
     for name, reason in refused.items():

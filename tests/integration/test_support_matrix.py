@@ -25,6 +25,8 @@ from sglang_cake.integration import support_matrix
 from sglang_cake.integration.identity.identity import LoadedDraft, ModelSource
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
+    MEDIA,
+    REFUSED,
     RULES,
     SPECULATION,
     Family,
@@ -96,18 +98,127 @@ def _named(source: str) -> set[str]:
     return found
 
 
+HYBRIDS = "e2e/test_hybrids.py"
+FAMILIES_FILE = "e2e/test_hybrid_families.py"
+MULTIMODAL = "e2e/test_multimodal.py::test_multimodal"
+MEDIA_MODELS = "e2e/test_media_models.py"
+SPECULATING = "e2e/test_speculation.py"
+POOLING = (
+    "e2e/test_pooling.py::test_pooling_server_vectors_and_scores_are_equal_before_and_after_a_load"
+)
+COMPRESSED = "radix/test_radix_compressed.py::test_radix_compressed"
+PLANES = "integration/test_pool_planes.py"
+ENDS = "radix/test_radix_ends.py::test_radix_ends_random_calls_keep_kv_and_books_right"
+# The tests of the rows of README's tables, by model: a file, and in it a function or a key of a
+# table. A file of `e2e` runs the model in a server.
+PROOFS: dict[str, dict[str, str]] = {
+    "MHA, GQA": {
+        "Llama": "e2e/test_exactness.py::test_stored_prompt_of_any_length_gives_the_plain_answer",
+    },
+    "MLA": {"DeepSeek V2": "e2e/test_matrix.py::test_mla_model_stored_answer_equals_cold"},
+    "multimodal, requests of text": {
+        "Qwen3-VL": f"{MULTIMODAL}_prompt_of_text_is_loaded_and_gives_the_plain_answer",
+    },
+    MEDIA: {
+        "Qwen3-VL": f"{MULTIMODAL}_prompt_with_images_is_loaded_and_gives_the_plain_answer",
+        "Qwen3-VL with a video": f"{MULTIMODAL}_video_is_loaded_and_no_other_video_is_taken_for_it",
+        "Qwen3.5": f"{FAMILIES_FILE}"
+        "::test_family_prompt_with_an_image_is_loaded_and_no_other_image_is_taken_for_it",
+        "Qwen2.5-VL¹": f"{MEDIA_MODELS}::qwen2.5-vl",
+        "GLM-4.1V": f"{MEDIA_MODELS}::glm-4.1v",
+    },
+    "embeddings, rewards and classes, of the last token": {
+        "Llama": POOLING,
+        "Llama of the Transformers backend": POOLING,
+    },
+    "compressed attention": {
+        "DeepSeek V4": f"{COMPRESSED}_end_attached_to_a_request_serves_the_rest",
+        "DeepSeek V4 with online sums": f"{COMPRESSED}"
+        "_sums_of_a_request_are_empty_where_a_block_ends",
+        "DeepSeek V4.1": f"{COMPRESSED}_end_attached_to_a_request_serves_the_rest",
+        "DeepSeek V4.1 with bounded replay": f"{COMPRESSED}"
+        "_prompt_computes_the_last_window_of_a_replay",
+        "DeepSeek V4.1 with windows of requests": "integration/test_coordinator_trees.py"
+        "::test_coordinator_trees_running_prompt_meets_what_has_landed",
+        "the same with DSPARK": "integration/test_draft_ring.py"
+        "::test_draft_ring_after_loaded_blocks_has_rows_of_the_same_tokens_alone",
+    },
+    "sliding windows in a pool of their own": {
+        "gpt-oss¹": f"{FAMILIES_FILE}::gpt-oss",
+        "Gemma 4¹": f"{FAMILIES_FILE}::gemma-4",
+        "Llama 4¹": f"{FAMILIES_FILE}::llama-4",
+        "MiMo V2¹": f"{FAMILIES_FILE}::mimo-v2",
+        "Step 3.5¹": f"{FAMILIES_FILE}::step-3.5",
+        "Mellum": f"{HYBRIDS}::windows-both",
+    },
+    "Mamba and linear attention": {
+        "Qwen3-Next": f"{HYBRIDS}::states-both",
+        "Qwen3.5": f"{FAMILIES_FILE}::qwen3.5",
+        "Kimi Linear": f"{FAMILIES_FILE}::kimi-linear-2-ranks",
+        "Nemotron-H¹": f"{FAMILIES_FILE}::nemotron-h",
+        "Granite 4¹": f"{FAMILIES_FILE}::granite-4",
+        "Falcon-H1¹": f"{FAMILIES_FILE}::falcon-h1",
+        "LFM2¹": f"{FAMILIES_FILE}::lfm2",
+    },
+    "sliding windows and states together": {"pools of both": ENDS},
+    "sparse attention with an index": {
+        "DSA": f"{PLANES}::dsa",
+        "DSA with a pooled index": f"{PLANES}::dsa, a pooled index",
+        "MiniMax M3": f"{PLANES}::minimax",
+    },
+    "sparse attention with a compressed index, beside linear attention": {
+        "QSA": f"{PLANES}::qsa",
+        "QSA in a tree with states": ENDS,
+    },
+    "n-gram embeddings": {
+        "LongCat-Flash-Lite's table": "radix/test_radix_ngrams.py"
+        "::test_radix_ngrams_loaded_part_between_two_chunks_gives_the_ngrams_of_computing",
+    },
+    "NGRAM": {
+        "Llama": f"{SPECULATING}::ngram-both",
+        "Mellum¹": f"{SPECULATING}::ngram-windows-both",
+        "Qwen3-Next¹": f"{SPECULATING}::ngram-states-load",
+    },
+    "STANDALONE": {
+        "Mellum": f"{SPECULATING}::standalone-windows-load",
+        "Qwen3-Next¹": f"{SPECULATING}::standalone-states-load",
+    },
+    "EAGLE": {"Llama": f"{SPECULATING}::eagle-both"},
+    "EAGLE3": {
+        "Llama": f"{SPECULATING}::eagle3-load",
+        "Qwen3-Next¹": f"{SPECULATING}::eagle3-states-load",
+    },
+    "NEXTN": {
+        "MiMo¹": f"{SPECULATING}::mtp-load",
+        "Qwen3-Next": f"{SPECULATING}::mtp-states-both",
+    },
+    "FROZEN_KV_MTP": {
+        "a draft model without KV": "integration/test_identity.py"
+        "::test_weight_hooks_only_draft_models_with_kv_of_their_own_are_recorded",
+    },
+    "DFLASH": {"Llama": f"{SPECULATING}::dflash-load"},
+    "DSPARK": {"draft layers": "integration/test_kv_pool.py::DFLASH"},
+    "UNO": {
+        "SGLang's worker": "integration/test_uno.py"
+        "::test_uno_accepted_tokens_have_the_kv_of_the_model_alone",
+    },
+}
+
+
 @pytest.mark.parametrize("row", [*FAMILIES, *SPECULATION], ids=lambda row: row.name)
 def test_support_matrix_proofs_are_tests_that_exist(row: Family | Speculation) -> None:
-    assert bool(row.proofs) == (not isinstance(row, Family) or row.refused is None)
-    assert len({proof.test.startswith("e2e/") for proof in row.proofs}) <= 1
-    for proof in row.proofs:
-        file, _, name = proof.test.partition("::")
+    proofs = PROOFS[row.name]
+    (in_server,) = {test.startswith("e2e/") for test in proofs.values()}
+    how = "server" if in_server else "components"
+    assert row.proven == f"{how} on a CPU: {', '.join(proofs)}"
+    for model, test in proofs.items():
+        file, _, name = test.partition("::")
         source = (TESTS / file).read_text()
-        assert name in _named(source), proof
+        assert name in _named(source), test
         if "hybrid" in file:
-            builder = re.sub("[^a-z0-9]", "_", proof.model.lower())
+            builder = re.sub("[^a-z0-9]", "_", model.removesuffix("¹").lower())
             assert re.search(rf"^(    |from .*)\bbuild_{builder}\b", source, re.M), (
-                proof
+                model
             )  # imported
 
 
@@ -115,18 +226,18 @@ def test_support_matrix_proofs_are_tests_that_exist(row: Family | Speculation) -
 def test_support_matrix_proofs_of_breadth_are_those_that_make_test_leaves_out(
     tmp_path: Path,
 ) -> None:
-    proofs = [proof for row in (*FAMILIES, *SPECULATION) for proof in row.proofs]
-    proofs = [proof for proof in proofs if proof.test.startswith("e2e/") or proof.is_breadth]
-    files = {TESTS / proof.test.partition("::")[0] for proof in proofs}
+    proofs = [each for models in PROOFS.values() for each in models.items()]
+    proofs = [(m, test) for m, test in proofs if test.startswith("e2e/") or m.endswith("¹")]
+    files = {TESTS / test.partition("::")[0] for _, test in proofs}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not breadth"]
     command += map(str, files)
     done = run_forked(command, os.environ, tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stdout
     collected = [line.partition("tests/")[2] for line in done.stdout.splitlines()]
-    for proof in proofs:
-        file, _, name = proof.test.partition("::")
-        found = [test for test in collected if test.startswith(f"{file}::") and name in test]
-        assert proof.is_breadth == (not found), proof
+    for model, test in proofs:
+        file, _, name = test.partition("::")
+        found = [each for each in collected if each.startswith(f"{file}::") and name in each]
+        assert model.endswith("¹") == (not found), test
 
 
 def test_support_matrix_names_of_tests_in_a_file_are_functions_and_keys() -> None:
@@ -590,7 +701,6 @@ def test_support_matrix_server_that_cannot_be_a_runahead_member_is_refused(
 def test_support_matrix_runahead_member_on_cpu_or_gpu_is_supported(device: dict[str, Any]) -> None:
     member = CakeConfig(runahead_peers="a:1,b:1")
     args = SimpleNamespace(**MEMBER | device)
-    assert unsupported_group(args, None, member) is None
     assert unsupported_group(args, PLAIN, member) is None
     for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
         assert unsupported_group(args, replace(PLAIN, **{kind: True}), member) is not None
@@ -633,7 +743,6 @@ def test_support_matrix_head_groups_that_ranks_divide_are_supported() -> None:
     for groups in (2, 4, 8):
         config = CakeConfig(head_groups=groups)
         assert unsupported_head_groups(TWO_RANKS, PLAIN, config) is None
-        assert unsupported_head_groups(TWO_RANKS, None, config) is None
     attention = SimpleNamespace(
         **vars(TWO_RANKS) | {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True}
     )
@@ -800,7 +909,7 @@ def test_support_matrix_rules_use_existing_server_args() -> None:
 
     args = ServerArgs(model_path="none")
     assert unsupported(args, None, 128) is None
-    assert unsupported_codec(args, None, CakeConfig(codec="int4")) is None
+    assert unsupported_codec(args, PLAIN, CakeConfig(codec="int4")) is None
     for field in (*MEMBER, *(field for field, _, _ in RULES)):
         assert hasattr(args, field) or field.endswith("_bounded_replay")  # 0.5.22 has none
 
@@ -833,8 +942,6 @@ def _reasons(source: str) -> Iterator[str]:
                 found = [*args]
             case ast.Assign(targets=[ast.Name(id="reason")], value=value):
                 found = [value]
-            case ast.keyword(arg="refused", value=value):
-                found = [value]
         for each in found:
             match each:
                 case ast.Constant(value=str(text)):
@@ -848,7 +955,7 @@ def _reasons(source: str) -> Iterator[str]:
 def test_support_matrix_every_refusal_has_a_row_in_troubleshooting() -> None:
     root = Path(support_matrix.__file__).parent
     reasons = [text for name in _REASONS for text in _reasons((root / name).read_text())]
-    reasons += [reason for _, _, reason in RULES]
+    reasons += [reason for _, _, reason in (*RULES, *REFUSED)]
     reasons += ["exclude each other: another radix cache backend"]  # of flags.py
     whole = ("cake …", "cake does not support …", "…: …", "--…")
     reasons = [text for text in reasons if text not in whole and not text.startswith("KV-Runahead")]
@@ -869,6 +976,5 @@ def test_support_matrix_every_refusal_has_a_row_in_troubleshooting() -> None:
         "--enable-unified-cache-external-linker",
     }
     assert [flag for flag in flags if flag not in beside and f"`{flag}" not in tables] == []
-    for family in FAMILIES:
-        if family.refused is not None:
-            assert all(example in tables for example in family.examples.split(", "))
+    for _, examples, _ in REFUSED:
+        assert all(example in tables for example in examples.split(", "))
