@@ -120,7 +120,7 @@ async def findings(argv: Sequence[str]) -> list[Finding]:
         found.append(_ok("settings", f"supported; codec {config.codec}"))
 
     server = shape = None
-    file = server_check.config_file(record.model_path, record.revision)
+    file = server_check.config_file(record)
     try:
         if file is None:
             raise ConfigError(

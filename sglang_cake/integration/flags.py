@@ -202,10 +202,9 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
     compat.require()
     config = read_settings(given, spell)
     _refuse(reason_as_given(record, config, switch))
-    check_installed(config.codec)
+    check_machine(config)
     for source in parse_sources(config.store, config.eviction_policy):
         source.check()
-    check_files(config)
     if not _wants_cake(record):  # a sealed record refuses to be written, even with an equal value
         record.radix_cache_backend = BACKEND
     if config.runahead_peers is not None and record.cuda_graph_backend_prefill is None:
@@ -291,8 +290,10 @@ def _set(record: Any, name: str, value: object) -> None:
     msgspec.Struct.__setattr__(record, name, value)
 
 
-def check_files(config: CakeConfig) -> None:
-    """Check the files that the settings name, except those of stores. Raises: ConfigError."""
+def check_machine(config: CakeConfig) -> None:
+    """Check that the package of the codec is here, and the files that the settings name, except
+    those of stores. Raises: ConfigError."""
+    check_installed(config.codec)
     if config.has_group_setting:
         from sglang_cake.runahead.group_setting import group_setting
 

@@ -4,10 +4,8 @@ SGLang's plug-ins are not loaded here, so cake's hooks do not act. Nothing is do
 """
 
 import argparse
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -20,10 +18,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from sglang_cake.config import CakeConfig
-from sglang_cake.core.codec_names import check_installed
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration import flags
+from sglang_cake.integration.identity.content import model_folder
 from sglang_cake.integration.memory.host_pools import pin
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
@@ -106,32 +104,23 @@ def setting_faults(record: ServerArgs, config: CakeConfig) -> list[str]:
     """The faults of the settings, whatever the model and the store are."""
     reason = flags.reason_as_given(record, config)
     found = [] if reason is None else [reason]
-    checks: list[Callable[[], None]] = [
-        partial(check_installed, config.codec),
-        partial(flags.check_files, config),
-    ]
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            found.append(str(error))
+    try:
+        flags.check_machine(config)
+    except ConfigError as error:
+        found.append(str(error))
     return found
 
 
-def config_file(model: str, revision: str | None = None) -> Path | None:
-    """The `config.json` of a model folder, or of a model in the cache of Hugging Face; None if this
-    machine does not have it."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    path = Path(model) / "config.json"
-    if os.path.isfile(path):  # `Path.is_file` raises where a folder may not be entered
-        return path
+def config_file(record: ServerArgs) -> Path | None:
+    """The `config.json` of the model; None if this machine does not have it."""
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
-    except HFValidationError:  # a path
+        folder = model_folder(
+            record.model_path, revision=record.revision, download_dir=record.download_dir
+        )
+        file = folder / "config.json"
+        return file if file.is_file() else None
+    except (ConfigError, OSError):  # OSError: a folder that may not be entered
         return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def resolve(record: ServerArgs, config: CakeConfig) -> ResolvedServer:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from model_folder import LLAMA, model_folder
 from packaging.specifiers import SpecifierSet
+from sglang.srt.server_args import ServerArgs
 from warm import run_forked
 
 from sglang_cake.cli import doctor
@@ -114,7 +115,7 @@ def test_doctor_reports_all_that_is_to_mend_at_once(tmp_path: Path) -> None:
 
 
 def test_config_file_path_that_the_system_refuses_is_none() -> None:
-    assert config_file("a" * 5000) is None
+    assert config_file(ServerArgs(model_path="a" * 5000)) is None
 
 
 def test_doctor_unsupported_model_is_to_mend(tmp_path: Path) -> None:
