@@ -209,7 +209,9 @@ def register(
             if recorded.error is error:
                 raise
             failed(error, args)
-            return recorded.outcome() if recorded.called else original(*args, **kwargs)
+        if recorded.error is not None:
+            raise recorded.error
+        return recorded.result if recorded.called else original(*args, **kwargs)
 
     guarded_hook = around if kind is HookType.AROUND else before_or_after
     BOUNDARY.hooks[name].append(guarded_hook)
@@ -217,16 +219,17 @@ def register(
 
 
 class OriginalFunction:
-    """SGLang's own function as an AROUND hook gets it. It records the outcome of its last call.
+    """SGLang's own function as an AROUND hook gets it.
 
     Attributes:
         called: whether it was called.
+        result: of the last call.
         error: what the last call raised, or None.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._result: Any = None
+        self.result: Any = None
         self.called = False
         self.error: Exception | None = None
 
@@ -234,17 +237,11 @@ class OriginalFunction:
         self.called = True
         self.error = None
         try:
-            self._result = self._function(*args, **kwargs)
+            self.result = self._function(*args, **kwargs)
         except Exception as error:
             self.error = error
             raise
-        return self._result
-
-    def outcome(self) -> Any:
-        """Return the result of the last call, or raise its exception."""
-        if self.error is not None:
-            raise self.error
-        return self._result
+        return self.result
 
 
 def _rid(args: tuple[Any, ...]) -> str | None:
