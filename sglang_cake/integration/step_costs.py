@@ -96,7 +96,6 @@ class StepCosts:
 
     Attributes:
         pipelined: as given.
-        agreed: the ranks' common cost of steps.
         overlap_share: share of a last step that may run before the loads are over.
     """
 
@@ -111,10 +110,7 @@ class StepCosts:
         self._work = StepWork()  # of the step being scheduled or under way
         self._launched: deque[_LaunchedStep] = deque()  # a few: polls take out those that are over
         self._decodes = 0  # requests that decode in steps that prefill
-        self._agreed_busy_s = 0.0
-        self._agreed_tiers: tuple[LoadCost, ...] = ()
-        self._agreed_silence_s: tuple[float, ...] = ()
-        self.agreed = self._fit.cost
+        self._agreed = SharedCosts(prior, 0.0, ())
         self.overlap_share = 0.0
 
     # ---- measuring ----
@@ -140,7 +136,7 @@ class StepCosts:
         self._loader.recall(loads)
         if not self.measured:
             self._fit.recall(prefill)
-            self.agreed = self._fit.cost
+            self._agreed = self._agreed._replace(prefill=self._fit.cost)
 
     @property
     def shared(self) -> SharedCosts:
@@ -150,10 +146,12 @@ class StepCosts:
 
     def agree(self, shared: SharedCosts) -> None:
         """Decide on these numbers of all ranks."""
-        self.agreed = shared.prefill
-        self._agreed_busy_s = shared.busy_s
-        self._agreed_tiers = shared.tiers
-        self._agreed_silence_s = shared.silence_s
+        self._agreed = shared
+
+    @property
+    def agreed(self) -> PrefillCost:
+        """The ranks' common cost of steps."""
+        return self._agreed.prefill
 
     @property
     def busy_s(self) -> float:
@@ -167,7 +165,7 @@ class StepCosts:
     @property
     def step_end_s(self) -> float:
         """Predicted time until the step being scheduled is over, as the ranks agreed."""
-        return self._agreed_busy_s + self.agreed.work_s(self._work)
+        return self._agreed.busy_s + self.agreed.work_s(self._work)
 
     def scheduling(self, *, decodes: int) -> None:
         """A step is being scheduled, in which `decodes` requests decode."""
@@ -212,7 +210,7 @@ class StepCosts:
         """The agreed costs of a request's next part in the step being scheduled, which begins when
         the device is free."""
         alone = self.alone(record)
-        costs = replace(alone, backlog_s=self._agreed_busy_s, pipelined=self.pipelined)
+        costs = replace(alone, backlog_s=self._agreed.busy_s, pipelined=self.pipelined)
         return costs.beside(self._work)
 
     def decision_at_arrival(
@@ -246,7 +244,7 @@ class StepCosts:
             record.meet.view(),
             mode=mode,
             chunk_tokens=self._waiting_chunk_tokens,
-            costs=self._waiting(record, ahead, self._agreed_busy_s),
+            costs=self._waiting(record, ahead, self._agreed.busy_s),
             progress=record.progress,
         )
 
@@ -280,7 +278,7 @@ class StepCosts:
             waiting=waiting,
             work=self._work,
             cost=self.agreed,
-            backlog_s=self._agreed_busy_s,
+            backlog_s=self._agreed.busy_s,
         )
 
     def queue_s(self, work: StepWork) -> float:
@@ -313,10 +311,10 @@ class StepCosts:
         agreed = record.agreed
         load = self._loader.cost  # until its lookup is done, nothing is decided on it
         if agreed.tiers and agreed.tier is not None:  # the usual case
-            load = self._agreed_tiers[agreed.tier]
+            load = self._agreed.tiers[agreed.tier]
         share = self.overlap_share if record.may_overlap else 0.0
         costs = PromptCosts(self.agreed, load, overlap_share=share)
         if agreed.tier is not None:
             return costs
-        loads = TierLoads(agreed.tiers, self._agreed_tiers, self._agreed_silence_s)
+        loads = TierLoads(agreed.tiers, self._agreed.tiers, self._agreed.silence_s)
         return with_loads(costs, record.meet.view(), loads)
