@@ -290,7 +290,8 @@ class CakeService:
             # the next two, and so on.
             next_tokens=max(len(pools), tree.next_tokens),
         )
-        self._io.post(self._start, self._watch, self._store_metrics(labels))
+        store_metrics = None if labels is None else StoreMetrics(labels, len(self._sources))
+        self._io.post(self._start, self._watch, store_metrics)
         atexit.register(self.close)
         logger.info("cake is on: %s", redacted(str(config)))
         self.identity.start()
@@ -480,9 +481,6 @@ class CakeService:
     def _pin(self, arena: HostArena) -> bool:
         with self.kv.here():  # a thread that opens a store has no device of its own
             return pin(arena, self.kv.device)
-
-    def _store_metrics(self, labels: dict[str, str] | None) -> StoreMetrics | None:
-        return None if labels is None else StoreMetrics(labels, len(self._sources))
 
     async def _watch(self, metrics: StoreMetrics | None) -> None:
         """Publish the store's statistics, and write costs, at intervals."""

@@ -192,7 +192,7 @@ def _install_actors() -> None:
 
 def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool) -> Any:
     """Check cake's settings for this ServerArgs, and store them in it."""
-    spell = as_flag if on_cli else _as_keyword
+    spell = as_flag if on_cli else "cake_{}".format
     switch = "--enable-cake" if on_cli else "enable_cake=True"
     if not enable and not _wants_cake(record):
         _withdraw()
@@ -306,10 +306,6 @@ def check_machine(config: CakeConfig) -> None:
 def _refuse(reason: str | None) -> None:
     if reason is not None:
         raise ConfigError(reason)
-
-
-def _as_keyword(name: str) -> str:
-    return f"cake_{name}"
 
 
 def _shorten_errors(parser: argparse.ArgumentParser) -> None:
