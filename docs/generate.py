@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md, benchmarks/README.md and the pages in docs/:
+"""Writes the generated parts of benchmarks/README.md and of the pages in docs/:
 `python docs/generate.py`.
 
 With `--check` nothing is written, and the exit status is 1 if a page differs. `make docs` calls it
@@ -17,10 +17,8 @@ from prometheus_client import REGISTRY
 from sglang_cake.config import CakeConfig, as_flag
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.metrics import FailureMetrics, Metrics, StoreMetrics
-from sglang_cake.integration.support_matrix import FAMILIES, REFUSED, SPECULATION
 
 DOCS = Path(__file__).parent
-BREADTH = '¹ Not a part of `make test`: `make test ARGS="-m breadth"` runs it.'
 
 
 def settings() -> str:
@@ -52,27 +50,6 @@ def metrics() -> str:
     return "\n".join(rows)
 
 
-def models() -> str:
-    """A table of the kinds of models that are served, and a list of those that are refused."""
-    rows = ["| models | for example | stored | proven | on a GPU |", "|---|---|---|---|---|"]
-    for row in FAMILIES:
-        cells = (row.name, row.examples, row.stored, row.proven, row.proven_on_gpu)
-        rows.append(f"| {' | '.join(cells)} |")
-    rows += ["", BREADTH, "", "Refused at the start, with one line:", ""]
-    rows += [f"- {examples}: {reason}" for _, examples, reason in REFUSED]
-    rows.append("- MiniCPM-SALA, HRM-Text: models for which SGLang turns off the radix cache")
-    return "\n".join(rows)
-
-
-def speculation() -> str:
-    """A table of the algorithms of speculative decoding that are served."""
-    rows = ["| `--speculative-algorithm` | stored beside the KV of the model | proven | on a GPU |"]
-    rows.append("|---|---|---|---|")
-    for row in SPECULATION:
-        rows.append(f"| {row.name} | {row.stored} | {row.proven} | {row.proven_on_gpu} |")
-    return "\n".join([*rows, "", BREADTH])
-
-
 def results() -> str:
     """A table of the files with measurements: when each was measured, and at which commit."""
     rows = ["| file | measured | commit |", "|---|---|---|"]
@@ -86,8 +63,6 @@ def results() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "metrics": metrics,
-    "models": models,
-    "speculation": speculation,
     "results": results,
 }
 
@@ -115,7 +90,7 @@ def _outside(match: re.Match[str]) -> str:
 def main() -> int:
     differ = []
     root = DOCS.parent
-    for path in [root / "README.md", root / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]:
+    for path in [root / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]:
         before = path.read_text(encoding="utf-8")
         after = generated(before)
         if after != before:

@@ -156,7 +156,7 @@ def _kinds(traits: ModelTraits, architecture: str) -> str:
     found = [row for row in FAMILIES if row.trait and getattr(traits, row.trait)]
     if architecture not in MEDIA_ARCHITECTURES:
         found = [row for row in found if row.name != MEDIA]
-    rows = [f"{row.name} (proven: {row.proven.replace('¹', '')})" for row in found or FAMILIES[:1]]
+    rows = [f"{row.name} (proven: {row.proven})" for row in found or FAMILIES[:1]]
     return f"{architecture}: {'; '.join(rows)}"
 
 

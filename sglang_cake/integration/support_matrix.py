@@ -8,7 +8,7 @@ resolved. `check_context` checks once more in the scheduler process, which has t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.codec_names import LOSSY, RAW
@@ -122,191 +122,102 @@ PROMPT_AWARE = "UnlimitedOCRForCausalLM"
 MEDIA = "multimodal, requests with images or videos"
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A kind of models that is served, as README's table has it.
+class Family(NamedTuple):
+    """A kind of models that is served.
 
     Attributes:
         trait: the attribute of `ModelTraits` that tells these models; None: all others.
-        examples: of models.
-        stored: data of a token in a block, and further stored data.
-        proven: how tests ran it, and with which models. `make test` leaves out those with ¹. The
-            tests are in `PROOFS` of tests/integration/test_support_matrix.py.
+        name: as in README's table.
+        proven: how tests ran it, and with which models.
     """
 
     trait: str | None
     name: str
-    examples: str
-    stored: str
     proven: str
-    proven_on_gpu: str = "not yet"
 
 
 # A model of several kinds is served if all of them are.
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        None,
-        "MHA, GQA",
-        examples="Llama, Qwen3, Mistral, GLM-4.x",
-        stored="K and V of all layers",
-        proven="server on a CPU: Llama",
-        proven_on_gpu="server on an H100: Llama",
-    ),
-    Family(
-        "is_mla",
-        "MLA",
-        examples="DeepSeek V3, Kimi K2",
-        stored="the latent row of all layers, once",
-        proven="server on a CPU: DeepSeek V2",
-    ),
-    Family(
-        "is_multimodal",
-        "multimodal, requests of text",
-        examples="all that SGLang serves from one of the KV pools of this table",
-        stored="as text models",
-        proven="server on a CPU: Qwen3-VL",
-    ),
+FAMILIES = (
+    Family(None, "MHA, GQA", "server on a CPU: Llama"),
+    Family("is_mla", "MLA", "server on a CPU: DeepSeek V2"),
+    Family("is_multimodal", "multimodal, requests of text", "server on a CPU: Qwen3-VL"),
     Family(
         "is_multimodal",
         MEDIA,
-        examples="Qwen2-VL to Qwen3-VL, GLM-4.xV, Kimi VL and K2.5, InternVL",
-        stored="as text models; keys cover the media",
-        proven="server on a CPU: Qwen3-VL, Qwen3-VL with a video, Qwen3.5, Qwen2.5-VL¹, GLM-4.1V",
+        "server on a CPU: Qwen3-VL, Qwen3-VL with a video, Qwen3.5, Qwen2.5-VL, GLM-4.1V",
     ),
     Family(
         "pools_last_token",
         "embeddings, rewards and classes, of the last token",
-        examples="Qwen3-Embedding, Qwen3-VL-Embedding, e5-mistral, Skywork-Reward",
-        stored="as models that generate text",
-        proven="server on a CPU: Llama, Llama of the Transformers backend",
+        "server on a CPU: Llama, Llama of the Transformers backend",
     ),
     Family(
         "is_compressed",
         "compressed attention",
-        examples="DeepSeek V4 and V4.1",
-        stored="compressed KV and its index, and the last page of the window of some prefixes",
-        proven="components on a CPU: DeepSeek V4, DeepSeek V4 with online sums, DeepSeek V4.1, "
-        "DeepSeek V4.1 with bounded replay, DeepSeek V4.1 with windows of requests, the same with "
-        "DSPARK",
+        "components on a CPU: DeepSeek V4, DeepSeek V4 with online sums, DeepSeek V4.1, "
+        "DeepSeek V4.1 with bounded replay, DeepSeek V4.1 with windows of requests, the same "
+        "with DSPARK",
     ),
     Family(
         "is_hybrid_swa",
         "sliding windows in a pool of their own",
-        examples="gpt-oss, Gemma 4, Llama 4, MiMo V2, Step 3.5",
-        stored="K and V of the other layers, and the last window of some prefixes",
-        proven="server on a CPU: gpt-oss¹, Gemma 4¹, Llama 4¹, MiMo V2¹, Step 3.5¹, Mellum",
+        "server on a CPU: gpt-oss, Gemma 4, Llama 4, MiMo V2, Step 3.5, Mellum",
     ),
     Family(
         "is_hybrid_ssm",
         "Mamba and linear attention",
-        examples="Qwen3.5, Nemotron-H, Kimi Linear",
-        stored="K and V of the attention layers, and the states after some prefixes",
-        proven="server on a CPU: Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H¹, Granite 4¹, "
-        "Falcon-H1¹, LFM2¹",
+        "server on a CPU: Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, Granite 4, Falcon-H1, LFM2",
     ),
     Family(
         "has_windows_and_states",
         "sliding windows and states together",
-        examples="Inkling",
-        stored="K and V of the other layers, and the last window and the states of some prefixes",
-        proven="components on a CPU: pools of both",
+        "components on a CPU: pools of both",
     ),
     Family(
         "is_sparse",
         "sparse attention with an index",
-        examples="DeepSeek V3.2, GLM-5, MiniMax M3",
-        stored="K and V, or the latent row, of all layers, and the index",
-        proven="components on a CPU: DSA, DSA with a pooled index, MiniMax M3",
+        "components on a CPU: DSA, DSA with a pooled index, MiniMax M3",
     ),
     Family(
         "is_compressed_index",
         "sparse attention with a compressed index, beside linear attention",
-        examples="Qwen4-Exp",
-        stored="K and V of the attention layers and the index, and the states after some prefixes",
-        proven="components on a CPU: QSA, QSA in a tree with states",
+        "components on a CPU: QSA, QSA in a tree with states",
     ),
-    Family(
-        "is_ngram",
-        "n-gram embeddings",
-        examples="LongCat-Flash-Lite",
-        stored="as without them: SGLang reads the tokens before a step from the request",
-        proven="components on a CPU: LongCat-Flash-Lite's table",
-    ),
+    Family("is_ngram", "n-gram embeddings", "components on a CPU: LongCat-Flash-Lite's table"),
 )
 
-# The attribute of `ModelTraits` that tells models that are refused, examples of them, and what is
-# not supported, with what helps if something does. The first one that fits is reported.
-REFUSED: tuple[tuple[str, str, str], ...] = (
-    (
-        "is_encoder_decoder",
-        "Whisper, Llama 3.2 Vision, Moss-VL",
-        "encoder-decoder models (cross-attention KV)",
-    ),
-    (
-        "is_attention_free",
-        "Mamba, Mamba 2, Falcon-Mamba",
-        "models without attention (a prefix is one state, without KV)",
-    ),
-    (
-        "is_prompt_aware",
-        "Unlimited-OCR",
-        "models whose answers see all of the prompt and a window of themselves (their KV depends "
-        "on where a prompt ends)",
-    ),
-    (
-        "is_windows_only",
-        "checkpoints of Beam without full attention",
-        "sliding windows in all layers, in a pool of their own: set --disable-hybrid-swa-memory",
-    ),
-)
+# What is not supported, and what helps if something does, by the attribute of `ModelTraits` that
+# tells these models. The first one that fits is reported.
+REFUSED = {
+    "is_encoder_decoder": "encoder-decoder models (cross-attention KV)",
+    "is_attention_free": "models without attention (a prefix is one state, without KV)",
+    "is_prompt_aware": "models whose answers see all of the prompt and a window of themselves "
+    "(their KV depends on where a prompt ends)",
+    "is_windows_only": "sliding windows in all layers, in a pool of their own: set "
+    "--disable-hybrid-swa-memory",
+}
 
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """An algorithm of speculative decoding that is served; `stored` is beside the KV of the model,
-    and `proven` as for `Family`.
-
-    Attributes:
-        name: as for `--speculative-algorithm`.
-    """
-
-    name: str
-    stored: str
-    proven: str
-    proven_on_gpu: str = "not yet"
-
-    @property
-    def has_draft_kv(self) -> bool:
-        """Whether a draft model keeps KV of its own."""
-        return self.stored != "nothing"
-
-
-SPECULATION: tuple[Speculation, ...] = (
-    Speculation("NGRAM", "nothing", "server on a CPU: Llama, Mellum¹, Qwen3-Next¹"),
-    Speculation("STANDALONE", "K and V of the draft model", "server on a CPU: Mellum, Qwen3-Next¹"),
-    Speculation("EAGLE", "K and V of the draft layers", "server on a CPU: Llama"),
-    Speculation("EAGLE3", "K and V of the draft layers", "server on a CPU: Llama, Qwen3-Next¹"),
-    Speculation(
-        "NEXTN",
-        "K and V, or the latent row, of the MTP layers",
-        "server on a CPU: MiMo¹, Qwen3-Next",
-    ),
-    # SGLang's, for NEXTN with Gemma 4
-    Speculation("FROZEN_KV_MTP", "nothing", "components on a CPU: a draft model without KV"),
-    Speculation("DFLASH", "K and V of the draft model", "server on a CPU: Llama"),
-    Speculation("DSPARK", "K and V of the draft model", "components on a CPU: draft layers"),
-    # drafts by an adapter, in slots that the model itself fills again
-    Speculation("UNO", "nothing", "components on a CPU: SGLang's worker"),
-)
-_ALGORITHMS = {each.name: each for each in SPECULATION}
+# The algorithms of speculative decoding that are served, as for `--speculative-algorithm`, and
+# whether a draft model keeps KV of its own.
+SPECULATION = {
+    "NGRAM": False,
+    "STANDALONE": True,
+    "EAGLE": True,
+    "EAGLE3": True,
+    "NEXTN": True,
+    "FROZEN_KV_MTP": False,  # SGLang's, for NEXTN with Gemma 4
+    "DFLASH": True,
+    "DSPARK": True,
+    "UNO": False,  # drafts by an adapter, in slots that the model itself fills again
+}
 
 
 def has_draft_kv(args: Any) -> bool:
     """Whether these settings make a draft model with KV of its own. False for an algorithm that is
     not served."""
     name = args.speculative_algorithm
-    if (found := _ALGORITHMS.get((name or "").upper())) is not None:
-        return found.has_draft_kv
+    if (found := SPECULATION.get((name or "").upper())) is not None:
+        return found
     plugin = plugin_algorithm(name)
     return plugin is not None and bool(plugin.has_draft_kv())
 
@@ -324,7 +235,7 @@ def plugin_algorithm(name: str | None) -> "CustomSpecAlgo | None":
 
 
 def _is_unknown(algorithm: str | None) -> bool:
-    known = algorithm is None or algorithm.upper() in _ALGORITHMS
+    known = algorithm is None or algorithm.upper() in SPECULATION
     return not known and plugin_algorithm(algorithm) is None
 
 
@@ -397,7 +308,7 @@ RULES: tuple[_Rule, ...] = (
         "speculative_algorithm",
         _is_unknown,
         f"does not know what this speculative algorithm keeps: set --speculative-algorithm to one "
-        f"of {', '.join(_ALGORITHMS)}, or to one of a plug-in",
+        f"of {', '.join(SPECULATION)}, or to one of a plug-in",
     ),
     _off("enable_mis", "does not support multi-item scoring"),
     _off("enable_hisparse", "does not support HiSparse"),
@@ -588,7 +499,7 @@ def unsupported_head_groups(args: Any, model: ModelTraits, config: CakeConfig) -
 
 
 def unsupported_when_resolved(args: Any, model: ModelTraits, config: CakeConfig) -> str | None:
-    """Why cake does not support a server, by its resolved settings and its model; None if it does."""
+    """Why cake does not support a server with this model; None if it does. Args: args: resolved."""
     return (
         unsupported(args, model, config.block_tokens)
         or unsupported_group(args, model, config)
@@ -657,19 +568,16 @@ def unsupported_drafts(args: Any, drafts: Sequence[Any], requests: Any) -> str |
                 "cake does not support a draft model with recurrent states in slots of its own: "
                 "remove --speculative-algorithm"
             )
+    unset = None
     skips = drafts and envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get()
     if skips and (args.speculative_adaptive or args.speculative_num_steps == 0):
-        return (
-            "cake needs the KV of the draft model for all tokens: unset "
-            "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
-        )
+        unset = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
     # Then the KV of the last accepted tokens is written in the next step, after it has been saved.
     defers = getattr(envs, "SGLANG_DSPARK_DEFER_CONTEXT_KV", None)  # not in 0.5.22
     if args.speculative_algorithm == "DSPARK" and defers is not None and defers.get():
-        return (
-            "cake needs the KV of the draft model for all tokens: unset "
-            "SGLANG_DSPARK_DEFER_CONTEXT_KV"
-        )
+        unset = "SGLANG_DSPARK_DEFER_CONTEXT_KV"
+    if unset is not None:
+        return f"cake needs the KV of the draft model for all tokens: unset {unset}"
     return None
 
 
@@ -816,7 +724,7 @@ def may_overlap(ctx: "TreeCacheBuildContext", config: CakeConfig) -> bool:
 
 def unsupported_model(model: ModelTraits) -> str | None:
     """Why a model is refused, whatever the settings; None: it is not."""
-    for trait, _, reason in REFUSED:
+    for trait, reason in REFUSED.items():
         if getattr(model, trait):
             return f"cake does not support {reason}"
     if model.batch_rope_tokens is not None:

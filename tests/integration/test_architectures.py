@@ -203,7 +203,7 @@ def test_architectures_that_are_served_are_counted_and_others_have_a_reason(mach
             for name in generative()
         }
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
-    told = {reason: trait for trait, _, reason in REFUSED}
+    told = {reason: trait for trait, reason in REFUSED.items()}
     told["needs the radix cache"] = "disable_radix_cache"
     found = {}
     for name, reason in refused.items():

@@ -29,9 +29,7 @@ from sglang_cake.integration.support_matrix import (
     REFUSED,
     RULES,
     SPECULATION,
-    Family,
     ModelTraits,
-    Speculation,
     batch_rope_tokens,
     check_context,
     unsupported,
@@ -205,21 +203,46 @@ PROOFS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("row", [*FAMILIES, *SPECULATION], ids=lambda row: row.name)
-def test_support_matrix_proofs_are_tests_that_exist(row: Family | Speculation) -> None:
-    proofs = PROOFS[row.name]
+README = (TESTS.parent / "README.md").read_text().partition("## Reference: models")[2]
+
+
+def _cells(name: str) -> list[str]:
+    """The other cells of a row of README's tables."""
+    (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", README, re.M)
+    return str(row).split(" | ")
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_support_matrix_proofs_are_tests_that_exist(name: str) -> None:
+    proofs = PROOFS[name]
     (in_server,) = {test.startswith("e2e/") for test in proofs.values()}
     how = "server" if in_server else "components"
-    assert row.proven == f"{how} on a CPU: {', '.join(proofs)}"
+    assert _cells(name)[-2] == f"{how} on a CPU: {', '.join(proofs)}"
     for model, test in proofs.items():
-        file, _, name = test.partition("::")
+        file, _, function = test.partition("::")
         source = (TESTS / file).read_text()
-        assert name in _named(source), test
+        assert function in _named(source), test
         if "hybrid" in file:
             builder = re.sub("[^a-z0-9]", "_", model.removesuffix("¹").lower())
             assert re.search(rf"^(    |from .*)\bbuild_{builder}\b", source, re.M), (
                 model
             )  # imported
+
+
+def test_support_matrix_rows_are_those_of_readme() -> None:
+    assert set(PROOFS) == {*(row.name for row in FAMILIES), *SPECULATION}
+    for row in FAMILIES:
+        assert _cells(row.name)[-2].replace("¹", "") == row.proven
+    for name, has_draft_kv in SPECULATION.items():
+        assert (_cells(name)[0] != "nothing") == has_draft_kv, name
+    for reason in REFUSED.values():
+        assert len(_examples(reason)) > 0
+
+
+def _examples(reason: str) -> list[str]:
+    """The models that README names for a reason of REFUSED."""
+    (examples,) = re.findall(rf"^- (.*): {re.escape(reason)}$", README, re.M)
+    return str(examples).split(", ")
 
 
 @since_0_5_23
@@ -802,11 +825,11 @@ def test_support_matrix_sparse_attention_is_served_without_lossy_codecs_and_grou
         assert "an index or of n-grams" in reason
 
 
-@pytest.mark.parametrize("speculation", SPECULATION, ids=str)
+@pytest.mark.parametrize(("algorithm", "has_draft_kv"), SPECULATION.items())
 def test_support_matrix_draft_kv_is_served_with_end_states_and_without_lossy_codecs(
-    speculation: Speculation,
+    algorithm: str, has_draft_kv: bool
 ) -> None:
-    for name in (speculation.name, speculation.name.lower()):
+    for name in (algorithm, algorithm.lower()):
         args = _args(speculative_algorithm=name)
         assert unsupported(args, PLAIN, 128) is None
         for kind in ("is_hybrid_swa", "is_hybrid_ssm"):
@@ -814,7 +837,7 @@ def test_support_matrix_draft_kv_is_served_with_end_states_and_without_lossy_cod
         coded = _cache("auto", name)
         for codec in CHOICES:
             reason = unsupported_codec(coded, PLAIN, CakeConfig(codec=codec))
-            assert (reason is not None) == (codec in LOSSY and speculation.has_draft_kv)
+            assert (reason is not None) == (codec in LOSSY and has_draft_kv)
 
 
 @since_0_5_23
@@ -955,7 +978,7 @@ def _reasons(source: str) -> Iterator[str]:
 def test_support_matrix_every_refusal_has_a_row_in_troubleshooting() -> None:
     root = Path(support_matrix.__file__).parent
     reasons = [text for name in _REASONS for text in _reasons((root / name).read_text())]
-    reasons += [reason for _, _, reason in (*RULES, *REFUSED)]
+    reasons += [*(reason for _, _, reason in RULES), *REFUSED.values()]
     reasons += ["exclude each other: another radix cache backend"]  # of flags.py
     whole = ("cake …", "cake does not support …", "…: …", "--…")
     reasons = [text for text in reasons if text not in whole and not text.startswith("KV-Runahead")]
@@ -976,5 +999,5 @@ def test_support_matrix_every_refusal_has_a_row_in_troubleshooting() -> None:
         "--enable-unified-cache-external-linker",
     }
     assert [flag for flag in flags if flag not in beside and f"`{flag}" not in tables] == []
-    for _, examples, _ in REFUSED:
-        assert all(example in tables for example in examples.split(", "))
+    for reason in REFUSED.values():
+        assert all(example in tables for example in _examples(reason))
