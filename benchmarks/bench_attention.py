@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from sglang_cake.cli.patch import find_installation, load_patches, make_plan
+from sglang_cake.cli.patch import find_installation, plan_of
 
 BACKEND = "sglang/srt/layers/attention/torch_native_backend.py"
 METHODS = {"_run_sdpa_forward_extend", "_make_sliding_window_mask", "_causal_lower_right"}
@@ -151,10 +151,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     installation = find_installation()
-    patches = load_patches(installation.version)
-    paths = {diff.path for patch in patches for diff in patch.files}
-    installed = {path: installation.read(path) for path in paths}
-    plan = make_plan(patches, installed, installation.recorded)
+    plan = plan_of(installation)
     if plan.conflicts:
         raise SystemExit(f"the patches do not fit: {plan.conflicts[0]}")
     forwards = {

@@ -33,7 +33,6 @@ from sglang_cake.core.errors import ConfigError, PatchError, StoreError
 from sglang_cake.core.host_memory import available_bytes, buffer_counts, mib
 from sglang_cake.simulator.hardware import GPUS
 from sglang_cake.simulator.shapes import Shape, find_shape
-from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.open_store import depths_of, parse_sources
 from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import redacted, split_urls
@@ -344,10 +343,9 @@ async def store_findings(
 
 
 def _spaces(store: NamedStore, kv: KvSizes | None) -> list[Finding]:
-    return [] if store.files is None else [_space(store.files, kv)]
-
-
-def _space(files: FileSource, kv: KvSizes | None) -> Finding:
+    """The space of a folder; empty for other stores."""
+    if (files := store.files) is None:
+        return []
     disk = shutil.disk_usage(files.path)
     room_bytes = disk.free - files.min_free_bytes + (files.stats().used_bytes or 0)
     usable_bytes = min(room_bytes, files.capacity_bytes or room_bytes)
@@ -357,8 +355,8 @@ def _space(files: FileSource, kv: KvSizes | None) -> Finding:
     if files.capacity_bytes is not None and files.capacity_bytes > room_bytes:
         text += f": the disk has no room for the capacity of {size_text(files.capacity_bytes)}"
         text += f" beside {size_text(files.min_free_bytes)} that stay free"
-        return Finding("note", "space", text)
-    return _ok("space", text)
+        return [Finding("note", "space", text)]
+    return [_ok("space", text)]
 
 
 # ---- gain ----

@@ -19,7 +19,7 @@ import importlib.metadata
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -36,14 +36,6 @@ class PatchState(Enum):
     NOT_APPLIED = "not applied"
     PARTLY_APPLIED = "partly applied"  # by an interrupted run; `apply` and `revert` complete it
     CONFLICT = "does not fit"
-
-
-@dataclass(frozen=True)
-class Patch:
-    """Diffs of one repair, by the name of its file without `.patch`."""
-
-    name: str
-    files: tuple[FileDiff, ...]
 
 
 @dataclass(frozen=True)
@@ -111,8 +103,9 @@ def patches_root() -> Path:
     raise PatchError("this installation of sglang-cake lacks its patches; install it again")
 
 
-def load_patches(version: str) -> list[Patch]:
-    """Patches for one version of SGLang, in the order of application.
+def load_patches(version: str) -> dict[str, list[FileDiff]]:
+    """Patches for one version of SGLang, in the order of application, by the names of their files
+    without `.patch`.
 
     Raises: PatchError: there are none, or a patch file is damaged.
     """
@@ -124,48 +117,47 @@ def load_patches(version: str) -> list[Patch]:
             sorted(path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
         )
         raise PatchError(f"no repairs for SGLang {version}; there are some for {known or 'none'}")
-    patches = []
+    patches = {}
     for path in sorted(folder.glob("*.patch")):
         try:
-            patches.append(Patch(path.stem, tuple(parse(path.read_bytes()))))
+            patches[path.stem] = parse(path.read_bytes())
         except DiffError as error:
             raise PatchError(f"{path.name} is damaged: {error}") from error
     return patches
 
 
 def make_plan(
-    patches: Iterable[Patch], installed: Mapping[str, bytes], recorded: Mapping[str, str]
+    patches: dict[str, list[FileDiff]],
+    installed: Mapping[str, bytes],
+    recorded: Mapping[str, str],
 ) -> PatchPlan:
     """Compute the released and the repaired content of every file. Pure.
 
     Conflicts are part of the plan and are not raised.
     """
-    patches = list(patches)
     released = dict(installed)
-    applied: dict[str, list[bool]] = {patch.name: [] for patch in patches}
-    for patch in reversed(patches):
-        for diff in patch.files:
+    applied: dict[str, list[bool]] = {name: [] for name in patches}
+    for name, diffs in reversed(patches.items()):
+        for diff in diffs:
             try:
                 released[diff.path] = apply(released[diff.path], diff.reversed())
-                applied[patch.name].append(True)
+                applied[name].append(True)
             except DiffError:
-                applied[patch.name].append(False)
+                applied[name].append(False)
     repaired = dict(released)
     states = {name: _state(files) for name, files in applied.items()}
     conflicts = []
-    for patch in patches:
-        for diff in patch.files:
-            # Hunks can fit although the file was changed elsewhere. The recorded hash detects that.
+    for name, diffs in patches.items():
+        for diff in diffs:
             wanted = recorded.get(diff.path)
-            if wanted is not None and _record_hash(released[diff.path]) != wanted:
-                conflicts.append(f"{diff.path} is not the released file")
-                states[patch.name] = PatchState.CONFLICT
-                continue
             try:
+                # Hunks can fit although the file was changed elsewhere.
+                if wanted is not None and _record_hash(released[diff.path]) != wanted:
+                    raise DiffError(f"{diff.path} is not the released file")
                 repaired[diff.path] = apply(repaired[diff.path], diff)
             except DiffError as error:
                 conflicts.append(str(error))
-                states[patch.name] = PatchState.CONFLICT
+                states[name] = PatchState.CONFLICT
     return PatchPlan(installed, released, repaired, states, tuple(conflicts))
 
 
@@ -218,7 +210,7 @@ def plan_of(installation: Installation) -> PatchPlan:
     Raises: PatchError: there are no patches for this SGLang, or a file cannot be read.
     """
     patches = load_patches(installation.version)
-    paths = {diff.path for patch in patches for diff in patch.files}
+    paths = {diff.path for diffs in patches.values() for diff in diffs}
     installed = {path: installation.read(path) for path in sorted(paths)}
     return make_plan(patches, installed, installation.recorded)
 

@@ -21,7 +21,7 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.integration import flags
-from sglang_cake.integration.identity.content import model_folder
+from sglang_cake.integration.identity.identity import ModelSource
 from sglang_cake.integration.memory.host_pools import pin
 from sglang_cake.integration.support_matrix import (
     FAMILIES,
@@ -114,10 +114,8 @@ def setting_faults(record: ServerArgs, config: CakeConfig) -> list[str]:
 def config_file(record: ServerArgs) -> Path | None:
     """The `config.json` of the model; None if this machine does not have it."""
     try:
-        folder = model_folder(
-            record.model_path, revision=record.revision, download_dir=record.download_dir
-        )
-        file = folder / "config.json"
+        source = ModelSource(record.model_path, record.revision, record.download_dir)
+        file = source.folder() / "config.json"
         return file if file.is_file() else None
     except (ConfigError, OSError):  # OSError: a folder that may not be entered
         return None

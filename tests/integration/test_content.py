@@ -28,6 +28,7 @@ from sglang_cake.integration.identity.content import (
     file_states,
     unhashed_bytes,
 )
+from sglang_cake.integration.identity.identity import ModelSource
 from sglang_cake.stores.file.disk import file_system_type
 
 LARGE_BYTES = (32 << 20) + 5  # more than is read at once
@@ -363,7 +364,7 @@ def test_model_folder_without_weights_or_local_copy_is_a_config_error(tmp_path: 
     with pytest.raises(ConfigError, match="no weight files"):
         content.weight_files(str(tmp_path), tmp_path)
     with pytest.raises(ConfigError, match="no local copy"):
-        content.model_folder("nobody/nothing", revision=None, download_dir=None)
+        ModelSource("nobody/nothing").folder()
 
 
 def test_tensor_names_are_read_from_safetensors_files_only(tmp_path: Path) -> None:

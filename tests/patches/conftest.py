@@ -16,10 +16,7 @@ def copies() -> Copies:
         installation = patch_command.find_installation()
     except PatchError:
         pytest.skip("SGLang is not installed")
-    patches = patch_command.load_patches(VERSION)
-    paths = sorted({diff.path for patch in patches for diff in patch.files})
-    installed = {path: installation.read(path) for path in paths}
-    plan = patch_command.make_plan(patches, installed, installation.recorded)
+    plan = patch_command.plan_of(installation)
     # Not taken from the plan's word: the environment may be repaired, so what was undone in memory
     # has to be what the wheel recorded.
     recorded = {
@@ -30,7 +27,7 @@ def copies() -> Copies:
     for path, content in plan.released.items():
         assert record_hash(content) == recorded[path]
     return Copies(
-        dict(plan.released), dict(plan.repaired), {path: recorded[path] for path in paths}
+        dict(plan.released), dict(plan.repaired), {path: recorded[path] for path in plan.installed}
     )
 
 

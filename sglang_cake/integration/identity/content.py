@@ -123,28 +123,6 @@ def _state_of(file: Path) -> FileState:
         os.close(fd)
 
 
-def model_folder(path: str, *, revision: str | None, download_dir: str | None) -> Path:
-    """The folder that SGLang loads the model `path` from: that folder itself, the folder of that
-    file, or the local snapshot of a model on Hugging Face.
-
-    Raises: ConfigError if there is none.
-    """
-    local = Path(path)
-    if local.exists():
-        return local if local.is_dir() else local.parent
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(
-                path, revision=revision, cache_dir=download_dir, local_files_only=True
-            )
-        )
-    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError) as error:
-        raise ConfigError(f"there is no local copy of {path!r}") from error
-
-
 def weight_files(path: str, folder: Path) -> list[Path]:
     """The files with the weights, and the index that assigns tensors to files.
 

@@ -386,17 +386,37 @@ class ModelSource:
         return Path(self.path).exists()
 
     def folder(self) -> Path:
-        """Raises: ConfigError if there is no local copy, or if it comes from ModelScope."""
-        modelscope = os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true")
-        if modelscope and not self.is_local:
+        """The folder that SGLang loads from: that folder itself, the folder of that file, or the
+        local snapshot of a model on Hugging Face.
+
+        Raises: ConfigError if there is none, or if it comes from ModelScope; OSError.
+        """
+        if self.is_local:
+            path = Path(self.path)
+            return path if path.is_dir() else path.parent
+        if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true"):
             raise ConfigError(f"{self.path!r} comes from ModelScope")
-        return content.model_folder(
-            self.path, revision=self.revision, download_dir=self.download_dir
-        )
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            folder = snapshot_download(
+                self.path,
+                revision=self.revision,
+                cache_dir=self.download_dir,
+                local_files_only=True,
+            )
+        except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError) as error:
+            raise ConfigError(f"there is no local copy of {self.path!r}") from error
+        return Path(folder)
 
     def weights(self) -> Files:
         """The weight files as they are now. Raises: ConfigError, OSError."""
         return content.file_states(content.weight_files(self.path, self.folder()))
+
+    def configuration(self, *, code: bool) -> Files:
+        """The files that define the computation. Args, Raises: as `content.config_files`."""
+        return content.file_states(content.config_files(self.folder(), code=code))
 
     def weights_or_none(self) -> Files | None:
         """`weights`, or None if there are none or they cannot be read."""
@@ -592,15 +612,14 @@ def model_jobs(
         if not loaded.model_recorded or loaded.weights not in (None, weights):
             private = private or "files changed while they were loaded"
         code = bool(values.trust_remote_code)
-        configs = content.file_states(content.config_files(source.folder(), code=code))
+        configs = source.configuration(code=code)
         for path in kv_settings.content_paths(values):
             beside.append(content.file_states(content.all_files(path)))
         for draft in loaded.drafts:
             found = draft.source.weights()
             if draft.weights not in (None, found):
                 private = private or "files of the draft model changed while they were loaded"
-            of_draft = content.config_files(draft.source.folder(), code=code)
-            drafts += [found, content.file_states(of_draft)]
+            drafts += [found, draft.source.configuration(code=code)]
     except (ConfigError, OSError) as error:
         unreadable = str(error)
     if private is not None:

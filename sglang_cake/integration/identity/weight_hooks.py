@@ -11,7 +11,6 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.boundary import register
 from sglang_cake.integration.compat import weights_are_being_pushed
-from sglang_cake.integration.identity import content
 from sglang_cake.integration.identity.content import Files
 from sglang_cake.integration.identity.identity import (
     LOADED,
@@ -103,10 +102,9 @@ def _clone_all(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _adapter_files(path: str) -> Files | None:
+    source = ModelSource(path)
     try:
-        folder = content.model_folder(path, revision=None, download_dir=None)
-        files = content.weight_files(path, folder)
-        return content.file_states([*files, *content.config_files(folder, code=False)])
+        return source.weights() | source.configuration(code=False)
     except (ConfigError, OSError):
         return None
 
