@@ -17,6 +17,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import as_completed
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -316,8 +317,8 @@ def content_digest(files: Files, cancelled: threading.Event | None = None) -> st
     progress = _Progress(files, cancelled or threading.Event())
     pool = DaemonPool(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2)), "cake-hash")
     try:
-        begun = {file: pool.submit(_file_digest, file, files[file], progress) for file in files}
-        digests = {file: digest.result() for file, digest in begun.items()}
+        begun = {pool.submit(_file_digest, file, files[file], progress): file for file in files}
+        digests = {begun[each]: each.result() for each in as_completed(begun)}
     finally:
         pool.shutdown(cancel_futures=True)
     progress.finished()
