@@ -430,7 +430,6 @@ class CakeService:
 
     def close(self) -> None:
         """Stop reading, and finish the block writes under way. Called when the process ends."""
-        self.identity.close()
         if self.runahead is not None:
             self.runahead.close()
         self.loader.close()

@@ -516,8 +516,8 @@ class DigestJob:
 
 
 class DigestJobs:
-    """The unfinished jobs of this process. All ranks of a group start the same jobs in the same
-    order, and receive the results in the same step. The scheduler thread owns it.
+    """The unfinished jobs of this process, which end with it. All ranks of a group start the same
+    jobs in the same order, and receive the results in the same step. The scheduler thread owns it.
 
     Args:
         reduce_min: in-place MIN over an int64 CPU tensor across the ranks; None for a single rank.
@@ -526,11 +526,6 @@ class DigestJobs:
     def __init__(self, reduce_min: Callable[[torch.Tensor], None] | None) -> None:
         self._reduce_min = reduce_min
         self._unfinished: dict[str, DigestJob] = {}
-
-    @property
-    def is_single_rank(self) -> bool:
-        """Whether the group has one rank."""
-        return self._reduce_min is None
 
     def start(self, job: DigestJob) -> None:
         """Run the job: at once if there is little to read, else in the background. Cancels an
@@ -552,11 +547,6 @@ class DigestJobs:
         job = self._unfinished.pop(name, None)
         if job is not None:
             job.cancelled.set()
-
-    def close(self) -> None:
-        """Cancel all jobs without waiting for them."""
-        for name in list(self._unfinished):
-            self.cancel(name)
 
     def take_finished(self) -> list[DigestJob]:
         """Jobs that are done on every rank, each returned once. `fields` is None on all ranks if
@@ -719,6 +709,7 @@ class Identity:
         self._had_scales = any(map(_has_scales, _attention_layers(self._runner.model)))
         self._values = resolving_view(ctx.server_args)
         self._defaults = _defaults(ctx)
+        self._is_single_rank = reduce_min is None
         self._jobs = DigestJobs(reduce_min)
         self._configuration: DigestJob | None = None  # since `start`
         self._weights: str | None = None  # None: not known
@@ -819,12 +810,7 @@ class Identity:
                 fields = {**self._fields, "weights": self._weights, **self._rest}
                 self._on_known(Namespace(tuple(fields.items())))
 
-    def close(self) -> None:
-        """Cancel all jobs."""
-        self._loaded.on_adapter = None
-        self._jobs.close()
-
     def _start(self, job: DigestJob) -> None:
         self._jobs.start(job)
-        if self._jobs.is_single_rank:  # several ranks take the result in their next step
+        if self._is_single_rank:  # several ranks take the result in their next step
             self.poll()
