@@ -13,7 +13,9 @@ and may be called from any thread. They release the GIL while they work on a blo
 the encoder of `entropy` holds it for a few thousand numbers at a time.
 """
 
+import math
 import threading
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -130,6 +132,25 @@ def taken(data: Bytes, at: int, count: int, dtype: Any) -> npt.NDArray[Any]:
     if at % np.dtype(dtype).itemsize:
         view = view.copy()
     return view.view(dtype)
+
+
+# dtype and shape of an array in the bytes of a `PackStep`.
+Field = tuple[Any, tuple[int, ...]]
+
+
+def packed_bytes(fields: Sequence[Field]) -> int:
+    """Bytes of the arrays, one after the other, up to a multiple of 8."""
+    size = sum(np.dtype(kind).itemsize * math.prod(shape) for kind, shape in fields)
+    return -(-size // 8) * 8
+
+
+def packed_arrays(data: Bytes, at: int, fields: Sequence[Field]) -> list[npt.NDArray[Any]]:
+    """The arrays that begin at byte `at`, as views if they are aligned. Raises: Malformed."""
+    arrays = []
+    for kind, shape in fields:
+        arrays.append(taken(data, at, math.prod(shape), kind).reshape(shape))
+        at += arrays[-1].nbytes
+    return arrays
 
 
 def is_whole(value: object, low: int, high: int) -> bool:

@@ -10,7 +10,7 @@ its plane, so that neither the range of bfloat16 nor subnormal numbers are lost.
 # mypy: disable-error-code="no-untyped-def"
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,13 @@ import numpy.typing as npt
 from sglang_cake.codecs.block_arrays import KEYS, Block, Part, parts_of
 from sglang_cake.codecs.codec_steps import (
     Bytes,
+    Field,
     Malformed,
     Unencodable,
     check_lossy,
     is_whole,
-    taken,
+    packed_arrays,
+    packed_bytes,
 )
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.core.layout import BlockLayout
@@ -31,29 +33,12 @@ from sglang_cake.core.layout import BlockLayout
 # ranges exactly enough.
 SMALLEST, LARGEST = 2.0**-100, 2.0**120
 Floats = npt.NDArray[np.float32]
-_ALIGN = 8
-
-
-class GroupSection(NamedTuple):
-    """Where one part's numbers lie in the packed bytes."""
-
-    stats: tuple[int, int, int]  # shape of zeros, and of scales
-    codes: tuple[int, int, int]  # shape of the bytes that hold the codes
-    size: int
-
-    @property
-    def stats_count(self) -> int:
-        return self.stats[0] * self.stats[1] * self.stats[2]
-
-    @property
-    def codes_count(self) -> int:
-        return self.codes[0] * self.codes[1] * self.codes[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Implements `PackStep`. For each part: the powers of two (float32, one a plane), the zeros
-    and the scales (float16), the codes (4 bits: tokens in pairs, the first in the lower bits)."""
+    """Implements `PackStep`. For each part the arrays of `fields`. Of codes of 4 bits, two tokens
+    share a byte: the first one has the lower bits."""
 
     bits: int
     group: int = 128  # tokens of a channel for keys, channels of a token for the others
@@ -69,36 +54,40 @@ class Groups:
 
     def max_bytes(self, layout: BlockLayout) -> int:
         check_lossy(layout)
-        return sum(self.section(part).size for part in parts_of(layout))
+        return sum(packed_bytes(self.fields(part)) for part in parts_of(layout))
 
-    def section(self, part: Part) -> GroupSection:
-        """How one part is packed."""
+    def fields(self, part: Part) -> list[Field]:
+        """The packed arrays of a part."""
         rows, columns = part.tokens, -(-part.channels // self.group)
         if part.name == KEYS:
             rows, columns = -(-part.tokens // self.group), part.channels
         coded_rows = part.tokens if self.bits == 8 else -(-part.tokens // 2)
-        stats, codes = (part.layers, rows, columns), (part.layers, coded_rows, part.channels)
-        size = 4 * part.layers + 4 * int(np.prod(stats)) + int(np.prod(codes))
-        return GroupSection(stats, codes, -(-size // _ALIGN) * _ALIGN)
+        return [
+            (np.float32, (part.layers,)),  # powers of two
+            (np.float16, (part.layers, rows, columns)),  # zeros
+            (np.float16, (part.layers, rows, columns)),  # scales
+            (np.uint8, (part.layers, coded_rows, part.channels)),  # codes
+        ]
 
     def encode(self, block: Block, out: Bytes) -> int:
         if not all_finite(block.words, block.kind):
             raise Unencodable
         at = 0
         for part in block.parts:
-            section = self.section(part)
+            fields = self.fields(part)
+            size = packed_bytes(fields)
+            out[at : at + size] = 0
+            powers, zeros, scales, codes = packed_arrays(out, at, fields)
+            at += size
             kind, along = block.kind, part.name == KEYS
-            lows, highs = np.empty(section.stats, np.float32), np.empty(section.stats, np.float32)
+            lows, highs = np.empty(zeros.shape, np.float32), np.empty(zeros.shape, np.float32)
             place = (block.words, *part.place)
             extremes(*place, self.group, kind, along, lows, highs)
-            powers, zeros, scales = grid(lows, highs, 2**self.bits - 1)
-            out[at : at + section.size] = 0
-            codes = _write(out, at, section, powers, zeros, scales)
+            powers[:], zeros[:], scales[:] = grid(lows, highs, 2**self.bits - 1)
             zero, scale = unpacked(powers, zeros, scales)
             with np.errstate(divide="ignore"):
                 inverse = np.where(scale > 0, 1 / scale, 0).astype(np.float32)
             quantise(*place, self.group, kind, along, zero, inverse, self.bits, codes)
-            at += section.size
         return at
 
     def decode(self, data: Bytes, block: Block) -> None:
@@ -106,13 +95,13 @@ class Groups:
             raise Malformed(f"{len(data)} bytes, {self.max_bytes(block.layout)} expected")
         at = 0
         for part in block.parts:
-            section = self.section(part)
-            powers, zeros, scales, codes = sections(data, at, section)
+            fields = self.fields(part)
+            powers, zeros, scales, codes = packed_arrays(data, at, fields)
+            at += packed_bytes(fields)
             zero, scale = unpacked(powers, zeros, scales)
             along = part.name == KEYS
             place = (block.words, *part.place)
             restore(*place, self.group, block.kind, along, zero, scale, self.bits, codes)
-            at += section.size
 
 
 def grid(lows: Floats, highs: Floats, steps: int) -> tuple[Floats, Any, Any]:
@@ -144,26 +133,6 @@ def unpacked(powers: Floats, zeros: Any, scales: Any) -> tuple[Floats, Floats]:
     by_plane = powers[:, None, None]
     with np.errstate(all="ignore"):  # hostile bytes may overflow
         return zeros.astype(np.float32) * by_plane, scales.astype(np.float32) * by_plane
-
-
-def sections(data: Bytes, at: int, section: GroupSection) -> tuple[Any, Any, Any, Any]:
-    """Powers, zeros, scales and codes of a part that begins at byte `at`. Raises: Malformed."""
-    layers, count = section.stats[0], section.stats_count
-    powers = taken(data, at, layers, np.float32)
-    zeros = taken(data, at + 4 * layers, count, np.float16).reshape(section.stats)
-    scales = taken(data, at + 4 * layers + 2 * count, count, np.float16).reshape(section.stats)
-    codes_at = at + 4 * layers + 4 * count
-    codes = taken(data, codes_at, section.codes_count, np.uint8).reshape(section.codes)
-    return powers, zeros, scales, codes
-
-
-def _write(out: Bytes, at: int, section: GroupSection, powers: Any, zeros: Any, scales: Any) -> Any:
-    """Write powers, zeros and scales; returns the view of `out` for the codes."""
-    for array in (powers, zeros, scales):
-        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        out[at : at + len(raw)] = raw
-        at += len(raw)
-    return out[at : at + section.codes_count].reshape(section.codes)
 
 
 @compiled

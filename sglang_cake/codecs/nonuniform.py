@@ -15,57 +15,32 @@ than even ones (docs/codecs.md), so levels are even. The format has them for eac
 # numba reads types off the arguments, not off annotations
 # mypy: disable-error-code="no-untyped-def"
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
 from sglang_cake.codecs.block_arrays import KEYS, Block, Part, parts_of
-from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, check_lossy, taken
+from sglang_cake.codecs.codec_steps import (
+    Bytes,
+    Field,
+    Malformed,
+    Unencodable,
+    check_lossy,
+    packed_arrays,
+    packed_bytes,
+)
 from sglang_cake.codecs.groups import grid, unpacked
 from sglang_cake.codecs.kernels import all_finite, compiled, number, word
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout
 
 OUTLIERS = 0.01  # share of the numbers of a vector that are kept as they are
 MIN_VECTOR = 64  # shorter vectors keep none: one number would be a larger share
-_ALIGN = 8
-
-
-class NonUniformSection(NamedTuple):
-    """How one part is packed. A plane has `vectors` vectors of `numbers` numbers. Of each vector,
-    `kept` numbers are kept as they are."""
-
-    layers: int
-    vectors: int
-    numbers: int
-    kept: int
-    coded: tuple[int, int, int, int]  # layers, bits, bytes of eight tokens, channels
-    place_type: Any  # dtype of an index into a vector
-    kept_type: Any  # dtype of a number that is kept as it is
-
-    def fields(self) -> list[tuple[Any, tuple[int, ...]]]:
-        """The packed arrays in order: (dtype, shape)."""
-        rows = (self.layers, self.vectors)
-        return [
-            (np.float32, (self.layers,)),  # powers of two
-            (np.float32, (self.layers, 2 ** self.coded[1])),  # levels in 0 to 1
-            (np.float16, rows),  # zeros
-            (np.float16, rows),  # scales
-            (self.kept_type, (*rows, self.kept)),
-            (self.place_type, (*rows, self.kept)),
-            (np.uint8, self.coded),
-        ]
-
-    @property
-    def size(self) -> int:
-        size: int = sum(np.dtype(kind).itemsize * math.prod(shape) for kind, shape in self.fields())
-        return -(-size // _ALIGN) * _ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class NonUniform:
-    """Implements `PackStep`. For each part the arrays of `NonUniformSection.fields`. Bit `t` of
+    """Implements `PackStep`. For each part the arrays of `fields`. Bit `t` of
     byte `i` of plane `b` of the codes is bit `b` of the code of token `8 * i + t`."""
 
     bits: int
@@ -79,36 +54,39 @@ class NonUniform:
 
     def max_bytes(self, layout: BlockLayout) -> int:
         check_lossy(layout)
-        return sum(self.section(part, layout).size for part in parts_of(layout))
+        return sum(packed_bytes(self.fields(part, layout)) for part in parts_of(layout))
 
-    def section(self, part: Part, layout: BlockLayout) -> NonUniformSection:
-        """How one part is packed."""
+    def fields(self, part: Part, layout: BlockLayout) -> list[Field]:
+        """The packed arrays of a part. A plane has `vectors` vectors of `numbers` numbers. Of each
+        vector, `kept` numbers are kept as they are."""
         vectors, numbers = part.tokens, part.channels
         if part.name == KEYS:
             vectors, numbers = numbers, vectors
         kept = max(1, round(OUTLIERS * numbers)) if numbers >= MIN_VECTOR else 0
-        return NonUniformSection(
-            layers=part.layers,
-            vectors=vectors,
-            numbers=numbers,
-            kept=kept,
-            coded=(part.layers, self.bits, -(-part.tokens // 8), part.channels),
-            place_type=np.uint8 if numbers <= 256 else np.uint32 if numbers > 65536 else np.uint16,
-            kept_type=np.uint32 if DTYPE_BYTES[layout.groups[0].dtype] == 4 else np.uint16,
-        )
+        place_type = np.uint8 if numbers <= 256 else np.uint32 if numbers > 65536 else np.uint16
+        kept_type = np.uint32 if DTYPE_BYTES[layout.groups[0].dtype] == 4 else np.uint16
+        return [
+            (np.float32, (part.layers,)),  # powers of two
+            (np.float32, (part.layers, 2**self.bits)),  # levels in 0 to 1
+            (np.float16, (part.layers, vectors)),  # zeros
+            (np.float16, (part.layers, vectors)),  # scales
+            (kept_type, (part.layers, vectors, kept)),
+            (place_type, (part.layers, vectors, kept)),  # their indices in the vector
+            (np.uint8, (part.layers, self.bits, -(-part.tokens // 8), part.channels)),  # codes
+        ]
 
     def encode(self, block: Block, out: Bytes) -> int:
         if not all_finite(block.words, block.kind):
             raise Unencodable
         at = 0
         for part in block.parts:
-            section = self.section(part, block.layout)
-            powers, levels, zeros, scales, kept, places, codes = self._views(out, at, section)
-            rows = (section.layers, section.vectors)
-            numbers = np.empty((*rows, section.numbers), np.float32)
-            lows, highs = np.empty(rows, np.float32), np.empty(rows, np.float32)
-            place = (block.words, *part.place)
+            fields = self.fields(part, block.layout)
+            powers, levels, zeros, scales, kept, places, codes = packed_arrays(out, at, fields)
+            at += packed_bytes(fields)
             along = part.name == KEYS
+            numbers = np.empty((*zeros.shape, part.tokens if along else part.channels), np.float32)
+            lows, highs = np.empty(zeros.shape, np.float32), np.empty(zeros.shape, np.float32)
+            place = (block.words, *part.place)
             gather(*place, block.kind, along, numbers)
             set_apart(numbers, places, lows, highs)
             keep(*place, along, places, kept)
@@ -119,7 +97,6 @@ class NonUniform:
             levels[:] = np.linspace(0, 1, 2**self.bits)
             codes[:] = 0
             assign(numbers, (levels[:, 1:] + levels[:, :-1]) / 2, along, codes)
-            at += section.size
         return at
 
     def decode(self, data: Bytes, block: Block) -> None:
@@ -128,15 +105,15 @@ class NonUniform:
         self.check(block.layout, data)
         at = 0
         for part in block.parts:
-            section = self.section(part, block.layout)
-            powers, levels, zeros, scales, kept, places, codes = self._views(data, at, section)
+            fields = self.fields(part, block.layout)
+            powers, levels, zeros, scales, kept, places, codes = packed_arrays(data, at, fields)
+            at += packed_bytes(fields)
             zero, scale = unpacked(powers, zeros[:, None], scales[:, None])
             place = (block.words, *part.place)
             along = part.name == KEYS
             table = np.ascontiguousarray(levels)
             restore(*place, block.kind, along, table, zero[:, 0], scale[:, 0], codes)
             put_back(*place, along, places, kept)
-            at += section.size
 
     def check(self, layout: BlockLayout, data: Bytes) -> None:
         """Check that all places lie in their vectors: the compiled loops do not.
@@ -146,18 +123,12 @@ class NonUniform:
         """
         at = 0
         for part in parts_of(layout):
-            section = self.section(part, layout)
-            places = self._views(data, at, section)[5]
-            if places.size and int(places.max()) >= section.numbers:
+            fields = self.fields(part, layout)
+            places = packed_arrays(data, at, fields)[5]
+            at += packed_bytes(fields)
+            numbers = part.tokens if part.name == KEYS else part.channels
+            if places.size and int(places.max()) >= numbers:
                 raise Malformed("a number is kept for a place outside of its vector")
-            at += section.size
-
-    def _views(self, data: Bytes, at: int, section: NonUniformSection) -> list[Any]:
-        views = []
-        for kind, shape in section.fields():
-            views.append(taken(data, at, int(np.prod(shape)), kind).reshape(shape))
-            at += views[-1].nbytes
-        return views
 
 
 @compiled

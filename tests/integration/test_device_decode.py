@@ -115,7 +115,7 @@ def test_device_decode_outlier_index_out_of_range_raises_malformed() -> None:
     """There it would be an index out of bounds, which ends the process."""
     memory, size = encoded(Chain(NonUniform(3)), WIDE, kv_like(WIDE))
     body_at = size - NonUniform(3).max_bytes(WIDE)
-    fields = NonUniform(3).section(parts_of(WIDE)[0], WIDE).fields()
+    fields = NonUniform(3).fields(parts_of(WIDE)[0], WIDE)
     places_at = body_at + sum(np.dtype(kind).itemsize * int(np.prod(n)) for kind, n in fields[:5])
     assert memory[places_at] < 128
     memory[places_at] = 128  # of 128 tokens

@@ -5,6 +5,8 @@ each rounded to the nearest, ties to even. `catalogue.decodes_on_device` decides
 decoded here, and `catalogue.prepare` checks that no index in them leads out of a block.
 """
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 
 from sglang_cake.codecs.block_arrays import KEYS, Part, parts_of
 from sglang_cake.codecs.catalogue import parse
+from sglang_cake.codecs.codec_steps import Field, packed_bytes
 from sglang_cake.codecs.groups import Groups
 from sglang_cake.codecs.nonuniform import NonUniform
 from sglang_cake.codecs.pipeline import RAW_CHAIN, Leading, Raw, split
@@ -63,21 +66,16 @@ def restore_groups(
     """Fill `block` (uint8 `[block_bytes]`) as `Groups.decode` does, on the device of both."""
     at = 0
     for part in parts_of(layout):
-        section = pack.section(part)
-        layers = part.layers
-        count = section.stats_count
-        powers = source[at : at + 4 * layers].view(torch.float32).view(-1, 1, 1)
-        stats = source[at + 4 * layers : at + 4 * layers + 4 * count].view(torch.float16)
-        codes_at = at + 4 * layers + 4 * count
-        codes = source[codes_at : codes_at + section.codes_count].view(section.codes)
-        zeros, scales = (half.view(section.stats).float() * powers for half in stats.view(2, -1))
+        fields = pack.fields(part)
+        powers, zeros, scales, codes = _arrays(source, at, fields)
+        at += packed_bytes(fields)
+        zeros, scales = (some.float() * powers.view(-1, 1, 1) for some in (zeros, scales))
         numbers = _codes(codes, pack.bits, part.tokens).float()
         dim, length = (1, part.tokens) if part.name == KEYS else (2, part.channels)
         for index, first in enumerate(range(0, length, pack.group)):
             some = numbers.narrow(dim, first, min(pack.group, length - first))
             some.mul_(scales.narrow(dim, index, 1)).add_(zeros.narrow(dim, index, 1))
         _write(layout, part, numbers, block)
-        at += section.size
 
 
 def restore_nonuniform(
@@ -86,14 +84,9 @@ def restore_nonuniform(
     """Fill `block` (uint8 `[block_bytes]`) as `NonUniform.decode` does, on the device of both."""
     at = 0
     for part in parts_of(layout):
-        section = pack.section(part, layout)
-        fields = []
-        here = at
-        for kind, shape in section.fields():
-            field = _field(source, here, np.dtype(kind), shape)
-            here += field.numel() * field.element_size()
-            fields.append(field)
-        powers, levels, zeros, scales, kept, places, codes = fields
+        fields = pack.fields(part, layout)
+        powers, levels, zeros, scales, kept, places, codes = _arrays(source, at, fields)
+        at += packed_bytes(fields)
         coded = _bits(codes, part.tokens).int()
         coded += torch.arange(part.layers, device=coded.device).int().view(-1, 1, 1) << pack.bits
         numbers = levels.flatten().index_select(0, coded.flatten()).view(coded.shape)
@@ -101,13 +94,12 @@ def restore_nonuniform(
         zero, scale = ((some.float() * powers[:, None]) for some in (zeros, scales))
         numbers.mul_(scale.unsqueeze(across)).add_(zero.unsqueeze(across))
         _write(layout, part, numbers, block)
-        if section.kept:
+        if kept.numel():
             if across == 1:
                 kept = kept.transpose(1, 2)
                 places = places.transpose(1, 2)
             mask = 2 ** (8 * places.element_size()) - 1
             _planes(layout, part, block).scatter_(across, places.long() & mask, kept)
-        at += section.size
 
 
 def put_back_leading(
@@ -178,16 +170,19 @@ def _write(layout: BlockLayout, part: Part, numbers: torch.Tensor, block: torch.
     _planes(layout, part, block).view(dtype).copy_(numbers)
 
 
-def _field(
-    source: torch.Tensor, at: int, kind: "np.dtype[np.generic]", shape: tuple[int, ...]
-) -> torch.Tensor:
-    """An array of a payload from byte `at` on; whole numbers by their bits."""
-    size = kind.itemsize
-    bytes_ = source[at : at + size * int(np.prod(shape))]
-    if bytes_.storage_offset() % size:
-        bytes_ = bytes_.clone()
-    same = getattr(torch, kind.name) if kind.kind == "f" else _SAME_SIZE[size]
-    return bytes_.view(same).view(shape)
+def _arrays(source: torch.Tensor, at: int, fields: Sequence[Field]) -> list[torch.Tensor]:
+    """As `packed_arrays`; whole numbers by their bits."""
+    arrays = []
+    for kind, shape in fields:
+        dtype = np.dtype(kind)
+        count = dtype.itemsize * math.prod(shape)
+        raw = source[at : at + count]
+        if raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()
+        same = getattr(torch, dtype.name) if dtype.kind == "f" else _SAME_SIZE[dtype.itemsize]
+        arrays.append(raw.view(same).view(shape))
+        at += count
+    return arrays
 
 
 def _codes(codes: torch.Tensor, bits: int, tokens: int) -> torch.Tensor:
