@@ -6,7 +6,6 @@ The offline optimum stands beside the results: no policy can exceed it.
 import argparse
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,61 +84,55 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--admit: {args.admit!r} is not possible, write a number from 0 on")
     trace = read_trace(args.trace)
     clock = SavedTime(SHAPES[args.shape], trace.block_tokens)
-    results = []
+    rows = []
     for capacity_blocks in capacities:
         optimum = _replay(trace, None, capacity_blocks, args, clock)
         bound_s = seconds_bound(trace, capacity_blocks, clock)
         for policy in policies:
             outcome = _replay(trace, policy, capacity_blocks, args, clock)
-            results.append(
-                ReplayResult(policy, capacity_blocks, args.shape, outcome, optimum, bound_s)
-            )
+            rows.append(_row(policy, capacity_blocks, args.shape, outcome, optimum, bound_s))
     if args.json:
-        fields = [result.fields() for result in results]
-        print(json.dumps(fields[0] if len(fields) == 1 else fields, indent=2))
+        print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=2))
     else:
         print(_heading(args.trace, trace, args.shape))
-        print(_table(results))
+        print(_table(rows))
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """Outcome of one policy at one capacity, with the offline optimum at that capacity.
+def _row(
+    policy: str,
+    capacity_blocks: int,
+    shape: str,
+    outcome: ReplayCounts,
+    optimum: ReplayCounts,
+    bound_s: float,
+) -> dict[str, Any]:
+    """The result of one policy at one capacity, as `--json` prints it.
 
-    Attributes:
+    Args:
         shape: name of the model and link whose seconds are counted.
+        optimum: of the offline optimum at that capacity.
         bound_s: upper bound on the seconds that any policy saves.
     """
-
-    policy: str
-    capacity_blocks: int
-    shape: str
-    outcome: ReplayCounts
-    optimum: ReplayCounts
-    bound_s: float
-
-    def fields(self) -> dict[str, object]:
-        """The result as `--json` prints it."""
-        return {
-            "policy": self.policy,
-            "capacity_blocks": self.capacity_blocks,
-            "refs": self.outcome.refs,
-            "hits": self.outcome.hits,
-            "hit_ratio": self.outcome.hit_ratio,
-            "byte_hit_ratio": self.outcome.byte_hit_ratio,
-            "second_half_hit_ratio": self.outcome.second_half_hit_ratio,
-            "island_hit_ratio": self.outcome.island_hit_ratio,
-            "shape": self.shape,
-            "seconds_saved": self.outcome.saved_s[0],
-            "written_blocks": self.outcome.written,
-            "write_amplification": self.outcome.write_amplification,
-            "evictions": self.outcome.evictions,
-            "us_per_eviction": self.outcome.us_per_eviction,
-            "optimum_hit_ratio": self.optimum.hit_ratio,
-            "optimum_seconds_saved": self.optimum.saved_s[0],
-            "seconds_saved_bound": self.bound_s,
-        }
+    return {
+        "policy": policy,
+        "capacity_blocks": capacity_blocks,
+        "refs": outcome.refs,
+        "hits": outcome.hits,
+        "hit_ratio": outcome.hit_ratio,
+        "byte_hit_ratio": outcome.byte_hit_ratio,
+        "second_half_hit_ratio": outcome.second_half_hit_ratio,
+        "island_hit_ratio": outcome.island_hit_ratio,
+        "shape": shape,
+        "seconds_saved": outcome.saved_s[0],
+        "written_blocks": outcome.written,
+        "write_amplification": outcome.write_amplification,
+        "evictions": outcome.evictions,
+        "us_per_eviction": outcome.us_per_eviction,
+        "optimum_hit_ratio": optimum.hit_ratio,
+        "optimum_seconds_saved": optimum.saved_s[0],
+        "seconds_saved_bound": bound_s,
+    }
 
 
 def _replay(
@@ -208,7 +201,7 @@ def _heading(path: Path, trace: Trace, shape: str) -> str:
     )
 
 
-def _table(results: list[ReplayResult]) -> str:
+def _table(rows: list[dict[str, Any]]) -> str:
     heads = [
         "blocks",
         "policy",
@@ -222,22 +215,20 @@ def _table(results: list[ReplayResult]) -> str:
         "evictions",
         "us each",
     ]
-    rows = []
-    for result in results:
-        outcome = result.outcome
-        rows.append(
-            [
-                count_text(result.capacity_blocks),
-                result.policy,
-                f"{100 * outcome.hit_ratio:.2f}",
-                f"{100 * outcome.second_half_hit_ratio:.2f}",
-                f"{100 * outcome.byte_hit_ratio:.2f}",
-                f"{100 * outcome.island_hit_ratio:.2f}",
-                f"{100 * outcome.hits / max(1, result.optimum.hits):.2f}",
-                count_text(outcome.saved_s[0]),
-                count_text(result.bound_s),
-                count_text(outcome.evictions),
-                f"{outcome.us_per_eviction:.1f}",
-            ]
-        )
-    return table(heads, rows, right=[0, *range(2, len(heads))])
+    cells = [
+        [
+            count_text(row["capacity_blocks"]),
+            row["policy"],
+            f"{100 * row['hit_ratio']:.2f}",
+            f"{100 * row['second_half_hit_ratio']:.2f}",
+            f"{100 * row['byte_hit_ratio']:.2f}",
+            f"{100 * row['island_hit_ratio']:.2f}",
+            f"{100 * row['hit_ratio'] / (row['optimum_hit_ratio'] or 1):.2f}",
+            count_text(row["seconds_saved"]),
+            count_text(row["seconds_saved_bound"]),
+            count_text(row["evictions"]),
+            f"{row['us_per_eviction']:.1f}",
+        ]
+        for row in rows
+    ]
+    return table(heads, cells, right=[0, *range(2, len(heads))])

@@ -14,7 +14,6 @@ limits that no policy can beat, since they know the future.
 """
 
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +22,6 @@ from sglang_cake.simulator.request_traces import Trace, TraceRequest, next_uses
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
-from sglang_cake.stores.eviction.queues import Rank
 from sglang_cake.stores.reported_accesses import ConversationTracker, KnownPrompt
 
 BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matter
@@ -33,7 +31,6 @@ BYTES_PER_TOKEN = 1  # every token's KV has the same size: only proportions matt
 class ReplayShape:
     """A model on a machine with a link to its store."""
 
-    name: str
     prefill: PrefillCost
     load_s_per_token: float
 
@@ -94,46 +91,20 @@ class SavedTime:
 
 
 def _dense(
-    name: str,
-    *,
-    parameters: float,
-    hidden: int,
-    layers: int,
-    flops: float,
-    kv_bytes: int,
-    link: int,
+    parameters: float, hidden: int, layers: int, *, flops: float, link_bytes_per_s: float
 ) -> ReplayShape:
-    """A dense transformer: 2 FLOPs per parameter and token, 4 x hidden per layer and pair.
-
-    Args: flops: that prefill reaches, a second; kv_bytes: per token; link: bytes a second.
-    """
+    """A dense transformer with 8 KV heads of 128 numbers of 16 bits: 2 FLOPs per parameter and
+    token, 4 x hidden per layer and pair. Args: flops: that prefill reaches, a second."""
     prefill = PrefillCost(0.0, 2 * parameters / flops, 4 * hidden * layers / flops)
-    return ReplayShape(name, prefill, kv_bytes / link)
+    return ReplayShape(prefill, 2 * layers * 8 * 128 * 2 / link_bytes_per_s)
 
 
-# Half of the peak of an A100 (312 TFLOP/s) in prefill; KV in 16 bits, 8 heads of 128.
+# Half of the peak of an A100 (312 TFLOP/s) in prefill.
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        _dense(
-            "8b",  # Llama-3.1-8B on one A100, a 32 Gbit/s link: the Cake paper's middle setting
-            parameters=8e9,
-            hidden=4096,
-            layers=32,
-            flops=156e12,
-            kv_bytes=2 * 32 * 8 * 128 * 2,
-            link=4 * 10**9,
-        ),
-        _dense(
-            "70b",  # Llama-3.1-70B on eight A100, a 10 Gbit/s link
-            parameters=70e9,
-            hidden=8192,
-            layers=80,
-            flops=8 * 140e12,
-            kv_bytes=2 * 80 * 8 * 128 * 2,
-            link=1_250_000_000,
-        ),
-    )
+    # Llama-3.1-8B on one A100, a 32 Gbit/s link: the Cake paper's middle setting.
+    "8b": _dense(8e9, 4096, 32, flops=156e12, link_bytes_per_s=4e9),
+    # Llama-3.1-70B on eight A100, a 10 Gbit/s link.
+    "70b": _dense(70e9, 8192, 80, flops=8 * 140e12, link_bytes_per_s=1.25e9),
 }
 
 
@@ -344,26 +315,17 @@ class BeladyPolicy(RankedPolicy):
     blocks at their uses. A prefix is used whenever its continuation is, and so is evicted after it:
     the leading hits are the same blocks.
 
-    The number of calls of `refresh` is the number of the request.
+    Each call of `refresh` is the beginning of the next request.
     """
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__(self._next_use)
-        self._uses: dict[int, list[int]] = {}
-        for index, request in enumerate(trace.requests):
-            for block in request.blocks:
-                self._uses.setdefault(block, []).append(index)
-        self._never = len(trace.requests)
-        self._request = -1
+        super().__init__(lambda block, usage: (-self._next[usage.ident], -usage.context.position))
+        self._coming = zip(trace.requests, next_uses(trace), strict=True)
+        self._next: dict[int, int] = {}  # by block, the number of the next request that uses it
 
     def refresh(self, now_s: float) -> None:
-        self._request += 1
-
-    def _next_use(self, block: int, usage: Usage) -> Rank:
-        uses = self._uses[usage.ident]
-        later = bisect_right(uses, self._request)
-        next_use = uses[later] if later < len(uses) else self._never
-        return -next_use, -usage.context.position
+        request, uses = next(self._coming)
+        self._next.update(zip(request.blocks, uses, strict=True))
 
 
 def seconds_bound(trace: Trace, capacity_blocks: int, clock: SavedTime) -> float:

@@ -193,7 +193,7 @@ def usages(policy):
 
 
 def clock(load_s, pair_s=0.01):
-    return SavedTime(ReplayShape("test", PrefillCost(7.0, 0.2, pair_s), load_s / SIZE), SIZE)
+    return SavedTime(ReplayShape(PrefillCost(7.0, 0.2, pair_s), load_s / SIZE), SIZE)
 
 
 @given(stored=st.lists(st.booleans(), max_size=12), load_s=LINK)
