@@ -205,22 +205,6 @@ class LivePrompt:
             self.meet.attach(span)
 
 
-@dataclass(slots=True)
-class LinkQueue:
-    """A link that carries blocks until `free_s`."""
-
-    store_link: StoreLink
-    free_s: float
-
-    def brings(self, *, before_s: float) -> bool:
-        """Whether one more block would land before that time; it is queued then."""
-        done_s = self.free_s + self.store_link.load.block_s
-        if done_s >= before_s:
-            return False
-        self.free_s = done_s
-        return True
-
-
 @dataclass(slots=True, eq=False)
 class Crossing:
     """A block that crosses a link."""
@@ -239,6 +223,33 @@ class Crossing:
     def there_s(self, share: float = 1.0) -> float:
         """When the first `share` of its bytes has arrived: they cross evenly."""
         return self.store_link.speed.done_s(self.began_s, self.work_s * share)
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A link, and the block that crosses it.
+
+    Attributes:
+        free_s: while another link chooses a block, the time at which this one can begin it.
+    """
+
+    store_link: StoreLink
+    crossing: Crossing | None = None
+    free_s: float = 0.0
+
+    def brings(self, *, before_s: float) -> bool:
+        """Whether one more block would land before that time; it is queued then."""
+        done_s = self.free_s + self.store_link.load.block_s
+        if done_s >= before_s:
+            return False
+        self.free_s = done_s
+        return True
+
+    def clear(self) -> None:
+        """The block has landed, or was cancelled."""
+        self.crossing = None
+        if self.store_link.shared_store is not None:
+            self.store_link.shared_store.active -= 1
 
 
 class SimulatedServer:
@@ -278,7 +289,7 @@ class SimulatedServer:
         self._arrivals = itertools.count()
         self._lives: list[LivePrompt] = []
         self._ranks: list[LivePrompt] = []
-        self._links: list[tuple[StoreLink, list[Crossing]]] = [(s, []) for s in machine.store_links]
+        self._links = [Link(store_link) for store_link in machine.store_links]
         self._landed_s = 0.0  # when the last block landed
         self._launched = 0  # steps that are not over: one, or two with the overlap loop
         self._free_s = 0.0  # the predicted end of the last one
@@ -320,12 +331,10 @@ class SimulatedServer:
     def _known_latency_s(self) -> float:
         return min(store_link.load.latency_s for store_link in self._machine.store_links)
 
-    def _landed(self, link: int, crossing: Crossing) -> None:
-        store_link, carried = self._links[link]
-        if not carried or carried[0] is not crossing:
+    def _landed(self, link: Link, crossing: Crossing) -> None:
+        if link.crossing is not crossing:
             return  # it was cancelled
-        carried.clear()
-        self._left(store_link)
+        link.clear()
         live, now = crossing.live, self._clock.now
         live.reading.discard(crossing.block)
         took_s = now - max(crossing.began_s, min(self._landed_s, now))
@@ -462,46 +471,38 @@ class SimulatedServer:
     def _feed(self) -> None:
         """Every idle link begins the most urgent block that no other link brings sooner."""
         now = self._clock.now
-        for number, (store_link, carried) in enumerate(self._links):
-            if carried:
+        for link in self._links:
+            if link.crossing is not None:
                 continue
-            others = self._queues(beside=number)
+            for other in self._links:
+                other.free_s = now if other.crossing is None else other.crossing.there_s()
             first = True  # the link owes a block only to the first prompt that it can serve
             for live in sorted(self._ranks, key=lambda live: live.link_rank):
-                block = self._next_block(live, store_link, others)
+                block = self._next_block(live, link)
                 if not live.reading and (block is None or not first):
                     live.since_s = None
-                if block is None or carried:
+                if block is None or link.crossing is not None:
                     continue
                 if now >= live.ready_s:
-                    self._read(number, store_link, live, block)
+                    self._read(link, live, block)
                 else:
                     self._clock.at(live.ready_s, self._feed)
                     if first and live.since_s is None:
                         live.since_s = now
                 first = False
 
-    def _queues(self, *, beside: int) -> list[LinkQueue]:
-        """The other links, with what they carry."""
-        return [
-            LinkQueue(store_link, carried[0].there_s() if carried else self._clock.now)
-            for number, (store_link, carried) in enumerate(self._links)
-            if number != beside
-        ]
-
-    def _next_block(
-        self, live: LivePrompt, store_link: StoreLink, others: Sequence[LinkQueue]
-    ) -> int | None:
-        """The most urgent block that `store_link` brings first. The blocks that others bring sooner
-        are added to their queues."""
-        lands_s = self._clock.now + store_link.load.block_s
+    def _next_block(self, live: LivePrompt, link: Link) -> int | None:
+        """The most urgent block that `link` brings first. The blocks that others bring sooner are
+        added to their queues."""
+        lands_s = self._clock.now + link.store_link.load.block_s
+        others = [other for other in self._links if other is not link]
         for block in live.wanted():
             if not any(other.brings(before_s=lands_s) for other in others):
                 return block
         return None
 
-    def _read(self, number: int, store_link: StoreLink, live: LivePrompt, block: int) -> None:
-        now = self._clock.now
+    def _read(self, link: Link, live: LivePrompt, block: int) -> None:
+        now, store_link = self._clock.now, link.store_link
         first = not live.begun and not live.reading
         live.reading.add(block)
         live.since_s = now if live.since_s is None else live.since_s
@@ -509,25 +510,19 @@ class SimulatedServer:
         if store_link.shared_store is not None:
             store_link.shared_store.active += 1
             work_s *= store_link.shared_store.slowdown
-        crossing = Crossing(live, block, store_link, now, work_s, first)
-        self._links[number][1].append(crossing)
-        self._clock.at(crossing.there_s(), lambda: self._landed(number, crossing))
+        link.crossing = crossing = Crossing(live, block, store_link, now, work_s, first)
+        self._clock.at(crossing.there_s(), lambda: self._landed(link, crossing))
 
     def _cancel(self, live: LivePrompt, *, all_reads: bool = False) -> None:
         """Cancel its reads, or those of blocks that it does not want any more."""
-        for store_link, carried in self._links:
-            if not carried or carried[0].live is not live:
+        for link in self._links:
+            crossing = link.crossing
+            if crossing is None or crossing.live is not live:
                 continue
-            if all_reads or live.meet.state(carried[0].block) is not BlockState.WANTED:
-                live.reading.discard(carried[0].block)
+            if all_reads or live.meet.state(crossing.block) is not BlockState.WANTED:
+                live.reading.discard(crossing.block)
                 live.result.wasted_blocks += 1
-                carried.clear()
-                self._left(store_link)
-
-    @staticmethod
-    def _left(store_link: StoreLink) -> None:
-        if store_link.shared_store is not None:
-            store_link.shared_store.active -= 1
+                link.clear()
 
     def _step(self) -> None:
         """Launch the next step, unless one is running."""
@@ -659,7 +654,7 @@ class SimulatedServer:
         if not self._overlap_share or len(self._lives) > 1:
             return False
         (live,), machine, now = self._lives, self._machine, self._clock.now
-        crossings = {c.block: c for _, carried in self._links for c in carried}
+        crossings = {c.block: c for link in self._links if (c := link.crossing) is not None}
         span = overlap_span(
             live.meet.view(),
             missing_shares={
