@@ -119,8 +119,8 @@ async def _bench(args: argparse.Namespace) -> int:
             prefill_tokens_per_s=args.prefill_tokens_per_s,
         )
     if args.json:
-        model = None if model_speed is None else asdict(model_speed)
-        print(json.dumps({"url": named.url, "runs": [asdict(m) for m in found], "model": model}))
+        runs = [asdict(m) for m in found]
+        print(json.dumps({"url": named.url, "runs": runs, "model": model_speed}))
         return 0
     print(_table(found))
     if any(m.from_cache for m in found):
@@ -319,66 +319,48 @@ async def _delete(store: Store, keys: list[BlockKey]) -> None:
 # ---- for a model ----
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpeed:
-    """Speed of a model that loads from a store; rates are per second."""
-
-    kv_bytes_per_token: int
-    block_tokens: int
-    read_bytes_per_s: float
-    loaded_tokens_per_s: float
-    prefill_tokens_per_s: float | None
-    load_speedup: float | None  # loading alone, against computing alone
-    both_speedup: float | None  # both at once, at best
-    break_even_bytes_per_s: float | None  # where loading takes as long as computing
-
-
 def speed_of_model(
     *,
     kv_bytes_per_token: int,
     block_tokens: int,
     read_bytes_per_s: float,
     prefill_tokens_per_s: float | None,
-) -> ModelSpeed:
-    """The speed-ups of loading, and of computing and loading at once.
+) -> dict[str, Any]:
+    """The speed of a model that loads from a store, as `--json` prints it.
 
     The rates of computing and loading add up: `n` tokens take `n / (loaded_tokens_per_s +
     prefill_tokens_per_s)` seconds, if a prompt's later tokens cost as much as its first ones. They
     cost more, and loading takes them first.
     """
-    loaded = read_bytes_per_s / kv_bytes_per_token
-    prefill = prefill_tokens_per_s
-    return ModelSpeed(
-        kv_bytes_per_token=kv_bytes_per_token,
-        block_tokens=block_tokens,
-        read_bytes_per_s=read_bytes_per_s,
-        loaded_tokens_per_s=loaded,
-        prefill_tokens_per_s=prefill,
-        load_speedup=None if prefill is None else loaded / prefill,
-        both_speedup=None if prefill is None else 1 + loaded / prefill,
-        break_even_bytes_per_s=None if prefill is None else prefill * kv_bytes_per_token,
-    )
+    loaded, prefill = read_bytes_per_s / kv_bytes_per_token, prefill_tokens_per_s
+    return {
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "block_tokens": block_tokens,
+        "read_bytes_per_s": read_bytes_per_s,
+        "loaded_tokens_per_s": loaded,
+        "prefill_tokens_per_s": prefill,
+        "load_speedup": loaded / prefill if prefill else None,  # against computing alone
+        "both_speedup": 1 + loaded / prefill if prefill else None,  # at best
+        # Where loading takes as long as computing:
+        "break_even_bytes_per_s": prefill * kv_bytes_per_token if prefill else None,
+    }
 
 
-def lines_of(found: ModelSpeed) -> list[str]:
+def lines_of(found: dict[str, Any]) -> list[str]:
     """The same as text, one fact a line."""
-    block_bytes = found.kv_bytes_per_token * found.block_tokens
+    kv_bytes, block_tokens = found["kv_bytes_per_token"], found["block_tokens"]
     lines = [
-        f"a token's KV is {exact_size_text(found.kv_bytes_per_token)}, "
-        f"a block of {found.block_tokens} tokens {exact_size_text(block_bytes)}",
-        f"this store loads at best {count_text(found.loaded_tokens_per_s)} tokens/s "
-        f"({size_text(found.read_bytes_per_s)}/s)",
+        f"a token's KV is {exact_size_text(kv_bytes)}, "
+        f"a block of {block_tokens} tokens {exact_size_text(kv_bytes * block_tokens)}",
+        f"this store loads at best {count_text(found['loaded_tokens_per_s'])} tokens/s "
+        f"({size_text(found['read_bytes_per_s'])}/s)",
     ]
-    if (
-        found.load_speedup is not None
-        and found.both_speedup is not None
-        and found.break_even_bytes_per_s is not None
-    ):
+    if found["prefill_tokens_per_s"] is not None:
         lines += [
-            f"against a prefill of {count_text(found.prefill_tokens_per_s)} tokens/s: "
-            f"loading alone is {found.load_speedup:.2f} times as fast, "
-            f"both at once up to {found.both_speedup:.2f} times",
-            f"loading alone breaks even at {size_text(found.break_even_bytes_per_s)}/s",
+            f"against a prefill of {count_text(found['prefill_tokens_per_s'])} tokens/s: "
+            f"loading alone is {found['load_speedup']:.2f} times as fast, "
+            f"both at once up to {found['both_speedup']:.2f} times",
+            f"loading alone breaks even at {size_text(found['break_even_bytes_per_s'])}/s",
         ]
     return lines
 

@@ -162,10 +162,10 @@ def test_store_meaning_speeds_of_computing_and_loading_add_up():
         read_bytes_per_s=6e6,
         prefill_tokens_per_s=2000.0,
     )
-    assert found.loaded_tokens_per_s == 6000
-    assert found.load_speedup == 3
-    assert found.both_speedup == 4
-    assert found.break_even_bytes_per_s == 2e6
+    assert found["loaded_tokens_per_s"] == 6000
+    assert found["load_speedup"] == 3
+    assert found["both_speedup"] == 4
+    assert found["break_even_bytes_per_s"] == 2e6
     words = "\n".join(lines_of(found))
     assert "loads at best 6,000 tokens/s (6.0 MB/s)" in words
     assert "loading alone is 3.00 times as fast, both at once up to 4.00 times" in words
