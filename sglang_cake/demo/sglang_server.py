@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Self
 from urllib.parse import urlsplit
 
 from sglang_cake.core.local_files import temporary_folder
@@ -87,21 +87,12 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(compiled), **os.environ, "TMPDIR": str(folder)}
 
 
-class Running(Protocol):
-    """The process of a `SglangServer`: a part of the interface of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
+Run = Callable[[Sequence[str], Mapping[str, str], BinaryIO], "subprocess.Popen[bytes]"]
 
 
-Run = Callable[[Sequence[str], Mapping[str, str], BinaryIO], Running]
-
-
-def spawned(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
+def spawned(
+    command: Sequence[str], env: Mapping[str, str], out: BinaryIO
+) -> "subprocess.Popen[bytes]":
     """Start a child with its own session: Ctrl-C does not reach it, and one signal to its group
     ends the process tree."""
     return subprocess.Popen(
@@ -123,7 +114,8 @@ class SglangServer:
         log: file for the server's output; it is overwritten.
         attention_backend: on a GPU; None: SGLang's own choice.
         launcher: the command before the flags; fakes in tests replace it.
-        run: starts the command, with this environment and this file for its output.
+        run: starts the command, with this environment and this file for its output. Of the result,
+            `pid`, `returncode`, `poll` and `wait` are used.
         stop_signal: SIGTERM, which SGLang checks every 5 s, or SIGINT, which ends it at once.
 
     Attributes:
@@ -161,7 +153,7 @@ class SglangServer:
         device_env = {} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"}
         self._env = {**device_env, **(env or {})}
         self._temporary = contextlib.ExitStack()
-        self.process: Running | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
         """Start and wait for health; returns the base URL. Raises: ServerDied."""

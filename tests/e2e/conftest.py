@@ -17,7 +17,7 @@ from live import BLOCK, CHUNK, VOCAB, Live, Start, StoreView
 from warm import ONE_THREAD, Forked
 
 from sglang_cake.demo.models import build_llama
-from sglang_cake.demo.sglang_server import Running, SglangServer
+from sglang_cake.demo.sglang_server import SglangServer
 
 HIDDEN, LAYERS, HEADS, KV_HEADS = 256, 4, 8, 2
 STRICT = {
@@ -192,8 +192,8 @@ def start(folder: Path, report_to_guard: Callable[[int], None], patience: tuple[
             env |= {} if patient else {"CAKE_TEST_IMPATIENT": "1"}
         started: list[int] = []
 
-        def run(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Running:
-            process: Running = Forked(command, env, out)
+        def run(command: Sequence[str], env: Mapping[str, str], out: BinaryIO) -> Forked:
+            process = Forked(command, env, out)
             started.append(process.pid)
             report_to_guard(process.pid)
             return process
