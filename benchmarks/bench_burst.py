@@ -27,8 +27,8 @@ from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
 from sglang_cake.demo.event_trace import TRACE_ENV
-from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import flush_cache, generate
+from sglang_cake.simulator.shapes import kv_token_bytes
 from sglang_cake.simulator.simulated_server import Prompt
 
 ARMS = ("fcfs", "adaptive")

@@ -33,9 +33,9 @@ from benchmarks.servers import (
     unwind_when_told_to_end,
     wait_until_steady,
 )
-from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import SglangServer, flush_cache
 from sglang_cake.demo.smollm2 import NAME, smollm2
+from sglang_cake.simulator.shapes import kv_token_bytes
 
 CHUNK_TOKENS, OTHER_CHUNK_TOKENS = 512, 384
 PREFIX_TOKENS, AFTER_TOKENS, NEW_TOKENS = 2048, 256, 64

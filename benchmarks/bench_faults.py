@@ -39,8 +39,8 @@ from benchmarks.servers import BLOCK_TOKENS, STOCK, FrozenServer
 from sglang_cake.cli import main as sglang_cake
 from sglang_cake.cli.demo import CPU_MODEL, ProgressLog
 from sglang_cake.cli.text_tables import table
-from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply
+from sglang_cake.simulator.shapes import kv_token_bytes
 
 NEW_TOKENS = 4
 NONE = "none"

@@ -34,7 +34,7 @@ from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.demo.event_trace import TRACE_ENV, read_event_trace
-from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.simulator.shapes import kv_token_bytes
 from sglang_cake.stores.base import USUAL_DEPTH
 
 DOC = facts.ROOT / "docs/performance.md"

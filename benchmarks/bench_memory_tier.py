@@ -66,9 +66,9 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, KeyChain, KeySeed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.loading.cost_model import LoadCost
 from sglang_cake.loading.loader import Loader, LoadRequest, StagedBlock
+from sglang_cake.simulator.shapes import kv_token_bytes
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.memory.host_memory_store import HostMemorySource

@@ -50,7 +50,7 @@ from benchmarks.servers import (
 )
 from benchmarks.step_clock import STEPS_ENV
 from sglang_cake.cli.demo import ProgressLog
-from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.simulator.shapes import kv_token_bytes
 
 NO_ROOM = "min_free=900TB"
 HISTOGRAM = "sglang:cake_step_overhead_seconds"

@@ -23,8 +23,8 @@ from benchmarks import documents, facts, servers, stats
 from benchmarks.command_line import fill, parser_of
 from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
-from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import flush_cache, generate
+from sglang_cake.simulator.shapes import kv_token_bytes
 
 ARMS = ("computed", "as built", "whole steps")
 FULL = {"tokens": 2048, "chunk": 4096, "repeats": 5, "name": "cpu", "speeds": [0.5, 1, 2, 5, 10]}

@@ -42,11 +42,11 @@ from benchmarks.servers import BLOCK_TOKENS, FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core.token_span import Span
-from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, free_port, generate
 from sglang_cake.runahead.grid_search import grid_search
 from sglang_cake.runahead.partition import Partition, even
 from sglang_cake.runahead.partition_table import PartitionTable
+from sglang_cake.simulator.shapes import kv_token_bytes
 
 FULL = {"lengths": [512, 2048, 4096, 8192], "repeats": 5, "search_repeats": 2, "name": "cpu"}
 SMALL = {"lengths": [1024, 2048], "repeats": 2, "search_repeats": 1, "name": "small"}

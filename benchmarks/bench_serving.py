@@ -28,7 +28,7 @@ from benchmarks.hicache_cpu import LINK_ENV
 from benchmarks.servers import FrozenServer
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.text_tables import table
-from sglang_cake.demo.models import kv_token_bytes
+from sglang_cake.simulator.shapes import kv_token_bytes
 
 ARMS = ("off", "load", "auto", *(f"hicache-{policy}" for policy in POLICIES))
 TURNS = {"shared-prefix": 1, "multi-turn": 3}

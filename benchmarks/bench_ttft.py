@@ -42,8 +42,8 @@ from benchmarks.ttft_report import cell, table
 from sglang_cake.cli.demo import ProgressLog
 from sglang_cake.cli.demo_report import Arm, Arms
 from sglang_cake.demo.event_trace import TRACE_ENV
-from sglang_cake.demo.models import kv_token_bytes
 from sglang_cake.demo.sglang_server import Reply, flush_cache, generate
+from sglang_cake.simulator.shapes import kv_token_bytes
 from sglang_cake.stores.base import USUAL_DEPTH
 
 NEW_TOKENS = 4

@@ -37,8 +37,9 @@ from benchmarks.gpu.check import result_file
 from benchmarks.gpu.environment import asked
 from benchmarks.harness.deepseek import build_deepseek
 from sglang_cake.cli.demo import ProgressLog
-from sglang_cake.demo.models import build_llama, kv_token_bytes
+from sglang_cake.demo.models import build_llama
 from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, generate
+from sglang_cake.simulator.shapes import kv_token_bytes
 
 START_TIMEOUT_S = 1800.0  # the first server compiles kernels
 NEW_TOKENS = 32

@@ -22,7 +22,7 @@ from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, evaluate, report
 from sglang_cake.core.codec_names import CHOICES, RAW, check_installed, own_names
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.demo.event_trace import TRACE_ENV
-from sglang_cake.demo.models import build_llama, kv_token_bytes
+from sglang_cake.demo.models import build_llama
 from sglang_cake.demo.sglang_server import (
     Reply,
     ServerDied,
@@ -34,7 +34,7 @@ from sglang_cake.demo.sglang_server import (
 )
 from sglang_cake.demo.smollm2 import NAME as SMOLLM2
 from sglang_cake.demo.smollm2 import smollm2
-from sglang_cake.simulator.shapes import find_shape
+from sglang_cake.simulator.shapes import find_shape, kv_token_bytes
 from sglang_cake.stores.open_store import parse_sources
 
 BLOCK_TOKENS = 128

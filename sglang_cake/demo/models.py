@@ -1,6 +1,5 @@
 """Random models, made without a network: a Llama, and a byte-level tokenizer."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,20 +90,3 @@ def _byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE
     )
-
-
-def kv_token_bytes(path: Path, dtype: str) -> int:
-    """Bytes of KV that a server with `--dtype` keeps for one token of the model at `path`."""
-    config = json.loads((path / "config.json").read_text())
-    config = config.get("text_config", config)
-    if dtype == "auto":
-        stored = config.get("dtype") or config.get("torch_dtype") or "float16"
-        dtype = "float16" if stored == "float32" else stored
-    size = 4 if dtype in ("float32", "float") else 2
-    layers: int = config["num_hidden_layers"]
-    if "kv_lora_rank" in config:  # MLA keeps one latent row a layer
-        return layers * size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
-    heads: int = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    return layers * size * 2 * int(kv_heads) * int(head_dim)

@@ -282,6 +282,15 @@ def find_shape(text: str) -> Shape:
         ) from None
 
 
+def kv_token_bytes(model: Path, dtype: str) -> int:
+    """Bytes of KV that a server with `--dtype` stores for one token of the model in a folder.
+
+    Raises: ConfigError. `auto` is 16 bits, also for weights in float32.
+    """
+    kv_bytes = find_shape(str(model)).stored_bytes(1)
+    return 2 * kv_bytes if dtype in ("float32", "float") else kv_bytes
+
+
 def shape_of(whole: Config) -> Shape:
     """The shape of a parsed `config.json`.
 

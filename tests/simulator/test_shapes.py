@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.demo.models import kv_token_bytes
-from sglang_cake.simulator.shapes import MODELS, WINDOW_POOLS, Shape, find_shape, shape_of
+from sglang_cake.simulator.shapes import (
+    MODELS,
+    WINDOW_POOLS,
+    Shape,
+    find_shape,
+    kv_token_bytes,
+    shape_of,
+)
 
 LLAMA = MODELS["llama-3.1-8b"]
 LLAMA_4 = {
@@ -55,9 +61,23 @@ def _written(folder: Path, config: dict[str, Any]) -> Path:
 def test_shape_by_name_equals_shape_by_config_file(name: str, tmp_path: Path) -> None:
     by_file = find_shape(str(_written(tmp_path, MODELS[name])))
     assert by_file == find_shape(name)
-    if by_file.end_blocks(1, 128) == 0 and "index_topk" not in MODELS[name]:  # K and V alone
-        whole = kv_token_bytes(tmp_path, "bfloat16")
-        assert by_file.stored_bytes(1) == by_file.read_bytes(1) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bytes"),
+    [
+        ("llama-3.2-3b", 28 * 2 * 8 * 128 * 2),
+        ("qwen3-30b-a3b", 48 * 2 * 4 * 128 * 2),  # heads of another size
+        ("deepseek-v3", 61 * 576 * 2),  # MLA: one latent row a layer
+        ("gpt-oss-120b", 18 * 2 * 8 * 64 * 2),  # of the layers without a window
+    ],
+)
+def test_kv_token_bytes_equal_those_of_the_layers_with_kv_of_all_tokens(
+    name: str, kv_bytes: int, tmp_path: Path
+) -> None:
+    folder = _written(tmp_path, MODELS[name])
+    assert kv_token_bytes(folder, "auto") == kv_token_bytes(folder, "bfloat16") == kv_bytes
+    assert kv_token_bytes(folder, "float32") == 2 * kv_bytes
 
 
 @pytest.mark.parametrize(
