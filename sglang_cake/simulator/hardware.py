@@ -10,19 +10,11 @@ A step of prefill costs, with a GPU's rates below,
 Between one token and a full chunk the cost is the line through both: a mixture of experts reads few
 experts for one token and all for many. N GPUs in tensor parallel are N x SCALING^log2(N) as fast.
 
-The matmul rate is SERVED times the measured rate of the largest matmul on that GPU: 0.86 of the
-peak on an A100, 0.80 on an H100 or H200, 0.78 on a B200, 0.60 on an MI300X (Bekman, "Machine
-Learning Engineering", table of maximum achievable matmul FLOPS; BF16). 0.72 of it is 0.62 of an
-A100's peak, as Cake's tables show (vLLM 0.6.2), and 0.58 of an H100's. GPUs without a measurement
-have REACHED. A mixture of experts has EXPERTS of that rate: a chunk leaves each expert few tokens.
-SGLang reports 52,300 tokens/s of DeepSeek-V3 on 8 H100, 0.49 of the peak, with large batches over
-96 GPUs (lmsys.org, 2025-05-05); one prompt alone does not fill them.
-
-The attention rate is ATTENTION of the peak: 0.72 was reached on an A100 (FlashAttention-2, 225
-TFLOPS) and 0.75 on an H100 (FlashAttention-3, 740 TFLOPS) without a causal mask and without pages.
-
-None of this is a measurement of your server, so times to compute are given as a range: the middle
-divided by UNSURE, to the middle times UNSURE.
+The matmul rate is SERVED times the measured rate of the largest matmul on that GPU. A mixture of
+experts has EXPERTS of that: a chunk leaves each expert few tokens. The attention rate is ATTENTION
+of the peak. The measurements behind these shares, and how far they are off, are in
+docs/simulator.md#rates-and-how-far-they-are-off. So times to compute are given as a range: the
+middle divided by UNSURE, to the middle times UNSURE.
 """
 
 import math

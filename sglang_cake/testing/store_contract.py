@@ -6,9 +6,9 @@ needed; each test runs its own event loop.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +71,18 @@ class ProgressRecord:
         return self.counts[:1] == [0] and self.counts == sorted(set(self.counts))
 
 
+def on_fresh_store(
+    test: Callable[[Any, Store], Coroutine[Any, Any, None]],
+) -> Callable[[Any, Path], None]:
+    """Make a test of pytest from a coroutine function."""
+
+    def run(self: Any, tmp_path: Path) -> None:
+        self.run(tmp_path, lambda store: test(self, store))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
 class StoreContract:
     """Subclass it, and define `open`."""
 
@@ -88,28 +100,21 @@ class StoreContract:
         """Run one test on a fresh store."""
 
         async def main() -> None:
-            async with self._opened(folder) as store:
+            store = self.open(folder)
+            assert isinstance(store, Store), "a subclass of `Store`"
+            try:
                 await test(store)
+            finally:
+                await store.close()
 
         asyncio.run(main())
 
-    @asynccontextmanager
-    async def _opened(self, folder: Path) -> AsyncIterator[Store]:
-        store = self.open(folder)
-        assert isinstance(store, Store), "a subclass of `Store`"
-        try:
-            yield store
-        finally:
-            await store.close()
-
-    def test_store_get_into_after_puts_reads_the_same_bytes(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            for name in range(3):
-                assert await store.put(key_of(name), block_of(name))
-            for name in (2, 0, 1):
-                assert await read(store, key_of(name)) == block_of(name)
-
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_get_into_after_puts_reads_the_same_bytes(self, store: Store) -> None:
+        for name in range(3):
+            assert await store.put(key_of(name), block_of(name))
+        for name in (2, 0, 1):
+            assert await read(store, key_of(name)) == block_of(name)
 
     def test_store_payloads_of_any_stored_length_are_read_back(self, tmp_path: Path) -> None:
         self.frame = VARYING
@@ -132,117 +137,101 @@ class StoreContract:
 
         self.run(tmp_path, test)
 
-    def test_store_second_put_returns_false_and_keeps_the_block(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            assert await store.put(key_of("a"), block_of("a")) is True
-            assert await store.put(key_of("a"), block_of("a")) is False
-            assert await read(store, key_of("a")) == block_of("a")
+    @on_fresh_store
+    async def test_store_second_put_returns_false_and_keeps_the_block(self, store: Store) -> None:
+        assert await store.put(key_of("a"), block_of("a")) is True
+        assert await store.put(key_of("a"), block_of("a")) is False
+        assert await read(store, key_of("a")) == block_of("a")
 
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_contains_answers_in_the_order_of_the_keys(self, store: Store) -> None:
+        await store.put(key_of("a"), block_of("a"))
+        asked = [key_of("b"), key_of("a"), key_of("c"), key_of("a")]
+        assert await store.contains(asked) == [False, True, False, True]
+        assert await store.contains([]) == []
 
-    def test_store_contains_answers_in_the_order_of_the_keys(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            await store.put(key_of("a"), block_of("a"))
-            asked = [key_of("b"), key_of("a"), key_of("c"), key_of("a")]
-            assert await store.contains(asked) == [False, True, False, True]
-            assert await store.contains([]) == []
-
-        self.run(tmp_path, test)
-
-    def test_store_get_into_of_an_unknown_key_raises_block_missing(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            with pytest.raises(BlockMissing):
-                await read(store, key_of("a"))
-
-        self.run(tmp_path, test)
-
-    def test_store_deleted_block_is_missing_and_can_be_put_again(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            await store.put(key_of("a"), block_of("a"))
-            await store.delete(key_of("a"))
-            await store.delete(key_of("a"))
-            assert await store.contains([key_of("a")]) == [False]
-            with pytest.raises(BlockMissing):
-                await read(store, key_of("a"))
-            assert await store.put(key_of("a"), block_of("a")) is True
-            assert await read(store, key_of("a")) == block_of("a")
-
-        self.run(tmp_path, test)
-
-    def test_store_list_blocks_yields_the_stored_blocks_or_is_unavailable(
-        self, tmp_path: Path
+    @on_fresh_store
+    async def test_store_get_into_of_an_unknown_key_raises_block_missing(
+        self, store: Store
     ) -> None:
-        async def test(store: Store) -> None:
-            if not self.can_list:
-                with pytest.raises(StoreUnavailable):
-                    await anext(aiter(store.list_blocks()))
-                return
-            assert [block async for block in store.list_blocks()] == []
-            for name in range(4):
-                await store.put(key_of(name), block_of(name))
-            await store.delete(key_of(2))
-            listed = {block.key: block async for block in store.list_blocks()}
-            assert listed.keys() == {key_of(0), key_of(1), key_of(3)}
-            assert all(block.stored_bytes >= LAYOUT.block_bytes for block in listed.values())
+        with pytest.raises(BlockMissing):
+            await read(store, key_of("a"))
 
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_deleted_block_is_missing_and_can_be_put_again(self, store: Store) -> None:
+        await store.put(key_of("a"), block_of("a"))
+        await store.delete(key_of("a"))
+        await store.delete(key_of("a"))
+        assert await store.contains([key_of("a")]) == [False]
+        with pytest.raises(BlockMissing):
+            await read(store, key_of("a"))
+        assert await store.put(key_of("a"), block_of("a")) is True
+        assert await read(store, key_of("a")) == block_of("a")
 
-    def test_store_stats_that_are_known_grow_with_each_put(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            before = await store.stats()
-            for name in range(4):
-                await store.put(key_of(name), block_of(name))
-            after = await store.stats()
-            if before.blocks is not None and after.blocks is not None:
-                assert after.blocks - before.blocks == 4
-            if before.used_bytes is not None and after.used_bytes is not None:
-                assert after.used_bytes - before.used_bytes >= 4 * LAYOUT.block_bytes
-            if after.capacity_bytes is not None and after.used_bytes is not None:
-                assert after.used_bytes <= after.capacity_bytes
-
-        self.run(tmp_path, test)
-
-    def test_store_put_data_overwritten_afterwards_leaves_the_block_intact(
-        self, tmp_path: Path
+    @on_fresh_store
+    async def test_store_list_blocks_yields_the_stored_blocks_or_is_unavailable(
+        self, store: Store
     ) -> None:
-        async def test(store: Store) -> None:
-            data = bytearray(block_of("a"))
-            await store.put(key_of("a"), memoryview(data))
-            data[:] = bytes(len(data))
-            assert await read(store, key_of("a")) == block_of("a")
+        if not self.can_list:
+            with pytest.raises(StoreUnavailable):
+                await anext(aiter(store.list_blocks()))
+            return
+        assert [block async for block in store.list_blocks()] == []
+        for name in range(4):
+            await store.put(key_of(name), block_of(name))
+        await store.delete(key_of(2))
+        listed = {block.key: block async for block in store.list_blocks()}
+        assert listed.keys() == {key_of(0), key_of(1), key_of(3)}
+        assert all(block.stored_bytes >= LAYOUT.block_bytes for block in listed.values())
 
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_stats_that_are_known_grow_with_each_put(self, store: Store) -> None:
+        before = await store.stats()
+        for name in range(4):
+            await store.put(key_of(name), block_of(name))
+        after = await store.stats()
+        if before.blocks is not None and after.blocks is not None:
+            assert after.blocks - before.blocks == 4
+        if before.used_bytes is not None and after.used_bytes is not None:
+            assert after.used_bytes - before.used_bytes >= 4 * LAYOUT.block_bytes
+        if after.capacity_bytes is not None and after.used_bytes is not None:
+            assert after.used_bytes <= after.capacity_bytes
 
-    def test_store_get_into_writes_only_inside_its_buffer(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            await store.put(key_of("a"), block_of("a"))
-            size = LAYOUT.block_bytes
-            staging = bytearray(b"\x11" * (3 * size))
-            await store.get_into(key_of("a"), memoryview(staging)[size : 2 * size])
-            assert staging == b"\x11" * size + bytes(block_of("a")) + b"\x11" * size
-
-        self.run(tmp_path, test)
-
-    def test_store_progress_of_parallel_reads_counts_only_bytes_present(
-        self, tmp_path: Path
+    @on_fresh_store
+    async def test_store_put_data_overwritten_afterwards_leaves_the_block_intact(
+        self, store: Store
     ) -> None:
-        async def test(store: Store) -> None:
-            async def told_of(name: int) -> tuple[ProgressRecord, int]:
-                out = bytearray(LAYOUT.block_bytes)
-                told = ProgressRecord(out, block_of(name))
-                await store.get_into(key_of(name), memoryview(out), told)
-                return told, len(told.counts)
+        data = bytearray(block_of("a"))
+        await store.put(key_of("a"), memoryview(data))
+        data[:] = bytes(len(data))
+        assert await read(store, key_of("a")) == block_of("a")
 
-            names = range(8)
-            for name in names:
-                await store.put(key_of(name), block_of(name))
-            reads = await asyncio.gather(*(told_of(name) for name in names))
-            assert [await read(store, key_of(n)) for n in names] == [block_of(n) for n in names]
-            for told, count in reads:
-                self._check(told)
-                assert len(told.counts) == count, "told after the call had returned"
+    @on_fresh_store
+    async def test_store_get_into_writes_only_inside_its_buffer(self, store: Store) -> None:
+        await store.put(key_of("a"), block_of("a"))
+        size = LAYOUT.block_bytes
+        staging = bytearray(b"\x11" * (3 * size))
+        await store.get_into(key_of("a"), memoryview(staging)[size : 2 * size])
+        assert staging == b"\x11" * size + bytes(block_of("a")) + b"\x11" * size
 
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_progress_of_parallel_reads_counts_only_bytes_present(
+        self, store: Store
+    ) -> None:
+        async def told_of(name: int) -> tuple[ProgressRecord, int]:
+            out = bytearray(LAYOUT.block_bytes)
+            told = ProgressRecord(out, block_of(name))
+            await store.get_into(key_of(name), memoryview(out), told)
+            return told, len(told.counts)
+
+        names = range(8)
+        for name in names:
+            await store.put(key_of(name), block_of(name))
+        reads = await asyncio.gather(*(told_of(name) for name in names))
+        assert [await read(store, key_of(n)) for n in names] == [block_of(n) for n in names]
+        for told, count in reads:
+            self._check(told)
+            assert len(told.counts) == count, "told after the call had returned"
 
     def _check(self, told: ProgressRecord) -> None:
         """Of a read without failures."""
@@ -252,75 +241,67 @@ class StoreContract:
         else:
             assert told.counts == []
 
-    def test_store_progress_of_a_missing_block_is_never_reported(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            out = bytearray(LAYOUT.block_bytes)
-            told = ProgressRecord(out, block_of("a"))
-            with pytest.raises((BlockMissing, StoreUnavailable)):
-                await store.get_into(key_of("a"), memoryview(out), told)
-            assert told.counts == []
+    @on_fresh_store
+    async def test_store_progress_of_a_missing_block_is_never_reported(self, store: Store) -> None:
+        out = bytearray(LAYOUT.block_bytes)
+        told = ProgressRecord(out, block_of("a"))
+        with pytest.raises((BlockMissing, StoreUnavailable)):
+            await store.get_into(key_of("a"), memoryview(out), told)
+        assert told.counts == []
 
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_forty_parallel_puts_and_reads_all_succeed(self, store: Store) -> None:
+        names = range(40)
+        fresh = await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in names))
+        assert all(fresh)
+        got = await asyncio.gather(*(read(store, key_of(n)) for n in names))
+        assert got == [block_of(n) for n in names]
 
-    def test_store_forty_parallel_puts_and_reads_all_succeed(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            names = range(40)
-            fresh = await asyncio.gather(*(store.put(key_of(n), block_of(n)) for n in names))
-            assert all(fresh)
-            got = await asyncio.gather(*(read(store, key_of(n)) for n in names))
-            assert got == [block_of(n) for n in names]
+    @on_fresh_store
+    async def test_store_parallel_puts_of_one_key_leave_a_whole_block(self, store: Store) -> None:
+        fresh = await asyncio.gather(*(store.put(key_of("a"), block_of("a")) for _ in range(8)))
+        assert any(fresh)
+        assert await read(store, key_of("a")) == block_of("a")
 
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_cancelled_calls_leave_blocks_and_buffers_intact(
+        self, store: Store
+    ) -> None:
+        for turns in range(6):  # how far each call gets before it is cancelled
+            key, out = key_of(turns), bytearray(LAYOUT.block_bytes)
+            told = ProgressRecord(out, block_of("old"))
+            await store.put(key_of("old"), block_of("old"))
+            calls: list[asyncio.Task[object]] = [
+                asyncio.create_task(store.put(key, block_of(turns))),
+                asyncio.create_task(store.get_into(key_of("old"), memoryview(out), told)),
+                asyncio.create_task(store.contains([key])),
+            ]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+            counts = list(told.counts)
+            out[:] = bytes(len(out))
+            assert await read(store, key_of("old")) == block_of("old")
+            if (await store.contains([key]))[0]:
+                assert await read(store, key) == block_of(turns)
+            assert bytes(out) == bytes(len(out)), "written after the call had returned"
+            assert told.counts == counts, "told after the call had returned"
+            assert told.wrong == []
 
-    def test_store_parallel_puts_of_one_key_leave_a_whole_block(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            fresh = await asyncio.gather(*(store.put(key_of("a"), block_of("a")) for _ in range(8)))
-            assert any(fresh)
-            assert await read(store, key_of("a")) == block_of("a")
-
-        self.run(tmp_path, test)
-
-    def test_store_cancelled_calls_leave_blocks_and_buffers_intact(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            for turns in range(6):  # how far each call gets before it is cancelled
-                key, out = key_of(turns), bytearray(LAYOUT.block_bytes)
-                told = ProgressRecord(out, block_of("old"))
-                await store.put(key_of("old"), block_of("old"))
-                calls: list[asyncio.Task[object]] = [
-                    asyncio.create_task(store.put(key, block_of(turns))),
-                    asyncio.create_task(store.get_into(key_of("old"), memoryview(out), told)),
-                    asyncio.create_task(store.contains([key])),
-                ]
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                for call in calls:
-                    call.cancel()
-                await asyncio.wait(calls)
-                counts = list(told.counts)
-                out[:] = bytes(len(out))
-                assert await read(store, key_of("old")) == block_of("old")
-                if (await store.contains([key]))[0]:
-                    assert await read(store, key) == block_of(turns)
-                assert bytes(out) == bytes(len(out)), "written after the call had returned"
-                assert told.counts == counts, "told after the call had returned"
-                assert told.wrong == []
-
-        self.run(tmp_path, test)
-
-    def test_store_closed_raises_store_unavailable_on_every_call(self, tmp_path: Path) -> None:
-        async def test(store: Store) -> None:
-            await store.put(key_of("a"), block_of("a"))
-            await store.close()
-            await store.close()
-            for call in (
-                store.contains([key_of("a")]),
-                read(store, key_of("a")),
-                store.put(key_of("b"), block_of("b")),
-                store.delete(key_of("a")),
-                store.stats(),
-                anext(aiter(store.list_blocks())),
-            ):
-                with pytest.raises(StoreUnavailable):
-                    await call
-
-        self.run(tmp_path, test)
+    @on_fresh_store
+    async def test_store_closed_raises_store_unavailable_on_every_call(self, store: Store) -> None:
+        await store.put(key_of("a"), block_of("a"))
+        await store.close()
+        await store.close()
+        for call in (
+            store.contains([key_of("a")]),
+            read(store, key_of("a")),
+            store.put(key_of("b"), block_of("b")),
+            store.delete(key_of("a")),
+            store.stats(),
+            anext(aiter(store.list_blocks())),
+        ):
+            with pytest.raises(StoreUnavailable):
+                await call
