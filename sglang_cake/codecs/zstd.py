@@ -9,19 +9,17 @@ on, so that similar bytes lie side by side.
 # numba reads types off the arguments, not off annotations
 # mypy: disable-error-code="no-untyped-def"
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
+import zstandard
 
 from sglang_cake.codecs.block_arrays import Block, Part, Words
 from sglang_cake.codecs.codec_steps import Bytes, Malformed, is_whole
 from sglang_cake.codecs.kernels import compiled
 from sglang_cake.core.layout import BlockLayout
-
-_own = threading.local()  # contexts are not thread-safe, and take a while to make
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,44 +77,29 @@ class Zstd:
         return size_bytes + size_bytes // 255 + 64  # ZSTD_compressBound, rounded up
 
     def encode(self, data: Bytes, out: Bytes) -> int:
-        compressed = np.frombuffer(self._compressor().compress(data), np.uint8)
+        params = zstandard.ZstdCompressionParameters.from_level(
+            self.level, enable_ldm=self.long, write_content_size=1
+        )
+        # A new context, since none is thread-safe: it takes some microseconds.
+        context = zstandard.ZstdCompressor(compression_params=params)
+        compressed = np.frombuffer(context.compress(data.data), np.uint8)
         np.copyto(out[: len(compressed)], compressed)
         return len(compressed)
 
     def decode(self, data: Bytes, out: Bytes) -> int:
-        import zstandard
-
+        # A frame of long mode needs a window as large as the block.
+        context = zstandard.ZstdDecompressor(max_window_size=2**31)
         try:
             size = zstandard.frame_content_size(data.data)
             if not 0 <= size <= len(out):
                 raise Malformed(f"a zstd frame of {size} bytes, at most {len(out)} expected")
-            found = np.frombuffer(_decompressor().decompress(data.data), np.uint8)
+            found = np.frombuffer(context.decompress(data.data), np.uint8)
         except zstandard.ZstdError as error:
             raise Malformed(str(error)) from None
         if len(found) != size:
             raise Malformed(f"a zstd frame has {len(found)} of {size} bytes")
         out[:size] = found
         return size
-
-    def _compressor(self) -> Any:
-        known: dict[Zstd, Any] = _own.__dict__.setdefault("compressors", {})
-        if self not in known:
-            import zstandard
-
-            params = zstandard.ZstdCompressionParameters.from_level(
-                self.level, enable_ldm=self.long, write_content_size=1
-            )
-            known[self] = zstandard.ZstdCompressor(compression_params=params)
-        return known[self]
-
-
-def _decompressor() -> Any:
-    if not hasattr(_own, "decompressor"):
-        import zstandard
-
-        # A frame of long mode needs a window as large as the block.
-        _own.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-    return _own.decompressor
 
 
 @compiled
