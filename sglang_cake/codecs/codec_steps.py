@@ -120,20 +120,6 @@ class Scratch(threading.local):
         return held[:size_bytes]
 
 
-def taken(data: Bytes, at: int, count: int, dtype: Any) -> npt.NDArray[Any]:
-    """`count` numbers of `data` from byte `at` on, as a view if they are aligned.
-
-    Raises: Malformed if `data` is too short.
-    """
-    stop = at + count * np.dtype(dtype).itemsize
-    if stop > len(data):
-        raise Malformed(f"{len(data)} bytes, at least {stop} expected")
-    view = data[at:stop]
-    if at % np.dtype(dtype).itemsize:
-        view = view.copy()
-    return view.view(dtype)
-
-
 # dtype and shape of an array in the bytes of a `PackStep`.
 Field = tuple[Any, tuple[int, ...]]
 
@@ -145,11 +131,19 @@ def packed_bytes(fields: Sequence[Field]) -> int:
 
 
 def packed_arrays(data: Bytes, at: int, fields: Sequence[Field]) -> list[npt.NDArray[Any]]:
-    """The arrays that begin at byte `at`, as views if they are aligned. Raises: Malformed."""
+    """The arrays that begin at byte `at` of `data`, as views if they are aligned.
+
+    Raises: Malformed if `data` is too short.
+    """
     arrays = []
     for kind, shape in fields:
-        arrays.append(taken(data, at, math.prod(shape), kind).reshape(shape))
-        at += arrays[-1].nbytes
+        size = np.dtype(kind).itemsize
+        stop = at + size * math.prod(shape)
+        if stop > len(data):
+            raise Malformed(f"{len(data)} bytes, at least {stop} expected")
+        raw = data[at:stop] if at % size == 0 else data[at:stop].copy()
+        arrays.append(raw.view(kind).reshape(shape))
+        at = stop
     return arrays
 
 

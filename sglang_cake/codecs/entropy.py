@@ -30,7 +30,7 @@ import numpy.typing as npt
 import xxhash
 
 from sglang_cake.codecs.block_arrays import VALUES, Block, Part, parts_of
-from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, check_lossy, taken
+from sglang_cake.codecs.codec_steps import Bytes, Malformed, Unencodable, check_lossy, packed_arrays
 from sglang_cake.codecs.distributions import (
     BITS,
     CLASSES,
@@ -124,7 +124,7 @@ class Entropy:
         digest, count = _HEAD.unpack_from(data.data)
         if len(data) != at + count or count % 4:
             raise Malformed(f"{len(data)} bytes, {at + count} expected")
-        coded = taken(data, at, count // 4, np.uint32)
+        (coded,) = packed_arrays(data, at, [(np.uint32, (count // 4,))])
         coder, hashed = decoder(coded), xxhash.xxh3_64()
 
         def numbers(order: Any, classes: Classes, tokens: int) -> Whole:
@@ -137,10 +137,10 @@ class Entropy:
 
         at = _HEAD.size
         for part in block.parts:
-            steps = taken(data, at, part.layers, np.float32)
-            at += 4 * part.layers
-            middles, mean_classes = taken(data, at, 2 * part.layers, np.uint8).reshape(2, -1, 1)
-            at += 2 * part.layers
+            one_class = (np.uint8, (part.layers, 1))
+            fields = [(np.float32, (part.layers,)), one_class, one_class]
+            steps, middles, mean_classes = packed_arrays(data, at, fields)
+            at += _side_bytes(part)
             one_row = np.zeros((part.layers, 1), np.int64)
             relative = np.full_like(middles, OF_CLASSES)
             channel_classes = numbers(one_row, relative, part.channels)[:, 0] + middles
