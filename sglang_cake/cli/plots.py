@@ -26,14 +26,10 @@ def plot_meet(
     The plot has `both` in full, and as dashed lines the requests that only computed or only loaded
     the same prompt.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (plane, timeline) = plt.subplots(
-        2, 1, sharex=True, figsize=(11, 6.6), height_ratios=[5, 1.1], layout="constrained"
-    )
+    figure = Figure(figsize=(11, 6.6), layout="constrained")
+    plane, timeline = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1.1])
     _plot_single_arms(plane, compute, load)
     _plot_spans(plane, both)
     _plot_meets(plane, both)
@@ -46,7 +42,6 @@ def plot_meet(
     paths = [out.with_suffix(suffix) for suffix in (".svg", ".png")]
     for path in paths:
         figure.savefig(path, dpi=140)
-    plt.close(figure)
     return paths
 
 
@@ -60,14 +55,12 @@ def plot_ttft(prompts: Sequence[dict[str, Any]], path: Path) -> None:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("--picture needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    styles: dict[str, dict[str, str]] = {
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    styles: dict[str, dict[str, Any]] = {
         "compute": {"label": "compute", "color": COMPUTE, "marker": "o"},
         "load": {"label": "load", "color": LOAD, "marker": "o"},
         "cake": {"label": "Cake", "color": MEET, "marker": "o"},
@@ -86,8 +79,6 @@ def plot_ttft(prompts: Sequence[dict[str, Any]], path: Path) -> None:
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"--picture {path}: {error.strerror}") from None
-    finally:
-        plt.close(figure)
 
 
 def _plot_spans(axes: Any, trace: RequestTrace) -> None:
