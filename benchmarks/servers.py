@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_cake.cli.demo import CPU_MODEL, MODEL_FORMAT
-from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.models import build_llama, built_once
 from sglang_cake.demo.sglang_server import Reply, SglangServer, flush_cache, generate
 
 WORK = Path(__file__).resolve().parent / ".work"
@@ -106,12 +106,7 @@ def model(small: bool, size: Mapping[str, int] | None = None) -> Path:
     size = size or (SMALL_MODEL if small else CPU_MODEL)
     name = "-".join(str(part) for part in (MODEL_FORMAT, DTYPE, *size.values()))
     path = WORK / f"model-{name}"
-    if not path.is_dir():
-        building = WORK / "model-building"
-        shutil.rmtree(building, ignore_errors=True)
-        build_llama(building, **size, dtype=DTYPE)
-        building.rename(path)
-    return path
+    return built_once(path, lambda out: build_llama(out, **size, dtype=DTYPE))
 
 
 def random_prompt(tokens: int, seed: int) -> list[int]:

@@ -8,7 +8,6 @@ all three cases.
 
 import argparse
 import contextlib
-import shutil
 import signal
 import statistics
 import tempfile
@@ -22,7 +21,7 @@ from sglang_cake.cli.demo_report import Arm, Arms, DemoFailed, evaluate, report
 from sglang_cake.core.codec_names import CHOICES, RAW, check_installed, own_names
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.demo.event_trace import TRACE_ENV
-from sglang_cake.demo.models import build_llama
+from sglang_cake.demo.models import build_llama, built_once
 from sglang_cake.demo.sglang_server import (
     Reply,
     ServerDied,
@@ -231,11 +230,7 @@ def _random_model(
     model = out / f"model-{name}"
     if not model.is_dir():
         progress.say("building a random Llama (once)")
-        # Renamed when complete, so that an interrupted build is never used as a model.
-        building = out / "model-building"
-        shutil.rmtree(building, ignore_errors=True)
-        build_llama(building, **size, dtype=dtype, max_tokens=max_tokens)
-        building.rename(model)
+    built_once(model, lambda path: build_llama(path, **size, dtype=dtype, max_tokens=max_tokens))
     return model, dtype
 
 

@@ -1,5 +1,7 @@
 """Random models, made without a network: a Llama, and a byte-level tokenizer."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,20 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def built_once(path: Path, build: Callable[[Path], object]) -> Path:
+    """The folder `path`. If there is none, `build` makes it beside, and it is renamed when it is
+    complete: an interrupted build is never used as a model."""
+    if not path.is_dir():
+        building = path.with_name(f"{path.name}.{os.getpid()}")
+        shutil.rmtree(building, ignore_errors=True)
+        try:
+            build(building)
+            building.rename(path)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return path
 
 
 def build_llama(

