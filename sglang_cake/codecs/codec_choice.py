@@ -3,8 +3,8 @@
 `auto` stores a block with the codec with which its prompt should start soonest. A block loads in
 `l = max(size / link, block / decoding)` seconds, since decoding goes on while the next block comes
 over the link (docs/theory.md#codecs). Compute and load share the blocks of a prompt, so a block
-takes `c * l / (c + l)` where computing one takes `c`. That grows with `l` whatever `c` is: the
-choice does not depend on `c`, the prediction does.
+takes `c * l / (c + l)` where computing one takes `c`. That grows with `l` whatever `c` is, so the
+choice does not depend on `c`.
 """
 
 import logging
@@ -55,10 +55,9 @@ RAW_TRAITS = CodecTraits(RAW, 1.0, float("inf"), 0.0)
 
 
 class Choice(NamedTuple):
-    """A codec, the time that is predicted with it, and the reason."""
+    """A codec, and the reason."""
 
     codec: str
-    block_s: float  # what a block adds to the time to first token; 0: not known
     reason: str
     refused: Mapping[str, str]  # codec that was not chosen -> one of `codec_names.REFUSALS`
 
@@ -67,7 +66,6 @@ def choose(
     traits: Sequence[CodecTraits],
     *,
     link_bytes_per_s: float | None,
-    block_bytes: int,
     max_error: float,
     lost: Mapping[str, float] = NO_LOSS,
 ) -> Choice:
@@ -84,14 +82,14 @@ def choose(
     """
     if link_bytes_per_s is None:
         unknown = dict.fromkeys((one.codec for one in traits), UNKNOWN_LINK)
-        return Choice(RAW, 0.0, "the link's speed is not known yet", unknown)
+        return Choice(RAW, "the link's speed is not known yet", unknown)
     if math.isinf(link_bytes_per_s):
         slow = dict.fromkeys((one.codec for one in traits), SLOW)
-        return Choice(RAW, 0.0, "memory lends raw blocks", slow)
+        return Choice(RAW, "memory lends raw blocks", slow)
     notes: list[str] = []
     refused: dict[str, str] = {}
-    best, best_s = RAW_TRAITS, _block_s(RAW_TRAITS, link_bytes_per_s, block_bytes)
-    raw_s = best_s
+    best = RAW_TRAITS
+    best_s = raw_s = _byte_s(RAW_TRAITS, link_bytes_per_s)
     for one in sorted(traits, key=lambda one: one.error):
         if one.codec in lost:
             refused[one.codec] = BLOCK_ERROR
@@ -103,22 +101,20 @@ def choose(
             refused[one.codec] = SLOW
             notes.append(f"{one.codec} decodes {one.decode_bytes_per_s / 1e6:.0f} MB/s")
         else:
-            block_s = _block_s(one, link_bytes_per_s, block_bytes)
+            byte_s = _byte_s(one, link_bytes_per_s)
             worse = one
-            if block_s < best_s * (1 - MIN_GAIN):
-                best, best_s, worse = one, block_s, best
+            if byte_s < best_s * (1 - MIN_GAIN):
+                best, best_s, worse = one, byte_s, best
             refused[worse.codec] = NO_GAIN
     reason = f"{best_s / raw_s:.2f} of the time of raw at {link_bytes_per_s / 1e6:.0f} MB/s"
     if notes:
         reason += f"; not {', '.join(notes)}"
-    return Choice(best.codec, best_s, reason, refused)
+    return Choice(best.codec, reason, refused)
 
 
-def _block_s(one: CodecTraits, link_bytes_per_s: float, block_bytes: int) -> float:
-    """Seconds to load a block: the link and the decoder work at once."""
-    return max(
-        one.size_share * block_bytes / link_bytes_per_s, block_bytes / one.decode_bytes_per_s
-    )
+def _byte_s(one: CodecTraits, link_bytes_per_s: float) -> float:
+    """Seconds to load a byte of a block: the link and the decoder work at once."""
+    return max(one.size_share / link_bytes_per_s, 1 / one.decode_bytes_per_s)
 
 
 class FixedCodec:
@@ -191,7 +187,6 @@ class AutoCodec:
             choice = choose(
                 self._traits,
                 link_bytes_per_s=self._links[tier](),
-                block_bytes=self._layout.block_bytes,
                 max_error=self._max_error,
                 lost=forms.lost,
             )
