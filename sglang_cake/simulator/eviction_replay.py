@@ -192,7 +192,6 @@ class Replay:
         self._benefit = benefit or Benefit()
         self._head_last = head_last
         self._resident: dict[int, int] = {}  # the trace's id of a block -> the policy's
-        self._idents: dict[int, int] = {}  # and back
         self._parent: dict[int, int] = {}  # of resident blocks, both by the trace's id
         self._children: dict[int, int] = {}  # how many are resident
         self._conversations = ConversationTracker()
@@ -263,11 +262,9 @@ class Replay:
         self.outcome.distinct_written = len(self._written)
 
     def _insert(self, block: int, at_s: float, context: AccessContext) -> None:
-        number = self._next_block
+        self._resident[block] = self._next_block
+        self._policy.add(self._next_block, self._usage(block, at_s, context))
         self._next_block += 1
-        self._resident[block] = number
-        self._idents[number] = block
-        self._policy.add(number, self._usage(block, at_s, context))
 
     def _usage(self, block: int, at_s: float, context: AccessContext) -> Usage:
         return Usage(self._trace.block_tokens * BYTES_PER_TOKEN, at_s, at_s, 0, block, context)
@@ -282,11 +279,11 @@ class Replay:
             popped = self._policy.pop(request.at_s)
             if popped is None:
                 break
-            block = self._idents[popped[0]]
+            block = popped[1].ident
             if block in pinned or (self._leaf and self._children.get(block)):
                 spared[block] = popped
                 continue
-            del self._resident[block], self._idents[popped[0]]
+            del self._resident[block]
             self.outcome.evictions += 1
             blocks -= 1
             if self._leaf:
