@@ -12,6 +12,7 @@ the same XDG_CACHE_HOME or HOME.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import re
@@ -19,16 +20,19 @@ import statistics
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_cake.cli.text_tables import table
+from sglang_cake.core import untrusted
 from sglang_cake.core.errors import ConfigError, RunaheadError
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.chain_plan import ChainLimits
-from sglang_cake.runahead.grid_search import Journal, Searched, grid_search
+from sglang_cake.runahead.grid_search import Searched, grid_search
 from sglang_cake.runahead.partition import PARAMETER, Partition, even
 from sglang_cake.runahead.partition_table import load_table, save_table
 
@@ -115,25 +119,28 @@ def search_one(
     start = even(Span(0, tokens), workers, page_tokens=page_tokens)
     _, first = helped(ask, tokens, start)
     path = _table_of(first)
-    journal_path = path.with_name(f"{path.stem}.search-{tokens}-{workers}.jsonl")
+    journal = path.with_name(f"{path.stem}.search-{tokens}-{workers}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    best_s, count = float("inf"), 0
+    known = dict(_read(journal))
 
-    def measure(partition: Partition) -> float:
-        return statistics.median(helped(ask, tokens, partition)[0] for _ in range(repeats))
-
-    def report(partition: Partition, ttft_s: float) -> None:
-        nonlocal best_s, count
-        best_s = min(best_s, ttft_s)
-        count += 1
-        say(f"{tokens:,} tokens  {partition.bounds}  {ttft_s:.3f} s  best {best_s:.3f} s  #{count}")
+    def measure(partitions: Sequence[Partition]) -> list[float]:
+        for each in partitions:
+            if each.bounds not in known:
+                times = [helped(ask, tokens, each)[0] for _ in range(repeats)]
+                ttft_s = known[each.bounds] = statistics.median(times)
+                _append(journal, _Measured(each.bounds, ttft_s))
+                say(
+                    f"{tokens:,} tokens  {each.bounds}  {ttft_s:.3f} s  "
+                    f"best {min(known.values()):.3f} s  #{len(known)}"
+                )
+        return [known[each.bounds] for each in partitions]
 
     closed = ask(tokens, "closed")[1].get("bounds")
     if isinstance(closed, list) and len(closed) == workers + 1 and closed[-1] == tokens:
         start = Partition(tuple(closed))
     found = grid_search(
         start,
-        Journal(journal_path, measure, report),
+        measure,
         stride_tokens=max(page_tokens, tokens // (8 * workers)),
         min_stride_tokens=max(page_tokens, tokens // 128),
         page_tokens=page_tokens,
@@ -143,11 +150,35 @@ def search_one(
             f"{tokens:,} tokens  grid of {stride}: best {best.partition.bounds} {best.ttft_s:.3f} s"
         ),
     )
-    known = load_table(path)
-    known.put(tokens, found.partition)
-    save_table(path, known)
-    journal_path.unlink(missing_ok=True)
+    searched = load_table(path)
+    searched.put(tokens, found.partition)
+    save_table(path, searched)
+    journal.unlink(missing_ok=True)
     return found
+
+
+class _Measured(msgspec.Struct):
+    """A line of the journal, by which a search that was stopped goes on."""
+
+    bounds: tuple[int, ...]
+    ttft_s: float
+
+
+_MEASURED = msgspec.json.Decoder(_Measured)
+
+
+def _append(journal: Path, line: _Measured) -> None:
+    journal.touch(mode=0o600, exist_ok=True)
+    with journal.open("ab") as file:
+        # The newline first: it ends a line that a crash left.
+        file.write(b"\n" + msgspec.json.encode(line))
+
+
+def _read(journal: Path) -> Iterator[tuple[tuple[int, ...], float]]:
+    for line in journal.read_bytes().splitlines() if journal.exists() else ():
+        with contextlib.suppress(ValueError):  # a line that a crash left: it is measured again
+            found = untrusted.decode(_MEASURED, line)
+            yield found.bounds, found.ttft_s
 
 
 def helped(ask: Ask, tokens: int, partition: Partition) -> tuple[float, dict[str, Any]]:

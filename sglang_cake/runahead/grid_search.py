@@ -6,21 +6,13 @@ stride, or with the same stride if the best one lies on the border of the grid. 
 `points ** (workers - 1)` measurements a level. (The paper's appendix D says `(workers - 1) **
 points`, which is too few.)
 
-The search is deterministic. With a `Journal` of its measurements it can be stopped at any time and
-resumed.
+The search is deterministic: with the measurements of a search that was stopped, it goes on there.
 """
 
-import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from pathlib import Path
 
-from msgspec import Struct
-from msgspec.json import Decoder
-
-from sglang_cake.core import untrusted
 from sglang_cake.runahead.partition import Partition
 
 # `(partitions) -> seconds of each`: measured, or taken from the model of the chain.
@@ -88,59 +80,3 @@ def _grid(around: Partition, step: int, points: int) -> Iterator[Partition]:
         bounds = [first, *(b + o * step for b, o in zip(inner, offsets, strict=True)), last]
         if all(a < b for a, b in pairwise(bounds)):
             yield Partition(tuple(bounds))
-
-
-class Journal:
-    """Measurements on disk, one JSON line each, so that a search can be resumed.
-
-    An unfinished line, left by a crash, is ignored and measured again.
-
-    Args:
-        path: its folder exists. The file is readable by its owner alone.
-        measure_one: seconds of one partition.
-        report: called with each new measurement.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        measure_one: Callable[[Partition], float],
-        report: Callable[[Partition, float], None] = lambda partition, ttft_s: None,
-    ) -> None:
-        self._path = path
-        self._measure_one = measure_one
-        self._report = report
-        self._known = dict(_lines(path))
-
-    def __call__(self, partitions: Sequence[Partition]) -> list[float]:
-        """The `Measure` of `grid_search`."""
-        return [self._one(partition) for partition in partitions]
-
-    def _one(self, partition: Partition) -> float:
-        if partition.bounds not in self._known:
-            ttft_s = self._measure_one(partition)
-            self._path.touch(mode=0o600, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as journal:
-                # The newline first: it ends a line that a crash left.
-                journal.write("\n" + json.dumps({"bounds": partition.bounds, "ttft_s": ttft_s}))
-                journal.flush()
-            self._known[partition.bounds] = ttft_s
-            self._report(partition, ttft_s)
-        return self._known[partition.bounds]
-
-
-class _Line(Struct):
-    bounds: tuple[int, ...]
-    ttft_s: float
-
-
-_LINE = Decoder(_Line)
-
-
-def _lines(path: Path) -> Iterator[tuple[tuple[int, ...], float]]:
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):  # a line that a crash left
-            found = untrusted.decode(_LINE, line)
-            yield found.bounds, found.ttft_s

@@ -3,15 +3,14 @@
 There is one JSON file per machine and namespace, since measurements hold for one of them only.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta, Struct
-from msgspec.json import Decoder
 
 from sglang_cake.core import untrusted
 from sglang_cake.core.keys import Digest
@@ -19,9 +18,8 @@ from sglang_cake.core.local_files import atomic_write
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.partition import Partition, scaled
 
-_VERSION = 1
 _MAX_FILE_BYTES = 2**20
-LOOK_S = 0.5  # between two checks whether the file has changed
+LOOK_S = 0.5  # between two reads of the file
 
 _Workers = Annotated[int, Meta(ge=1, le=1024)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
@@ -32,7 +30,7 @@ class _Content(Struct):
     shares: dict[_Workers, dict[int, tuple[_Share, ...]]]
 
 
-_CONTENT = Decoder(_Content)
+_CONTENT = msgspec.json.Decoder(_Content)
 
 
 @dataclass(slots=True)
@@ -67,7 +65,6 @@ class WatchedTable:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._table = PartitionTable()
-        self._seen: tuple[int, int] | None = None
         self._next_s = 0.0
 
     def read(self, now_s: float) -> PartitionTable:
@@ -77,16 +74,7 @@ class WatchedTable:
         """
         if self.path is not None and now_s >= self._next_s:
             self._next_s = now_s + LOOK_S
-            try:
-                status = self.path.stat()
-            except OSError:
-                self._table = PartitionTable()
-                self._seen = None
-            else:
-                seen = (status.st_mtime_ns, status.st_ino)
-                if seen != self._seen:
-                    self._table = load_table(self.path)
-                    self._seen = seen
+            self._table = load_table(self.path)
         return self._table
 
 
@@ -120,9 +108,5 @@ def load_table(path: Path) -> PartitionTable:
 def save_table(path: Path, table: PartitionTable) -> None:
     """Replace the table at `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    shares = {
-        str(workers): {str(tokens): list(each) for tokens, each in sorted(lengths.items())}
-        for workers, lengths in sorted(table.entries.items())
-    }
-    content = json.dumps({"version": _VERSION, "shares": shares}, indent=1)
-    atomic_write(path, content.encode(), durable=True)
+    content = msgspec.json.encode(_Content(1, table.entries))
+    atomic_write(path, msgspec.json.format(content, indent=1), durable=True)

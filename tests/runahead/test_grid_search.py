@@ -1,4 +1,4 @@
-"""The grid search and its journal; the table on disk."""
+"""The grid search, and the table on disk."""
 
 import stat
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.token_span import Span
-from sglang_cake.runahead.grid_search import Journal, Searched, grid_search
+from sglang_cake.runahead.grid_search import grid_search
 from sglang_cake.runahead.partition import Partition, balanced, even
 from sglang_cake.runahead.partition_table import PartitionTable, load_table, save_table, table_path
 
@@ -72,35 +72,6 @@ def test_grid_search_grid_size_is_points_to_the_power_of_bounds() -> None:
 
     grid_search(even(Span(0, 10_000), 4), measure, stride_tokens=8, min_stride_tokens=8)
     assert count == [5 ** (4 - 1)]
-
-
-def test_grid_search_killed_resumes_from_its_journal(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    measured: list[Partition] = []
-
-    class Killed(Exception):
-        pass
-
-    def search(budget: int) -> Searched:
-        def one(partition: Partition) -> float:
-            if len(measured) == budget:
-                raise Killed
-            measured.append(partition)
-            return abs(partition.bounds[1] - 700.0)
-
-        return grid_search(
-            even(Span(0, 1024), 2), Journal(path, one), stride_tokens=64, min_stride_tokens=8
-        )
-
-    with pytest.raises(Killed):
-        search(7)
-    path.write_text(path.read_text() + '\n{"bounds": [0, 5')  # as a crash may leave it
-    found = search(1000)
-    assert len(measured) == len(set(measured)) == found.measured
-    assert found.partition.bounds[1] in range(696, 705)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    again = search(len(measured))  # nothing is measured any more
-    assert again == found
 
 
 @given(st.integers(2, 5), st.integers(1000, 20_000))

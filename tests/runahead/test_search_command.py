@@ -96,6 +96,9 @@ def test_runahead_search_stopped_resumes_without_repeating(folder: Path) -> None
     with pytest.raises(RunaheadError, match="gone"):
         search(server)
     first, server.asked, server.dies_after = server.asked[1:], [], 10**9
+    (journal,) = folder.glob("*.jsonl")
+    assert journal.stat().st_mode & 0o777 == 0o600
+    journal.write_text(journal.read_text() + '\n{"bounds": [0, 5')  # as a crash may leave it
     search(server)
     assert first
     assert not [ends for ends in server.asked[1:] if ends in first]  # [0] is the first contact
