@@ -6,19 +6,20 @@ PCIe. Such a copy does not wait for the peer, so a peer that hangs delays no oth
 connections of `zeromq.py` show that it is gone.
 """
 
-import json
 import logging
 import threading
-from typing import Any
 
+import msgspec
 import torch
 
+from sglang_cake.core import untrusted
 from sglang_cake.runahead.one_sided_transport import BUFFER_BYTES
 
 logger = logging.getLogger("sglang_cake")
 
 # The fields of `UntypedStorage._share_cuda_`: device, memory, offsets, and an event.
-_HANDLE = (int, bytes, int, int, bytes, int, bytes, bool)
+Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
+_HANDLE = msgspec.json.Decoder(Handle)
 
 
 class IpcEngine:
@@ -99,22 +100,15 @@ class IpcEngine:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
 
-def spelled(handle: tuple[Any, ...]) -> str:
+def spelled(handle: Handle) -> str:
     """A handle as text."""
-    return json.dumps(
-        [each.hex() if isinstance(each, bytes) else each for each in handle], separators=(",", ":")
-    )
+    return msgspec.json.encode(handle).decode()
 
 
-def read(text: str) -> list[Any]:
+def read(text: str) -> Handle:
     """The inverse of `spelled`. Raises: ValueError."""
     try:
-        handle = [
-            bytes.fromhex(part) if kind is bytes else part
-            for part, kind in zip(json.loads(text), _HANDLE, strict=True)
-        ]
-    except (TypeError, ValueError):
-        handle = []
-    if [type(part) for part in handle] != list(_HANDLE):
-        raise ValueError("what a peer sent is no handle of CUDA memory")
-    return handle
+        handle: Handle = untrusted.decode(_HANDLE, text)
+        return handle
+    except ValueError:
+        raise ValueError("what a peer sent is no handle of CUDA memory") from None
