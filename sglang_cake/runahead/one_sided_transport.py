@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.keys import Digest
@@ -83,13 +83,6 @@ class WriteEngine(Protocol):
         ...
 
 
-class SectionStats(NamedTuple):
-    """The sections of a peer's receive buffer that are in use."""
-
-    used: frozenset[int]  # hold a part, or are written
-    writing: frozenset[int]  # the engine has not returned
-
-
 class _Link:
     """The buffers between this member and one peer."""
 
@@ -105,8 +98,8 @@ class _Link:
         self._changed = threading.Condition()
         self.meetings = 0
         self._theirs: ReceiveBuffer | None = None
-        self.used: set[int] = set()  # the peer's sections that hold a part, or are written
-        self.writing: set[int] = set()  # sections whose write has not returned
+        self._used: set[int] = set()  # the peer's sections that hold a part, or are written
+        self._writing: set[int] = set()  # sections whose write has not returned
 
     @property
     def known(self) -> bool:
@@ -118,14 +111,14 @@ class _Link:
         with self._changed:
             self._theirs = theirs
             self.meetings += 1
-            self.used = set(self.writing)
+            self._used = set(self._writing)
             self._changed.notify_all()
 
     def free(self, section: int) -> None:
         """The peer has read a section."""
         with self._changed:
-            if section not in self.writing:
-                self.used.discard(section)
+            if section not in self._writing:
+                self._used.discard(section)
             self._changed.notify_all()
 
     def put(self, data: PartBytes) -> tuple[int, float] | None:
@@ -135,23 +128,23 @@ class _Link:
         """
         with self._changed:
             ready = self._changed.wait_for(
-                lambda: self._theirs is None or len(self.used) < SECTIONS, self._timeout_s
+                lambda: self._theirs is None or len(self._used) < SECTIONS, self._timeout_s
             )
             theirs = self._theirs
             if not ready or theirs is None:
                 return None
-            section = min(set(range(SECTIONS)) - self.used)
-            self.used.add(section)
-            self.writing.add(section)
+            section = min(set(range(SECTIONS)) - self._used)
+            self._used.add(section)
+            self._writing.add(section)
         offset = section * MAX_PART_BYTES
         done: list[bool] = []
         abandoned = threading.Event()
 
         def end(ok: bool) -> None:
             with self._changed:
-                self.writing.discard(section)
+                self._writing.discard(section)
                 if not ok or abandoned.is_set():  # the peer is not told of this part
-                    self.used.discard(section)
+                    self._used.discard(section)
                 done.append(ok)
                 self._changed.notify_all()
 
@@ -183,12 +176,12 @@ class _Link:
         self.met(None)
         self._engine.free(self.buffer_address)
         with self._changed:
-            if self._changed.wait_for(lambda: not self.writing, CLOSE_TIMEOUT_S):
+            if self._changed.wait_for(lambda: not self._writing, CLOSE_TIMEOUT_S):
                 self._engine.free(self._source_address)
 
 
 class OneSidedTransport:
-    """Implements `Transport`, with its guarantees.
+    """Implements `Transport`, with its guarantees, and is the handler of the connections.
 
     Args:
         connect: makes the connections, given the function that makes the greeting of a member.
@@ -196,6 +189,8 @@ class OneSidedTransport:
         engine: of this process; it lends memory for each of them.
         timeout_s: in which a peer must accept a part.
     """
+
+    _handler: Handler  # from `start` on
 
     def __init__(
         self,
@@ -212,7 +207,6 @@ class OneSidedTransport:
             for link in self._links.values():
                 link.close()
             raise
-        self._handler: Handler | None = None
 
     # ---- `Transport` ----
 
@@ -256,16 +250,10 @@ class OneSidedTransport:
         for link in self._links.values():
             link.close()
 
-    def sections(self, rank: int) -> SectionStats:
-        """The sections of a peer's receive buffer that are in use. Any thread."""
-        link = self._links[rank]
-        return SectionStats(frozenset(link.used), frozenset(link.writing))
-
     # ---- `Handler` of the connections; their threads ----
 
     def on_message(self, rank: int, message: Message) -> None:
         """Raises: BadMessage, which ends the connection."""
-        assert self._handler is not None
         if isinstance(message, ReceiveBuffer):
             if message.sections != SECTIONS:
                 raise BadMessage(f"a receive buffer of {message.sections} sections")
@@ -282,7 +270,6 @@ class OneSidedTransport:
         raise BadMessage("a part beside the engine")
 
     def on_gone(self, rank: int, reason: str) -> None:
-        assert self._handler is not None
         known = self._links[rank].known
         self._links[rank].met(None)
         if known:
@@ -294,7 +281,6 @@ class OneSidedTransport:
         return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address, SECTIONS)
 
     def _part_written(self, rank: int, message: PartWritten) -> None:
-        assert self._handler is not None
         if message.section >= SECTIONS or not 0 < message.size <= MAX_PART_BYTES:
             raise BadMessage(f"{message.size} bytes in section {message.section}")
         link, start = self._links[rank], message.section * MAX_PART_BYTES
