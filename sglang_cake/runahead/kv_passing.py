@@ -97,14 +97,10 @@ class Broken(RunaheadError):
         self.culprit = culprit
 
 
-class Late(RunaheadError):
-    """Data did not arrive in time. Args: culprit: rank of the worker that is waited for."""
+class Late(Broken):
+    """Data did not arrive in time. `culprit` is the worker that is waited for."""
 
     reason = "late"
-
-    def __init__(self, message: str, culprit: int | None = None) -> None:
-        super().__init__(message)
-        self.culprit = culprit
 
 
 class Predecessor(NamedTuple):
@@ -118,7 +114,8 @@ class KvReceiver:
     """The KV that one worker receives: all layers of all spans of `predecessors`.
 
     Args:
-        predecessors: the workers before this one, first of the chain first; their spans touch.
+        predecessors: the workers before this one, first of the chain first; their spans touch. The
+            first worker of a chain has none, and receives nothing.
         bind_timeout_s: how long a part may wait for `bind`. The sender waits meanwhile.
     """
 
@@ -132,7 +129,9 @@ class KvReceiver:
         self._bind_timeout_s = bind_timeout_s
         self._rows = rows
         self._predecessors = tuple(predecessors)
-        self._span = span = Span(predecessors[0].span.start, predecessors[-1].span.stop)
+        spans = [each.span for each in predecessors] or [Span(0, 0)]
+        self._span = span = Span(spans[0].start, spans[-1].stop)
+        self.before = predecessors[-1].rank if predecessors else None  # the previous worker
         self._held_s = dict.fromkeys((each.rank for each in predecessors), 0.0)  # waited for each
         self._changed = threading.Condition()
         self._slots: Slots = None
@@ -157,12 +156,12 @@ class KvReceiver:
 
     def part(self, part: LayerPart, data: PartBytes) -> None:
         """Write a part that arrived; returns when it is in its slots. Raises: Broken."""
-        span, before = Span(part.start, part.stop), self._predecessors[-1].rank
+        span = Span(part.start, part.stop)
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
-            raise Broken(f"an unexpected part: layer {part.layer}, {span}", before)
+            raise Broken(f"an unexpected part: layer {part.layer}, {span}", self.before)
         if len(data) != span.tokens * self._rows.token_bytes:
-            raise Broken(f"a part of {len(data)} bytes for {span.tokens} tokens", before)
+            raise Broken(f"a part of {len(data)} bytes for {span.tokens} tokens", self.before)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._slots is not None or self._broken, self._bind_timeout_s
@@ -170,7 +169,7 @@ class KvReceiver:
             if self._slots is None or self._broken:
                 raise Broken(self._broken or "the forward did not begin")
             if self._got_of(part.layer, span):
-                raise Broken("a part that came before", before)
+                raise Broken("a part that came before", self.before)
             self._got[part.layer].append(span)
             self._writing += 1
             slots, keep = self._slots, self._keep
@@ -365,27 +364,26 @@ class KvPassing:
     """The KV passing of one job at one worker.
 
     Args:
-        before: rank of the previous worker; None for the first of the chain.
-        after: rank of the next worker; None for the last.
         patience_s: how long the forward may wait for incoming KV, in all.
+
+    Attributes:
+        sender: to the worker `after`; None for the last of the chain.
     """
 
     def __init__(
         self,
         job: str,
+        receiver: KvReceiver,
         *,
-        before: int | None,
-        after: int | None,
-        receiver: KvReceiver | None,
-        sender: KvSender | None,
         patience_s: float,
+        after: int | None = None,
+        sender: KvSender | None = None,
     ) -> None:
         self.job = job
-        self.before = before
-        self.after = after
         self.receiver = receiver
-        self.sender = sender
         self.patience_s = patience_s
+        self.after = after
+        self.sender = sender
         self._broken: tuple[str, int | None] | None = None
         # The forward's thread calls it at each layer, and repeatedly while it waits there. It
         # raises a RunaheadError if the job is not needed any more.
@@ -417,7 +415,7 @@ class KvPassing:
 
     def on_part(self, part: LayerPart, data: PartBytes) -> None:
         """A part of this job arrived. A transport's thread."""
-        if self._broken is not None or self.receiver is None:
+        if self._broken is not None:
             return
         try:
             if self.sender is not None:
@@ -447,16 +445,15 @@ class KvPassing:
 
     def has(self, layer: int) -> bool:
         """Whether KV of `layer` has arrived for all tokens before the own ones."""
-        return self.receiver is None or self.receiver.has(layer)
+        return self.receiver.has(layer)
 
     def wait(self, layer: int) -> None:
         """Wait for it. Raises: RunaheadError if the forward must not go on."""
-        if self.receiver is not None:
-            try:
-                self.receiver.wait(layer, self.patience_s, self.check)
-            except Late as error:
-                self.break_off(str(error), error.culprit)
-                raise
+        try:
+            self.receiver.wait(layer, self.patience_s, self.check)
+        except Late as error:
+            self.break_off(str(error), error.culprit)
+            raise
 
     def drain(self, timeout_s: float) -> None:
         """Wait until every layer is sent. Raises: RunaheadError, as `KvSender.drain`."""
@@ -472,5 +469,4 @@ class KvPassing:
         self.break_off(reason)
         if self.sender is not None:
             self.sender.close()
-        if self.receiver is not None:
-            self.receiver.close(reason)
+        self.receiver.close(reason)

@@ -23,7 +23,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import RunaheadError
@@ -55,7 +55,6 @@ logger = logging.getLogger("sglang_cake")
 # Of an own job: all KV arrived; it failed here or at a helper; it is not needed, or never began.
 Outcome = Literal["done", "failed", "cancelled"]
 
-MAX_OFFERS = 16  # that wait for the scheduler
 MAX_OVER = 256  # ended jobs that are remembered
 # The refusal of a member that may be idle: it could help with a prompt that is new to its owner.
 COLD = "it has less of this prompt than its owner"
@@ -79,11 +78,14 @@ MEMBER_SETTINGS: Final = MemberSettings()
 
 @dataclass(slots=True, eq=False)
 class Owned:
-    """A job of this member."""
+    """A job of this member. Attributes: request: what it is for; only its owner looks at it."""
 
     passing: KvPassing
     chain: tuple[int, ...]
     partition: Partition
+    namespace: str  # in which helpers were asked
+    request: Any
+    began_s: float = field(default_factory=time.monotonic)
     accepted: set[int] = field(default_factory=set)
     refused: str | None = None
 
@@ -96,6 +98,11 @@ class Owned:
     def agreed(self) -> bool:
         """Whether all helpers have accepted."""
         return self.accepted == set(self.helpers)
+
+    @property
+    def span(self) -> Span:
+        """The tokens that the chain computes."""
+        return Span(self.partition.bounds[0], self.partition.bounds[-1])
 
     @property
     def split(self) -> int:
@@ -139,7 +146,7 @@ class Member:
         self._lock = threading.Condition()  # notified when a job begins or ends here
         self._owned: Owned | None = None
         self._helping: Helping | None = None
-        self._offers: deque[tuple[int, HelpOffer]] = deque()
+        self._offer: tuple[int, HelpOffer] | None = None  # that waits for the scheduler
         # When a rank may be asked again: after failures, after refusals, and after those as COLD.
         self._failures = defaultdict[int, Backoff](lambda: Backoff(*settings.left_out_s))
         self._refusals = defaultdict[int, Backoff](lambda: Backoff(*settings.busy_s))
@@ -156,7 +163,7 @@ class Member:
         """
         now_s = self._clock()
         with self._lock:
-            if self._owned is not None or self._helping is not None or self._offers:
+            if self._is_busy or self._offer is not None:
                 return ()
             if self._failures[self.rank].left_s(now_s):
                 return ()
@@ -168,12 +175,6 @@ class Member:
                 for rank in sorted(self._transport.reachable())
                 if not any(each[rank].left_s(now_s) for each in pauses)
             )
-
-    def failed(self) -> frozenset[int]:
-        """Ranks of members that have failed, and have not helped since. The own rank is among them
-        after a failure as an owner, until a chain of this member is done."""
-        with self._lock:
-            return frozenset(rank for rank, each in self._failures.items() if each.has_failed)
 
     def bytes_per_s(self) -> float | None:
         """Throughput of the slowest link to this member; None if none was measured."""
@@ -190,6 +191,7 @@ class Member:
         extra_key: str | None,
         cache_salt: str | None,
         patience_s: float,
+        request: Any = None,
     ) -> Owned:
         """Send offers to the helpers of `chain`, which ends with this member.
 
@@ -198,18 +200,11 @@ class Member:
         """
         assert chain[-1] == self.rank
         job = new_job()
-        passing = KvPassing(
-            job,
-            before=chain[-2],
-            after=None,
-            receiver=self._receiver(_predecessors(chain, partition, len(chain) - 1)),
-            sender=None,
-            patience_s=patience_s,
-        )
-        owned = Owned(passing, chain, partition)
+        receiver = self._receiver(chain, partition, len(chain) - 1)
+        passing = KvPassing(job, receiver, patience_s=patience_s)
+        owned = Owned(passing, chain, partition, namespace, request)
         with self._lock:
-            assert self._owned is None
-            assert self._helping is None
+            assert not self._is_busy
             self._owned = owned
         try:
             for rank, stop in zip(chain[:-1], partition.bounds[1:], strict=False):
@@ -257,32 +252,21 @@ class Member:
     # ---- the helper ----
 
     def next_offer(self) -> tuple[int, HelpOffer] | None:
-        """An offer that the caller accepts or refuses at once. A busy member refuses all here."""
-        while True:
-            with self._lock:
-                if not self._offers:
-                    return None
-                owner, offer = self._offers.popleft()
-                busy = self._owned is not None or self._helping is not None
-            if not busy:
-                return owner, offer
-            self.refuse(owner, offer, "busy")
+        """An offer that the caller accepts or refuses at once. A busy member refuses it here."""
+        with self._lock:
+            found, self._offer = self._offer, None
+            busy = self._is_busy
+        if found is not None and busy:
+            self.refuse(*found, "busy")
+            return None
+        return found
 
-    def accept(self, owner: int, offer: HelpOffer, *, matched: int) -> Helping:
+    def accept(self, owner: int, offer: HelpOffer) -> Helping:
         """Accept an offer. Raises: PeerGone if the owner cannot be reached any more."""
         place = offer.chain.index(self.rank)
-        before, after = offer.chain[place - 1] if place else None, offer.chain[place + 1]
-        receiver = None
-        if before is not None:
-            receiver = self._receiver(_predecessors(offer.chain, offer.partition, place))
-        passing = KvPassing(
-            offer.job,
-            before=before,
-            after=after,
-            receiver=receiver,
-            sender=None,
-            patience_s=HELPER_PATIENCE_S,
-        )
+        after = offer.chain[place + 1]
+        receiver = self._receiver(offer.chain, offer.partition, place)
+        passing = KvPassing(offer.job, receiver, patience_s=HELPER_PATIENCE_S, after=after)
         passing.sender = KvSender(
             self._rows,
             offer.job,
@@ -294,14 +278,13 @@ class Member:
         )
         helping = Helping(passing, offer, owner, offer.partition.spans[place])
         with self._lock:
-            assert self._owned is None
-            assert self._helping is None
+            assert not self._is_busy
             self._helping = helping
             if offer.job in self._over:
                 passing.break_off("cancelled")
             self._lock.notify_all()
         try:
-            self._transport.send(owner, Accept(offer.job, matched))
+            self._transport.send(owner, Accept(offer.job))
         except PeerGone:
             self.end_helping(helping, None)
             raise
@@ -343,7 +326,8 @@ class Member:
             mine = owned if owned is not None and owned.passing.job == message.job else None
             if isinstance(message, Cancel):
                 self._end(message.job)
-                self._keep_offers(lambda owner, offer: offer.job != message.job)
+                if self._offer is not None and self._offer[1].job == message.job:
+                    self._offer = None
                 if self._helping is not None and self._helping.offer.job == message.job:
                     self._helping.passing.break_off(f"cancelled: {message.reason}")
             elif mine is None or rank not in mine.helpers:
@@ -368,7 +352,7 @@ class Member:
                 self._settings.first_wait_s,
             )
             passing = self._passing(part.job)
-            if passing is None or passing.before != rank:  # the job has ended
+            if passing is None or passing.receiver.before != rank:  # the job has ended
                 return
             # Its answer may come after its first part, and this thread takes that answer too.
             if self._owned is not None and self._owned.passing is passing:
@@ -378,7 +362,8 @@ class Member:
 
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:
-            self._keep_offers(lambda owner, offer: owner != rank)
+            if self._offer is not None and self._offer[0] == rank:
+                self._offer = None
             if self._owned is not None and rank in self._owned.helpers:
                 self._owned.passing.break_off(f"member {rank} is gone: {reason}", rank)
             helping = self._helping
@@ -396,24 +381,23 @@ class Member:
         elif len(offer.tokens) != offer.bounds[place + 1]:
             reason = "these tokens are not of my span"
         with self._lock:
-            if reason is None and (
-                self._owned is not None
-                or self._helping is not None
-                or len(self._offers) >= MAX_OFFERS
-            ):
+            if reason is None and (self._is_busy or self._offer is not None):
                 reason = "busy"
             if reason is None:
-                self._offers.append((rank, offer))
+                self._offer = rank, offer
         if reason is None:
             self._wake()
         else:
             self.refuse(rank, offer, reason)
 
-    def _keep_offers(self, keep: Callable[[int, HelpOffer], bool]) -> None:
-        self._offers = deque(each for each in self._offers if keep(*each))
+    @property
+    def _is_busy(self) -> bool:
+        return self._owned is not None or self._helping is not None
 
-    def _receiver(self, predecessors: list[Predecessor]) -> KvReceiver:
-        return KvReceiver(self._rows, predecessors, bind_timeout_s=self._settings.bind_timeout_s)
+    def _receiver(self, chain: tuple[int, ...], partition: Partition, place: int) -> KvReceiver:
+        """Of the KV of the workers before this place of the chain."""
+        before = [Predecessor(*each) for each in zip(chain[:place], partition.spans, strict=False)]
+        return KvReceiver(self._rows, before, bind_timeout_s=self._settings.bind_timeout_s)
 
     def _passing(self, job: str) -> KvPassing | None:
         for each in (self._owned, self._helping):
@@ -440,8 +424,3 @@ class Member:
             self._transport.send(rank, message)
         except RunaheadError as error:
             logger.debug("cake runahead: member %d was not told %s: %s", rank, message, error)
-
-
-def _predecessors(chain: tuple[int, ...], partition: Partition, place: int) -> list[Predecessor]:
-    """The workers before this place of the chain."""
-    return [Predecessor(*each) for each in zip(chain[:place], partition.spans, strict=False)]

@@ -19,7 +19,7 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.layout import MAX_LAYERS
 from sglang_cake.runahead.partition import Partition
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 16 * 2**20  # an offer of 4 million tokens
 MAX_MEMBERS = 256
 PATH_BYTES = 16
@@ -99,10 +99,9 @@ class HelpOffer(_Message, frozen=True, tag=1):
 
 
 class Accept(_Message, frozen=True, tag=2):
-    """The sender computes its span; `matched` tokens of the prompt were in its tree."""
+    """The sender computes its span."""
 
     job: Job
-    matched: Count
 
 
 class Refuse(_Message, frozen=True, tag=3):
@@ -127,7 +126,7 @@ class Failed(_Message, frozen=True, tag=5):
     reason: Text
 
 
-class ReceiveBuffer(_Message, frozen=True, tag=6, rename={"sections": "slots"}):
+class ReceiveBuffer(_Message, frozen=True, tag=6):
     """For transports that write into a peer's memory: where the sender takes parts."""
 
     # The engine's address of the sender.
@@ -136,7 +135,7 @@ class ReceiveBuffer(_Message, frozen=True, tag=6, rename={"sections": "slots"}):
     sections: Count  # of MAX_PART_BYTES each
 
 
-class PartWritten(_Message, frozen=True, tag=7, rename={"section": "slot"}):
+class PartWritten(_Message, frozen=True, tag=7):
     """A part was written into a section of the receiver."""
 
     part: LayerPart
@@ -146,7 +145,7 @@ class PartWritten(_Message, frozen=True, tag=7, rename={"section": "slot"}):
     took_us: Count  # microseconds of the write
 
 
-class Credit(_Message, frozen=True, tag=8, rename={"section": "slot"}):
+class Credit(_Message, frozen=True, tag=8):
     """A section of the sender was read; it may be written again."""
 
     section: Count

@@ -60,8 +60,7 @@ class Worker:
         """As FlashInfer: asks for K and for V, attends, and writes its own after that."""
         stream = self._cuda.current_stream()
         stream.launch(lambda: self.fill(range(self.span.stop), 3))  # whose slots these were
-        if passing.receiver is not None:
-            passing.receiver.bind(self.slots[: self.span.start], 0)
+        passing.receiver.bind(self.slots[: self.span.start], 0)
         if passing.sender is not None:
             passing.sender.bind(self.slots[self.span.start :], self.span)
         with self.gate(passing):
@@ -121,17 +120,12 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
     for rank, worker in enumerate(workers):
         before = [Predecessor(r, spans[r]) for r in range(rank)]
         last = rank == len(workers) - 1
-        sender = receiver = None
+        sender = None
         if not last:  # several parts of each layer
             send = send_to(rank + 1)
             sender = KvSender(worker.rows, JOB, send, pytest.fail, part_bytes=1024)
-        if before:  # two slow cores
-            receiver = KvReceiver(worker.rows, before, bind_timeout_s=60.0)
-        passings.append(
-            KvPassing(
-                JOB, before=None, after=None, receiver=receiver, sender=sender, patience_s=20.0
-            )
-        )
+        receiver = KvReceiver(worker.rows, before, bind_timeout_s=60.0)  # two slow cores
+        passings.append(KvPassing(JOB, receiver, sender=sender, patience_s=20.0))
 
     def forward(worker: Worker, passing: KvPassing) -> None:
         try:
@@ -214,7 +208,7 @@ def _came_early(cuda: FakeCuda, rows: type[CudaRows]) -> list[str]:
         planes = [truth(layer, plane, range(16), width).flatten() for plane in range(2)]
         parts.append(bytearray(torch.cat(planes).numpy().tobytes()))
         receiver.part(LayerPart(JOB, layer, 0, 16), memoryview(parts[-1]))
-    passing = KvPassing(JOB, before=0, after=None, receiver=receiver, sender=None, patience_s=20.0)
+    passing = KvPassing(JOB, receiver, patience_s=20.0)
     with worker.gate(passing):
         for layer in range(LAYERS):
             worker.pool.get_kv_buffer(layer)
@@ -240,7 +234,7 @@ def test_runahead_cuda_skipped_layer_fails_the_forward(
     monkeypatch: pytest.MonkeyPatch, asked: list[int], says: str
 ) -> None:
     worker = Worker(install(monkeypatch, 0), Span(0, 16), Rows)
-    passing = KvPassing(JOB, before=None, after=None, receiver=None, sender=None, patience_s=20.0)
+    passing = KvPassing(JOB, KvReceiver(worker.rows, []), patience_s=20.0)
 
     def forward() -> None:
         with worker.gate(passing):
@@ -258,7 +252,7 @@ def test_runahead_cuda_device_work_is_not_counted_as_waiting(
     cuda = install(monkeypatch, 0)
     worker = Worker(cuda, Span(16, 32), Rows)
     receiver = KvReceiver(worker.rows, [Predecessor(0, Span(0, 16))])
-    passing = KvPassing(JOB, before=0, after=None, receiver=receiver, sender=None, patience_s=0.05)
+    passing = KvPassing(JOB, receiver, patience_s=0.05)
     receiver.bind(worker.slots[:16], 0)
     done = []
     cuda.current_stream().launch(lambda: done.append(receiver.waited_s))

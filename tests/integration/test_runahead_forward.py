@@ -26,6 +26,7 @@ from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
+from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.member import MemberSettings
 from sglang_cake.runahead.messages import (
     Accept,
@@ -76,7 +77,7 @@ class Helper:
         elif isinstance(message, Refuse):
             self.refused.set()
         elif isinstance(message, HelpOffer):
-            self._transport.send(OWNER, Accept(message.job, 0))
+            self._transport.send(OWNER, Accept(message.job))
             self._then(self._transport, message.job)
 
     def on_part(self, *args: object) -> None:
@@ -134,8 +135,7 @@ class Setup:
             record_of=lambda req: None,
             loads_only=False,
             least_tokens=0,
-            page_tokens=16,
-            limit_tokens=SPLIT,
+            limits=ChainLimits(page_tokens=16, step_tokens=SPLIT),
             table=WatchedTable(None),
             member_settings=MemberSettings(
                 **{"answer_s": 60.0, "bind_timeout_s": 60.0, **changes}  # two slow cores
@@ -419,7 +419,9 @@ def test_runahead_scheduler_handover_time_fades_once_for_a_prompt(
 
 
 def test_runahead_scheduler_own_faults_pause_its_asking(
-    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+    setup: Callable[..., Setup],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
 
@@ -432,7 +434,8 @@ def test_runahead_scheduler_own_faults_pause_its_asking(
     assert one.computed[0] == (0, SPLIT)
     assert one.failures() == {"broken": 1}
     assert one.owner.member.helpers() == ()
-    assert one.owner.member.failed() == {OWNER}  # and not the helper
+    assert "no member is asked for help" in caplog.text
+    assert f"member {HELPER} is left out" not in caplog.text
     one.req.rid = "next"
     assert one.owner.consider(one.req, alone=True) == "alone"
 
@@ -455,11 +458,13 @@ def test_runahead_scheduler_step_that_is_not_admitted_is_no_fault_of_this_member
         lambda: one.owner.consider(one.req, alone=True) == "alone", "its first part waits"
     )
     assert one.failures() == {"broken": 1}
-    assert one.owner.member.failed() == frozenset()
+    assert one.owner.member.helpers() == (HELPER,)
 
 
 def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
-    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+    setup: Callable[..., Setup],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(ForwardBatch, "init_new", lambda part, *args, **kwargs: part)
     one = setup(send_all, left_out_s=(60.0, 120.0))
@@ -469,7 +474,7 @@ def test_runahead_scheduler_fault_in_the_own_gate_pauses_its_asking(
 
     monkeypatch.setattr(Rows, "begin", begin)
     assert one.run() == (SPLIT, STOP)
-    assert one.owner.member.failed() == {OWNER}
+    assert "no member is asked for help" in caplog.text
 
 
 def test_runahead_scheduler_idle_scheduler_sleeps_again_after_the_member_is_switched_off(

@@ -11,6 +11,7 @@ import torch
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner, forward_stream
+from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.messages import HelpOffer, new_job
 
 RANK, OWNER = 0, 1
@@ -79,7 +80,7 @@ def test_span_runner_unservable_offer_is_refused(
 ) -> None:
     member: Any = _Member()
     gate: Any = None
-    runner = SpanRunner(member, gate, Counters(), page_tokens=16, limit_tokens=256)
+    runner = SpanRunner(member, gate, Counters(), ChainLimits(page_tokens=16, step_tokens=256))
     assert not runner.serve(scheduler, OWNER, offer)
     (reason,) = member.reasons
     assert says in reason

@@ -116,7 +116,7 @@ class Worker:
                 self.member.refuse(owner, offer, COLD)
                 continue
             try:
-                self.helping = helping = self.member.accept(owner, offer, matched=self.cached)
+                self.helping = helping = self.member.accept(owner, offer)
             except RunaheadError:
                 continue
             failure = None
@@ -143,8 +143,7 @@ class Worker:
         sender.bind(slots[start:], type(helping.span)(start, helping.span.stop))
         if start > helping.span.start:
             raise AssertionError("tests keep what is cached below the span")
-        if helping.passing.receiver is not None:
-            helping.passing.receiver.bind(slots[keep : helping.span.start], keep)
+        helping.passing.receiver.bind(slots[keep : helping.span.start], keep)
         self._forward(helping.passing, slots, tokens, start, helping.span.stop)
         helping.passing.drain(WAIT_S)
         return start, helping.span.stop
@@ -161,7 +160,6 @@ class Worker:
         slots = self.rows.alloc(len(tokens))
         for layer in range(self.rows.layers):
             self.rows.put(layer, slots[:first], tokens[:first])
-        assert owned.passing.receiver is not None
         owned.passing.receiver.bind(slots[first:split], first)
         return slots
 

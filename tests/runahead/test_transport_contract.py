@@ -35,7 +35,7 @@ def test_transport_messages_arrive_equal_and_in_order(group: Group) -> None:
     members, records = group
     sent: list[Message] = [
         HelpOffer(JOB, (0, 1), (0, 64, 128), "00" * 32, None, "salt", array("i", range(64))),
-        Accept(JOB, 17),
+        Accept(JOB),
         *(Cancel(new_job(), f"reason {i}") for i in range(50)),
     ]
     for message in sent:
@@ -101,10 +101,10 @@ def test_transport_closed_member_is_reported_gone_once(group: Group) -> None:
     assert records[0].gone == [1]
     assert members[0].reachable() == {2}
     with pytest.raises(PeerGone):
-        members[0].send(1, Accept(JOB, 0))
+        members[0].send(1, Accept(JOB))
     with pytest.raises(PeerGone):
         members[0].send_part(1, LayerPart(JOB, 0, 0, 1), memoryview(b"x"))
-    members[0].send(2, Accept(JOB, 0))
+    members[0].send(2, Accept(JOB))
     until(lambda: records[2].heard, "the others go on")
 
 

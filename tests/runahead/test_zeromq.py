@@ -536,7 +536,7 @@ def test_zeromq_raising_handler_makes_the_members_reconnect(two: Callable[..., T
     pair.cut()
     until(lambda: all(len(record.gone) == 1 for record in pair.records), "both have noticed")
     pair.meet()
-    pair.members[0].send(1, Accept(JOB, 0))
+    pair.members[0].send(1, Accept(JOB))
     until(lambda: all(len(record.gone) == 2 for record in pair.records), "the link is made anew")
     pair.meet()
 

@@ -17,6 +17,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.integration.overlap.layer_gate import LayerGate
 from sglang_cake.integration.overlap.partial_forward import cut_batch, run_forward
+from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.member import COLD, Helping, Member
 from sglang_cake.runahead.messages import HelpOffer
 
@@ -31,26 +32,15 @@ DRAIN_TIMEOUT_S = 5.0
 
 
 class SpanRunner:
-    """Computes spans for other members.
-
-    Args:
-        limit_tokens: most tokens of one forward.
-    """
+    """Computes spans for other members."""
 
     def __init__(
-        self,
-        member: Member,
-        gate: LayerGate,
-        counters: Counters,
-        *,
-        page_tokens: int,
-        limit_tokens: int,
+        self, member: Member, gate: LayerGate, counters: Counters, limits: ChainLimits
     ) -> None:
         self._member = member
         self._gate = gate
         self._counters = counters
-        self._page_tokens = page_tokens
-        self._limit_tokens = limit_tokens
+        self._limits = limits
 
     def serve(self, scheduler: "Scheduler", owner: int, offer: HelpOffer) -> bool:
         """Accept or refuse an offer; compute and send. All resources are freed in any case.
@@ -73,7 +63,7 @@ class SpanRunner:
         helping = None
         failure: str | None = None
         try:
-            helping = self._member.accept(owner, offer, matched=req.prefix_len)
+            helping = self._member.accept(owner, offer)
             self._compute(scheduler, helping, req)
         except RunaheadError as error:
             failure = str(error)
@@ -94,14 +84,15 @@ class SpanRunner:
             return "tokens that this model does not have"
         if len(offer.tokens) >= scheduler.req_to_token_pool.req_to_token.shape[1]:
             return "a longer prompt than may be here"
-        if offer.partition.spans[offer.chain.index(self._member.rank)].tokens > self._limit_tokens:
+        span = offer.partition.spans[offer.chain.index(self._member.rank)]
+        if span.tokens > self._limits.step_tokens:
             return "a longer span than a step computes here"
         return None
 
     def _unfit(self, scheduler: "Scheduler", offer: HelpOffer, req: "Req") -> str | None:
         if req.prefix_len < offer.bounds[0]:
             return COLD
-        need = len(offer.tokens) - req.prefix_len + self._page_tokens
+        need = len(offer.tokens) - req.prefix_len + self._limits.page_tokens
         allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
         if need > allocator.available_size() + tree.evictable_size():
             return "not enough KV memory"
@@ -136,8 +127,7 @@ class SpanRunner:
         keep = req.prefix_len  # earlier slots are shared in the tree: they must not be written
         start = max(keep, helping.span.start)
         passing = helping.passing
-        if passing.receiver is not None:
-            passing.receiver.bind(row[keep : helping.span.start], keep)
+        passing.receiver.bind(row[keep : helping.span.start], keep)
         assert passing.sender is not None
         passing.sender.bind(row[helping.span.start : helping.span.stop], helping.span)
         with self._gate(passing):

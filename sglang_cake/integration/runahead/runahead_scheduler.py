@@ -7,13 +7,14 @@ the same forward computes the rest. After an abort of the request all members st
 layer.
 """
 
+import contextlib
 import logging
-import socket
+import os
 import time
 import traceback
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sglang_cake.core.counters import Counters
@@ -71,22 +72,6 @@ class Aborted(RunaheadError):
     reason = "aborted"
 
 
-@dataclass(slots=True, eq=False)
-class OwnChain:
-    """The own prompt that helpers compute, or were asked to compute."""
-
-    req: "Req"
-    owned: Owned
-    namespace: str  # in which helpers were asked
-    began_s: float
-
-    @property
-    def span(self) -> Span:
-        """The tokens that the chain computes."""
-        bounds = self.owned.partition.bounds
-        return Span(bounds[0], bounds[-1])
-
-
 class Runahead:
     """One scheduler process as a member of a group. The scheduler thread owns it.
 
@@ -95,7 +80,7 @@ class Runahead:
         record_of: `(req)` gives the live record of a request, if it has one.
         loads_only: prompts that are being loaded are not computed.
         least_tokens: shorter spans are not shared.
-        limit_tokens: most tokens of one forward, here and on every member.
+        limits: of one forward, here and on every member; without a table.
         member_settings: for tests.
     """
 
@@ -112,8 +97,7 @@ class Runahead:
         record_of: Callable[["Req"], PromptRecord | None],
         loads_only: bool,
         least_tokens: int,
-        page_tokens: int,
-        limit_tokens: int,
+        limits: ChainLimits,
         table: WatchedTable,
         member_settings: MemberSettings = MEMBER_SETTINGS,
     ) -> None:
@@ -123,29 +107,21 @@ class Runahead:
         self._namespace = namespace
         self._record_of = record_of
         self._loads_only = loads_only
-        self._page_tokens = page_tokens
-        self._limit_tokens = limit_tokens
+        self._limits = limits
         self._least_tokens = least_tokens
         self._token_bytes = rows.layers * rows.token_bytes
         self._table = table
         self._handover_s = HANDOVER_S
         self._answer_s = member_settings.answer_s
-        self._chain: OwnChain | None = None
+        self._owned: Owned | None = None  # the own prompt that helpers compute, or were asked to
         self._asked: set[str] = set()  # requests for which helpers were asked
         # For which no chain pays, with what that depends on: they are looked at before each step.
         self._unpaid: dict[str, object] = {}
-        # A byte in this socket wakes an idle scheduler.
-        reader, writer = socket.socketpair()
-        reader.setblocking(False)
-        writer.setblocking(False)
-        self._wake_reader = reader
-        self._wake_writer = writer
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes an idle scheduler
         self._poller: Any = None
         self._scheduler: Scheduler | None = None  # known from the first poll on
         self.member = Member(rank, transport, rows, self._wake, settings=member_settings)
-        self._runner = SpanRunner(
-            self.member, gate, counters, page_tokens=page_tokens, limit_tokens=limit_tokens
-        )
+        self._runner = SpanRunner(self.member, gate, counters, limits)
 
     # ---- once a step ----
 
@@ -153,21 +129,23 @@ class Runahead:
         """Serve the offers of other members. Call between two steps."""
         self._scheduler = scheduler
         self._listen(scheduler)
-        if self._chain is not None and time.monotonic() - self._chain.began_s > BEGIN_S:
+        if self._owned is not None and time.monotonic() - self._owned.began_s > BEGIN_S:
             self._drop("the step did not begin")
-        while (found := self.member.next_offer()) is not None:
-            owner, offer = found
-            if offer.namespace != self._namespace():
-                self.member.refuse(owner, offer, "its KV means something else")
-                continue
-            began_s = time.monotonic()
-            if self._runner.serve(scheduler, owner, offer):
-                logger.info(
-                    "cake runahead: served member %d with %d tokens in %.3f s",
-                    owner,
-                    len(offer.tokens),
-                    time.monotonic() - began_s,
-                )
+        found = self.member.next_offer()
+        if found is None:
+            return
+        owner, offer = found
+        if offer.namespace != self._namespace():
+            self.member.refuse(owner, offer, "its KV means something else")
+            return
+        began_s = time.monotonic()
+        if self._runner.serve(scheduler, owner, offer):
+            logger.info(
+                "cake runahead: served member %d with %d tokens in %.3f s",
+                owner,
+                len(offer.tokens),
+                time.monotonic() - began_s,
+            )
 
     # ---- an own request that is about to begin ----
 
@@ -180,10 +158,10 @@ class Runahead:
         """
         tail = self._stored_tail(req)
         stop = len(req.full_untruncated_fill_ids) if tail is None else island_start(tail.view)
-        chain = self._chain
-        if chain is not None and chain.req is req:
-            return self._answered(chain, req, stop, alone=alone)
-        if chain is not None or not alone or req.rid in self._asked:
+        owned = self._owned
+        if owned is not None and owned.request is req:
+            return self._answered(owned, req, stop, alone=alone)
+        if owned is not None or not alone or req.rid in self._asked:
             return "alone"
         if not _is_plain(req) or self._namespace() is None:
             return "alone"
@@ -198,7 +176,7 @@ class Runahead:
         self._asked.discard(rid)
         if self._unpaid.pop(rid, None) is not None:  # otherwise one slow chain would be the last
             self._handover_s += _FADE * (HANDOVER_S - self._handover_s)
-        if self._chain is not None and self._chain.req.rid == rid:
+        if self._owned is not None and self._owned.request.rid == rid:
             self._drop("the request is over", label="aborted")
 
     # ---- the forward ----
@@ -208,19 +186,18 @@ class Runahead:
 
         Raises: errors of SGLang.
         """
-        chain = self._chain
-        if chain is None or batch is None or chain.req not in batch.reqs:
+        owned = self._owned
+        if owned is None or batch is None or owned.request not in batch.reqs:
             return original(worker, batch, **kwargs)
-        if not _computes(batch, chain.span):
+        span, scheduler, req = owned.span, self._scheduler, batch.reqs[0]
+        if not _computes(batch, span):
             self._drop("the step became another one")
             return original(worker, batch, **kwargs)
-        if not chain.owned.agreed or chain.namespace != self._namespace():
-            self._drop("the weights have changed" if chain.owned.agreed else "no answer")
-            return self._forward_alone(original, worker, batch, chain.span, kwargs)
-        owned, span, scheduler, req = chain.owned, chain.span, self._scheduler, batch.reqs[0]
+        if not owned.agreed or owned.namespace != self._namespace():
+            self._drop("the weights have changed" if owned.agreed else "no answer")
+            return self._forward_alone(original, worker, batch, span, kwargs)
         began_s = time.monotonic()
         try:
-            assert owned.passing.receiver is not None
             assert scheduler is not None
             owned.passing.watch = lambda: _check_abort(scheduler, req)
             slots = batch.out_cache_loc[: owned.split - span.start].long()
@@ -230,7 +207,7 @@ class Runahead:
                 result = original(worker, cut_batch(batch, owned.split, span.stop), **kwargs)
         except Aborted as error:
             self._counters.add("runahead_failures", label=error.reason)
-            self._end(chain, "cancelled", str(error))
+            self._end(owned, "cancelled", str(error))
             assert scheduler is not None
             _give_up(scheduler, req)
             # The least that a step may compute; its result is dropped.
@@ -238,23 +215,23 @@ class Runahead:
         except RunaheadError as error:
             logger.warning("cake runahead: computing alone: %s", error)
             self._counters.add("runahead_failures", label=error.reason)
-            self._end(chain, "failed", str(error))  # after this, no part is written here
+            self._end(owned, "failed", str(error))  # after this, no part is written here
             traceback.clear_frames(error.__traceback__)  # they hold the memory of the forward
             return self._forward_alone(original, worker, batch, span, kwargs)
         except Exception as error:
             if original.error is error:
                 raise
-            self._end(chain, "failed", repr(error))
+            self._end(owned, "failed", repr(error))
             BOUNDARY.failed(_HOOK, error, rid=req.rid)
             traceback.clear_frames(error.__traceback__)
             return self._forward_alone(original, worker, batch, span, kwargs)
-        self._shared(req, chain, time.monotonic() - began_s)
+        self._shared(req, owned, time.monotonic() - began_s)
         return result
 
     def close(self) -> None:
         """Leave the group. Wake-ups end no sleep of the scheduler any more. May be called twice."""
         if self._poller is not None:
-            self._poller.unregister(self._wake_reader.fileno())
+            self._poller.unregister(self._woken)
             self._poller = None
         self.member.close()
 
@@ -277,9 +254,7 @@ class Runahead:
             self.member.bytes_per_s() or BYTES_PER_S,
             self._token_bytes,
         )
-        limits = ChainLimits(
-            self._page_tokens, self._limit_tokens, self._table.read(time.monotonic())
-        )
+        limits = replace(self._limits, table=self._table.read(time.monotonic()))
         asked = _asked_for(req)
         if asked == "alone" or (asked is None and span.tokens < self._least_tokens):
             return None
@@ -307,7 +282,7 @@ class Runahead:
         bounds = plan.partition.bounds
         alone_s = self._step_costs.agreed.step_s(bounds[0], bounds[-2])
         try:
-            owned = self.member.propose(
+            self._owned = self.member.propose(
                 (*plan.helpers, self.member.rank),
                 plan.partition,
                 array("i", req.full_untruncated_fill_ids[: bounds[-2]]),
@@ -316,77 +291,73 @@ class Runahead:
                 cache_salt=req.cache_salt,
                 # The time to compute it: waiting in vain at most doubles that.
                 patience_s=max(alone_s, 10 * self._answer_s),
+                request=req,
             )
         except RunaheadError as error:
             self._counters.add("runahead_failures", label=error.reason)
             return False
-        self._chain = OwnChain(req, owned, namespace, time.monotonic())
         return True
 
-    def _answered(self, chain: OwnChain, req: "Req", stop: int, *, alone: bool) -> Verdict:
-        owned = chain.owned
+    def _answered(self, owned: Owned, req: "Req", stop: int, *, alone: bool) -> Verdict:
         why = owned.refused or owned.passing.broken
-        if req.prefix_len != chain.span.start or stop < chain.span.stop or not alone:
+        if req.prefix_len != owned.span.start or stop < owned.span.stop or not alone:
             why = "the step became another one"
-        elif chain.namespace != self._namespace():
+        elif owned.namespace != self._namespace():
             why = "the weights have changed"
-        elif why is None and not owned.agreed and time.monotonic() - chain.began_s > self._answer_s:
+        elif why is None and not owned.agreed and time.monotonic() - owned.began_s > self._answer_s:
             why = "no answer"
         if why is not None:
             logger.info("cake runahead: request %s alone: %s", req.rid, why)
             self._drop(why)
             return "alone"
-        return (chain.span.stop, owned.split - chain.span.start) if owned.agreed else "wait"
+        return (owned.span.stop, owned.split - owned.span.start) if owned.agreed else "wait"
 
     def _drop(self, reason: str, label: str = "refused") -> None:
-        assert self._chain is not None
-        if self._chain.owned.passing.broken is not None:
+        assert self._owned is not None
+        if self._owned.passing.broken is not None:
             label = "broken"
         self._counters.add("runahead_failures", label=label)
-        self._end(self._chain, "cancelled", reason)
+        self._end(self._owned, "cancelled", reason)
 
-    def _end(self, chain: OwnChain, outcome: Outcome, reason: str = "") -> None:
-        self._chain = None
-        self.member.end_owned(chain.owned, outcome, reason)
+    def _end(self, owned: Owned, outcome: Outcome, reason: str = "") -> None:
+        self._owned = None
+        self.member.end_owned(owned, outcome, reason)
 
     def _forward_alone(
         self, original: OriginalFunction, worker: Any, batch: Any, span: Span, kwargs: Any
     ) -> Any:
-        """Compute the whole span here, in forwards of at most `limit_tokens`."""
-        start = span.start
-        while span.stop - start > self._limit_tokens:
-            run_forward(worker, cut_batch(batch, start, start + self._limit_tokens))
-            start += self._limit_tokens
+        """Compute the whole span here, in forwards of at most `step_tokens`."""
+        start, step_tokens = span.start, self._limits.step_tokens
+        while span.stop - start > step_tokens:
+            run_forward(worker, cut_batch(batch, start, start + step_tokens))
+            start += step_tokens
         return original(worker, cut_batch(batch, start, span.stop), **kwargs)
 
     @guarded(_HOOK)
-    def _shared(self, req: "Req", chain: OwnChain, took_s: float) -> None:
-        self._learn(chain, took_s)
-        self._end(chain, "done")
-        self._tell(req, chain)
-
-    def _learn(self, chain: OwnChain, took_s: float) -> None:
-        receiver = chain.owned.passing.receiver
-        assert receiver is not None
-        if self._step_costs.measured:
-            prefill = self._step_costs.agreed
-            slowest_s = max(prefill.step_s(*span) for span in chain.owned.partition.spans)
-            lost_s = max(0.0, time.monotonic() - chain.began_s - slowest_s)
-            self._handover_s += _NEWEST * (lost_s - self._handover_s)
+    def _shared(self, req: "Req", owned: Owned, took_s: float) -> None:
+        self._learn(owned)
         logger.info(
             "cake runahead: request %s shared as %s: %.3f s, of which waited %.3f s",
-            chain.req.rid,
-            chain.owned.partition.bounds,
+            req.rid,
+            owned.partition.bounds,
             took_s,
-            receiver.waited_s,
+            owned.passing.receiver.waited_s,
         )
+        self._end(owned, "done")
+        self._tell(req, owned)
 
-    def _tell(self, req: "Req", chain: OwnChain) -> None:
+    def _learn(self, owned: Owned) -> None:
+        if self._step_costs.measured:
+            prefill = self._step_costs.agreed
+            slowest_s = max(prefill.step_s(*span) for span in owned.partition.spans)
+            lost_s = max(0.0, time.monotonic() - owned.began_s - slowest_s)
+            self._handover_s += _NEWEST * (lost_s - self._handover_s)
+
+    def _tell(self, req: "Req", owned: Owned) -> None:
         """Report the part of the other members, in counters and in the response."""
-        receiver = chain.owned.passing.receiver
-        assert receiver is not None
-        helped_tokens = chain.owned.split - chain.span.start
-        self._counters.add("runahead_hops", len(chain.owned.helpers))
+        receiver = owned.passing.receiver
+        helped_tokens = owned.split - owned.span.start
+        self._counters.add("runahead_hops", len(owned.helpers))
         self._counters.add("helped_tokens", helped_tokens)
         self._counters.add("runahead_bytes", receiver.bytes)
         record = self._record_of(req)
@@ -396,7 +367,7 @@ class Runahead:
         record.helped["helped_tokens"] = helped_tokens
         if _asked_for(req) is not None:  # a search or a benchmark
             record.helped.update(
-                bounds=list(chain.owned.partition.bounds),
+                bounds=list(owned.partition.bounds),
                 received_bytes=receiver.bytes,
                 waited_s=round(receiver.waited_s, 6),
                 table=None if self._table.path is None else self._table.path.name,
@@ -405,25 +376,19 @@ class Runahead:
             req.customized_info["cake"] = [record.report()]
 
     def _wake(self) -> None:
-        try:
-            self._wake_writer.send(b"\0")
-        except OSError:  # the socket is full, or closed
-            return
+        os.eventfd_write(self._woken, 1)
 
     def _listen(self, scheduler: "Scheduler") -> None:
-        """Let the wake-up socket end the sleep of an idle scheduler, and empty it."""
+        """Let `_wake` end the sleep of an idle scheduler, from now on."""
         sleeper = getattr(scheduler, "idle_sleeper", None)
         poller = getattr(sleeper, "poller", None)
         if poller is not None and poller is not self._poller:
             import zmq
 
-            poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+            poller.register(self._woken, zmq.POLLIN)
             self._poller = poller
-        try:
-            while self._wake_reader.recv(64):
-                pass
-        except BlockingIOError:
-            return
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
 
 
 def _is_plain(req: "Req") -> bool:

@@ -13,6 +13,7 @@ from sglang_cake.core.local_files import cache_folder
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
+from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting, group_setting
 from sglang_cake.runahead.messages import Message
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
@@ -50,8 +51,7 @@ def start(
         record_of=service.coordinator.record,
         loads_only=config.mode == "load",
         least_tokens=config.min_load_tokens,
-        page_tokens=ctx.params.page_size,
-        limit_tokens=service.step_costs.chunk_tokens,
+        limits=ChainLimits(ctx.params.page_size, service.step_costs.chunk_tokens),
         table=WatchedTable(_table_path(service)),
     )
     logger.info("cake runahead: member %d of %d", setting.rank, len(setting.peers))
