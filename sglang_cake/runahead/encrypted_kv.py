@@ -10,10 +10,13 @@ docs/runahead.md#the-link-between-two-members says why CurveZMQ does not carry K
     [path] [PartHead] [KV of the part, sealed; its tag]
 """
 
+import contextlib
+import itertools
 import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import zmq
@@ -49,11 +52,12 @@ class EncryptedKvSender:
         self._timeout_s = timeout_s
         self.over = False  # the receiver is gone, or has another path
         self._lock = threading.Lock()
-        self._seal = _PartCipher(key)
+        self._cipher = AESGCM(key)
+        self._nonces = _nonces()
         self._sealed = bytearray(0)
         self._before = (0, 0)
 
-    def send(self, server: "KvServer", part: LayerPart, data: memoryview) -> None:
+    def send(self, server: "SendingSocket", part: LayerPart, data: memoryview) -> None:
         """Send a part; `data` may be reused when this returns. Raises: PeerGone."""
         with self._lock:
             if self.over:
@@ -63,29 +67,23 @@ class EncryptedKvSender:
                 self._sealed = bytearray(MAX_PART_BYTES + TAG_BYTES)
             sealed = memoryview(self._sealed)[: len(data) + TAG_BYTES]
             head = encode(PartHead(part, *self._before))
-            self._seal.close(head, data, sealed)
+            self._cipher.encrypt_into(next(self._nonces), data, head, sealed)
             began_s = time.perf_counter()
             try:
-                taken = server.put(self.name, head, sealed)
+                taken = server.put(self.name, head, sealed, track=True)
             except PeerGone:
                 self.over = True  # the receiver would take the next part for a changed one
                 raise
-            while not self._is_taken(taken):
+            assert taken is not None
+            while not taken.done:
                 # ZeroMQ reads the memory until it is sent, so this path never uses it again.
                 self.over = self.over or time.monotonic() > end_s
                 if self.over:
                     raise PeerGone("it does not take KV")
+                with contextlib.suppress(zmq.NotDone):
+                    taken.wait(_LOOK_S)
             took_us = round((time.perf_counter() - began_s) * 1e6)
             self._before = (len(data), max(1, took_us))
-
-    def _is_taken(self, taken: zmq.MessageTracker) -> bool:
-        if self.over:
-            return False
-        try:
-            taken.wait(_LOOK_S)
-        except zmq.NotDone:
-            return False
-        return True
 
 
 class EncryptedKvReceiver:
@@ -94,7 +92,8 @@ class EncryptedKvReceiver:
     def __init__(self, buffer: bytearray | memoryview) -> None:
         self.name: Final = secrets.token_bytes(PATH_BYTES)
         self.key: Final = os.urandom(KEY_BYTES)
-        self._seal = _PartCipher(self.key)
+        self._cipher = AESGCM(self.key)
+        self._nonces = _nonces()
         self._buffer = memoryview(buffer)
 
     def take(self, frames: list[zmq.Frame]) -> tuple[PartHead, memoryview]:
@@ -106,12 +105,21 @@ class EncryptedKvReceiver:
             raise BadMessage("no part of a layer")
         head, sealed = frames[0].bytes, frames[1].buffer
         data = self._buffer[: len(sealed) - TAG_BYTES]
-        self._seal.open(head, sealed, data)
+        try:
+            self._cipher.decrypt_into(next(self._nonces), sealed, head, data)
+        except InvalidTag:
+            raise BadMessage("KV that is not what the member sent") from None
         return decode_head(head), data
 
 
-class KvServer:
-    """The port for KV, to which receivers connect. Any thread. Args: socket: a bound ROUTER."""
+def _nonces() -> Iterator[bytes]:
+    """One for each part, in their order. A key serves one path in one direction."""
+    return (count.to_bytes(12, "little") for count in itertools.count(1))
+
+
+class SendingSocket:
+    """A port that only sends, to those who have connected. Any thread. Args: socket: a bound
+    ROUTER."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._lock = threading.Lock()  # one thread at a time may use a socket
@@ -119,40 +127,22 @@ class KvServer:
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         socket.copy_threshold = 0  # small parts are tracked too
 
-    def put(self, *frames: bytes | memoryview) -> zmq.MessageTracker:
-        """Queue frames. ZeroMQ reads their memory until the tracker is done. Raises: PeerGone."""
+    def put(
+        self, name: bytes, *frames: bytes | memoryview, track: bool = False
+    ) -> zmq.MessageTracker | None:
+        """Queue frames for a receiver. Raises: PeerGone.
+
+        Args: track: the frames are not copied: ZeroMQ reads them until the tracker is done.
+        """
         try:
             with self._lock:
-                sent = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
-        except zmq.ZMQError as error:  # it has disconnected, or this end is closed
-            raise PeerGone(f"it does not take KV: {error.strerror}") from None
-        assert sent is not None
-        return sent
+                return self._socket.send_multipart(
+                    (name, *frames), zmq.NOBLOCK, copy=not track, track=track
+                )
+        except zmq.ZMQError as error:  # it takes no more, has disconnected, or this end is closed
+            raise PeerGone(f"it cannot be sent to: {error.strerror}") from None
 
     def close(self) -> None:
-        """End all paths."""
+        """End all connections."""
         with self._lock:
             self._socket.close()
-
-
-class _PartCipher:
-    """AES-256-GCM over parts in their order; a key serves one path in one direction."""
-
-    def __init__(self, key: bytes) -> None:
-        self._cipher = AESGCM(key)
-        self._count = 0
-
-    def close(self, head: bytes, data: memoryview, out: memoryview) -> None:
-        """Encrypt into `out`, which is TAG_BYTES longer."""
-        self._cipher.encrypt_into(self._nonce(), data, head, out)
-
-    def open(self, head: bytes, sealed: memoryview, out: memoryview) -> None:
-        """Decrypt into `out`. Raises: BadMessage."""
-        try:
-            self._cipher.decrypt_into(self._nonce(), sealed, head, out)
-        except InvalidTag:
-            raise BadMessage("KV that is not what the member sent") from None
-
-    def _nonce(self) -> bytes:
-        self._count += 1
-        return self._count.to_bytes(12, "little")

@@ -28,9 +28,8 @@ class LinkTimes:
     send_s: float = 5.0  # in which a peer must accept a part
     silence_s: float = 2.0  # after which a peer counts as gone
     ping_s: float = 0.5  # period of heartbeats
-    connect_s: float = 10.0  # in which a connection must be made
+    connect_s: float = 10.0  # in which a connection must be made, and then deliver something
     handshake_s: float = 5.0  # in which a new connection must authenticate
-    greeting_s: float = 5.0  # in which a connected peer should send something
     retry_s: tuple[float, float] = (0.1, 2.0)  # between attempts to connect: at first, at most
     # A throughput that was measured longer ago is unknown. Otherwise a link that was slow, so that
     # no prompt is shared over it, would never be known to be fast again.

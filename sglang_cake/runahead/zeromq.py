@@ -21,13 +21,12 @@ import contextlib
 import errno
 import hashlib
 import logging
-import math
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -41,7 +40,7 @@ from sglang_cake.runahead.encrypted_kv import (
     TAG_BYTES,
     EncryptedKvReceiver,
     EncryptedKvSender,
-    KvServer,
+    SendingSocket,
 )
 from sglang_cake.runahead.messages import (
     MAX_MESSAGE_BYTES,
@@ -102,18 +101,15 @@ class LeftOut(RunaheadError):
     """A peer is no member of this group; the message says why."""
 
 
-class HungUp(RunaheadError):
-    """A peer could not read our handshake."""
-
-
 class Peer:
     """One peer: see the module. Its own thread does all but `send_part` and `measured`."""
+
+    _handler: Handler  # from `start` on
 
     def __init__(self, owner: "ZmqTransport", rank: int, address: Address) -> None:
         self._owner = owner
         self._rank = rank
         self._address = address
-        self._handler: Handler | None = None
         self._poller = zmq.Poller()
         self._host = ""  # the numeric address of the connection
         self._dials = 0
@@ -122,11 +118,9 @@ class Peer:
         self._said = ""
         self._session = 0  # 0: not connected
         self._heard = False  # whether anything arrived on this connection
-        self._patience_end_s = math.inf  # when something should have arrived
         self._theirs: Hello | None = None
         self._told: Hello | None = None  # our newest Hello that was sent
-        self._kv: _Connection | None = None
-        self._kv_receiver: EncryptedKvReceiver | None = None
+        self._kv: _KvPath | None = None
         self._kv_sender: EncryptedKvSender | None = None
         self._bytes_per_s: float | None = None  # of KV from it on this connection
         self._measured_s = 0.0  # when
@@ -180,7 +174,6 @@ class Peer:
                 reason = repr(error)
             self._session = 0
             self._heard = False
-            self._patience_end_s = math.inf
             self._forget(reason)
             self._greet()
             now_s = time.monotonic()
@@ -204,35 +197,22 @@ class Peer:
     def _look(self, dialed: "_Connection") -> None:
         is_settled = self._told is not None or not self._session
         ready = dict(self._poller.poll(_LOOK_MS if is_settled else _AGAIN_MS))
-        try:
-            dialed.judge(ready)
-        except HungUp:
-            raise LeftOut(OTHER_SECRET) from None
+        dialed.judge(ready)
         if dialed.is_up and not self._session:
             self._session = secrets.randbits(61) + 1
-            self._patience_end_s = time.monotonic() + self._times.greeting_s
         if dialed.socket in ready:
             self._hear(dialed.socket)
         if self._kv is not None:
-            self._judge_kv(self._kv, ready)
-        if self._kv is not None and self._kv.socket in ready:
-            self._take(self._kv.socket)
+            self._kv.connection.judge(ready)
+            if self._kv.connection.socket in ready:
+                self._take(self._kv)
         if self._kv_sender is not None and self._kv_sender.over:
             raise RunaheadError("it does not take KV")
         self._greet(again=not ready)
-        if not self._heard and time.monotonic() > self._patience_end_s:
+        if dialed.is_late and not self._heard:
             self._complain(OTHER_GROUP)
 
-    def _judge_kv(self, kv: "_Connection", ready: dict[Any, int]) -> None:
-        try:
-            kv.judge(ready)
-        except RunaheadError:
-            if kv.is_up:
-                raise
-            raise LeftOut(f"no KV can come from it: {kv.address} cannot be reached") from None
-
     def _hear(self, messages: "zmq.Socket[bytes]") -> None:
-        assert self._handler is not None
         for _ in range(_MESSAGES_AT_ONCE):
             try:
                 body = messages.recv(zmq.NOBLOCK)
@@ -260,19 +240,19 @@ class Peer:
             return
         self._theirs = hello
         if self._kv is None:
-            self._kv_receiver = EncryptedKvReceiver(self._owner.new_buffer(MAX_PART_BYTES))
-            kv = self._owner.kv_listener(self._kv_receiver.name, hello.kv_password)
+            receiver = EncryptedKvReceiver(self._owner.new_buffer(MAX_PART_BYTES))
+            listener = self._owner.kv_listener(receiver.name, hello.kv_password)
             address = endpoint(self._host, hello.kv_port)
-            self._kv = _Connection(kv, address, self._poller, self._times.connect_s)
+            connect_s = self._times.connect_s
+            connection = _Connection(listener, address, self._poller, connect_s, of_kv=True)
+            self._kv = _KvPath(connection, receiver)
         is_known = self._kv_sender is not None and self._kv_sender.name == hello.path
         if hello.heard == self._session and not is_known:
             self._kv_sender = EncryptedKvSender(hello.path, hello.key, self._times.send_s)
         self._judge("")
 
-    def _take(self, kv: "zmq.Socket[bytes]") -> None:
-        assert self._handler is not None
-        assert self._kv_receiver is not None
-        head, data = self._kv_receiver.take(kv.recv_multipart(copy=False))
+    def _take(self, kv: "_KvPath") -> None:
+        head, data = kv.receiver.take(kv.connection.socket.recv_multipart(copy=False))
         if head.before_us:
             self.measured(head.before_bytes, head.before_us / 1e6)
         self._handler.on_part(self._rank, head.part, data)
@@ -283,9 +263,9 @@ class Peer:
         Args: again: send it in any case. A Hello to a connection that was about to end is lost.
         """
         heard, path, key = 0, b"", b""
-        is_open = self._kv is not None and self._kv.is_up
-        if is_open and self._theirs is not None and self._kv_receiver is not None:
-            heard, path, key = self._theirs.session, self._kv_receiver.name, self._kv_receiver.key
+        if self._theirs is not None and self._kv is not None and self._kv.connection.is_up:
+            heard = self._theirs.session
+            path, key = self._kv.receiver.name, self._kv.receiver.key
         hello = self._owner.hello(self._session, heard, path, key)
         if again or hello != self._told:
             reason = ""
@@ -300,11 +280,10 @@ class Peer:
     def _forget(self, reason: str) -> None:
         """Discard the state of the peer's connection."""
         if self._kv is not None:
-            self._kv.close()
+            self._kv.connection.close()
         if self._kv_sender is not None:
             self._kv_sender.over = True
         self._kv = None
-        self._kv_receiver = None
         self._kv_sender = None
         self._theirs = None
         self._told = None
@@ -327,7 +306,6 @@ class Peer:
                     self._owner.send(self._rank, self._owner.greeting(self._rank))
         elif not self._owner.closed.is_set():
             logger.warning("cake runahead: member %d is gone: %s", self._rank, reason)
-            assert self._handler is not None
             try:
                 self._handler.on_gone(self._rank, reason)
             except Exception:  # it must not end this thread
@@ -352,12 +330,20 @@ class _Connection:
     """
 
     def __init__(
-        self, dealer: "zmq.Socket[bytes]", address: str, poller: zmq.Poller, timeout_s: float
+        self,
+        dealer: "zmq.Socket[bytes]",
+        address: str,
+        poller: zmq.Poller,
+        timeout_s: float,
+        *,
+        of_kv: bool = False,
     ) -> None:
         """Args: timeout_s: of connecting. ZeroMQ does not report all failures."""
         self.socket = dealer
         self.is_up = False
-        self.address = address
+        self._address = address
+        self._of_kv = of_kv
+        self._timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s
         self._poller = poller
         try:
@@ -379,17 +365,28 @@ class _Connection:
 
         Raises: RunaheadError if the connection has ended, or was not made in time.
         """
-        if not self.is_up and time.monotonic() > self._end_s:
-            raise RunaheadError("no connection in time")
-        if self.monitor not in ready:
-            return
-        event = recv_monitor_message(self.monitor)
-        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.is_up = True
-        elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and event["value"] in _HUNG_UP:
-            raise HungUp("closed by the other end at the handshake")
-        elif event["event"] in _ENDS:
-            raise RunaheadError("closed by the other end")
+        why = "no connection in time" if self.is_late and not self.is_up else ""
+        hung_up = False
+        if self.monitor in ready:
+            event = recv_monitor_message(self.monitor)
+            kind = event["event"]
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_up = True
+                self._end_s = time.monotonic() + self._timeout_s
+                return
+            hung_up = kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and event["value"] in _HUNG_UP
+            why = "closed by the other end" if kind in _ENDS else why
+        if why and self._of_kv and not self.is_up:
+            raise LeftOut(f"no KV can come from it: {self._address} cannot be reached")
+        if hung_up:
+            raise LeftOut(OTHER_SECRET)
+        if why:
+            raise RunaheadError(why)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it is not made in time, or was made as long ago."""
+        return time.monotonic() > self._end_s
 
     def close(self) -> None:
         """Close it, also while it connects."""
@@ -400,6 +397,13 @@ class _Connection:
             self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
+
+
+class _KvPath(NamedTuple):
+    """The path of KV from a peer."""
+
+    connection: _Connection
+    receiver: EncryptedKvReceiver
 
 
 def _monitor(dealer: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
@@ -464,20 +468,20 @@ class ZmqTransport:
         self._peers = {r: Peer(self, r, peers[r]) for r in range(len(peers)) if r != rank}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=2)
         self._context.max_sockets = _SOCKETS
-        self._lock = threading.Lock()  # one thread at a time may use a socket
         self._authenticator = self._curve.admit(self._context, self._kv_password)
         try:
             # Bound here, so that the server does not start if the address is taken.
             host, port = socket.getaddrinfo(*peers[rank], type=socket.SOCK_STREAM)[0][4][:2]
             host, port = str(host), int(port)
-            self._router = self._server(_MESSAGES, host)
-            self._curve.serve(self._router)
-            self._router.router_handover = True  # a new connection of a peer replaces its old one
-            self._router.bind(endpoint(host, port))
+            messages = self._server(_MESSAGES, host)
+            self._curve.serve(messages)
+            messages.router_handover = True  # a new connection of a peer replaces its old one
+            messages.bind(endpoint(host, port))
+            self.messages = SendingSocket(messages)
             kv = self._server(_KV, host)
             serve_kv(kv)
             kv.bind(endpoint(host, "*"))
-            self.kv = KvServer(kv)
+            self.kv = SendingSocket(kv)
         except (zmq.ZMQError, OSError) as error:
             self._authenticator.stop()
             self._context.destroy(linger=0)
@@ -508,8 +512,7 @@ class ZmqTransport:
         if self.closed.is_set():
             return
         self.closed.set()
-        with self._lock:
-            self._router.close()
+        self.messages.close()
         self.kv.close()
         self._authenticator.stop()
         # `term` returns when the threads of all peers have ended, which may wait for the handler.
@@ -523,14 +526,10 @@ class ZmqTransport:
 
     def put(self, rank: int, message: Message) -> None:
         """Queue a message for the connection of this peer. Any thread. Raises: PeerGone."""
-        body = encode(message)
         try:
-            with self._lock:
-                self._router.send_multipart([_name(rank), body], zmq.NOBLOCK)
-        except zmq.Again:
-            raise PeerGone(f"member {rank} does not take what it is sent") from None
-        except zmq.ZMQError as error:
-            raise PeerGone(f"member {rank} cannot be reached: {error.strerror}") from None
+            self.messages.put(_name(rank), encode(message))
+        except PeerGone as error:
+            raise PeerGone(f"member {rank}: {error}") from None
 
     def hello(self, session: int, heard: int, path: bytes, key: bytes) -> Hello:
         """This member's description of itself."""

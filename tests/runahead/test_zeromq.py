@@ -127,7 +127,7 @@ def test_zeromq_member_of_another_group_size_is_left_out(caplog: pytest.LogCaptu
 def test_zeromq_member_unknown_to_the_group_is_logged_and_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    peers, times = addresses(3), replace(PATIENT, greeting_s=0.1)
+    peers, times = addresses(3), replace(PATIENT, connect_s=1.0)
     known, unknown = member(0, peers[:2], times=times), member(2, peers, times=times)
     with started(known, unknown):
         until(lambda: "it does not know this member" in caplog.text, "a line")
@@ -145,8 +145,8 @@ class Strange(ZmqTransport):
     """What it says is no message of ours."""
 
     def put(self, rank: int, message: Message) -> None:
-        with self._lock, contextlib.suppress(zmq.ZMQError):
-            self._router.send_multipart([rank.to_bytes(2, "little"), b"\xc1"], zmq.NOBLOCK)
+        with contextlib.suppress(encrypted_kv.PeerGone):
+            self.messages.put(rank.to_bytes(2, "little"), b"\xc1")
 
 
 @pytest.mark.parametrize("kind", [Later, Strange])
@@ -309,7 +309,7 @@ class Captured:
     def __init__(self) -> None:
         self.sent: list[list[zmq.Frame]] = []
 
-    def put(self, name: bytes, *frames: Any) -> zmq.MessageTracker:
+    def put(self, name: bytes, *frames: Any, track: bool) -> zmq.MessageTracker:
         self.sent.append([zmq.Frame(bytes(each)) for each in frames])
         return zmq.MessageTracker()
 
@@ -337,11 +337,11 @@ def test_encrypted_kv_sealed_parts_are_opened_in_order() -> None:
 class Full(Captured):
     """Takes no part the first time."""
 
-    def put(self, name: bytes, *frames: Any) -> zmq.MessageTracker:
+    def put(self, name: bytes, *frames: Any, track: bool) -> zmq.MessageTracker:
         if not self.sent:
             self.sent.append([])
             raise encrypted_kv.PeerGone("its queue is full")
-        return super().put(name, *frames)
+        return super().put(name, *frames, track=track)
 
 
 def test_encrypted_kv_path_that_lost_a_part_is_not_used_again() -> None:
@@ -389,12 +389,12 @@ def test_encrypted_kv_part_changed_or_out_of_order_is_bad(
 class Spoiling:
     """A port for KV that changes a bit of every part."""
 
-    def __init__(self, inner: encrypted_kv.KvServer) -> None:
+    def __init__(self, inner: encrypted_kv.SendingSocket) -> None:
         self._inner = inner
 
-    def put(self, *frames: Any) -> zmq.MessageTracker:
+    def put(self, *frames: Any, track: bool) -> zmq.MessageTracker | None:
         frames[2][5] ^= 4
-        return self._inner.put(*frames)
+        return self._inner.put(*frames, track=track)
 
     def __getattr__(self, name: str) -> Any:  # other threads use it meanwhile
         return getattr(self._inner, name)

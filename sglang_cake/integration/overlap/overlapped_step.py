@@ -136,12 +136,9 @@ class StreamedBlocks:
             self._rows.write(layer, piece.slots, part, piece.skip)  # complete: this is a CPU
 
     def _arrived(self, block_read: BlockRead, layer: int) -> bool:
-        if self._is_last(layer):
+        if layer == self._rows.layers - 1:
             return block_read.wait_whole(self._until_s)
         return block_read.wait((layer + 1) * self._layer_bytes, self._until_s)
-
-    def _is_last(self, layer: int) -> bool:
-        return layer == self._rows.layers - 1
 
 
 class OverlapRunner:
