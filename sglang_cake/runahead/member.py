@@ -116,7 +116,6 @@ class Helping:
 
     passing: KvPassing
     offer: HelpOffer
-    owner: int
     span: Span  # of this member
 
 
@@ -146,7 +145,7 @@ class Member:
         self._lock = threading.Condition()  # notified when a job begins or ends here
         self._owned: Owned | None = None
         self._helping: Helping | None = None
-        self._offer: tuple[int, HelpOffer] | None = None  # that waits for the scheduler
+        self._offer: HelpOffer | None = None  # that waits for the scheduler
         # When a rank may be asked again: after failures, after refusals, and after those as COLD.
         self._failures = defaultdict[int, Backoff](lambda: Backoff(*settings.left_out_s))
         self._refusals = defaultdict[int, Backoff](lambda: Backoff(*settings.busy_s))
@@ -251,17 +250,17 @@ class Member:
 
     # ---- the helper ----
 
-    def next_offer(self) -> tuple[int, HelpOffer] | None:
+    def next_offer(self) -> HelpOffer | None:
         """An offer that the caller accepts or refuses at once. A busy member refuses it here."""
         with self._lock:
-            found, self._offer = self._offer, None
+            offer, self._offer = self._offer, None
             busy = self._is_busy
-        if found is not None and busy:
-            self.refuse(*found, "busy")
+        if offer is not None and busy:
+            self.refuse(offer, "busy")
             return None
-        return found
+        return offer
 
-    def accept(self, owner: int, offer: HelpOffer) -> Helping:
+    def accept(self, offer: HelpOffer) -> Helping:
         """Accept an offer. Raises: PeerGone if the owner cannot be reached any more."""
         place = offer.chain.index(self.rank)
         after = offer.chain[place + 1]
@@ -276,7 +275,7 @@ class Member:
             ),
             part_bytes=self._settings.part_bytes,
         )
-        helping = Helping(passing, offer, owner, offer.partition.spans[place])
+        helping = Helping(passing, offer, offer.partition.spans[place])
         with self._lock:
             assert not self._is_busy
             self._helping = helping
@@ -284,17 +283,17 @@ class Member:
                 passing.break_off("cancelled")
             self._lock.notify_all()
         try:
-            self._transport.send(owner, Accept(offer.job))
+            self._transport.send(offer.owner, Accept(offer.job))
         except PeerGone:
             self.end_helping(helping, None)
             raise
         return helping
 
-    def refuse(self, owner: int, offer: HelpOffer, reason: str) -> None:
+    def refuse(self, offer: HelpOffer, reason: str) -> None:
         """Refuse an offer."""
         with self._lock:
             self._end(offer.job)
-        self._tell(owner, Refuse(offer.job, reason[:200]))
+        self._tell(offer.owner, Refuse(offer.job, reason[:200]))
 
     def end_helping(self, helping: Helping, failure: str | None) -> None:
         """End an accepted job; a failure and its culprit are reported to the owner."""
@@ -307,7 +306,7 @@ class Member:
         helping.passing.close(failure or "done")
         if failure is not None and not cancelled:
             blamed = self.rank if culprit is None else culprit
-            self._tell(helping.owner, Failed(helping.offer.job, blamed, failure[:200]))
+            self._tell(helping.offer.owner, Failed(helping.offer.job, blamed, failure[:200]))
 
     def close(self) -> None:
         """End everything."""
@@ -326,7 +325,7 @@ class Member:
             mine = owned if owned is not None and owned.passing.job == message.job else None
             if isinstance(message, Cancel):
                 self._end(message.job)
-                if self._offer is not None and self._offer[1].job == message.job:
+                if self._offer is not None and self._offer.job == message.job:
                     self._offer = None
                 if self._helping is not None and self._helping.offer.job == message.job:
                     self._helping.passing.break_off(f"cancelled: {message.reason}")
@@ -362,33 +361,32 @@ class Member:
 
     def on_gone(self, rank: int, reason: str) -> None:
         with self._lock:
-            if self._offer is not None and self._offer[0] == rank:
+            if self._offer is not None and self._offer.owner == rank:
                 self._offer = None
             if self._owned is not None and rank in self._owned.helpers:
                 self._owned.passing.break_off(f"member {rank} is gone: {reason}", rank)
-            helping = self._helping
-            if helping is not None and (rank in helping.offer.chain or rank == helping.owner):
-                helping.passing.break_off(f"member {rank} is gone: {reason}", rank)
+            if self._helping is not None and rank in self._helping.offer.chain:
+                self._helping.passing.break_off(f"member {rank} is gone: {reason}", rank)
         self._wake()
 
     # ---- inside ----
 
     def _offered(self, rank: int, offer: HelpOffer) -> None:
+        if offer.owner != rank or self.rank not in offer.chain[:-1]:
+            self._tell(rank, Refuse(offer.job, "this offer is not for me"))
+            return
         reason = None
-        place = offer.chain.index(self.rank) if self.rank in offer.chain else -1
-        if offer.chain[-1] != rank or not 0 <= place < len(offer.chain) - 1:
-            reason = "this offer is not for me"
-        elif len(offer.tokens) != offer.bounds[place + 1]:
-            reason = "these tokens are not of my span"
         with self._lock:
-            if reason is None and (self._is_busy or self._offer is not None):
+            if len(offer.tokens) != offer.bounds[offer.chain.index(self.rank) + 1]:
+                reason = "these tokens are not of my span"
+            elif self._is_busy or self._offer is not None:
                 reason = "busy"
-            if reason is None:
-                self._offer = rank, offer
+            else:
+                self._offer = offer
         if reason is None:
             self._wake()
         else:
-            self.refuse(rank, offer, reason)
+            self.refuse(offer, reason)
 
     @property
     def _is_busy(self) -> bool:

@@ -97,6 +97,11 @@ class HelpOffer(_Message, frozen=True, tag=1):
         """The spans, one a worker of `chain`."""
         return Partition(self.bounds)
 
+    @property
+    def owner(self) -> int:
+        """Rank of the member that asks."""
+        return self.chain[-1]
+
 
 class Accept(_Message, frozen=True, tag=2):
     """The sender computes its span."""

@@ -25,8 +25,8 @@ class _Member:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def refuse(self, owner: int, offer: HelpOffer, reason: str) -> None:
-        assert owner == OWNER
+    def refuse(self, offer: HelpOffer, reason: str) -> None:
+        assert offer.owner == OWNER
         self.reasons.append(reason)
 
 
@@ -81,7 +81,7 @@ def test_span_runner_unservable_offer_is_refused(
     member: Any = _Member()
     gate: Any = None
     runner = SpanRunner(member, gate, Counters(), ChainLimits(page_tokens=16, step_tokens=256))
-    assert not runner.serve(scheduler, OWNER, offer)
+    assert not runner.serve(scheduler, offer)
     (reason,) = member.reasons
     assert says in reason
 

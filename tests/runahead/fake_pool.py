@@ -107,16 +107,15 @@ class Worker:
 
     def serve(self, stop: threading.Event) -> None:
         while not stop.is_set():
-            if (found := self.member.next_offer()) is None:
+            if (offer := self.member.next_offer()) is None:
                 self.woken.wait(0.01)
                 self.woken.clear()
                 continue
-            owner, offer = found
             if self.cached < offer.bounds[0]:
-                self.member.refuse(owner, offer, COLD)
+                self.member.refuse(offer, COLD)
                 continue
             try:
-                self.helping = helping = self.member.accept(owner, offer)
+                self.helping = helping = self.member.accept(offer)
             except RunaheadError:
                 continue
             failure = None

@@ -537,7 +537,7 @@ def test_runahead_member_part_before_its_offer_is_kept_for_it() -> None:
     transports[0].send_part(1, LayerPart(offer.job, 0, 0, 4), data)
     transports[2].send(1, offer)
     found = until(middle.member.next_offer, "the offer")
-    helping = middle.member.accept(*found)
+    helping = middle.member.accept(found)
     slots = middle.rows.alloc(4)
     helping.passing.receiver.bind(slots, 0)
     helping.passing.receiver.wait(0, WAIT_S, helping.passing.check)

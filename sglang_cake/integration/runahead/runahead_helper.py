@@ -22,7 +22,7 @@ from sglang_cake.runahead.member import COLD, Helping, Member
 from sglang_cake.runahead.messages import HelpOffer
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger("sglang_cake")
@@ -42,14 +42,14 @@ class SpanRunner:
         self._counters = counters
         self._limits = limits
 
-    def serve(self, scheduler: "Scheduler", owner: int, offer: HelpOffer) -> bool:
+    def serve(self, scheduler: "Scheduler", offer: HelpOffer) -> bool:
         """Accept or refuse an offer; compute and send. All resources are freed in any case.
 
         Returns whether all of the span was computed.
         """
-        reason = _unready(scheduler) or self._too_large(scheduler, offer)
+        reason = self._unready(scheduler, offer)
         if reason is not None:
-            self._member.refuse(owner, offer, reason)
+            self._member.refuse(offer, reason)
             return False
         req = _request(offer)
         tree = scheduler.tree_cache
@@ -58,12 +58,12 @@ class SpanRunner:
         reason = self._unfit(scheduler, offer, req)
         if reason is not None:
             tree.unlock(req.lock)
-            self._member.refuse(owner, offer, reason)
+            self._member.refuse(offer, reason)
             return False
         helping = None
         failure: str | None = None
         try:
-            helping = self._member.accept(owner, offer)
+            helping = self._member.accept(offer)
             self._compute(scheduler, helping, req)
         except RunaheadError as error:
             failure = str(error)
@@ -73,13 +73,24 @@ class SpanRunner:
         finally:
             if helping is not None:  # after this, no thread or device uses the slots
                 self._member.end_helping(helping, failure)
-                self._count(helping)
+                sender = helping.passing.sender
+                assert sender is not None
+                self._counters.add("runahead_sent_bytes", sender.bytes + sender.forwarded_bytes)
             self._give_back(tree, req, keep=failure is None)
         if failure is not None:
-            logger.info("cake runahead: a span of member %d ended early: %s", owner, failure)
+            logger.info("cake runahead: a span of member %d ended early: %s", offer.owner, failure)
         return failure is None
 
-    def _too_large(self, scheduler: "Scheduler", offer: HelpOffer) -> str | None:
+    def _unready(self, scheduler: "Scheduler", offer: HelpOffer) -> str | None:
+        """The reason why no such offer is accepted now."""
+        if scheduler.weight_updater.offload_tags:  # a forward would touch memory that is unmapped
+            return "its memory is released"
+        if (
+            scheduler.waiting_queue
+            or scheduler.chunked_req is not None
+            or any(not req.finished() for req in scheduler.collect_inflight_reqs())
+        ):  # own requests would get no token during the whole span
+            return "busy with its own requests"
         if max(offer.tokens) >= scheduler.model_config.vocab_size:
             return "tokens that this model does not have"
         if len(offer.tokens) >= scheduler.req_to_token_pool.req_to_token.shape[1]:
@@ -90,6 +101,7 @@ class SpanRunner:
         return None
 
     def _unfit(self, scheduler: "Scheduler", offer: HelpOffer, req: "Req") -> str | None:
+        """The reason why this one is not accepted, once its prefix in the tree is known."""
         if req.prefix_len < offer.bounds[0]:
             return COLD
         need = len(offer.tokens) - req.prefix_len + self._limits.page_tokens
@@ -114,29 +126,19 @@ class SpanRunner:
             scheduler.spec_algorithm,
         )
         batch.prepare_for_extend()
-        with forward_stream(scheduler):
-            self._forward(scheduler, helping, req, batch)
-        helping.passing.drain(DRAIN_TIMEOUT_S)
-
-    def _forward(
-        self, scheduler: "Scheduler", helping: Helping, req: "Req", batch: "ScheduleBatch"
-    ) -> None:
-        inputs, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
-        batch.input_ids = inputs.to(batch.device, non_blocking=True)
-        row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx].to(torch.int64)
+        passing, span = helping.passing, helping.span
         keep = req.prefix_len  # earlier slots are shared in the tree: they must not be written
-        start = max(keep, helping.span.start)
-        passing = helping.passing
-        passing.receiver.bind(row[keep : helping.span.start], keep)
-        assert passing.sender is not None
-        passing.sender.bind(row[helping.span.start : helping.span.stop], helping.span)
-        with self._gate(passing):
-            run_forward(scheduler.tp_worker, cut_batch(batch, start, helping.span.stop))
-
-    def _count(self, helping: Helping) -> None:
-        sent = helping.passing.sender
-        assert sent is not None
-        self._counters.add("runahead_sent_bytes", sent.bytes + sent.forwarded_bytes)
+        with forward_stream(scheduler):
+            inputs, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu, None
+            batch.input_ids = inputs.to(batch.device, non_blocking=True)
+            row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx].to(torch.int64)
+            passing.receiver.bind(row[keep : span.start], keep)
+            assert passing.sender is not None
+            passing.sender.bind(row[span.start : span.stop], span)
+            with self._gate(passing):
+                part = cut_batch(batch, max(keep, span.start), span.stop)
+                run_forward(scheduler.tp_worker, part)
+        passing.drain(DRAIN_TIMEOUT_S)
 
     def _give_back(self, tree: Any, req: "Req", *, keep: bool) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache
@@ -161,18 +163,6 @@ def forward_stream(scheduler: "Scheduler") -> Iterator[None]:
             yield
         finally:
             scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
-
-
-def _unready(scheduler: "Scheduler") -> str | None:
-    if scheduler.weight_updater.offload_tags:  # a forward would touch memory that is unmapped
-        return "its memory is released"
-    if (
-        scheduler.waiting_queue
-        or scheduler.chunked_req is not None
-        or any(not req.finished() for req in scheduler.collect_inflight_reqs())
-    ):  # own requests would get no token during the whole span
-        return "busy with its own requests"
-    return None
 
 
 def _request(offer: HelpOffer) -> "Req":

@@ -131,18 +131,17 @@ class Runahead:
         self._listen(scheduler)
         if self._owned is not None and time.monotonic() - self._owned.began_s > BEGIN_S:
             self._drop("the step did not begin")
-        found = self.member.next_offer()
-        if found is None:
+        offer = self.member.next_offer()
+        if offer is None:
             return
-        owner, offer = found
         if offer.namespace != self._namespace():
-            self.member.refuse(owner, offer, "its KV means something else")
+            self.member.refuse(offer, "its KV means something else")
             return
         began_s = time.monotonic()
-        if self._runner.serve(scheduler, owner, offer):
+        if self._runner.serve(scheduler, offer):
             logger.info(
                 "cake runahead: served member %d with %d tokens in %.3f s",
-                owner,
+                offer.owner,
                 len(offer.tokens),
                 time.monotonic() - began_s,
             )
