@@ -131,16 +131,7 @@ class Failed(_Message, frozen=True, tag=5):
     reason: Text
 
 
-class ReceiveBuffer(_Message, frozen=True, tag=6):
-    """For transports that write into a peer's memory: where the sender takes parts."""
-
-    # The engine's address of the sender.
-    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
-    address: Annotated[int, Meta(ge=0)]
-    sections: Count  # of MAX_PART_BYTES each
-
-
-class PartWritten(_Message, frozen=True, tag=7):
+class PartWritten(_Message, frozen=True, tag=6):
     """A part was written into a section of the receiver."""
 
     part: LayerPart
@@ -150,13 +141,21 @@ class PartWritten(_Message, frozen=True, tag=7):
     took_us: Count  # microseconds of the write
 
 
-class Credit(_Message, frozen=True, tag=8):
+class Credit(_Message, frozen=True, tag=7):
     """A section of the sender was read; it may be written again."""
 
     section: Count
 
 
-class Hello(_Message, frozen=True, tag=9):
+class ReceiveBuffer(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a member takes parts that peers write into its memory."""
+
+    # The engine's address of the member.
+    session: Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
+    address: Annotated[int, Meta(ge=0)]
+
+
+class Hello(_Message, frozen=True, tag=8):
     """The sender's identity, and where it takes and gives KV. Sent again after every change."""
 
     version: Count
@@ -168,6 +167,7 @@ class Hello(_Message, frozen=True, tag=9):
     kv_password: Annotated[str, Meta(max_length=64)]
     path: Annotated[bytes, Meta(max_length=PATH_BYTES)]  # of KV to the sender; empty: no `heard`
     key: Annotated[bytes, Meta(max_length=KEY_BYTES)]  # that encrypts it
+    buffer: ReceiveBuffer | None  # of the sender, for this receiver; None: KV takes a path
 
     def __post_init__(self) -> None:
         sizes = (len(self.path), len(self.key))
@@ -176,7 +176,7 @@ class Hello(_Message, frozen=True, tag=9):
 
 
 # Between transports; `Member` never gets them.
-TransportMessage = ReceiveBuffer | PartWritten | Credit | Hello
+TransportMessage = PartWritten | Credit | Hello
 Message = HelpOffer | Accept | Refuse | Cancel | Failed | TransportMessage
 
 

@@ -9,7 +9,7 @@ Messages use the connections of `zeromq.py`.
 
 `==>` are messages on those connections. The connections also authenticate members, carry all other
 messages in the same order, and detect members that are gone. Each member lends each peer a receive
-buffer of SECTIONS sections, and sends its address (`ReceiveBuffer`) when they connect.
+buffer of SECTIONS sections, whose address (`ReceiveBuffer`) is in its `Hello`.
 
 A section is not written again before its part was used, nor while a write may still be running: a
 write that takes too long keeps its section until the engine returns. Nothing is encrypted.
@@ -20,7 +20,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sglang_cake.core.buffers import PartBytes
@@ -37,9 +37,10 @@ from sglang_cake.runahead.transport import (
     LINK_TIMES,
     MAX_PART_BYTES,
     Handler,
+    LinkTimes,
     PeerGone,
 )
-from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.runahead.zeromq import Address, ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
 
@@ -96,21 +97,14 @@ class _Link:
         self._source_address = source_address
         self._source = source
         self._changed = threading.Condition()
-        self.meetings = 0
-        self._theirs: ReceiveBuffer | None = None
+        self.partings = 0
         self._used: set[int] = set()  # the peer's sections that hold a part, or are written
         self._writing: set[int] = set()  # sections whose write has not returned
 
-    @property
-    def known(self) -> bool:
-        """Whether the peer's receive buffer is known."""
-        return self._theirs is not None
-
-    def met(self, theirs: ReceiveBuffer | None) -> None:
-        """Set the peer's receive buffer, with all sections free; None: the peer is gone."""
+    def part(self) -> None:
+        """The peer is gone: if it comes back, it has read all sections."""
         with self._changed:
-            self._theirs = theirs
-            self.meetings += 1
+            self.partings += 1
             self._used = set(self._writing)
             self._changed.notify_all()
 
@@ -121,17 +115,21 @@ class _Link:
                 self._used.discard(section)
             self._changed.notify_all()
 
-    def put(self, data: PartBytes) -> tuple[int, float] | None:
+    def put(
+        self, find: Callable[[], ReceiveBuffer | None], data: PartBytes
+    ) -> tuple[int, float] | None:
         """Write into a section of the peer's; returns the section and the seconds of the write.
 
         Waits for a free section, and for the engine. None if the write failed, or took too long.
+
+        Args: find: gives the peer's receive buffer; None: it is gone.
         """
         with self._changed:
+            partings, theirs = self.partings, find()
             ready = self._changed.wait_for(
-                lambda: self._theirs is None or len(self._used) < SECTIONS, self._timeout_s
+                lambda: self.partings != partings or len(self._used) < SECTIONS, self._timeout_s
             )
-            theirs = self._theirs
-            if not ready or theirs is None:
+            if not ready or self.partings != partings or theirs is None:
                 return None
             section = min(set(range(SECTIONS)) - self._used)
             self._used.add(section)
@@ -166,43 +164,44 @@ class _Link:
             end(False)
             raise
         with self._changed:
-            self._changed.wait_for(lambda: done or self._theirs is not theirs, self._timeout_s)
+            self._changed.wait_for(lambda: done or self.partings != partings, self._timeout_s)
             if not done:
                 abandoned.set()
             return (section, time.perf_counter() - began_s) if done == [True] else None
 
     def close(self) -> None:
         """End all writes. Memory that a write still uses after CLOSE_TIMEOUT_S is never freed."""
-        self.met(None)
+        self.part()
         self._engine.free(self.buffer_address)
         with self._changed:
             if self._changed.wait_for(lambda: not self._writing, CLOSE_TIMEOUT_S):
                 self._engine.free(self._source_address)
 
 
-class OneSidedTransport:
-    """Implements `Transport`, with its guarantees, and is the handler of the connections.
+class OneSidedTransport(ZmqTransport):
+    """Implements `Transport`, with its guarantees. It is the handler of its own connections.
 
     Args:
-        connect: makes the connections, given the function that makes the greeting of a member.
-        ranks: of the other members.
-        engine: of this process; it lends memory for each of them.
-        timeout_s: in which a peer must accept a part.
+        engine: of this process; it lends memory for each peer.
     """
 
     _handler: Handler  # from `start` on
 
     def __init__(
         self,
-        connect: Callable[[Callable[[int], Message]], ZmqTransport],
-        ranks: frozenset[int],
+        rank: int,
+        peers: Sequence[Address],
         engine: WriteEngine,
-        timeout_s: float = LINK_TIMES.send_s,
+        *,
+        secret: bytes,
+        namespace: Digest,
+        times: LinkTimes = LINK_TIMES,
     ) -> None:
-        self._links = {rank: _Link(engine, timeout_s) for rank in ranks}
+        others = [r for r in range(len(peers)) if r != rank]
+        self._links = {r: _Link(engine, times.send_s) for r in others}
         self._engine = engine
         try:
-            self._members = connect(self._receive_buffer)
+            super().__init__(rank, peers, secret=secret, namespace=namespace, times=times)
         except BaseException:
             for link in self._links.values():
                 link.close()
@@ -212,53 +211,39 @@ class OneSidedTransport:
 
     def start(self, handler: Handler) -> None:
         self._handler = handler
-        self._members.start(self)
-
-    def reachable(self) -> frozenset[int]:
-        return frozenset(rank for rank in self._members.reachable() if self._links[rank].known)
-
-    def bytes_per_s(self, rank: int) -> float | None:
-        return self._members.bytes_per_s(rank)
-
-    def send(self, rank: int, message: Message) -> None:
-        if not self._links[rank].known:
-            raise PeerGone(f"member {rank} cannot be reached")
-        self._members.send(rank, message)
+        super().start(self)
 
     def send_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
         assert 0 < len(data) <= MAX_PART_BYTES
         if rank not in self.reachable():
             raise PeerGone(f"member {rank} cannot be reached")
         link = self._links[rank]
-        found = link.put(data)
+        found = link.put(lambda: self.buffer_of(rank), data)
         if found is None:
             raise PeerGone(f"member {rank} does not take what it is sent")
         section, took_s = found
         took_us = max(1, min(2**31 - 1, round(took_s * 1e6)))
         checksum = self._engine.checksum(data)
-        written = PartWritten(part, section, len(data), checksum, took_us)
         try:
-            self._members.send(rank, written)
+            self.send(rank, PartWritten(part, section, len(data), checksum, took_us))
         except PeerGone:
             link.free(section)
             raise
 
     def close(self) -> None:
-        if self._members.closed.is_set():
-            return
-        self._members.close()
-        for link in self._links.values():
+        was_closed = self.closed.is_set()
+        super().close()
+        for link in () if was_closed else self._links.values():
             link.close()
 
-    # ---- `Handler` of the connections; their threads ----
+    def own_buffer(self, rank: int) -> ReceiveBuffer:
+        return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address)
+
+    # ---- `Handler`; the connections' threads ----
 
     def on_message(self, rank: int, message: Message) -> None:
         """Raises: BadMessage, which ends the connection."""
-        if isinstance(message, ReceiveBuffer):
-            if message.sections != SECTIONS:
-                raise BadMessage(f"a receive buffer of {message.sections} sections")
-            self._links[rank].met(message)
-        elif isinstance(message, Credit):
+        if isinstance(message, Credit):
             self._links[rank].free(message.section)
         elif isinstance(message, PartWritten):
             self._part_written(rank, message)
@@ -270,27 +255,20 @@ class OneSidedTransport:
         raise BadMessage("a part beside the engine")
 
     def on_gone(self, rank: int, reason: str) -> None:
-        known = self._links[rank].known
-        self._links[rank].met(None)
-        if known:
-            self._handler.on_gone(rank, reason)
-
-    # ---- inside ----
-
-    def _receive_buffer(self, rank: int) -> Message:
-        return ReceiveBuffer(self._engine.session, self._links[rank].buffer_address, SECTIONS)
+        self._links[rank].part()
+        self._handler.on_gone(rank, reason)
 
     def _part_written(self, rank: int, message: PartWritten) -> None:
         if message.section >= SECTIONS or not 0 < message.size <= MAX_PART_BYTES:
             raise BadMessage(f"{message.size} bytes in section {message.section}")
         link, start = self._links[rank], message.section * MAX_PART_BYTES
-        meetings = link.meetings
+        partings = link.partings
         data = link.received[start : start + message.size]
         if self._engine.checksum(data) != message.checksum:
             raise BadMessage("the checksum of a part is wrong")
-        self._members.measured(rank, message.size, message.took_us / 1e6)
+        self.measured(rank, message.size, message.took_us / 1e6)
         self._handler.on_part(rank, message.part, data)
-        if link.meetings != meetings:  # it has reconnected since, and its sections are free
+        if link.partings != partings:  # it has left since, so its sections are free
             return
         with contextlib.suppress(PeerGone):
-            self._members.send(rank, Credit(message.section))
+            self.send(rank, Credit(message.section))

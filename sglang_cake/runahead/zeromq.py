@@ -49,6 +49,7 @@ from sglang_cake.runahead.messages import (
     Hello,
     LayerPart,
     Message,
+    ReceiveBuffer,
     decode,
     encode,
 )
@@ -118,7 +119,7 @@ class Peer:
         self._said = ""
         self._session = 0  # 0: not connected
         self._heard = False  # whether anything arrived on this connection
-        self._theirs: Hello | None = None
+        self.theirs: Hello | None = None
         self._told: Hello | None = None  # our newest Hello that was sent
         self._kv: _KvPath | None = None
         self._kv_sender: EncryptedKvSender | None = None
@@ -234,11 +235,11 @@ class Peer:
         problem = self._owner.problem(hello)
         if problem is not None:
             raise LeftOut(problem)
-        if self._theirs is not None and self._theirs.session != hello.session:
+        if self.theirs is not None and self.theirs.session != hello.session:
             self._forget("it dialed anew")
         if not hello.session:
             return
-        self._theirs = hello
+        self.theirs = hello
         if self._kv is None:
             receiver = EncryptedKvReceiver(self._owner.new_buffer(MAX_PART_BYTES))
             listener = self._owner.kv_listener(receiver.name, hello.kv_password)
@@ -263,10 +264,10 @@ class Peer:
         Args: again: send it in any case. A Hello to a connection that was about to end is lost.
         """
         heard, path, key = 0, b"", b""
-        if self._theirs is not None and self._kv is not None and self._kv.connection.is_up:
-            heard = self._theirs.session
+        if self.theirs is not None and self._kv is not None and self._kv.connection.is_up:
+            heard = self.theirs.session
             path, key = self._kv.receiver.name, self._kv.receiver.key
-        hello = self._owner.hello(self._session, heard, path, key)
+        hello = self._owner.hello(self._rank, self._session, heard, path, key)
         if again or hello != self._told:
             reason = ""
             try:
@@ -285,13 +286,13 @@ class Peer:
             self._kv_sender.over = True
         self._kv = None
         self._kv_sender = None
-        self._theirs = None
+        self.theirs = None
         self._told = None
         self._bytes_per_s = None
         self._judge(reason)
 
     def _judge(self, reason: str) -> None:
-        theirs, told = self._theirs, self._told
+        theirs, told = self.theirs, self._told
         has_answered = theirs is not None and theirs.heard == self._session != 0
         here = has_answered and told is not None and told.heard != 0
         if here == self.is_here:
@@ -301,9 +302,6 @@ class Peer:
             self._backoff.reset()
             self._said = ""
             logger.info("cake runahead: member %d is here", self._rank)
-            if self._owner.greeting is not None:
-                with contextlib.suppress(PeerGone):
-                    self._owner.send(self._rank, self._owner.greeting(self._rank))
         elif not self._owner.closed.is_set():
             logger.warning("cake runahead: member %d is gone: %s", self._rank, reason)
             try:
@@ -438,7 +436,6 @@ class ZmqTransport:
         peers: address of every member, by rank; this one binds its own.
         secret: 32 bytes that all members know.
         namespace: of all members' KV; members of another one are refused.
-        greeting: makes the first message to a member that becomes reachable.
         new_buffer: `(size in bytes)` makes the memory that parts are received into.
         times: timeouts and periods.
 
@@ -452,14 +449,12 @@ class ZmqTransport:
         *,
         secret: bytes,
         namespace: Digest,
-        greeting: Callable[[int], Message] | None = None,
         new_buffer: Callable[[int], bytearray | memoryview] = bytearray,
         times: LinkTimes = LINK_TIMES,
     ) -> None:
         self._rank = rank
         self._size = len(peers)
         self._namespace = namespace
-        self.greeting = greeting
         self.new_buffer = new_buffer
         self.times = times
         self.closed = threading.Event()
@@ -531,8 +526,17 @@ class ZmqTransport:
         except PeerGone as error:
             raise PeerGone(f"member {rank}: {error}") from None
 
-    def hello(self, session: int, heard: int, path: bytes, key: bytes) -> Hello:
-        """This member's description of itself."""
+    def own_buffer(self, rank: int) -> ReceiveBuffer | None:
+        """The memory that this peer writes KV into; None: it sends KV."""
+        return None
+
+    def buffer_of(self, rank: int) -> ReceiveBuffer | None:
+        """The memory of this peer, likewise. Any thread."""
+        theirs = self._peers[rank].theirs
+        return None if theirs is None else theirs.buffer
+
+    def hello(self, rank: int, session: int, heard: int, path: bytes, key: bytes) -> Hello:
+        """This member's description of itself, for a peer."""
         return Hello(
             version=VERSION,
             size=self._size,
@@ -543,6 +547,7 @@ class ZmqTransport:
             kv_password=self._kv_password,
             path=path,
             key=key,
+            buffer=self.own_buffer(rank),
         )
 
     def problem(self, hello: Hello) -> str | None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -99,11 +100,14 @@ def ring_group(size: int, engine_of: Callable[[int], WriteEngine]) -> list[Trans
 def ring_member(
     rank: int, peers: list[tuple[str, int]], engine: WriteEngine, timeout_s: float = WAIT_S
 ) -> OneSidedTransport:
-    def connect(greeting: Callable[[int], Message]) -> ZmqTransport:
-        return member(rank, peers, namespace=apart(NAMESPACE, "one-sided"), greeting=greeting)
-
-    others = frozenset(range(len(peers))) - {rank}
-    return OneSidedTransport(connect, others, engine, timeout_s)
+    return OneSidedTransport(
+        rank,
+        peers,
+        engine,
+        secret=SECRET,
+        namespace=apart(NAMESPACE, "one-sided"),
+        times=replace(PATIENT, send_s=timeout_s),
+    )
 
 
 def ipc_group(size: int) -> list[Transport]:

@@ -41,14 +41,15 @@ MESSAGES = st.one_of(
     st.builds(Refuse, st.just(JOB), TEXT),
     st.builds(Cancel, st.just(JOB), TEXT),
     st.builds(Failed, st.just(JOB), st.integers(0, 255), TEXT),
-    st.builds(ReceiveBuffer, st.just("ab" * 2000) | TEXT, st.integers(0, 2**63), COUNT),
     st.builds(PartWritten, PARTS, COUNT, COUNT, st.integers(0, 2**64 - 1), COUNT),
     st.builds(
-        lambda heard: Hello(
+        lambda heard, buffer: Hello(
             *(4, 2, bytes(32), 7, heard, 1, "x"),
             *((bytes(16), bytes(32)) if heard else (b"", b"")),
+            buffer,
         ),
         st.integers(0, 2**62 - 1),
+        st.none() | st.builds(ReceiveBuffer, st.just("ab" * 2000) | TEXT, st.integers(0, 2**63)),
     ),
     st.builds(
         lambda tokens, salt: HelpOffer(

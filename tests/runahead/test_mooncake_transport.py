@@ -11,7 +11,7 @@ import pytest
 from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member, started
 from polling import until
 
-from sglang_cake.runahead.messages import Credit, LayerPart, PartWritten, ReceiveBuffer
+from sglang_cake.runahead.messages import Credit, LayerPart, PartWritten
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import SECTIONS, OneSidedTransport
 from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
@@ -94,12 +94,11 @@ def part_written(**changes: int) -> PartWritten:
         part_written(section=SECTIONS),
         part_written(size=0),
         part_written(size=MAX_PART_BYTES + 1),
-        ReceiveBuffer("127.0.0.1:1", 4096, SECTIONS + 1),
     ],
-    ids=["checksum", "section", "nothing", "size", "buffer"],
+    ids=["checksum", "section", "nothing", "size"],
 )
 def test_mooncake_transport_invalid_message_reconnects_undelivered(
-    pair: Pair, lie: PartWritten | ReceiveBuffer
+    pair: Pair, lie: PartWritten
 ) -> None:
     members, records = pair
     members[0].send(1, lie)
@@ -153,7 +152,7 @@ def test_mooncake_transport_slot_still_being_written_is_not_reused(
     until(lambda: len(sections) >= SECTIONS, "the engine has them")
     assert len(sections) == len(set(sections)) == SECTIONS  # each once; then nobody wrote
     # They part: the sections stay taken.
-    members[1].send(0, ReceiveBuffer("127.0.0.1:1", 4096, SECTIONS + 1))
+    members[1].send(0, part_written(section=SECTIONS))
     until(lambda: records[0].gone, "they part")
     until(lambda: members[0].reachable(), "they meet")
     with pytest.raises(PeerGone):

@@ -1,7 +1,6 @@
 """Puts KV-Runahead together with a running server."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,8 @@ from sglang_cake.integration.runahead.runahead_ipc import IpcEngine
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.runahead.chain_plan import ChainLimits
 from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting, group_setting
-from sglang_cake.runahead.messages import Message
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
-from sglang_cake.runahead.one_sided_transport import OneSidedTransport, apart
+from sglang_cake.runahead.one_sided_transport import OneSidedTransport, WriteEngine, apart
 from sglang_cake.runahead.partition_table import WatchedTable, table_path
 from sglang_cake.runahead.transport import Transport
 from sglang_cake.runahead.zeromq import ZmqTransport
@@ -59,37 +57,30 @@ def start(
 
 
 def _transport(setting: GroupSetting, service: "CakeService", rows: PoolRows) -> Transport:
-    address, port = setting.peers[setting.rank]
-
-    def connect(greeting: Callable[[int], Message] | None = None) -> ZmqTransport:
-        namespace, tcp = service.namespace_digest, setting.transport == TCP
-        assert namespace is not None
-        try:
-            return ZmqTransport(
-                setting.rank,
-                setting.peers,
-                secret=setting.secret,
-                namespace=namespace if tcp else apart(namespace, setting.transport),
-                greeting=greeting,
-                new_buffer=rows.buffer if tcp else bytearray,
-            )
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(
-                f"--cake-runahead-peers: cannot listen on {address}:{port}: {why}"
-            ) from None
-
-    if setting.transport == TCP:
-        return connect()
-    others = frozenset(range(len(setting.peers))) - {setting.rank}
+    rank, peers, secret = setting.rank, setting.peers, setting.secret
+    namespace, transport = service.namespace_digest, setting.transport
+    assert namespace is not None
     try:
-        if setting.transport == CUDA_IPC:
+        if transport == TCP:
+            return ZmqTransport(
+                rank, peers, secret=secret, namespace=namespace, new_buffer=rows.buffer
+            )
+        engine: WriteEngine
+        if transport == CUDA_IPC:
             device = service.kv.device
-            ipc = IpcEngine(device, len(others), torch.cuda.Stream(device, priority=-1))
-            return OneSidedTransport(connect, others, ipc)
-        return OneSidedTransport(connect, others, MooncakeEngine(address))
+            stream = torch.cuda.Stream(device, priority=-1)
+            engine = IpcEngine(device, len(peers) - 1, stream)
+        else:
+            engine = MooncakeEngine(peers[rank][0])
+        namespace = apart(namespace, transport)
+        return OneSidedTransport(rank, peers, engine, secret=secret, namespace=namespace)
     except OSError as error:
-        raise ConfigError(f"--cake-runahead-transport {setting.transport}: {error}") from None
+        if error.errno is None:  # of the engine
+            raise ConfigError(f"--cake-runahead-transport {transport}: {error}") from None
+        address, port = peers[rank]
+        raise ConfigError(
+            f"--cake-runahead-peers: cannot listen on {address}:{port}: {error.strerror}"
+        ) from None
 
 
 def _table_path(service: "CakeService") -> Path | None:
