@@ -146,9 +146,6 @@ def search_one(
         page_tokens=page_tokens,
         points=points,
         step_tokens=limits.step_tokens,
-        report=lambda stride, best: say(
-            f"{tokens:,} tokens  grid of {stride}: best {best.partition.bounds} {best.ttft_s:.3f} s"
-        ),
     )
     searched = load_table(path)
     searched.put(tokens, found.partition)

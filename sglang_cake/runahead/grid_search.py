@@ -37,7 +37,6 @@ def grid_search(
     page_tokens: int = 1,
     points: int = 5,
     step_tokens: int | None = None,
-    report: Callable[[int, Searched], None] = lambda stride_tokens, best: None,
 ) -> Searched:
     """Search around `start`. A partition is measured once.
 
@@ -45,7 +44,6 @@ def grid_search(
         stride_tokens: of the first level; halved down to `min_stride_tokens`, in whole pages.
         points: values for each inner bound in a level, odd.
         step_tokens: partitions with a longer span are left out; `start` has none. None: no limit.
-        report: called with the stride and the best so far, after each level.
     """
     if points < 3 or points % 2 == 0:
         raise ValueError(f"a grid has an odd number of points from 3 on, not {points}")
@@ -63,13 +61,11 @@ def grid_search(
         known.update(zip(new, measure(new), strict=True))
         before = best
         best = min([best, *level], key=lambda partition: (known[partition], partition.bounds))
-        found = Searched(best, known[best], len(known))
-        report(step, found)
         farthest = max(abs(a - b) for a, b in zip(before.bounds, best.bounds, strict=True))
         if farthest == points // 2 * step:
             continue  # on the border of the grid: extend it before refining it
         if stride <= max(min_stride_tokens, page_tokens):
-            return found
+            return Searched(best, known[best], len(known))
         stride //= 2
 
 

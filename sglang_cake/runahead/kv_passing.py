@@ -261,7 +261,7 @@ class KvSender:
     """The KV that one worker sends: its own part of each layer, and the parts that it received.
 
     Args:
-        send: to the next worker, see `Transport.send_part`.
+        send: to the next worker, see `ZmqTransport.send_part`.
         failed: called if sending failed, from the sender's thread.
         part_bytes: most bytes of an own part.
     """

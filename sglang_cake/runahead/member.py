@@ -48,7 +48,8 @@ from sglang_cake.runahead.messages import (
     new_job,
 )
 from sglang_cake.runahead.partition import Partition
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
+from sglang_cake.runahead.zeromq import ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
 
@@ -129,7 +130,7 @@ class Member:
     def __init__(
         self,
         rank: int,
-        transport: Transport,
+        transport: ZmqTransport,
         rows: Rows,
         wake: Callable[[], None],
         *,

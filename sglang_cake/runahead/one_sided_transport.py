@@ -179,7 +179,7 @@ class _Link:
 
 
 class OneSidedTransport(ZmqTransport):
-    """Implements `Transport`, with its guarantees. It is the handler of its own connections.
+    """A transport with the same guarantees. It is the handler of its own connections.
 
     Args:
         engine: of this process; it lends memory for each peer.
@@ -207,7 +207,7 @@ class OneSidedTransport(ZmqTransport):
                 link.close()
             raise
 
-    # ---- `Transport` ----
+    # ---- for `Member` ----
 
     def start(self, handler: Handler) -> None:
         self._handler = handler

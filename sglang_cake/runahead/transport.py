@@ -1,4 +1,4 @@
-"""The interface by which members of a group exchange messages and KV, and its guarantees.
+"""What a transport between the members of a group promises (`zeromq.py`), and whom it calls.
 
 - Messages from one member to another arrive in order, each at most once, or not at all. The same
   holds for parts of layers. Messages and parts are not ordered relative to each other.
@@ -61,36 +61,4 @@ class Handler(Protocol):
 
     def on_gone(self, rank: int, reason: str) -> None:
         """The peer is no longer reachable. Must not block."""
-        ...
-
-
-class Transport(Protocol):
-    """One member's connections to all others."""
-
-    def start(self, handler: Handler) -> None:
-        """Begin to connect to the others, and to accept their connections."""
-        ...
-
-    def reachable(self) -> frozenset[int]:
-        """Ranks of connected members, from which something was received a moment ago."""
-        ...
-
-    def bytes_per_s(self, rank: int) -> float | None:
-        """Recent throughput of the link from a peer, while it carried parts; None if none was
-        measured on this connection lately."""
-        ...
-
-    def send(self, rank: int, message: Message) -> None:
-        """Queue a message. Raises: PeerGone."""
-        ...
-
-    def send_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
-        """Send at most MAX_PART_BYTES; when this returns, `data` may be reused.
-
-        Raises: PeerGone.
-        """
-        ...
-
-    def close(self) -> None:
-        """End all connections and threads. Another call has no effect."""
         ...

@@ -34,6 +34,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from sglang_cake.core.backoff import Backoff
+from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.encrypted_kv import (
@@ -136,12 +137,12 @@ class Peer:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """As `Transport.bytes_per_s`."""
+        """As `ZmqTransport.bytes_per_s`."""
         is_recent = time.monotonic() - self._measured_s <= self._times.doubt_s
         return self._bytes_per_s if is_recent else None
 
     def send_part(self, part: LayerPart, data: memoryview) -> None:
-        """As `Transport.send_part`. Raises: PeerGone."""
+        """As `ZmqTransport.send_part`. Raises: PeerGone."""
         sender = self._kv_sender
         if not self.is_here or sender is None:
             raise PeerGone(f"member {self._rank} cannot be reached")
@@ -429,7 +430,7 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 class ZmqTransport:
-    """Implements `Transport`.
+    """One member's connections to all others. `transport.py` has its guarantees.
 
     Args:
         rank: this member's place in `peers`.
@@ -482,28 +483,38 @@ class ZmqTransport:
             self._context.destroy(linger=0)
             raise OSError(error.errno, error.strerror) from None
 
-    # ---- `Transport` ----
+    # ---- for `Member`; any thread ----
 
     def start(self, handler: Handler) -> None:
+        """Begin to connect to the others, and to accept their connections."""
         for peer in self._peers.values():
             peer.start(handler)
 
     def reachable(self) -> frozenset[int]:
+        """Ranks of connected members, from which something was received a moment ago."""
         return frozenset(rank for rank, peer in self._peers.items() if peer.is_here)
 
     def bytes_per_s(self, rank: int) -> float | None:
+        """Recent throughput of the link from a peer, while it carried parts; None if none was
+        measured on this connection lately."""
         return self._peers[rank].bytes_per_s
 
     def send(self, rank: int, message: Message) -> None:
+        """Queue a message. Raises: PeerGone."""
         if not self._peers[rank].is_here:
             raise PeerGone(f"member {rank} cannot be reached")
         self.put(rank, message)
 
-    def send_part(self, rank: int, part: LayerPart, data: memoryview) -> None:
+    def send_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
+        """Send at most MAX_PART_BYTES; when this returns, `data` may be reused.
+
+        Raises: PeerGone.
+        """
         assert 0 < len(data) <= MAX_PART_BYTES
         self._peers[rank].send_part(part, data)
 
     def close(self) -> None:
+        """End all connections and threads. Another call has no effect."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -516,7 +527,7 @@ class ZmqTransport:
     # ---- for peers ----
 
     def measured(self, rank: int, size_bytes: int, took_s: float) -> None:
-        """Record a part of that peer that another transport delivered. Any thread."""
+        """Record the time of a part that this peer wrote into our memory. Any thread."""
         self._peers[rank].measured(size_bytes, took_s)
 
     def put(self, rank: int, message: Message) -> None:

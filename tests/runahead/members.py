@@ -15,7 +15,7 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import OneSidedTransport, WriteEngine, apart
-from sglang_cake.runahead.transport import LinkTimes, Transport
+from sglang_cake.runahead.transport import LinkTimes
 from sglang_cake.runahead.zeromq import ZmqTransport
 
 SECRET = bytes(range(100, 132))
@@ -63,7 +63,7 @@ def member(
 
 
 @contextmanager
-def started(*members: Transport) -> Iterator[list[MessageRecord]]:
+def started(*members: ZmqTransport) -> Iterator[list[MessageRecord]]:
     """What each of these members hears; at the end they are closed."""
     records = [MessageRecord() for _ in members]
     for each, record in zip(members, records, strict=True):
@@ -75,7 +75,7 @@ def started(*members: Transport) -> Iterator[list[MessageRecord]]:
             each.close()
 
 
-def zeromq_group(size: int) -> list[Transport]:
+def zeromq_group(size: int) -> list[ZmqTransport]:
     peers = addresses(size)
     return [member(rank, peers) for rank in range(size)]
 
@@ -86,12 +86,12 @@ def engine(rank: int) -> MooncakeEngine:
     return MooncakeEngine("127.0.0.1")
 
 
-def mooncake_group(size: int) -> list[Transport]:
+def mooncake_group(size: int) -> list[ZmqTransport]:
     pytest.importorskip("mooncake.engine", exc_type=ImportError)
     return ring_group(size, engine)
 
 
-def ring_group(size: int, engine_of: Callable[[int], WriteEngine]) -> list[Transport]:
+def ring_group(size: int, engine_of: Callable[[int], WriteEngine]) -> list[ZmqTransport]:
     engines = [engine_of(rank) for rank in range(size)]  # they listen, so their ports are not free
     peers = addresses(size)
     return [ring_member(rank, peers, engines[rank]) for rank in range(size)]
@@ -110,7 +110,7 @@ def ring_member(
     )
 
 
-def ipc_group(size: int) -> list[Transport]:
+def ipc_group(size: int) -> list[ZmqTransport]:
     pytest.importorskip("torch")
     from host_ipc import HostIpc
 

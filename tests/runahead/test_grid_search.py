@@ -42,7 +42,6 @@ def test_grid_search_finds_the_minimum_of_a_convex_cost(workers: int, data: st.D
 
 def test_grid_search_measures_each_partition_once_in_whole_pages() -> None:
     asked: list[Partition] = []
-    levels: list[int] = []
 
     def measure(partitions: Sequence[Partition]) -> list[float]:
         asked.extend(partitions)
@@ -54,12 +53,10 @@ def test_grid_search_measures_each_partition_once_in_whole_pages() -> None:
         stride_tokens=128,
         min_stride_tokens=16,
         page_tokens=16,
-        report=lambda stride, best: levels.append(stride),
     )
     assert len(asked) == len(set(asked)) == found.measured
     assert all(p.bounds[1] % 16 == 0 for p in asked)
     assert found.partition.bounds[1] in (592, 608)
-    assert levels == [128, 64, 32, 16]
 
 
 def test_grid_search_grid_size_is_points_to_the_power_of_bounds() -> None:

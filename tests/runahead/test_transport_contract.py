@@ -9,11 +9,14 @@ from members import GROUPS, JOB, WAIT_S, MessageRecord
 from polling import until
 
 from sglang_cake.runahead.messages import Accept, Cancel, HelpOffer, LayerPart, Message, new_job
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone, Transport
+from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
+from sglang_cake.runahead.zeromq import ZmqTransport
 
 
 @pytest.fixture(params=GROUPS)
-def group(request: pytest.FixtureRequest) -> Iterator[tuple[list[Transport], list[MessageRecord]]]:
+def group(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[list[ZmqTransport], list[MessageRecord]]]:
     members = GROUPS[request.param](3)
     records = [MessageRecord() for _ in members]
     for member, record in zip(members, records, strict=True):
@@ -28,7 +31,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[tuple[list[Transport], lis
         member.close()
 
 
-Group = tuple[list[Transport], list[MessageRecord]]
+Group = tuple[list[ZmqTransport], list[MessageRecord]]
 
 
 def test_transport_messages_arrive_equal_and_in_order(group: Group) -> None:

@@ -43,7 +43,7 @@ from sglang_cake.runahead.member import MEMBER_SETTINGS, Member, MemberSettings,
 from sglang_cake.runahead.messages import can_carry
 from sglang_cake.runahead.partition import PARAMETER
 from sglang_cake.runahead.partition_table import WatchedTable
-from sglang_cake.runahead.transport import Transport
+from sglang_cake.runahead.zeromq import ZmqTransport
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -87,7 +87,7 @@ class Runahead:
     def __init__(
         self,
         rank: int,
-        transport: Transport,
+        transport: ZmqTransport,
         rows: PoolRows,
         gate: LayerGate,
         *,

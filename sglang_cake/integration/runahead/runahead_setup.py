@@ -17,7 +17,6 @@ from sglang_cake.runahead.group_setting import CUDA_IPC, TCP, GroupSetting, grou
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import OneSidedTransport, WriteEngine, apart
 from sglang_cake.runahead.partition_table import WatchedTable, table_path
-from sglang_cake.runahead.transport import Transport
 from sglang_cake.runahead.zeromq import ZmqTransport
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def start(
     return here
 
 
-def _transport(setting: GroupSetting, service: "CakeService", rows: PoolRows) -> Transport:
+def _transport(setting: GroupSetting, service: "CakeService", rows: PoolRows) -> ZmqTransport:
     rank, peers, secret = setting.rank, setting.peers, setting.secret
     namespace, transport = service.namespace_digest, setting.transport
     assert namespace is not None
