@@ -4,7 +4,6 @@ There is one JSON file per machine and namespace, since measurements hold for on
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,19 +24,19 @@ _Workers = Annotated[int, Meta(ge=1, le=1024)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 
-class _Content(Struct):
-    version: Literal[1]
-    shares: dict[_Workers, dict[int, tuple[_Share, ...]]]
-
-
-_CONTENT = msgspec.json.Decoder(_Content)
-
-
-@dataclass(slots=True)
-class PartitionTable:
+class PartitionTable(Struct):
     """Shares of each worker by number of workers and length of the prompt in tokens."""
 
-    entries: dict[int, dict[int, tuple[float, ...]]] = field(default_factory=dict)
+    version: Literal[1] = 1
+    entries: dict[_Workers, dict[int, tuple[_Share, ...]]] = msgspec.field(
+        default_factory=dict, name="shares"
+    )
+
+    def __post_init__(self) -> None:
+        for workers, lengths in self.entries.items():
+            for shares in lengths.values():
+                if len(shares) != workers or abs(sum(shares) - 1) > 1e-6:
+                    raise ValueError(f"{shares} are no shares of {workers} workers")
 
     def put(self, tokens: int, partition: Partition) -> None:
         """Set the best partition of a prompt of `tokens` tokens."""
@@ -54,6 +53,9 @@ class PartitionTable:
         if not known or span.start != 0 or span.tokens < workers * page_tokens:
             return None
         return scaled(span, _interpolated(known, span.tokens), page_tokens=page_tokens)
+
+
+_TABLE = msgspec.json.Decoder(PartitionTable)
 
 
 class WatchedTable:
@@ -93,20 +95,14 @@ def table_path(folder: Path, machine: str, namespace: Digest) -> Path:
 def load_table(path: Path) -> PartitionTable:
     """The table at `path`; an empty one if there is none, or it cannot be read."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            return PartitionTable()
-        found = untrusted.decode(_CONTENT, path.read_bytes())
+        if path.stat().st_size <= _MAX_FILE_BYTES:
+            return untrusted.decode(_TABLE, path.read_bytes())
     except (OSError, ValueError):
-        return PartitionTable()
-    for workers, lengths in found.shares.items():
-        for shares in lengths.values():
-            if len(shares) != workers or abs(sum(shares) - 1) > 1e-6:
-                return PartitionTable()
-    return PartitionTable(found.shares)
+        pass
+    return PartitionTable()
 
 
 def save_table(path: Path, table: PartitionTable) -> None:
     """Replace the table at `path` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    content = msgspec.json.encode(_Content(1, table.entries))
-    atomic_write(path, msgspec.json.format(content, indent=1), durable=True)
+    atomic_write(path, msgspec.json.format(msgspec.json.encode(table), indent=1), durable=True)
