@@ -39,14 +39,6 @@ _LOOK_S = 0.05  # how often a waiting thread checks whether it should go on wait
 Slots = Any
 
 
-class Launched(Protocol):
-    """A copy that runs, or is complete."""
-
-    def wait(self) -> None:
-        """Block until it is complete."""
-        ...
-
-
 class Rows(Protocol):
     """The KV pool as a chain uses it: rows of a layer are read and written, maybe while a device
     runs a forward."""
@@ -74,11 +66,11 @@ class Rows(Protocol):
         """Copy slots into `out`, plane after plane, each `[tokens, bytes]`. Any thread."""
         ...
 
-    def write(self, layer: int, slots: Slots, data: PartBytes, skip: int) -> Launched:
+    def write(self, layer: int, slots: Slots, data: PartBytes, skip: int) -> Any:
         """Copy `data` without its first `skip` tokens into slots. Any thread.
 
-        `data` and `slots` must not change until it is complete. A forward may continue before
-        that.
+        `data` and `slots` must not change until `wait()` of what this returns has returned. A
+        forward may continue before that.
         """
         ...
 
@@ -138,7 +130,7 @@ class KvReceiver:
         self._keep = span.start
         self._got: list[list[Span]] = [[] for _ in range(rows.layers)]
         self._missing = [span.tokens] * rows.layers
-        self._broken: str | None = None
+        self._closed = False
         self._writing = 0
         self.waited_s = 0.0  # by the forward, so far
         self.bytes = 0
@@ -164,10 +156,10 @@ class KvReceiver:
             raise Broken(f"a part of {len(data)} bytes for {span.tokens} tokens", self.before)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._slots is not None or self._broken, self._bind_timeout_s
+                lambda: self._slots is not None or self._closed, self._bind_timeout_s
             )
-            if self._slots is None or self._broken:
-                raise Broken(self._broken or "the forward did not begin")
+            if self._slots is None or self._closed:
+                raise Broken("the forward did not begin, or has ended")
             if self._got_of(part.layer, span):
                 raise Broken("a part that came before", self.before)
             self._got[part.layer].append(span)
@@ -205,12 +197,12 @@ class KvReceiver:
             patience_s: how long all waits of this job may take together.
             look: called repeatedly; raises if waiting is of no use any more.
 
-        Raises: Broken, Late, and the errors of `look`.
+        Raises: Late, and the errors of `look`.
         """
         began_s = time.monotonic()
         try:
             with self._changed:
-                while self._missing[layer] and not self._broken:
+                while self._missing[layer]:
                     look()
                     left_s = patience_s - self.waited_s - (time.monotonic() - began_s)
                     if left_s <= 0:
@@ -226,8 +218,6 @@ class KvReceiver:
                     holder, since_s = self._holder(layer), time.monotonic()
                     self._changed.wait(min(left_s, _LOOK_S))
                     self._held_s[holder] += time.monotonic() - since_s
-                if self._broken:
-                    raise Broken(self._broken)
         finally:
             self.waited_s += time.monotonic() - began_s
 
@@ -249,10 +239,10 @@ class KvReceiver:
                 return rank
         return self._predecessors[0].rank  # all parts have arrived, and are being written
 
-    def close(self, reason: str) -> None:
-        """No slot is written after this returns."""
+    def close(self) -> None:
+        """No slot is written after this returns. The forward's thread."""
         with self._changed:
-            self._broken = self._broken or reason
+            self._closed = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._writing == 0)
 
@@ -286,7 +276,6 @@ class KvSender:
         self._ready = -1  # layers up to this one are in the pool
         self._sent = -1
         self._closed = False
-        self._accepted_s = 0.0  # when the next worker took a part last
         self._reading = threading.Lock()
         self.bytes = 0
         self.forwarded_bytes = 0
@@ -307,20 +296,16 @@ class KvSender:
         """Send a received part on, from the thread that received it. Raises: PeerGone."""
         if not self._closed:
             self._send(part, data)
-            self._accepted_s = time.monotonic()
             self.forwarded_bytes += len(data)
 
-    def drain(self, timeout_s: float, look: Callable[[], None]) -> None:
-        """Wait until every layer is sent.
+    def drain(self, look: Callable[[], None]) -> None:
+        """Wait until every layer is sent. `send` bounds the time of each part.
 
-        Raises: Late if no part is accepted for `timeout_s`, and the errors of `look`.
+        Raises: the errors of `look`.
         """
-        began_s = time.monotonic()
         with self._changed:
             while self._sent + 1 < self._rows.layers:
                 look()
-                if time.monotonic() - max(began_s, self._accepted_s) > timeout_s:
-                    raise Late("the worker after does not take what it is sent")
                 self._changed.wait(_LOOK_S)
 
     def close(self) -> None:
@@ -348,7 +333,6 @@ class KvSender:
                         own = self._slots[span.start - first : span.stop - first]
                         self._rows.read(layer, own, data)
                     self._send(LayerPart(self._job, layer, *span), data)
-                    self._accepted_s = time.monotonic()
                     self.bytes += len(data)
                 with self._changed:
                     self._sent = layer
@@ -455,18 +439,14 @@ class KvPassing:
             self.break_off(str(error), error.culprit)
             raise
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait until every layer is sent. Raises: RunaheadError, as `KvSender.drain`."""
+    def drain(self) -> None:
+        """Wait until every layer is sent. Raises: RunaheadError if it must not go on."""
         assert self.sender is not None
-        try:
-            self.sender.drain(timeout_s, self.check)
-        except Late as error:
-            self.break_off(str(error), self.after)
-            raise
+        self.sender.drain(self.check)
 
     def close(self, reason: str) -> None:
         """End it. The forward's thread, after success and after a failure."""
         self.break_off(reason)
         if self.sender is not None:
             self.sender.close()
-        self.receiver.close(reason)
+        self.receiver.close()

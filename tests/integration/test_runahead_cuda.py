@@ -74,7 +74,7 @@ class Worker:
 
     def end(self, passing: KvPassing) -> None:
         if passing.sender is not None:
-            passing.drain(20.0)
+            passing.drain()
         passing.close("done")
         # From here on the slots are somebody else's.
         self._cuda.current_stream().launch(lambda: self.fill(range(self.span.stop), 5))

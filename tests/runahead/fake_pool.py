@@ -144,7 +144,7 @@ class Worker:
             raise AssertionError("tests keep what is cached below the span")
         helping.passing.receiver.bind(slots[keep : helping.span.start], keep)
         self._forward(helping.passing, slots, tokens, start, helping.span.stop)
-        helping.passing.drain(WAIT_S)
+        helping.passing.drain()
         return start, helping.span.stop
 
     def own(self, owned: Owned, tokens: "array[int]") -> list[int]:

@@ -112,9 +112,7 @@ class CudaRows(PoolRows):
         self._in = torch.cuda.Stream(self._device, priority=-1)
         self._out = torch.cuda.Stream(self._device, priority=-1)
         self._written: dict[int, torch.cuda.Event] = {}  # by layer, in this forward
-        self._in_pool: dict[
-            int, torch.cuda.Event
-        ] = {}  # by layer: KV from elsewhere is in the pool
+        self._in_pool: dict[int, torch.cuda.Event] = {}  # by layer: KV from elsewhere is there
         self._passed: torch.cuda.Event | None = None  # at the layer that the forward reached last
 
     # ---- copies ----

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_cake")
 
-# After the forward, how long the next worker may accept no part. The owner bounds the whole.
-DRAIN_TIMEOUT_S = 5.0
-
 
 class SpanRunner:
     """Computes spans for other members."""
@@ -138,7 +135,7 @@ class SpanRunner:
             with self._gate(passing):
                 part = cut_batch(batch, max(keep, span.start), span.stop)
                 run_forward(scheduler.tp_worker, part)
-        passing.drain(DRAIN_TIMEOUT_S)
+        passing.drain()
 
     def _give_back(self, tree: Any, req: "Req", *, keep: bool) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache
