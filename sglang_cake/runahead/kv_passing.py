@@ -31,7 +31,6 @@ from sglang_cake.runahead.transport import MAX_PART_BYTES
 
 logger = logging.getLogger("sglang_cake")
 
-BIND_TIMEOUT_S = 3.0
 _LOOK_S = 0.05  # how often a waiting thread checks whether it should go on waiting
 
 
@@ -108,17 +107,9 @@ class KvReceiver:
     Args:
         predecessors: the workers before this one, first of the chain first; their spans touch. The
             first worker of a chain has none, and receives nothing.
-        bind_timeout_s: how long a part may wait for `bind`. The sender waits meanwhile.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        predecessors: Sequence[Predecessor],
-        *,
-        bind_timeout_s: float = BIND_TIMEOUT_S,
-    ) -> None:
-        self._bind_timeout_s = bind_timeout_s
+    def __init__(self, rows: Rows, predecessors: Sequence[Predecessor]) -> None:
         self._rows = rows
         self._predecessors = tuple(predecessors)
         spans = [each.span for each in predecessors] or [Span(0, 0)]
@@ -147,7 +138,8 @@ class KvReceiver:
             self._changed.notify_all()
 
     def part(self, part: LayerPart, data: PartBytes) -> None:
-        """Write a part that arrived; returns when it is in its slots. Raises: Broken."""
+        """Write a part that arrived; returns when it is in its slots. Waits for `bind`, and the
+        sender meanwhile. Raises: Broken."""
         span = Span(part.start, part.stop)
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
@@ -155,11 +147,9 @@ class KvReceiver:
         if len(data) != span.tokens * self._rows.token_bytes:
             raise Broken(f"a part of {len(data)} bytes for {span.tokens} tokens", self.before)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._slots is not None or self._closed, self._bind_timeout_s
-            )
-            if self._slots is None or self._closed:
-                raise Broken("the forward did not begin, or has ended")
+            self._changed.wait_for(lambda: self._slots is not None or self._closed)
+            if self._closed:
+                raise Broken("the forward has ended, or did not begin")
             if self._got_of(part.layer, span):
                 raise Broken("a part that came before", self.before)
             self._got[part.layer].append(span)

@@ -29,7 +29,6 @@ from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.runahead.kv_passing import (
-    BIND_TIMEOUT_S,
     KvPassing,
     KvReceiver,
     KvSender,
@@ -70,7 +69,6 @@ class MemberSettings:
     left_out_s: tuple[float, float] = (2.0, 120.0)  # after the first failure, and at most
     busy_s: tuple[float, float] = (0.25, 8.0)  # after the first refusal, and at most
     first_wait_s: float = 1.0  # how long a part waits whose offer was not accepted yet
-    bind_timeout_s: float = BIND_TIMEOUT_S  # as of `KvReceiver`
     part_bytes: int = MAX_PART_BYTES  # as of `KvSender`
 
 
@@ -396,7 +394,7 @@ class Member:
     def _receiver(self, chain: tuple[int, ...], partition: Partition, place: int) -> KvReceiver:
         """Of the KV of the workers before this place of the chain."""
         before = [Predecessor(*each) for each in zip(chain[:place], partition.spans, strict=False)]
-        return KvReceiver(self._rows, before, bind_timeout_s=self._settings.bind_timeout_s)
+        return KvReceiver(self._rows, before)
 
     def _passing(self, job: str) -> KvPassing | None:
         for each in (self._owned, self._helping):

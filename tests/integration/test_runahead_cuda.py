@@ -124,7 +124,7 @@ def chain(cuda: FakeCuda, rows: type[CudaRows] = Rows, on_device: bool = False) 
         if not last:  # several parts of each layer
             send = send_to(rank + 1)
             sender = KvSender(worker.rows, JOB, send, pytest.fail, part_bytes=1024)
-        receiver = KvReceiver(worker.rows, before, bind_timeout_s=60.0)  # two slow cores
+        receiver = KvReceiver(worker.rows, before)
         passings.append(KvPassing(JOB, receiver, sender=sender, patience_s=20.0))
 
     def forward(worker: Worker, passing: KvPassing) -> None:

@@ -24,6 +24,7 @@ from sglang_cake.integration.boundary import OriginalFunction
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.kv_pool import Copy
 from sglang_cake.integration.overlap.layer_gate import LayerGate
+from sglang_cake.integration.runahead import runahead_scheduler
 from sglang_cake.integration.runahead.runahead_scheduler import Runahead
 from sglang_cake.loading.cost_model import PrefillCost
 from sglang_cake.runahead.chain_plan import ChainLimits
@@ -137,9 +138,7 @@ class Setup:
             least_tokens=0,
             limits=ChainLimits(page_tokens=16, step_tokens=SPLIT),
             table=WatchedTable(None),
-            member_settings=MemberSettings(
-                **{"answer_s": 60.0, "bind_timeout_s": 60.0, **changes}  # two slow cores
-            ),
+            member_settings=MemberSettings(**{"answer_s": 60.0, **changes}),  # two slow cores
         )
         params = SimpleNamespace(custom_params={"cake_runahead": [SPLIT, STOP]})
         nothing = dict.fromkeys(
@@ -441,7 +440,7 @@ def test_runahead_scheduler_own_faults_pause_its_asking(
 
 
 def test_runahead_scheduler_step_that_is_not_admitted_is_no_fault_of_this_member(
-    setup: Callable[..., Setup],
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agreed = threading.Event()
 
@@ -452,12 +451,15 @@ def test_runahead_scheduler_step_that_is_not_admitted_is_no_fault_of_this_member
 
         threading.Thread(target=send, daemon=True).start()
 
-    one = setup(send_when_agreed, bind_timeout_s=0.1, left_out_s=(60.0, 120.0))
+    one = setup(send_when_agreed, left_out_s=(60.0, 120.0))
     agreed.set()
-    until(  # SGLang lacks a row, say
-        lambda: one.owner.consider(one.req, alone=True) == "alone", "its first part waits"
-    )
-    assert one.failures() == {"broken": 1}
+    one.owner.poll(one.scheduler)
+    assert one.owner.consider(one.req, alone=True) == (STOP, SPLIT)  # SGLang lacks a row, say
+    monkeypatch.setattr(runahead_scheduler, "BEGIN_S", 0.0)
+    one.owner.poll(one.scheduler)
+    assert one.owner.consider(one.req, alone=True) == "alone"
+    assert one.helper.cancelled.wait(60)
+    assert one.failures() == {"refused": 1}
     assert one.owner.member.helpers() == (HELPER,)
 
 
@@ -498,7 +500,11 @@ def test_runahead_scheduler_idle_scheduler_sleeps_again_after_the_member_is_swit
 def test_runahead_scheduler_switched_off_member_leaves_the_group(
     setup: Callable[..., Setup],
 ) -> None:
-    one = setup(send_nothing)  # its thread would wait for us to take a part
+    jobs: list[str] = []
+    one = setup(lambda transport, job: jobs.append(job))
+    part, data = LayerPart(jobs[0], 0, 0, SPLIT), memoryview(bytes(SPLIT * Rows.token_bytes))
+    waits = threading.Thread(target=one.owner.member.on_part, args=(HELPER, part, data))
+    waits.start()  # for the step
     tree: Any = CakeRadixCache.__new__(CakeRadixCache)
     tree.saving = tree.coordinator = None
     tree.runahead = one.owner
@@ -506,3 +512,5 @@ def test_runahead_scheduler_switched_off_member_leaves_the_group(
     assert tree.runahead is None
     # The other one would ask it in vain.
     until(lambda: not one.transports[HELPER].reachable(), "it is gone")
+    waits.join(60)
+    assert not waits.is_alive()

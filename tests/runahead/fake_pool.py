@@ -13,7 +13,7 @@ from sglang_cake.core.errors import RunaheadError
 from sglang_cake.runahead.member import COLD, Helping, Member, MemberSettings, Owned
 
 PLANES, TOKEN = 2, 12  # bytes of a token in each plane
-SETTINGS = MemberSettings(first_wait_s=WAIT_S, bind_timeout_s=WAIT_S)  # two slow cores
+SETTINGS = MemberSettings(first_wait_s=WAIT_S)  # two slow cores
 
 
 class Done:

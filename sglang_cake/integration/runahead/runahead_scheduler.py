@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang_cake")
 
 # How long all members may hold their slots for a step that SGLang does not begin.
-BEGIN_S = 5.0
+BEGIN_S = 3.0
 HANDOVER_S = 0.02  # assumed until one was measured
 BYTES_PER_S = 1e9
 _NEWEST = 0.3  # weight of the newest chain in the handover time
@@ -232,6 +232,8 @@ class Runahead:
         if self._poller is not None:
             self._poller.unregister(self._woken)
             self._poller = None
+        if self._owned is not None:
+            self._drop("it leaves the group")
         self.member.close()
 
     # ---- inside ----
