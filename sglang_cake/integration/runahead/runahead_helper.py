@@ -7,6 +7,7 @@ complete.
 
 import contextlib
 import logging
+import time
 from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -39,15 +40,13 @@ class SpanRunner:
         self._counters = counters
         self._limits = limits
 
-    def serve(self, scheduler: "Scheduler", offer: HelpOffer) -> bool:
-        """Accept or refuse an offer; compute and send. All resources are freed in any case.
-
-        Returns whether all of the span was computed.
-        """
+    def serve(self, scheduler: "Scheduler", offer: HelpOffer) -> None:
+        """Accept or refuse an offer; compute and send. All resources are freed in any case."""
+        began_s = time.monotonic()
         reason = self._unready(scheduler, offer)
         if reason is not None:
             self._member.refuse(offer, reason)
-            return False
+            return
         req = _request(offer)
         tree = scheduler.tree_cache
         req.init_next_round_input(tree)
@@ -56,7 +55,7 @@ class SpanRunner:
         if reason is not None:
             tree.unlock(req.lock)
             self._member.refuse(offer, reason)
-            return False
+            return
         helping = None
         failure: str | None = None
         try:
@@ -76,7 +75,13 @@ class SpanRunner:
             self._give_back(tree, req, keep=failure is None)
         if failure is not None:
             logger.info("cake runahead: a span of member %d ended early: %s", offer.owner, failure)
-        return failure is None
+            return
+        logger.info(
+            "cake runahead: served member %d with %d tokens in %.3f s",
+            offer.owner,
+            len(offer.tokens),
+            time.monotonic() - began_s,
+        )
 
     def _unready(self, scheduler: "Scheduler", offer: HelpOffer) -> str | None:
         """The reason why no such offer is accepted now."""

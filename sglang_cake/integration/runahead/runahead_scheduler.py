@@ -136,15 +136,8 @@ class Runahead:
             return
         if offer.namespace != self._namespace():
             self.member.refuse(offer, "its KV means something else")
-            return
-        began_s = time.monotonic()
-        if self._runner.serve(scheduler, offer):
-            logger.info(
-                "cake runahead: served member %d with %d tokens in %.3f s",
-                offer.owner,
-                len(offer.tokens),
-                time.monotonic() - began_s,
-            )
+        else:
+            self._runner.serve(scheduler, offer)
 
     # ---- an own request that is about to begin ----
 
