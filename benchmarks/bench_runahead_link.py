@@ -29,8 +29,7 @@ from benchmarks.facts import RESULTS, finish, header
 from benchmarks.stats import spread
 from sglang_cake.core.keys import Digest
 from sglang_cake.demo.sglang_server import free_port
-from sglang_cake.runahead.messages import LayerPart, Message
-from sglang_cake.runahead.transport import MAX_PART_BYTES
+from sglang_cake.runahead.messages import MAX_PART_BYTES, LayerPart, Message
 from sglang_cake.runahead.zeromq import Curve, ZmqTransport
 
 SECRET, NAMESPACE = bytes(range(32)), Digest(bytes(32))

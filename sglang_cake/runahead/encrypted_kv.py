@@ -25,14 +25,15 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from sglang_cake.runahead.messages import (
     KEY_BYTES,
+    MAX_PART_BYTES,
     PATH_BYTES,
     BadMessage,
     LayerPart,
     PartHead,
+    PeerGone,
     decode_head,
     encode,
 )
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 TAG_BYTES: Final = 16
 _HEAD_BYTES = 256

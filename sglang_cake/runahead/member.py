@@ -36,18 +36,19 @@ from sglang_cake.runahead.kv_passing import (
     Rows,
 )
 from sglang_cake.runahead.messages import (
+    MAX_PART_BYTES,
     Accept,
     Cancel,
     Failed,
     HelpOffer,
     LayerPart,
     Message,
+    PeerGone,
     Refuse,
     TransportMessage,
     new_job,
 )
 from sglang_cake.runahead.partition import Partition
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 from sglang_cake.runahead.zeromq import ZmqTransport
 
 logger = logging.getLogger("sglang_cake")

@@ -20,6 +20,7 @@ from sglang_cake.core.layout import MAX_LAYERS
 from sglang_cake.runahead.partition import Partition
 
 VERSION = 5
+MAX_PART_BYTES = 4 * 2**20  # of KV at once
 MAX_MESSAGE_BYTES = 16 * 2**20  # an offer of 4 million tokens
 MAX_MEMBERS = 256
 PATH_BYTES = 16
@@ -178,6 +179,12 @@ class Hello(_Message, frozen=True, tag=8):
 # Between transports; `Member` never gets them.
 TransportMessage = PartWritten | Credit | Hello
 Message = HelpOffer | Accept | Refuse | Cancel | Failed | TransportMessage
+
+
+class PeerGone(RunaheadError):
+    """The peer cannot be reached now, or does not accept data."""
+
+    reason = "peer"
 
 
 class BadMessage(RunaheadError):

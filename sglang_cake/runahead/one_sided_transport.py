@@ -26,21 +26,16 @@ from typing import Protocol
 from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead.messages import (
+    MAX_PART_BYTES,
     BadMessage,
     Credit,
     LayerPart,
     Message,
     PartWritten,
+    PeerGone,
     ReceiveBuffer,
 )
-from sglang_cake.runahead.transport import (
-    LINK_TIMES,
-    MAX_PART_BYTES,
-    Handler,
-    LinkTimes,
-    PeerGone,
-)
-from sglang_cake.runahead.zeromq import Address, ZmqTransport
+from sglang_cake.runahead.zeromq import LINK_TIMES, Address, Handler, LinkTimes, ZmqTransport
 
 logger = logging.getLogger("sglang_cake")
 

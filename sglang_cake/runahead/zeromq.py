@@ -3,7 +3,14 @@
 Each member binds two ROUTER sockets: one for messages, on its address among the peers, and one for
 KV. A member sends only on these, to the peers whose DEALER sockets have connected; a DEALER only
 receives. So each peer has a thread here that owns its two DEALER sockets (`Peer`), and a slow
-peer delays no other one. Guarantees: `transport.py`.
+peer delays no other one. What members may rely on:
+
+- Messages from one member to another arrive in order, each at most once, or not at all. The same
+  holds for parts of layers. Messages and parts are not ordered relative to each other.
+- `send` never waits for the peer. `send_part` waits while the peer does not accept data: data in
+  flight is bounded by one part and the buffers of the operating system.
+- Arrived data was authenticated: a member of this group sent it.
+- `on_gone` is called once for a peer that is gone, before the peer is reachable again.
 
 Each of two members connects to the other, to receive. A connection has a number, its session. A
 `Hello` contains the sender's own session, and the last session of the receiver that it knows. A
@@ -26,7 +33,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -37,6 +45,7 @@ from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import PartBytes
 from sglang_cake.core.errors import RunaheadError
 from sglang_cake.core.keys import Digest
+from sglang_cake.loading.cost_model import DOUBT_S
 from sglang_cake.runahead.encrypted_kv import (
     TAG_BYTES,
     EncryptedKvReceiver,
@@ -45,21 +54,16 @@ from sglang_cake.runahead.encrypted_kv import (
 )
 from sglang_cake.runahead.messages import (
     MAX_MESSAGE_BYTES,
+    MAX_PART_BYTES,
     VERSION,
     BadMessage,
     Hello,
     LayerPart,
     Message,
+    PeerGone,
     ReceiveBuffer,
     decode,
     encode,
-)
-from sglang_cake.runahead.transport import (
-    LINK_TIMES,
-    MAX_PART_BYTES,
-    Handler,
-    LinkTimes,
-    PeerGone,
 )
 
 logger = logging.getLogger("sglang_cake")
@@ -97,6 +101,43 @@ _KV: Final = 2
 _MESSAGES_DOMAIN: Final = "messages"
 _KV_DOMAIN: Final = "kv"
 _KV_USER: Final = "member"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Times of the connections between members, in seconds."""
+
+    send_s: float = 5.0  # in which a peer must accept a part
+    silence_s: float = 2.0  # after which a peer counts as gone
+    ping_s: float = 0.5  # period of heartbeats
+    connect_s: float = 10.0  # in which a connection must be made, and then deliver something
+    handshake_s: float = 5.0  # in which a new connection must authenticate
+    retry_s: tuple[float, float] = (0.1, 2.0)  # between attempts to connect: at first, at most
+    # A throughput that was measured longer ago is unknown. Otherwise a link that was slow, so that
+    # no prompt is shared over it, would never be known to be fast again.
+    doubt_s: float = DOUBT_S
+
+
+LINK_TIMES: Final = LinkTimes()
+
+
+class Handler(Protocol):
+    """Receives messages and parts: from the thread of each peer, one at a time."""
+
+    def on_message(self, rank: int, message: Message) -> None:
+        """A message arrived. Must not block."""
+        ...
+
+    def on_part(self, rank: int, part: LayerPart, data: PartBytes) -> None:
+        """A part arrived. `data` belongs to the transport, and is valid until this returns.
+
+        Blocking here delays the sender, and its other parts for this member.
+        """
+        ...
+
+    def on_gone(self, rank: int, reason: str) -> None:
+        """The peer is no longer reachable. Must not block."""
+        ...
 
 
 class LeftOut(RunaheadError):
@@ -430,7 +471,7 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 class ZmqTransport:
-    """One member's connections to all others. `transport.py` has its guarantees.
+    """One member's connections to all others.
 
     Args:
         rank: this member's place in `peers`.

@@ -36,12 +36,12 @@ from sglang_cake.runahead.messages import (
     HelpOffer,
     LayerPart,
     Message,
+    PeerGone,
     Refuse,
     new_job,
 )
 from sglang_cake.runahead.partition_table import WatchedTable
-from sglang_cake.runahead.transport import LinkTimes, PeerGone
-from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.runahead.zeromq import LinkTimes, ZmqTransport
 
 HELPER, OWNER = 0, 1
 LAYERS, SPLIT, STOP = 3, 64, 128

@@ -15,8 +15,7 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.runahead.messages import LayerPart, Message
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import OneSidedTransport, WriteEngine, apart
-from sglang_cake.runahead.transport import LinkTimes
-from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.runahead.zeromq import LinkTimes, ZmqTransport
 
 SECRET = bytes(range(100, 132))
 NAMESPACE = Digest(bytes(range(32)))

@@ -15,9 +15,13 @@ from polling import until
 from system_calls import stop_child
 
 from sglang_cake.integration.runahead.runahead_ipc import read, spelled
-from sglang_cake.runahead.messages import MAX_SESSION_CHARACTERS, LayerPart
+from sglang_cake.runahead.messages import (
+    MAX_PART_BYTES,
+    MAX_SESSION_CHARACTERS,
+    LayerPart,
+    PeerGone,
+)
 from sglang_cake.runahead.one_sided_transport import SECTIONS
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 HANDLE = (0, bytes(64), 2**24, 512, b"/torch_1_2_3", 7, bytes(range(64)), True)
 

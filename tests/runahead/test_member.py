@@ -25,11 +25,11 @@ from sglang_cake.runahead.messages import (
     Failed,
     HelpOffer,
     LayerPart,
+    PeerGone,
     Refuse,
     new_job,
 )
 from sglang_cake.runahead.partition import Partition, even
-from sglang_cake.runahead.transport import PeerGone
 
 SIZE = 3
 OFFER: dict[str, Any] = {  # what most proposals have beside their prompt

@@ -11,10 +11,9 @@ import pytest
 from members import JOB, WAIT_S, MessageRecord, addresses, engine, member, ring_member, started
 from polling import until
 
-from sglang_cake.runahead.messages import Credit, LayerPart, PartWritten
+from sglang_cake.runahead.messages import MAX_PART_BYTES, Credit, LayerPart, PartWritten, PeerGone
 from sglang_cake.runahead.mooncake_engine import MooncakeEngine
 from sglang_cake.runahead.one_sided_transport import SECTIONS, OneSidedTransport
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))

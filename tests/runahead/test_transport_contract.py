@@ -1,4 +1,4 @@
-"""What every transport promises (runahead/transport.py)."""
+"""What every transport promises (runahead/zeromq.py)."""
 
 import threading
 from array import array
@@ -8,8 +8,16 @@ import pytest
 from members import GROUPS, JOB, WAIT_S, MessageRecord
 from polling import until
 
-from sglang_cake.runahead.messages import Accept, Cancel, HelpOffer, LayerPart, Message, new_job
-from sglang_cake.runahead.transport import MAX_PART_BYTES, PeerGone
+from sglang_cake.runahead.messages import (
+    MAX_PART_BYTES,
+    Accept,
+    Cancel,
+    HelpOffer,
+    LayerPart,
+    Message,
+    PeerGone,
+    new_job,
+)
 from sglang_cake.runahead.zeromq import ZmqTransport
 
 

@@ -24,8 +24,7 @@ from benchmarks.harness.slow_link import SlowLink
 from sglang_cake.core.keys import Digest
 from sglang_cake.runahead import encrypted_kv
 from sglang_cake.runahead.messages import Accept, Hello, LayerPart, Message
-from sglang_cake.runahead.transport import LinkTimes
-from sglang_cake.runahead.zeromq import ZmqTransport
+from sglang_cake.runahead.zeromq import LinkTimes, ZmqTransport
 
 PART, DATA = LayerPart(JOB, 0, 0, 4), bytes(range(64))
 FAST = 1e12  # bytes per second
