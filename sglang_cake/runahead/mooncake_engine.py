@@ -63,9 +63,10 @@ class MooncakeEngine:
     def fill(self, section: memoryview, data: memoryview) -> None:
         section[:] = data
 
-    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> None:
         """See `WriteEngine.write`. Releases the GIL."""
-        return int(self.engine.transfer_sync_write(session, source, destination, size_bytes)) == 0
+        if self.engine.transfer_sync_write(session, source, destination, size_bytes) != 0:
+            raise OSError(f"Mooncake's engine cannot write to {session}")
 
     def checksum(self, data: memoryview) -> int:
         return int(xxhash.xxh3_64_intdigest(data))

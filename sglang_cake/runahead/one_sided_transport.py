@@ -69,9 +69,11 @@ class WriteEngine(Protocol):
         """Copy data into `section`, bytes of an own buffer of the same length."""
         ...
 
-    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
-        """Write from an own buffer into a peer's; returns whether that succeeded. Any thread. May
-        block for long."""
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> None:
+        """Write from an own buffer into a peer's. Any thread. May block for long.
+
+        Raises: OSError, RuntimeError, ValueError.
+        """
         ...
 
     def checksum(self, data: PartBytes) -> int:
@@ -145,9 +147,10 @@ class _Link:
             source, destination = self._source_address + offset, theirs.address + offset
             ok = False
             try:
-                ok = self._engine.write(theirs.session, source, destination, len(data))
-            except Exception:
-                logger.exception("cake runahead: a part could not be written")
+                self._engine.write(theirs.session, source, destination, len(data))
+                ok = True
+            except (OSError, RuntimeError, ValueError) as error:
+                logger.warning("cake runahead: a part could not be written: %s", error)
             finally:
                 end(ok)
 

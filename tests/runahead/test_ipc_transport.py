@@ -89,11 +89,11 @@ class Failing(HostIpc):
             raise RuntimeError("a device says it")
         super().fill(section, data)
 
-    def write(self, *arguments: Any) -> bool:
+    def write(self, *arguments: Any) -> None:
         self.write_fails -= 1
         if self.write_fails >= 0:
             raise RuntimeError("an engine says it")
-        return super().write(*arguments)
+        super().write(*arguments)
 
 
 def test_ipc_transport_raising_engine_loses_no_slot() -> None:

@@ -26,7 +26,7 @@ class WatchedEngine:
         self._inner = inner
         self.buffers: list[int] = []  # addresses, in the order of `allocate`
         self.freed: list[int] = []
-        self.on_write: Callable[..., bool] = inner.write
+        self.on_write: Callable[..., None] = inner.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -40,8 +40,8 @@ class WatchedEngine:
         self._inner.free(address)
         self.freed.append(address)
 
-    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
-        return self.on_write(session, source, destination, size_bytes)
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> None:
+        self.on_write(session, source, destination, size_bytes)
 
 
 Pair = tuple[list[OneSidedTransport], list[MessageRecord]]
@@ -114,10 +114,9 @@ def test_runahead_transport_kv_changed_on_the_way_is_not_delivered(
 ) -> None:
     members, records = pair
 
-    def spoil(session: str, source: int, destination: int, size_bytes: int) -> bool:
-        ok = engine(0).write(session, source, destination, size_bytes)
+    def spoil(session: str, source: int, destination: int, size_bytes: int) -> None:
+        engine(0).write(session, source, destination, size_bytes)
         (ctypes.c_ubyte * size_bytes).from_address(destination)[7] ^= 4  # both are this process
-        return ok
 
     engines[0].on_write = spoil
     members[0].send_part(1, PART, memoryview(DATA))
@@ -139,10 +138,10 @@ def test_mooncake_transport_slot_still_being_written_is_not_reused(
             return True
         return False
 
-    def slow(session: str, source: int, destination: int, size_bytes: int) -> bool:
+    def slow(session: str, source: int, destination: int, size_bytes: int) -> None:
         sections.append(destination)
         let_go.wait(WAIT_S)
-        return engine(0).write(session, source, destination, size_bytes)
+        engine(0).write(session, source, destination, size_bytes)
 
     engines[0].on_write = slow
     for _ in range(SECTIONS + 2):
@@ -205,8 +204,9 @@ def test_mooncake_engine_reaches_no_memory_but_its_slots(engines: list[WatchedEn
     _, source = engines[0].buffers  # parts are copied there before they are written
     received, _ = engines[1].buffers
     session = engine(1).session
-    assert engine(0).write(session, source, received, 64)
-    assert not engine(0).write(session, source, ctypes.addressof(other), 64)
+    engine(0).write(session, source, received, 64)
+    with pytest.raises(OSError, match="cannot write"):
+        engine(0).write(session, source, ctypes.addressof(other), 64)
     assert other.raw[:64] == DATA
     read = engine(0).engine.transfer_sync_read
     assert read(session, source, ctypes.addressof(other), 64) != 0

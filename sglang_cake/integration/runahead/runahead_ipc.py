@@ -6,7 +6,6 @@ PCIe. Such a copy does not wait for the peer, so a peer that hangs delays no oth
 connections of `zeromq.py` show that it is gone.
 """
 
-import logging
 import threading
 
 import msgspec
@@ -14,8 +13,6 @@ import torch
 
 from sglang_cake.core import untrusted
 from sglang_cake.runahead.one_sided_transport import BUFFER_BYTES
-
-logger = logging.getLogger("sglang_cake")
 
 # The fields of `UntypedStorage._share_cuda_`: device, memory, offsets, and an event.
 Handle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
@@ -57,17 +54,9 @@ class IpcEngine:
     def fill(self, section: torch.Tensor, data: torch.Tensor) -> None:
         self._copy(section, data)
 
-    def write(self, session: str, source: int, destination: int, size_bytes: int) -> bool:
-        try:
-            theirs = self._of(session)
-            self._copy(
-                theirs[destination : destination + size_bytes],
-                self._memory[source : source + size_bytes],
-            )
-        except (RuntimeError, ValueError) as error:
-            logger.warning("cake runahead: a peer's GPU cannot be written to: %s", error)
-            return False
-        return True
+    def write(self, session: str, source: int, destination: int, size_bytes: int) -> None:
+        theirs = self._of(session)[destination : destination + size_bytes]
+        self._copy(theirs, self._memory[source : source + size_bytes])
 
     def checksum(self, data: torch.Tensor) -> int:
         return 0
