@@ -137,27 +137,27 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     entries = _levelled(entries)
     youngest_s: dict[tuple[int, int], float] = {}
 
-    def first_rank(each: QueueEntry) -> SortKey:
+    def first_key(each: QueueEntry) -> SortKey:
         if each.prefill_due or not each.only_computed:
-            return rank(each)
+            return sort_key(each)
         group = (each.level, each.turn)
         youngest_s[group] = min(youngest_s.get(group, each.waited_s), each.waited_s)
-        return rank(replace(each, waited_s=youngest_s[group]))
+        return sort_key(replace(each, waited_s=youngest_s[group]))
 
-    ranks = [first_rank(each) for each in entries]
+    keys = [first_key(each) for each in entries]
     passing = sorted(
-        (ranks[i], each.compute_s) for i, each in enumerate(entries) if each.remaining_s is None
+        (keys[i], each.compute_s) for i, each in enumerate(entries) if each.remaining_s is None
     )
     for i, each in enumerate(entries):
         if each.needs_device:
-            own = rank(replace(each, remaining_s=None, nearly_done=True))
+            own = sort_key(replace(each, remaining_s=None, nearly_done=True))
             left_s = PASSING_LIMIT * each.compute_s
             for found, compute_s in passing[bisect_left(passing, (own, 0.0)) :]:
                 left_s -= compute_s
-                if left_s < 0 or found > ranks[i]:
-                    ranks[i] = min(ranks[i], (*found[:3], False))
+                if left_s < 0 or found > keys[i]:
+                    keys[i] = min(keys[i], (*found[:3], False))
                     break
-    return sorted(range(len(entries)), key=ranks.__getitem__)
+    return sorted(range(len(entries)), key=keys.__getitem__)
 
 
 def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
@@ -193,7 +193,7 @@ def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
     return [replace(each, level=first) if each.prefill_due else each for each in entries]
 
 
-def rank(entry: QueueEntry) -> SortKey:
+def sort_key(entry: QueueEntry) -> SortKey:
     """The place of a waiting prompt, lowest first: on the link, and on the device where no prompt
     needs it."""
     aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s

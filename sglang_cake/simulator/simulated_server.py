@@ -35,7 +35,7 @@ from sglang_cake.loading.planner import (
     passing_tokens,
     should_load,
 )
-from sglang_cake.loading.priority import QueueEntry, SortKey, order, rank
+from sglang_cake.loading.priority import QueueEntry, SortKey, order, sort_key
 from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
@@ -130,7 +130,7 @@ class LivePrompt:
         asked: whether any block was ever worth loading.
         since_s: since when the link owes it a block; None: no link serves it.
         reading: blocks that cross a link.
-        link_rank: its place on the links when the prompts were ordered last.
+        link_key: its place on the links when the prompts were ordered last.
     """
 
     result: PromptResult
@@ -148,7 +148,7 @@ class LivePrompt:
     relied_since_s: float = 0.0
     decoded: int = 0
     reading: set[int] = field(default_factory=set)
-    link_rank: SortKey = (0, 0, 0.0, False)
+    link_key: SortKey = (0, 0, 0.0, False)
 
     def progress(self, now: float) -> LoadProgress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
@@ -288,7 +288,7 @@ class SimulatedServer:
         self._overlap_share = 1 - 1 / machine.layers if early else 0.0
         self._arrivals = itertools.count()
         self._lives: list[LivePrompt] = []
-        self._ranks: list[LivePrompt] = []
+        self._queue: list[LivePrompt] = []
         self._links = [Link(store_link) for store_link in machine.store_links]
         self._landed_s = 0.0  # when the last block landed
         self._launched = 0  # steps that are not over: one, or two with the overlap loop
@@ -399,7 +399,7 @@ class SimulatedServer:
         others = StepWork(taken, 0.0, sum(1 for live in self._lives if live.decoded))
         chunk = max(1, self._chunk - taken - others.decodes)
         costs, ahead, changed = self._costs.beside(others), StepWork(), False
-        for live in self._ranks:
+        for live in self._queue:
             if live in waiting and live.missing_blocks:
                 backlog_s = self._busy_s + costs.prefill.queue_s(ahead, chunk)
                 loads = should_load(
@@ -436,9 +436,9 @@ class SimulatedServer:
         now = self._clock.now
         waiting = [live for live in self._lives if live.in_prefill]
         if self._policy == "fcfs" or len(waiting) < 2:
-            self._ranks = waiting
+            self._queue = waiting
             return
-        self._ranks = [waiting[i] for i in order([self._queue_entry(x, now) for x in waiting])]
+        self._queue = [waiting[i] for i in order([self._queue_entry(x, now) for x in waiting])]
 
     def _queue_entry(self, live: LivePrompt, now: float) -> QueueEntry:
         prompt, view = live.result.prompt, live.meet.view()
@@ -465,7 +465,7 @@ class SimulatedServer:
         if entry.remaining_s is None:
             compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
             entry = replace(entry, compute_s=compute_s)
-        live.link_rank = rank(entry)
+        live.link_key = sort_key(entry)
         return entry
 
     def _feed(self) -> None:
@@ -477,7 +477,7 @@ class SimulatedServer:
             for other in self._links:
                 other.free_s = now if other.crossing is None else other.crossing.there_s()
             first = True  # the link owes a block only to the first prompt that it can serve
-            for live in sorted(self._ranks, key=lambda live: live.link_rank):
+            for live in sorted(self._queue, key=lambda live: live.link_key):
                 block = self._next_block(live, link)
                 if not live.reading and (block is None or not first):
                     live.since_s = None
@@ -539,7 +539,7 @@ class SimulatedServer:
         work = StepWork(taken, 0.0, decodes)
         parts: list[tuple[LivePrompt, int, int]] = []
         passed = self._passed()
-        for live in list(self._ranks):
+        for live in list(self._queue):
             live.planned = False
             left = self._chunk - decodes - work.tokens
             if not live.in_prefill:
@@ -562,7 +562,7 @@ class SimulatedServer:
             self._feed()
             return
         self._begin(number, work, parts, taken)
-        self._revise([live for live in self._ranks if not live.planned])
+        self._revise([live for live in self._queue if not live.planned])
         self._rank()
         self._feed()
 
@@ -570,7 +570,7 @@ class SimulatedServer:
         """Of each prompt that the links serve: the number of its arrival, and the predicted time
         until its loads are over."""
         found, total_s, load = [], 0.0, self._known.load.cost
-        for live in sorted(self._ranks, key=lambda live: live.link_rank):
+        for live in sorted(self._queue, key=lambda live: live.link_key):
             if self._mode != "auto" or live.load_from is None or not live.missing_blocks:
                 continue
             progress = live.progress(self._clock.now)
@@ -594,7 +594,7 @@ class SimulatedServer:
             Span(live.meet.front, prompt.prompt_tokens),
             left,
             ends_s=[end_s for arrival, end_s in passed if arrival < live.arrival],
-            waiting=len(self._ranks) - 1,
+            waiting=len(self._queue) - 1,
             work=work,
             cost=self._known.prefill.cost,
             backlog_s=self._busy_s,
@@ -608,7 +608,7 @@ class SimulatedServer:
             live.meet.view(),
             mode=self._mode,
             chunk_tokens=left,
-            costs=replace(costs, backlog_s=self._busy_s, others_wait=len(self._ranks) > 1),
+            costs=replace(costs, backlog_s=self._busy_s, others_wait=len(self._queue) > 1),
             progress=live.progress(now),
         )
         live.planned = True

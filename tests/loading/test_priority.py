@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import Outlook
-from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts, rank
+from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts, sort_key
 
 
 def names(*claimants: QueueEntry) -> str:
@@ -45,7 +45,7 @@ def test_priority_prompt_that_needs_the_device_is_passed_by_short_ones_only() ->
     assert preempts(stored, later)
     assert not preempts(later, stored)
     assert preempts(earlier, stored)
-    assert rank(short) < rank(stored)
+    assert sort_key(short) < sort_key(stored)
 
 
 def test_priority_computed_prompts_keep_their_given_order() -> None:

@@ -66,8 +66,8 @@ class LoadUpdate:
         tiers: the number of the slowest tier that each of them will be read from, on any rank.
         fetched: blocks that every rank has fetched, ascending.
         lost: blocks that a rank could not fetch, ascending.
-        elapsed_s: the shortest wait of all ranks whose link is not idle, see
-            `PromptRecord.local_elapsed_s`; 0: all are idle.
+        elapsed_s: the longest wait of the ranks that lack a block and whose link is not idle, see
+            `PromptRecord.local_elapsed_s`; 0: there is no such rank.
         now_s: a clock that all ranks share.
         link_idle: all ranks' links are idle for the prompt.
     """
@@ -203,7 +203,7 @@ class QueueState:
             asked; None: none has.
         times_requeued: how often it went back to the queue between two chunks.
         outlook: the predicted rest of its prefill alone; None: to be predicted anew.
-        link_rank: its place on the link when the queue was sorted last; None: it was not in it.
+        link_key: its place on the link when the queue was sorted last; None: it was not in it.
         relied_from: as in `LoadProgress`.
         relied_since_s: the shared clock when that step could begin.
     """
@@ -215,7 +215,7 @@ class QueueState:
     has_memory: bool | None = None
     times_requeued: int = 0
     outlook: Outlook | None = None
-    link_rank: SortKey | None = None
+    link_key: SortKey | None = None
     relied_from: int | None = None
     relied_since_s: float = 0.0
 

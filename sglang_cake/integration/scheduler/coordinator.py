@@ -48,7 +48,7 @@ from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
-from sglang_cake.loading.priority import QueueEntry, TenantTokens, rank
+from sglang_cake.loading.priority import QueueEntry, TenantTokens, sort_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -714,7 +714,7 @@ class Coordinator:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
         entry = replace(entry, turn=turn, level=level, prefill_due=self.prefill_due(req))
         if record is not None:
-            record.queue.link_rank = rank(entry)
+            record.queue.link_key = sort_key(entry)
         return entry
 
     # ---- parts of `poll` ----
@@ -922,7 +922,7 @@ class Coordinator:
         )
         if self.adaptive:
             last = (sys.maxsize, 0, 0.0, False)
-            queued.sort(key=lambda record: record.queue.link_rank or last)
+            queued.sort(key=lambda record: record.queue.link_key or last)
         return fixed + queued
 
     def _make_room(self, with_memory: PromptRecord, live: Sequence[PromptRecord]) -> None:
