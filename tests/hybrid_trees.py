@@ -46,7 +46,6 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration.memory import window_replay
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.end_states import END_POOLS, EndSlots, EndStates
@@ -808,8 +807,8 @@ class RequestWindowTree(CompressedTree):
         batch = SimpleNamespace(
             tree_cache=self.tree, reqs=[req], encoder_swa_reset=[begins], prefix_lens=[]
         )
-        replayed = window_replay.replayed_tokens(self.tree, req)
-        window_replay.restart_windows(self.tree, batch)
+        replayed = self.tree.replayed_tokens(req)
+        self.tree.restart_windows(batch)
         batch.prefix_lens.append(req.prefix_len)
         batch.req_pool_indices = torch.tensor([req.kv.req_pool_idx])
         resets: list[torch.Tensor] = []

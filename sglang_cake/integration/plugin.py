@@ -34,7 +34,6 @@ def register() -> None:
 
         from sglang_cake.integration import response_stats
         from sglang_cake.integration.identity import weight_hooks
-        from sglang_cake.integration.memory import window_replay
         from sglang_cake.integration.overlap import forward_hook
         from sglang_cake.integration.request import media
         from sglang_cake.integration.scheduler import scheduler_hooks
@@ -45,7 +44,6 @@ def register() -> None:
         response_stats.install_meta_info()
         forward_hook.install()
         media.install()
-        window_replay.install()
         response_stats.install_cached_tokens()
 
 

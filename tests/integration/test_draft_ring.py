@@ -19,8 +19,8 @@ from sglang.kernels.ops.speculative.dspark.dspark_attn_metadata import (
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 
+from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.pool_planes import belongs_to_requests
-from sglang_cake.integration.memory.window_replay import restart_windows
 
 SLOT, PROPOSED = 2, 4
 
@@ -57,7 +57,7 @@ class DraftRing:
             seq_lens=torch.tensor([stop]),
             req_pool_indices=torch.tensor([SLOT]),
         )
-        restart_windows(self.tree, batch)
+        CakeRadixCache.restart_windows(self.tree, batch)
         positions = torch.arange(start, stop)
 
         def inject(*_: object, **__: object) -> None:

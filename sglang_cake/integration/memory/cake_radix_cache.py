@@ -49,7 +49,8 @@ class CakeRadixCache(UnifiedRadixCache):
     Attributes: set by `build`, and None where cake, or that part of it, is off.
         ends: the end states of the model; None: a prefix may end at every block.
         copier: of a pool whose slots SGLang moves; None: they stay where they are.
-        joined: as `window_replay` describes it; None: no windows belong to requests.
+        joined: where sliding windows belong to requests, and not to the tree, the requests that
+            loaded blocks have joined since their last step; else None (`restart_windows`).
         releasing: id of a request that gives its row back and returns to the queue
             (`queue_order.requeue`).
     """
@@ -374,6 +375,29 @@ class CakeRadixCache(UnifiedRadixCache):
         """With EAGLE and its like, the tree's key of a token is the token and the next one. So this
         many tokens after those whose KV is meant belong to a key."""
         return int(self.tree_core.is_eagle)
+
+    # ---- windows of requests: DeepSeek V4.1 with `--enable-encoder-swa-bounded-replay` ----
+
+    def replayed_tokens(self, req: "Req") -> int:
+        """How many tokens before its next step's own a request computes again, since blocks joined
+        it between two chunks: its window has the tokens before these blocks."""
+        if self.joined is None or req not in self.joined:
+            return 0
+        from sglang.srt.model_executor.encoder_swa_replay import replay_len  # not in 0.5.22
+
+        return int(replay_len(req.prefix_len))
+
+    def restart_windows(self, batch: Any) -> None:
+        """Have SGLang compute the windows of the requests of a batch again that blocks have joined:
+        as of a new request behind a prefix of the tree, whose last window it computes in the same
+        step. DSPARK's draft model keeps its window in a ring of the request. In such a step it sees
+        less than a window at first, as after any hit in SGLang's own tree."""
+        if self.joined is not None:
+            batch.encoder_swa_reset = [
+                resets or req in self.joined
+                for req, resets in zip(batch.reqs, batch.encoder_swa_reset, strict=True)
+            ]
+            self.joined.difference_update(batch.reqs)
 
     # ---- end states ----
 

@@ -280,7 +280,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def belongs_to_requests(pool: Any) -> bool:
     """Whether a draft model keeps its KV in rings of requests, which are not stored: SGLang begins
-    them anew (`window_replay`)."""
+    them anew (`CakeRadixCache.restart_windows`)."""
     return getattr(pool, "swa_req_ring_size", None) is not None
 
 

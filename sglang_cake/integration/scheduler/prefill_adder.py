@@ -18,7 +18,6 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, guarded
 from sglang_cake.integration.compat import lock_node
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.integration.memory.window_replay import replayed_tokens
 from sglang_cake.integration.scheduler import queue_order
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ class CakePrefillAdder(PrefillAdder):
     def _replays(self, req: "Req") -> None:
         """What a chunked request computes again counts in the step. SGLang expects that of new
         requests alone."""
-        replayed = replayed_tokens(self._cake()[0], req)
+        replayed = self._cake()[0].replayed_tokens(req)
         self.rem_input_tokens -= replayed
         if replayed and self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens = max(0, self.rem_chunk_tokens - replayed)
@@ -286,7 +285,7 @@ class CakePrefillAdder(PrefillAdder):
             stops = [None if step is None else step.stop, tree.step_stop(req)]
             if most is not None:
                 stops.append(req.prefix_len + most)
-            if replayed := replayed_tokens(tree, req):  # they share the chunk with the new tokens
+            if replayed := tree.replayed_tokens(req):  # they share the chunk with the new tokens
                 rest = self._step_tokens - replayed
                 stops.append(req.prefix_len + max(rest - rest % self.page_size, self.page_size))
             return Run(_first(stops))

@@ -36,6 +36,7 @@ logger = logging.getLogger("sglang_cake")
 _POLL_PAUSE_S = 0.0005
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 _OFF = "cake is switched off after failures, which the server's log has; start the server again"
 
@@ -50,12 +51,18 @@ def install() -> None:
     register(f"{_SCHEDULER}.optimistic_release_and_requeue", _starts_over, HookType.AFTER)
     register(f"{_SCHEDULER}.maybe_send_cached_prefix_chunk", _send_prefix, HookType.AROUND)
     register(f"{_SCHEDULER}.send_kv_chunk", _hand_over, HookType.BEFORE)
+    register(f"{_BATCH}.prepare_for_extend", _prepared, HookType.AFTER, unsafe=True)
     # If it fails, the tree may have KV of another namespace.
     register(f"{_TRANSFERS}._commit_transfer_to_req", _received, HookType.AFTER, unsafe=True)
     register(f"{_SCHEDULER}.process_decode_queue", _poll, HookType.AFTER)
     register(f"{_SCHEDULER}.on_idle", _idle, HookType.AFTER)
     register(f"{_SCHEDULER}.attach_hicache_storage_wrapped", _attach_store, HookType.AROUND)
     register(f"{_SCHEDULER}.detach_hicache_storage_wrapped", _detach_store, HookType.AROUND)
+
+
+def _prepared(_: None, batch: Any, *args: Any, **kwargs: Any) -> None:
+    if isinstance(batch.tree_cache, CakeRadixCache):
+        batch.tree_cache.restart_windows(batch)
 
 
 def _coordinator(scheduler: "Scheduler") -> "Coordinator | None":
