@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,12 @@ from benchmarks.gpu.measuring import (
 from benchmarks.gpu.stand_ins import PoolForm, make_pool
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.end_states import (
-    CompressedWindow,
     EndPart,
     EndSlots,
-    RecurrentStates,
-    WindowRows,
+    EndStates,
+    compressed_window,
+    recurrent_states,
+    window_rows,
 )
 from sglang_cake.integration.memory.kv_pool import CopyMemory, CopyStreams, CudaKV, Fence
 
@@ -49,6 +51,10 @@ class Case:
     given_rows: torch.Tensor
 
 
+def _maker(streams: CopyStreams) -> Callable[..., CudaKV]:
+    return partial(CudaKV, forward_stream=streams.forward, streams=streams)
+
+
 def recurrent(streams: CopyStreams, device: torch.device) -> Case:
     """A state that is larger than a ring, and one of a few bytes."""
     conv = torch.zeros((2, 5, 3, 7), dtype=torch.bfloat16, device=device)
@@ -56,7 +62,7 @@ def recurrent(streams: CopyStreams, device: torch.device) -> Case:
     buffers = SimpleNamespace(conv=[conv], temporal=temporal, extra_checkpoint_buffers=[])
     inventory = (SimpleNamespace(buffer_info=buffers),)
     pool = SimpleNamespace(get_device_pool_infos=lambda: inventory)
-    part = RecurrentStates(pool, block_bytes=BLOCK_BYTES, streams=streams)
+    part = recurrent_states(_maker(streams), pool, BLOCK_BYTES)
     taken, given = (torch.tensor([slot], device=device) for slot in (1, 3))
     slots = EndSlots(state=taken), EndSlots(state=given)
     return Case(part, [_bytes(p) for p in (*conv, *temporal)], *slots, taken, given)
@@ -66,13 +72,8 @@ def windows(streams: CopyStreams, device: torch.device) -> Case:
     """A window that does not fill its last block, in rows in any order."""
     form = PoolForm(layers=2, heads=2, dim=24, v_dim=16)
     pool: Any = make_pool(form, 512, device=device)
-
-    def kv_of(tokens: int) -> CudaKV:
-        forward = streams.forward
-        return CudaKV(pool, block_tokens=tokens, forward_stream=forward, streams=streams)
-
-    part = WindowRows(kv_of, page=kv_of(1).layout, window_tokens=96, block_bytes=BLOCK_BYTES)
-    assert part.count * (BLOCK_BYTES // form.token_bytes) > 96
+    part = window_rows(_maker(streams), pool, BLOCK_BYTES, page_tokens=1, window_tokens=96)
+    assert EndStates([part]).count * (BLOCK_BYTES // form.token_bytes) > 96
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1)).to(device) + 1
     taken, given = order[:96], order[96:192]
     rows = [_bytes(each) for each in (*pool.k_buffer, *pool.v_buffer)]
@@ -96,7 +97,7 @@ def compressed(streams: CopyStreams, device: torch.device) -> Case:
         swa_page_size=PAGE,
         pd_kv_layout=lambda: "v4",
     )
-    part = CompressedWindow(pool, block_bytes=BLOCK_BYTES, streams=streams)
+    part = compressed_window(_maker(streams), pool, BLOCK_BYTES)
     taken, given = (torch.tensor([page], device=device) for page in (2, 5))
     window = [page * PAGE + torch.arange(PAGE, device=device) for page in (taken, given)]
     rows = [*pages, *(_bytes(each[: PAGES * RING].view(PAGES, -1)) for each in sums)]
@@ -135,7 +136,7 @@ def moved(
     forward = load.stream
     streams = CopyStreams(device, CopyMemory.of_blocks(BLOCK_BYTES), forward)
     case = KINDS[kind](streams, device)
-    part = case.part
+    ends = EndStates([case.part])
     number = len(case.taken_rows)
     wanted, old, new = (
         [random_bytes(number, rows.shape[1], seed=n, device=device) for rows in case.rows]
@@ -145,14 +146,14 @@ def moved(
     others = torch.ones(len(case.rows[0]), dtype=torch.bool, device=device)
     others[case.taken_rows] = others[case.given_rows] = False
     before = [rows[others].clone() for rows in case.rows]
-    buffers = pinned([BLOCK_BYTES] * part.count, device)
-    taken, given = part.prepare(case.taken), part.prepare(case.given)
+    buffers = pinned([BLOCK_BYTES] * ends.count, device)
+    taken, given = ends.prepare(case.taken), ends.prepare(case.given)
     torch.cuda.synchronize()
 
     with torch.inference_mode(), no_waiting():
         with torch.cuda.stream(forward):
             _write(case.rows, case.taken_rows, wanted)
-        save = part.save(taken, buffers, _fence(forward, device) if fenced else ())
+        save = ends.save(taken, buffers, _fence(forward, device) if fenced else ())
         if ordered:
             streams.hold_back([save], also_scheduler=True)
         with torch.cuda.stream(forward):
@@ -163,7 +164,7 @@ def moved(
         with torch.cuda.stream(forward):
             _write(case.rows, case.given_rows, old)
         after = _fence(forward, device) if fenced else ()
-        loads = [part.load(index, each, given, after) for index, each in enumerate(buffers)]
+        loads = [ends.load(index, each, given, after) for index, each in enumerate(buffers)]
         if ordered:
             streams.hold_back(loads, also_scheduler=True)
         with torch.cuda.stream(forward):
@@ -178,18 +179,18 @@ def moved(
     for index, (rows, kept) in enumerate(zip(case.rows, before, strict=True)):
         if not torch.equal(rows[others], kept):
             return f"plane {index} differs elsewhere"
-    return _wrong_tail(part, case, buffers)
+    return _wrong_tail(kind, case, buffers)
 
 
-def _wrong_tail(part: EndPart, case: Case, buffers: Sequence[Buffer]) -> str:
+def _wrong_tail(kind: str, case: Case, buffers: Sequence[Buffer]) -> str:
     """What is wrong behind the bytes of an end state, where a buffer has another block's."""
     used = sum(rows.shape[1] for rows in case.rows) * len(case.taken_rows)
-    if isinstance(part, WindowRows):  # whole rows in each block, and the last one repeated
+    if kind == "windows":  # whole rows in each block, and the last one repeated
         token_bytes = used // len(case.taken_rows)
         start = BLOCK_BYTES // token_bytes * token_bytes
         tails = [bytes_of(each)[start:] for each in buffers]
     else:
-        tails = [bytes_of(buffers[-1])[used - (part.count - 1) * BLOCK_BYTES :]]
+        tails = [bytes_of(buffers[-1])[used - (len(buffers) - 1) * BLOCK_BYTES :]]
     return "the end of a block is not zeros" if any(tail.any() for tail in tails) else ""
 
 

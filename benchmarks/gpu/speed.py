@@ -80,7 +80,7 @@ def row_kernel(size: Size, device: torch.device) -> Iterator[Finding]:
     ring = torch.zeros((8, layout.block_bytes), dtype=torch.uint8, device=device)
     moved_bytes = 4 * layout.block_bytes
     # Blocks and slots change from launch to launch, so that no cache holds them.
-    halves = torch.arange(8, device=device).split(4)
+    halves = ring.split(4)
     orders = {
         "slots in order": torch.arange(1, slots + 1, device=device),
         "slots at random": torch.randperm(slots, device=device) + 1,
@@ -88,16 +88,16 @@ def row_kernel(size: Size, device: torch.device) -> Iterator[Finding]:
     for order, all_slots in orders.items():
         parts = all_slots.split(4 * size.block_tokens)
         launches: dict[str, Callable[[int], None]] = {
-            "into the pool": lambda n, p=parts: kernel.scatter(ring, halves[n % 2], p[n % 16]),
-            "out of the pool": lambda n, p=parts: kernel.gather(p[n % 16], ring, halves[n % 2]),
+            "into the pool": lambda n, p=parts: kernel.scatter(halves[n % 2], p[n % 16]),
+            "out of the pool": lambda n, p=parts: kernel.gather(p[n % 16], halves[n % 2]),
         }
         for way, launch in launches.items():
             took_s = device_s(launch, repeats=64)
             yield Finding(f"{way}, {order}", moved_bytes / took_s / GB, "GB/s")
-    one, two = ring.split(4)
+    one, two = halves
     took_s = device_s(lambda n: (one, two)[n % 2].copy_((two, one)[n % 2]), repeats=64)
     yield Finding("memcpy within the device", moved_bytes / took_s / GB, "GB/s")
-    took_s = host_s(lambda n: kernel.scatter(ring, halves[0], parts[0]), repeats=64)
+    took_s = host_s(lambda n: kernel.scatter(halves[0], parts[0]), repeats=64)
     yield Finding("host time of a launch", took_s * 1e6, "us")
 
 

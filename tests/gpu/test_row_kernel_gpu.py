@@ -61,18 +61,18 @@ def test_row_kernel_rows_of_pages_equal_plain_indexing(page_bytes: int, block_to
     layout = BlockLayout((kv, index), block_tokens)
     planes = [_random_bytes(SLOTS // p.row_tokens, p.row_bytes) for p in layout.planes]
     kernel, memory = RowKernel(planes, layout), _random_bytes(4, -(-layout.block_bytes // 16) * 16)
-    which = torch.tensor([2, 0, 3], device="cuda")
-    slots = _pages(len(which) * block_tokens // 64, 64)
+    which = slice(1, 4)
+    slots = _pages(3 * block_tokens // 64, 64)
     wanted = [plane.clone() for plane in planes]
-    for row, part in zip(which, slots.view(len(which), -1), strict=True):
+    for block, part in zip(memory[which], slots.view(3, -1), strict=True):
         for plane, its in zip(wanted, layout.planes, strict=True):
-            rows = memory[row, its.start : its.start + its.rows * its.row_bytes]
+            rows = block[its.start : its.start + its.rows * its.row_bytes]
             plane[part[:: its.row_tokens] // its.row_tokens] = rows.view(its.rows, -1)
-    kernel.scatter(memory, which, slots)
+    kernel.scatter(memory[which], slots)
     assert all(torch.equal(one, other) for one, other in zip(planes, wanted, strict=True))
     out = memory.clone()
     out[which] = 0
-    kernel.gather(slots, out, which)
+    kernel.gather(slots, out[which])
     assert torch.equal(out[which, : layout.block_bytes], memory[which, : layout.block_bytes])
 
 
@@ -88,24 +88,24 @@ def test_row_kernel_copies_on_a_gpu_equal_plain_indexing(
     if compiled:
         kernel.compile([Piece(slice(None), 0, layout.block_bytes)])
     memory = _random_bytes(8, layout.block_bytes + 4096)
-    index = torch.tensor([6, 0, 3, 7, 1], device="cuda")
+    used = slice(5)
 
     def slots() -> torch.Tensor:
-        return torch.randperm(SLOTS, device="cuda")[: len(index) * block_tokens]
+        return torch.randperm(SLOTS, device="cuda")[: 5 * block_tokens]
 
     wanted, before, given = [plane.clone() for plane in planes], memory.clone(), slots()
-    for row, part in zip(index, given.view(len(index), -1), strict=True):
-        for plane, rows in zip(wanted, _rows_of(memory[row], layout), strict=True):
+    for block, part in zip(memory[used], given.view(5, -1), strict=True):
+        for plane, rows in zip(wanted, _rows_of(block, layout), strict=True):
             plane[part] = rows
-    kernel.scatter(memory, index, given)
+    kernel.scatter(memory[used], given)
     assert all(torch.equal(one, other) for one, other in zip(planes, wanted, strict=True))
     assert torch.equal(memory, before)
 
     out, taken = memory.clone(), slots()
-    for row, part in zip(index, taken.view(len(index), -1), strict=True):
-        for plane, rows in zip(planes, _rows_of(out[row], layout), strict=True):
+    for block, part in zip(out[used], taken.view(5, -1), strict=True):
+        for plane, rows in zip(planes, _rows_of(block, layout), strict=True):
             rows.copy_(plane[part])
-    kernel.gather(taken, memory, index)
+    kernel.gather(taken, memory[used])
     assert torch.equal(memory, out)
     assert all(torch.equal(one, other) for one, other in zip(planes, wanted, strict=True))
 
@@ -116,14 +116,13 @@ def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib_on_a_gpu() -> None:
     pool = torch.zeros((2**31 // width + 10, width), dtype=torch.uint8, device="cuda")
     memory = torch.zeros((5, 2**29 + 2**12), dtype=torch.uint8, device="cuda")
     kernel = RowKernel([pool], layout)
-    index = torch.tensor([4], device="cuda")
-    slots = torch.tensor([len(pool) - 1], device="cuda")
+    slots = torch.tensor([0, 1, 2, 3, len(pool) - 1], device="cuda")
     memory[-1] = 7
-    kernel.scatter(memory, index, slots)
+    kernel.scatter(memory, slots)
     assert bool((pool[-1] == 7).all())
     assert not pool[:-1].any()
     pool[-1] = 9
-    kernel.gather(slots, memory, index)
+    kernel.gather(slots, memory)
     assert bool((memory[-1, :width] == 9).all())
     assert bool((memory[-1, width:] == 7).all())
 
@@ -133,15 +132,15 @@ def test_row_kernel_runs_on_the_current_stream_in_order() -> None:
     planes = [torch.zeros(SLOTS, width, dtype=torch.uint8, device="cuda") for width in (2048,) * 64]
     kernel = RowKernel(planes, layout)
     memory, busy = _random_bytes(2, layout.block_bytes), torch.randn(4096, 4096, device="cuda")
-    index, slots = torch.tensor([1], device="cuda"), torch.arange(128, device="cuda")
-    kernel.scatter(memory, index[:0], slots[:0])  # compiles it
+    slots = torch.arange(128, device="cuda")
+    kernel.scatter(memory[:0], slots[:0])  # compiles it
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(20):
             busy = busy @ busy.clamp(-1, 1)
         memory.fill_(3)
-        kernel.scatter(memory, index, slots)
+        kernel.scatter(memory[1:], slots)
         assert not side.query()  # nobody waited
         memory.fill_(4)
     side.synchronize()

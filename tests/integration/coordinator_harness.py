@@ -2,7 +2,7 @@
 drives it as SGLang's scheduler does."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Self, cast
@@ -253,9 +253,6 @@ class CoordinatorHarness(HeldReads):
     def load(self, index: int, buffer: Buffer, end: dict[int, bytes], after: Fence) -> Copy:
         end[index] = bytes(buffer.view)
         return Copy()
-
-    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        pass
 
     def attach(
         self, req: FakeReq, slots: torch.Tensor, stop: int, end: dict[int, bytes] | None

@@ -190,35 +190,25 @@ class PlainRowKernel:
         """Nothing: PyTorch is compiled."""
 
     def scatter(
-        self,
-        blocks: torch.Tensor,
-        index: torch.Tensor,
-        slots: torch.Tensor,
-        piece: Piece | None = None,
+        self, blocks: torch.Tensor, slots: torch.Tensor, piece: Piece | None = None
     ) -> None:
-        for plane, part, rows in self._parts(blocks, index, slots, piece):
-            plane.index_copy_(0, part, rows)
+        for plane, index, rows in self._parts(blocks, slots, piece):
+            plane.index_copy_(0, index, rows)
 
-    def gather(
-        self,
-        slots: torch.Tensor,
-        blocks: torch.Tensor,
-        index: torch.Tensor,
-        piece: Piece | None = None,
-    ) -> None:
-        for plane, part, rows in self._parts(blocks, index, slots, piece):
-            torch.index_select(plane, 0, part, out=rows)
+    def gather(self, slots: torch.Tensor, blocks: torch.Tensor, piece: Piece | None = None) -> None:
+        for plane, index, rows in self._parts(blocks, slots, piece):
+            torch.index_select(plane, 0, index, out=rows)
 
     def _parts(
-        self, blocks: torch.Tensor, index: torch.Tensor, slots: torch.Tensor, piece: Piece | None
+        self, blocks: torch.Tensor, slots: torch.Tensor, piece: Piece | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         layout = self._layout
         piece = piece or Piece(slice(None), 0, layout.block_bytes)
         pairs = list(zip(self._planes, layout.planes, strict=True))[piece.planes]
-        for block, part in zip(index.tolist(), slots.split(layout.block_tokens), strict=True):
+        for block, part in zip(blocks, slots.split(layout.block_tokens), strict=True):
             for pool, plane in pairs:
                 start = plane.start - piece.start
-                rows = blocks[block, start : start + plane.rows * plane.row_bytes]
+                rows = block[start : start + plane.rows * plane.row_bytes]
                 index = part
                 if plane.row_tokens > 1:
                     index = torch.empty(plane.rows, dtype=part.dtype)

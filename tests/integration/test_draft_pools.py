@@ -30,11 +30,12 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_cake.core.buffers import Buffer, on_page
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.integration.memory.end_states import (
-    CompressedWindow,
     EndPart,
     EndSlots,
-    RecurrentStates,
-    WindowRows,
+    EndStates,
+    compressed_window,
+    recurrent_states,
+    window_rows,
 )
 from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.memory.pool_planes import DraftPools
@@ -121,22 +122,17 @@ def moved(
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Save an end state of one side, and load it on the other."""
-    assert part.describe() == other.describe()
-    buffers = [Buffer(on_page(block_bytes)) for _ in range(part.count)]
-    part.save(part.prepare(taken), buffers, ()).wait()
+    source, sink = EndStates([part]), EndStates([other])
+    assert source.describe() == sink.describe()
+    buffers = [Buffer(on_page(block_bytes)) for _ in range(source.count)]
+    source.save(source.prepare(taken), buffers, ()).wait()
     for index, buffer in enumerate(buffers):
-        other.load(index, buffer, other.prepare(given), ()).wait()
+        sink.load(index, buffer, sink.prepare(given), ()).wait()
 
 
-def window_rows(of: Any, drafts: Sequence[Any]) -> WindowRows:
-    def kv(tokens: int) -> DeviceKV:
-        return DeviceKV(of.swa_kv_pool, block_tokens=tokens, drafts=drafts)
-
-    return WindowRows(
-        kv,
-        page=kv(1).layout,
-        window_tokens=WINDOW,
-        block_bytes=BLOCK_BYTES,
+def windows_of(of: Any, drafts: Sequence[Any]) -> EndPart:
+    return window_rows(
+        *(DeviceKV, of.swa_kv_pool, BLOCK_BYTES, drafts), page_tokens=1, window_tokens=WINDOW
     )
 
 
@@ -157,7 +153,7 @@ def test_draft_pools_end_state_brings_the_windows_of_all_draft_layers(layers: in
         buffers = [b for pool in (of, *mtps) for b, _ in rows_of(pool.swa_kv_pool)]
         filled(buffers, seed)
         drafts = DraftPools.of(mtps[:layers], of).windows
-        sides.append((window_rows(of, drafts), buffers))
+        sides.append((windows_of(of, drafts), buffers))
     (source, rows), (sink, given_rows) = sides
     taken, given = torch.arange(20, 20 + WINDOW), torch.arange(90, 90 + WINDOW)
     moved(source, sink, EndSlots(window=taken), EndSlots(window=given))
@@ -194,7 +190,7 @@ def test_draft_pools_windows_in_the_memory_of_all_pools_are_of_end_states(has_fu
         assert drafts.rows == (tuple(each.full_kv_pool for each in mtps) if has_full else ())
         buffers = [b for pool in (of, *mtps) for b, _ in rows_of(pool.swa_kv_pool)]
         filled(buffers, seed)
-        sides.append((window_rows(of, drafts.windows), buffers))
+        sides.append((windows_of(of, drafts.windows), buffers))
     (source, rows), (sink, given_rows) = sides
     taken, given = torch.arange(20, 20 + WINDOW), torch.arange(90, 90 + WINDOW)
     moved(source, sink, EndSlots(window=taken), EndSlots(window=given))
@@ -215,7 +211,7 @@ def test_draft_pools_states_in_the_memory_of_all_pools_are_of_end_states(beside:
         filled(planes, seed)
         held = of.mamba_allocator.alloc(3)
         of.mamba_allocator.free(held[:1])
-        part = RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=pools[1:])
+        part = recurrent_states(DeviceKV, of.mamba_pool, BLOCK_BYTES, pools[1:])
         sides.append((part, planes, held[1:2], of.mamba_allocator))
     (source, rows, taken, _), (sink, given_rows, given, allocator) = sides
     moved(source, sink, EndSlots(state=taken), EndSlots(state=given))
@@ -230,7 +226,7 @@ def test_draft_pools_states_of_their_own_beside_a_memory_of_all_pools_are_refuse
     of = unified_pools(SLOTS, beside="states").req_to_token_pool
     own = states_of_draft(states(), slots=16).mamba_pool
     with pytest.raises(ConfigError, match=r"^cake does not support a draft model [^\n]+$"):
-        RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=[own])
+        recurrent_states(DeviceKV, of.mamba_pool, BLOCK_BYTES, [own])
 
 
 @pytest.mark.parametrize("make", [mxfp8, hnd])
@@ -244,15 +240,16 @@ def test_window_rows_of_pages_are_moved_in_whole_pages(
     for seed, pool in enumerate(pools):
         filled([b for b, _ in rows_of(pool)], seed)
         parts.append(
-            WindowRows(
-                lambda tokens, pool=pool: DeviceKV(pool, block_tokens=tokens),
-                page=DeviceKV(pool, block_tokens=page).layout,
+            window_rows(
+                DeviceKV,
+                pool,
+                size * pages_in_block + 7,  # the rest is too small for a page
+                page_tokens=page,
                 window_tokens=3 * page,
-                block_bytes=size * pages_in_block + 7,  # the rest is too small for a page
             )
         )
     source, sink = parts
-    assert source.count == -(-3 // min(pages_in_block, 3))
+    assert EndStates([source]).count == -(-3 // min(pages_in_block, 3))
     before = [as_bytes(b).clone() for b, _ in rows_of(pools[1])]
     taken, given = torch.arange(3 * page) + page, torch.arange(3 * page) + 4 * page
     moved(source, sink, EndSlots(window=taken), EndSlots(window=given), size * pages_in_block + 7)
@@ -268,12 +265,7 @@ def test_window_rows_of_a_page_larger_than_a_block_are_refused() -> None:
     pool = mxfp8(256)
     page = DeviceKV(pool, block_tokens=128).layout
     with pytest.raises(ConfigError, match=r"^cake stores .* 128 tokens of them take [^\n]+$"):
-        WindowRows(
-            lambda tokens: DeviceKV(pool, block_tokens=tokens),
-            page=page,
-            window_tokens=128,
-            block_bytes=page.block_bytes - 1,
-        )
+        window_rows(DeviceKV, pool, page.block_bytes - 1, page_tokens=128, window_tokens=128)
 
 
 @since_0_5_23
@@ -287,7 +279,7 @@ def test_draft_pools_windows_of_deepseek_v4_are_pages_of_its_end_states() -> Non
         drafts = DraftPools.of([mtp], of)
         assert drafts == DraftPools(windows=(mtp.swa_kv_pool,))
         filled([*of.swa_kv_pool.kv_buffer, *mtp.swa_kv_pool.kv_buffer], seed)
-        sides.append((CompressedWindow(of, block_bytes=BLOCK_BYTES, drafts=drafts.windows), mtp))
+        sides.append((compressed_window(DeviceKV, of, BLOCK_BYTES, drafts.windows), mtp))
     (source, mtp), (sink, other) = sides
     page = torch.arange(256)
     moved(source, sink, EndSlots(window=256 * 2 + page), EndSlots(window=256 * 4 + page))
@@ -334,7 +326,7 @@ def test_draft_pools_end_state_brings_the_states_of_all_draft_layers(drafts: int
         planes = layers_of(pools)
         filled(planes, seed)
         found = DraftPools.of([], mha(SLOTS), states=pools[1 : 1 + drafts])
-        part = RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=found.states)
+        part = recurrent_states(DeviceKV, of.mamba_pool, BLOCK_BYTES, found.states)
         sides.append((part, planes))
     (source, rows), (sink, given_rows) = sides
     taken, given = torch.tensor([2]), torch.tensor([5])
@@ -352,7 +344,7 @@ def test_draft_pools_without_rows_for_all_states_are_refused() -> None:
     of = states()
     small = states_of_draft(of, slots=4)
     with pytest.raises(ConfigError, match=r"^cake cannot store a draft model [^\n]+$"):
-        RecurrentStates(of.mamba_pool, block_bytes=BLOCK_BYTES, drafts=[small.mamba_pool])
+        recurrent_states(DeviceKV, of.mamba_pool, BLOCK_BYTES, [small.mamba_pool])
 
 
 def test_draft_pools_of_deepseek_v4_that_compress_or_are_smaller_are_refused() -> None:
@@ -366,4 +358,4 @@ def test_draft_pools_of_deepseek_v4_that_compress_or_are_smaller_are_refused() -
         DraftPools.of([compressing], of)
     small = deepseek_v4(2 * 256, compression_ratios=[0], layer_num=1)
     with pytest.raises(ConfigError, match=r"^cake cannot store a draft model [^\n]+$"):
-        CompressedWindow(of, block_bytes=BLOCK_BYTES, drafts=[small.swa_kv_pool])
+        compressed_window(DeviceKV, of, BLOCK_BYTES, [small.swa_kv_pool])

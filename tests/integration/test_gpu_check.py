@@ -71,8 +71,8 @@ def test_gpu_check_copies_are_compared_with_plain_indexing(
         assert exact.copies_of(FORMS[form], page, load, CPU, place_bytes=PLACE_BYTES[form]) == ""
 
     class Twisted(PlainRowKernel):
-        def scatter(self, blocks: Any, index: Any, slots: Any, piece: Any = None) -> None:
-            super().scatter(blocks.roll(1, dims=1), index, slots, piece)
+        def scatter(self, blocks: Any, slots: Any, piece: Any = None) -> None:
+            super().scatter(blocks.roll(1, dims=1), slots, piece)
 
     install(monkeypatch, 0, eager=True, kernel=Twisted)
     load = Load(SMALL, torch.cuda.Stream(), CPU)

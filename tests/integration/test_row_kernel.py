@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.bench_copy_calls import StubDriver
 from sglang_cake.core.buffers import Buffer
-from sglang_cake.core.layout import BlockLayout
+from sglang_cake.core.layout import BlockLayout, PlaneGroup
 from sglang_cake.integration.memory import row_kernel
 from sglang_cake.integration.memory.kv_pool import DeviceKV, pieces_of
 from sglang_cake.integration.memory.row_kernel import RowKernel
@@ -63,10 +63,10 @@ def check(
     kernel = RowKernel(of_ours.rows, kv.layout)
     random = torch.Generator().manual_seed(seed)
     memory = random_bytes(blocks + 2, kv.layout.block_bytes + gap_bytes, seed=seed)
-    index = torch.randperm(blocks + 2, generator=random)[:blocks]
+    used = slice(blocks)
 
     def parts_of(memory: torch.Tensor) -> list[Buffer]:
-        blocks = (memory[row][: kv.layout.block_bytes] for row in index)
+        blocks = (row[: kv.layout.block_bytes] for row in memory[used])
         return [Buffer(block.numpy().data) for block in blocks]
 
     def slots() -> torch.Tensor:
@@ -78,7 +78,7 @@ def check(
         return all(torch.equal(as_bytes(one), as_bytes(other)) for (one, _), (other, _) in pairs)
 
     before, given = memory.clone(), slots()
-    kernel.scatter(memory, index, given)
+    kernel.scatter(memory[used], given)
     for part, its_slots in zip(parts_of(memory), given.split(block_tokens), strict=True):
         kv.load(part, its_slots, ())
     assert pools_are_equal()
@@ -86,7 +86,7 @@ def check(
 
     wanted, taken = memory.clone(), slots()
     kv.save(taken, parts_of(wanted), ())
-    kernel.gather(taken, memory, index)
+    kernel.gather(taken, memory[used])
     assert torch.equal(memory, wanted)
     assert pools_are_equal()
 
@@ -168,6 +168,26 @@ def test_row_kernel_copies_of_every_pool_equal_those_of_the_plain_path(kind: str
     )
 
 
+def test_row_kernel_rows_that_programs_share_are_bit_equal() -> None:
+    """States of recurrent layers: columns of wide rows, beside narrow ones."""
+    widths = (70_000, 16, 33_008)
+    layout = BlockLayout(
+        tuple(PlaneGroup(1, (("state", (width,)),), "uint8") for width in widths), 1
+    )
+    pools = [random_bytes(5, width + 64, seed=width) for width in widths]
+    planes = [pool[:, 48 : 48 + width] for pool, width in zip(pools, widths, strict=True)]
+    kernel, memory = RowKernel(planes, layout), random_bytes(2, layout.block_bytes)
+    before = [pool.clone() for pool in pools]
+    kernel.scatter(memory, torch.tensor([3, 1]))
+    for slot, block in zip((3, 1), memory, strict=True):
+        for old, part in zip(before, block.split(widths), strict=True):
+            old[slot, 48 : 48 + len(part)] = part
+    assert all(torch.equal(*pair) for pair in zip(pools, before, strict=True))
+    found = torch.zeros_like(memory)
+    kernel.gather(torch.tensor([3, 1]), found)
+    assert torch.equal(found, memory)
+
+
 @pytest.mark.parametrize("kind", ["dsa", "minimax", "dsa, packed"])
 def test_row_kernel_pieces_of_a_block_are_copied_like_all_of_it(kind: str) -> None:
     case = CASES[kind]
@@ -177,16 +197,16 @@ def test_row_kernel_pieces_of_a_block_are_copied_like_all_of_it(kind: str) -> No
     pieces = pieces_of(kv.layout, largest)
     assert len(pieces) > 1
     block, slots = random_bytes(1, kv.layout.block_bytes), slots_in_pages(whole.size, case.page, 1)
-    index, slots = torch.tensor([0]), slots[: case.block].contiguous()
-    RowKernel(kv.rows, kv.layout).scatter(block, index, slots)
+    slots = slots[: case.block].contiguous()
+    RowKernel(kv.rows, kv.layout).scatter(block, slots)
     kernel = RowKernel(of_parted.rows, kv.layout)
     kernel.compile(pieces)  # copies nothing
     found = []
     for piece in pieces:
         part = block[:, piece.start : piece.start + piece.size_bytes].contiguous()
-        kernel.scatter(part, index, slots, piece)
+        kernel.scatter(part, slots, piece)
         found.append(torch.zeros_like(part))
-        kernel.gather(slots, found[-1], index, piece)
+        kernel.gather(slots, found[-1], piece)
     for one, other in zip(kv.rows, of_parted.rows, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(torch.cat(found, dim=1), block)
@@ -200,12 +220,12 @@ def test_row_kernel_reaches_rows_and_blocks_beyond_2_gib() -> None:
     memory = torch.empty((5, 2**29 + 2**12), dtype=torch.uint8)
     kernel = RowKernel([pool], layout)
     rows = random_bytes(2, width)
-    index, slots = torch.tensor([4]), torch.tensor([len(pool) - 1])
+    slots = torch.tensor([0, 1, 2, 3, len(pool) - 1])
     memory[-1, :width] = rows[0]
-    kernel.scatter(memory, index, slots)
+    kernel.scatter(memory, slots)
     assert torch.equal(pool[-1], rows[0])
     pool[-1] = rows[1]
-    kernel.gather(slots, memory, index)
+    kernel.gather(slots, memory)
     assert torch.equal(memory[-1, :width], rows[1])
 
 
@@ -229,16 +249,14 @@ def test_row_kernel_any_number_of_blocks_is_one_launch(
     kernel, launches = RowKernel(planes, layout), Launches()
     # The interpreter would take minutes for the largest grid, and tells nobody of launches.
     monkeypatch.setattr(row_kernel, "copy_rows", launches)
-    memory = torch.empty((1, layout.block_bytes), dtype=torch.uint8)
-    index, slots = (
-        torch.zeros(blocks, dtype=torch.int64),
-        torch.zeros(blocks * 128, dtype=torch.int64),
-    )
-    kernel.scatter(memory, index, slots)
-    kernel.gather(slots, memory, index)
+    memory = torch.empty((1, layout.block_bytes), dtype=torch.uint8).expand(blocks, -1)
+    slots = torch.zeros(blocks * 128, dtype=torch.int64)
+    kernel.scatter(memory, slots)
+    kernel.gather(slots, memory)
     assert len(launches.grids) == 2
-    for programs, planes_of_grid, _ in launches.grids:  # the limits of CUDA
+    for programs, planes_of_grid, shares in launches.grids:  # the limits of CUDA
         assert 0 < programs < 2**31
+        assert shares == 1
         assert planes_of_grid == 64 < 2**16
 
 
@@ -265,7 +283,7 @@ def test_row_kernel_later_launches_equal_the_first_one_that_triton_makes(
     planes = [torch.zeros(9, plane.row_bytes, dtype=torch.uint8) for plane in layout.planes]
     pieces = pieces_of(layout, layout.block_bytes // 3)
     memory = torch.zeros((2, layout.block_bytes), dtype=torch.uint8)
-    index, slots = torch.tensor([1]), torch.arange(4)
+    slots = torch.arange(8)
     driver = NotedLaunches()
     triton.runtime.driver.set_active(driver)
     try:
@@ -274,9 +292,9 @@ def test_row_kernel_later_launches_equal_the_first_one_that_triton_makes(
             kernel = RowKernel(planes, layout)
             for piece in [*pieces, None]:
                 for _ in range(2):
-                    kernel.scatter(memory, index, slots, piece)
+                    kernel.scatter(memory, slots, piece)
                 for _ in range(2):
-                    kernel.gather(slots, memory, index, piece)
+                    kernel.gather(slots, memory, piece)
         del kernel
         gc.collect()  # compiled kernels are unloaded by the driver that has loaded them
     finally:
@@ -307,7 +325,7 @@ def test_row_kernel_compiles_for_a_gpu_with_accesses_of_one_unit(
             triton.JITFunction(SOURCE),
             signature={
                 "blocks": f"*{word}",
-                **dict.fromkeys(("index", "slots", "planes"), "*i64"),
+                **dict.fromkeys(("slots", "planes"), "*i64"),
                 "stride": "i32",
                 "first": "i32",
             }

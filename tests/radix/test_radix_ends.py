@@ -30,7 +30,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
 from sglang_cake.integration.memory.copier import Copier, Save
-from sglang_cake.integration.memory.end_states import EndSlots
+from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.testing.memory_store import MemoryStore
@@ -368,7 +368,7 @@ def test_radix_ends_stored_blocks_are_right_whoever_gets_the_slots(
 def test_radix_ends_window_shifted_by_a_page_is_noticed(kind: str) -> None:
     side = stored(kind)
     page = side.cfg.page_size
-    save, rows = side.ends.parts[0], side.ends.window_tokens
+    save, rows = EndStates(side.ends.parts[:1]), side.ends.window_tokens
     req = side.start(PROMPT)
     for stop in (40, 48 if side.cfg.has_mamba else len(PROMPT)):
         assert side.compute(req, stop)
@@ -409,7 +409,7 @@ def test_end_blocks_have_zeros_behind_their_bytes(kind: str) -> None:
     size = side.kv.layout.block_bytes
     assert all(len(piece) == size for piece in pieces)
     if side.cfg.has_mamba:
-        states = side.ends.parts[-1].count
+        states = EndStates(side.ends.parts[-1:]).count
         assert pieces[-1][needed - (states - 1) * size :].strip(b"\0") == b""
     again = tree_of(kind)
     req = again.start(PROMPT, min(48 + again.behind, len(PROMPT)))

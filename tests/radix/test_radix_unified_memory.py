@@ -105,7 +105,9 @@ def test_radix_unified_memory_state_of_a_slot_that_moved_is_noticed() -> None:
     states = side.requests.mamba_allocator
     side.scramble()
     states.free(states.alloc(2)[:1])  # the next one gets another number, and this row
-    side.ends.parts[0].prepare = lambda slots: slots  # type: ignore[method-assign, union-attr]
+    ends = side.ends
+    assert ends is not None
+    ends.prepare = lambda end: [end.state] * ends.count  # type: ignore[method-assign, list-item]
     req = side.arrive(PROMPT)
     assert side.load(req, 48, running=False)
     assert side.admit(req)

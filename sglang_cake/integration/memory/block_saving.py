@@ -11,7 +11,7 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.copier import Copier, Save
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
-from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
+from sglang_cake.integration.memory.kv_pool import DeviceKV
 from sglang_cake.integration.memory.kv_shard import SOLE, KvShard
 from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.loading.meet import BlockState
@@ -56,7 +56,6 @@ class _Saving:
 
     record: PromptRecord | None
     save: Save
-    order_forwards_after: Callable[[Sequence[Copy]], None]
 
 
 class BlockSaving:
@@ -211,10 +210,8 @@ class BlockSaving:
         """
         self._saves = [saving for saving in self._saves if not saving.save.ended.done()]
         due = [each for each in self._saves if each.record is None or not is_live(each.record)]
-        for order in {saving.order_forwards_after for saving in due}:
-            saves = [saving.save for saving in due if saving.order_forwards_after == order]
-            copies = self._copier.wait_launched([save.launched for save in saves])
-            order([copy for copy in copies if copy is not None])
+        copies = self._copier.wait_launched([saving.save.launched for saving in due])
+        self._kv.order_forwards_after([copy for copy in copies if copy is not None])
 
     def wait_launched(self) -> None:
         """Wait until the copies of all saves are launched; a save that is late is given up."""
@@ -247,11 +244,11 @@ class BlockSaving:
             if slots is None or not is_own:
                 self._writer.put_back(buffers)
                 return
-            slots = self._ends.prepare(slots)
-            launch = partial(self._ends.save, slots, buffers, self._kv.fence())
+            prepared = self._ends.prepare(slots)
+            launch = partial(self._ends.save, prepared, buffers, self._kv.fence())
             save = self._copier.launch_save(launch)
         tokens = max(unsaved.tokens, record.tokens, key=len)  # a key may cover the next ones
-        self._saves.append(_Saving(None, save, self._ends.order_forwards_after))
+        self._saves.append(_Saving(None, save))
         self._writer.offer(
             WriteJob(
                 key_chain=record.key_chain,
@@ -291,7 +288,7 @@ class BlockSaving:
             save = self._copier.save(slots, buffers, self._kv.fence())
         del unsaved.blocks[: len(blocks)]
         self._saves = [each for each in self._saves if not each.save.ended.done()]
-        self._saves.append(_Saving(record, save, self._kv.order_forwards_after))
+        self._saves.append(_Saving(record, save))
         end = (blocks[-1] + 1) * size + record.key_chain.next_tokens
         self._writer.offer(
             WriteJob(

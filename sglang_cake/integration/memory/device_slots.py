@@ -193,19 +193,19 @@ class DeviceSlots:
         Args: blocks: of the record's row, its end blocks in order. Raises: the error of a copy.
         """
         assert self._ends is not None
-        end = self._ends.prepare(end)
+        slots = self._ends.prepare(end)
         after = self._kv.fence()
         launches: list[Future[Copy]] = []
         try:
             for index, block in enumerate(blocks):
                 staged = record.memory.staged.pop(block)
                 launches.append(Future())
-                launch = partial(self._ends.load, index, staged.buffer, end, after)
+                launch = partial(self._ends.load, index, staged.buffer, slots, after)
                 self._copier.launch_load(launches[-1], staged, launch)
             return None not in self._wait_launched(launches)
         finally:  # the slots may get another owner: no copy is launched from now on
             copies = [withdraw(launched) for launched in launches]
-            self._ends.order_forwards_after([copy for copy in copies if copy is not None])
+            self._kv.order_forwards_after([copy for copy in copies if copy is not None])
 
     # ---- from slots to an overlapped last step, and back ----
 

@@ -20,19 +20,17 @@ So stores, host buffers and the loader handle one size.
 import itertools
 import json
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.layout import BlockLayout
-from sglang_cake.integration.memory.kv_pool import Copy, CopyStreams, DeviceKV, Fence, memory_of
-from sglang_cake.integration.memory.pool_planes import DraftPools, translation_of
+from sglang_cake.core.layout import PlaneGroup
+from sglang_cake.integration.memory.kv_pool import PIECE_BYTES, Copy, DeviceKV, Fence, memory_of
+from sglang_cake.integration.memory.pool_planes import DraftPools, PoolPlanes, translation_of
 
 if TYPE_CHECKING:
     from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 # Pools inside of a KV pool that hold the data of end states.
 END_POOLS = (
     *("swa_kv_pool", "mamba_pool", "compress_state_pools", "indexer_compress_state_pools"),
-    "request_window",  # of `window_replay`
+    "request_window",  # windows of requests
 )
 
 
@@ -57,12 +55,30 @@ class EndSlots:
         window: rows of the last window in the pool of sliding windows, int64, oldest first. Nearer
             to the start of a prompt than a window, there are fewer. What is loaded into row 0 is
             not needed: it is SGLang's target for padding.
-        state: slot in the pool of recurrent states, and its row once it is prepared; or page of a
-            compressed window; int64 `[1]`.
+        state: slot in the pool of recurrent states, int64 `[1]`.
     """
 
     window: torch.Tensor | None = None
     state: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndPart:
+    """The end blocks of one kind of layers. They are copied as blocks of a KV pool are.
+
+    Attributes:
+        copies: of each run of end blocks of one form, and how many these are.
+        slots_of: gives the slots of any of these runs, int64 `[blocks * block_tokens]`.
+        form: for the namespace.
+    """
+
+    copies: Sequence[tuple[DeviceKV, int]]
+    slots_of: Callable[[EndSlots], torch.Tensor]
+    form: dict[str, object]
+
+
+MakeKV = Callable[..., DeviceKV]
+"""`(pool, block_tokens=, drafts=)`: as `DeviceKV.beside`."""
 
 
 class EndStates:
@@ -70,31 +86,21 @@ class EndStates:
     `save`, and the scheduler thread the rest.
 
     Attributes:
-        parts: in the order of their end blocks.
         window_tokens: tokens of an end's window; 0: no layer has a sliding window.
         tail_tokens: so many last tokens of a prompt are computed, whatever is stored.
         count: end blocks of one end.
 
-    Args:
-        streams: that all parts are copied on; None: on a CPU.
-        also_scheduler: as for `CopyStreams.hold_back`.
+    Args: parts: in the order of their end blocks.
     """
 
     def __init__(
-        self,
-        parts: Sequence["EndPart"],
-        *,
-        streams: CopyStreams | None,
-        also_scheduler: bool,
-        window_tokens: int,
-        tail_tokens: int,
+        self, parts: Sequence[EndPart], *, window_tokens: int = 0, tail_tokens: int = 0
     ) -> None:
-        self._streams = streams
-        self._also_scheduler = also_scheduler
-        self.parts = tuple(parts)
+        self.parts = parts
         self.window_tokens = window_tokens
         self.tail_tokens = tail_tokens
-        self.count = sum(part.count for part in parts)
+        self._runs = [run for part in parts for run in part.copies]
+        self.count = sum(count for _, count in self._runs)
 
     @classmethod
     def of(cls, tree: "CakeRadixCache", kv: DeviceKV, drafts: DraftPools) -> "EndStates | None":
@@ -117,295 +123,150 @@ class EndStates:
                 if tree.decoder_swa_bounded_replay:
                     tail_tokens, windows = tree.sliding_window_size, ()
                     layers = max(pool.kv_source_layers)  # the first one of the last layers
-                parts.append(
-                    CompressedWindow(
-                        pool,
-                        block_bytes=block_bytes,
-                        streams=kv.streams,
-                        drafts=windows,
-                        layers=layers,
-                    )
-                )
+                parts.append(compressed_window(kv.beside, pool, block_bytes, windows, layers))
+                kv.also_scheduler = True
             else:
                 parts.append(
-                    WindowRows(
-                        partial(kv.beside, pool.swa_kv_pool, drafts=windows),
-                        page=DeviceKV(pool.swa_kv_pool, block_tokens=page, drafts=windows).layout,
+                    window_rows(
+                        kv.beside,
+                        pool.swa_kv_pool,
+                        block_bytes,
+                        windows,
+                        page_tokens=page,
                         window_tokens=window_tokens,
-                        block_bytes=block_bytes,
                     )
                 )
         if tree.supports_mamba():
-            parts.append(
-                RecurrentStates(
-                    tree.req_to_token_pool.mamba_pool,
-                    block_bytes=block_bytes,
-                    streams=kv.streams,
-                    drafts=drafts.states,
-                )
-            )
+            pool = tree.req_to_token_pool.mamba_pool
+            parts.append(recurrent_states(kv.beside, pool, block_bytes, drafts.states))
+            kv.also_scheduler = True  # the scheduler thread copies states on its own stream
         if not parts:
             return None
-        return cls(
-            parts,
-            streams=kv.streams,
-            # The scheduler thread copies states on its own stream.
-            also_scheduler=kv.moves or any(isinstance(part, StateRows) for part in parts),
-            window_tokens=window_tokens,
-            tail_tokens=tail_tokens,
-        )
+        return cls(parts, window_tokens=window_tokens, tail_tokens=tail_tokens)
 
     def describe(self) -> str:
         """Canonical JSON for the namespace: end states of another form are never found."""
-        return json.dumps([part.describe() for part in self.parts], separators=(",", ":"))
+        return json.dumps([part.form for part in self.parts], separators=(",", ":"))
 
-    def prepare(self, slots: EndSlots) -> EndSlots:
-        """The slots as `load` and `save` take them. The device computes them before the fence that
-        these get."""
-        for part in self.parts:
-            slots = part.prepare(slots)
-        return slots
+    def prepare(self, end: EndSlots) -> list[torch.Tensor]:
+        """The slots of an end as `load` and `save` take them. The device computes them before the
+        fence that these get."""
+        return [slots for part in self.parts for slots in [part.slots_of(end)] * len(part.copies)]
 
-    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
+    def save(self, slots: Sequence[torch.Tensor], buffers: Sequence[Buffer], after: Fence) -> Copy:
         """Copy an end state, as it is once `after` is reached, into `count` buffers."""
         copies: list[Copy] = []
         first = 0
         try:
-            for part in self.parts:
-                copies.append(part.save(slots, buffers[first : first + part.count], after))
-                first += part.count
+            for (kv, count), its_slots in zip(self._runs, slots, strict=True):
+                its_buffers = buffers[first : first + count]
+                for buffer in its_buffers:  # it still has bytes of another block: none is stored
+                    memory_of(buffer)[kv.layout.block_bytes :].zero_()
+                copies.append(kv.save(its_slots, [_used(kv, each) for each in its_buffers], after))
+                first += count
         except BaseException:  # the caller takes all buffers back
             for copy in copies:
                 copy.wait()
             raise
-        # All parts are copied in one stream, so the last copy ends last.
+        # All are copied in one stream, so the last copy ends last.
         return replace(copies[-1], keep=tuple(itertools.chain(*(copy.keep for copy in copies))))
 
-    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
+    def load(self, index: int, buffer: Buffer, slots: Sequence[torch.Tensor], after: Fence) -> Copy:
         """Copy end block `index` into the slots, once `after` is reached."""
-        for part in self.parts:
-            if index < part.count:
-                return part.load(index, buffer, slots, after)
-            index -= part.count
+        for (kv, count), its_slots in zip(self._runs, slots, strict=True):
+            if index < count:
+                rows = its_slots.split(kv.layout.block_tokens)[index]
+                return kv.load(_used(kv, buffer), rows, after)
+            index -= count
         raise IndexError(index)
 
-    def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        """As `DeviceKV.order_forwards_after`, for copies of end states."""
-        if self._streams is not None:
-            self._streams.hold_back(copies, also_scheduler=self._also_scheduler)
+
+def _used(kv: DeviceKV, buffer: Buffer) -> Buffer:
+    return Buffer(buffer.view[: kv.layout.block_bytes])
 
 
-class WindowRows:
+def window_rows(
+    make: MakeKV,
+    pool: Any,
+    block_bytes: int,
+    drafts: Sequence[Any] = (),
+    *,
+    page_tokens: int,
+    window_tokens: int,
+) -> EndPart:
     """KV of sliding windows: the rows of the last window before an end, whole rows in each block.
 
     Args:
-        kv_of: `(block_tokens)` gives the copies of blocks of so many tokens of the windows' pool.
-        page: the layout of a page of that pool.
-        window_tokens: tokens of a window, whole pages.
+        pool: of the windows.
         block_bytes: size of a buffer.
+        drafts: pools of draft models with rows for the same windows.
+        window_tokens: tokens of a window, whole pages.
+
+    Raises: ConfigError.
     """
+    page = DeviceKV(pool, block_tokens=page_tokens, drafts=drafts).layout
+    row_tokens = math.lcm(*(group.row_tokens for group in page.groups))
+    row_bytes = page.block_bytes * row_tokens // page.block_tokens
+    rows = min(window_tokens, block_bytes // row_bytes * row_tokens)
+    if not rows:
+        raise ConfigError(
+            f"cake stores sliding windows in blocks, and {row_tokens} tokens of them take more "
+            "than a block: raise --cake-block-tokens"
+        )
+    count = -(-window_tokens // rows)
+    kv = make(pool, block_tokens=rows, drafts=drafts)
 
-    def __init__(
-        self,
-        kv_of: Callable[[int], DeviceKV],
-        *,
-        page: BlockLayout,
-        window_tokens: int,
-        block_bytes: int,
-    ) -> None:
-        row_tokens = math.lcm(*(group.row_tokens for group in page.groups))
-        row_bytes = page.block_bytes * row_tokens // page.block_tokens
-        rows = min(window_tokens, block_bytes // row_bytes * row_tokens)
-        if not rows:
-            raise ConfigError(
-                f"cake stores sliding windows in blocks, and {row_tokens} tokens of them take more "
-                "than a block: raise --cake-block-tokens"
-            )
-        self.count = -(-window_tokens // rows)
-        self._kv = kv_of(rows)
-        self._rows = rows
-        self._row_tokens = row_tokens
-        self._window_tokens = window_tokens
-
-    def describe(self) -> dict[str, object]:
-        return {
-            "window_tokens": self._window_tokens,
-            "layout": json.loads(self._kv.layout.describe()),
-        }
-
-    def prepare(self, slots: EndSlots) -> EndSlots:
+    def slots_of(end: EndSlots) -> torch.Tensor:
         """Whole blocks of slots: the last row is repeated. So the bytes stay those of one request,
         and a load writes equal bytes twice."""
-        assert slots.window is not None
-        missing = (self.count * self._rows - len(slots.window)) // self._row_tokens
-        last = slots.window[-self._row_tokens :].repeat(missing)
-        return replace(slots, window=torch.cat([slots.window, last]))
+        assert end.window is not None
+        missing = (count * rows - len(end.window)) // row_tokens
+        return torch.cat([end.window, end.window[-row_tokens:].repeat(missing)])
 
-    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
-        assert slots.window is not None
-        for buffer in buffers:
-            _zero(buffer, self._kv.layout.block_bytes)
-        return self._kv.save(slots.window, [self._piece(buffer) for buffer in buffers], after)
-
-    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
-        assert slots.window is not None
-        rows = slots.window[index * self._rows : (index + 1) * self._rows]
-        return self._kv.load(self._piece(buffer), rows, after)
-
-    def _piece(self, buffer: Buffer) -> Buffer:
-        return Buffer(buffer.view[: self._kv.layout.block_bytes])
+    form = {"window_tokens": window_tokens, "layout": json.loads(kv.layout.describe())}
+    return EndPart([(kv, count)], slots_of, form)
 
 
-class StateRows:
-    """One row of each of some tensors: the bytes of all rows, one after the other, cut into blocks.
-
-    Args:
-        planes: the tensors, of contiguous rows. SGLang owns them.
-        block_bytes: size of a buffer.
-        streams: of the blocks' copies; None: on a CPU. They go through its rings, in pieces.
-    """
-
-    def __init__(
-        self,
-        planes: Sequence[torch.Tensor],
-        *,
-        block_bytes: int,
-        streams: CopyStreams | None = None,
-    ) -> None:
-        if not planes or not all(plane[0].is_contiguous() for plane in planes):
-            raise ConfigError("cake cannot store end states in this form of memory")
-        self._planes = planes
-        self._rows = [plane.view(len(plane), -1).view(torch.uint8) for plane in planes]
-        self._starts = list(itertools.accumulate((rows.shape[1] for rows in self._rows), initial=0))
-        self._block_bytes = block_bytes
-        self.count = -(-self._starts[-1] // block_bytes)
-        self._streams = streams
-
-    def describe(self) -> dict[str, object]:
-        forms = [
-            [str(plane.dtype).removeprefix("torch."), *plane.shape[1:]] for plane in self._planes
-        ]
-        runs = [[len(list(run)), form] for form, run in itertools.groupby(forms)]
-        return {"states": runs}
-
-    def prepare(self, slots: EndSlots) -> EndSlots:
-        return slots
-
-    def save(self, slots: EndSlots, buffers: Sequence[Buffer], after: Fence) -> Copy:
-        state = slots.state
-        assert state is not None
-
-        def move(ring: torch.Tensor) -> None:
-            for rows, start in zip(self._rows, self._starts, strict=False):
-                for index, within, part in self._cut(start, start + rows.shape[1], len(ring)):
-                    row = ring[: part.stop - part.start].unsqueeze(0)
-                    torch.index_select(rows[:, part], 0, state, out=row)
-                    memory_of(buffers[index])[within].copy_(row[0], non_blocking=True)
-
-        _zero(buffers[-1], self._starts[-1] - (self.count - 1) * self._block_bytes)
-        streams = self._streams
-        if streams is None:
-            move(torch.empty(self._block_bytes, dtype=torch.uint8))
-            return Copy()
-        return self._launch(streams.out, after, partial(move, streams.ring_out[0]), state)
-
-    def load(self, index: int, buffer: Buffer, slots: EndSlots, after: Fence) -> Copy:
-        state = slots.state
-        assert state is not None
-        first = index * self._block_bytes
-        source = memory_of(buffer)[: self._starts[-1] - first]
-
-        streams = self._streams
-        if streams is None:
-            started_s = time.perf_counter()
-            self._put(source, first, state)
-            return Copy(took_s=time.perf_counter() - started_s)
-
-        def move() -> None:
-            size = streams.ring_in.shape[1]
-            for at in range(0, len(source), size):
-                place = streams.next_place()
-                self._put(streams.fetch(source[at : at + size], place), first + at, state)
-                streams.end_use(place)
-
-        return self._launch(streams.into, after, move, state)
-
-    def _put(self, piece: torch.Tensor, begin: int, state: torch.Tensor) -> None:
-        """Copy bytes of a state, from byte `begin` on, into its rows."""
-        stop = begin + len(piece)
-        for rows, start in zip(self._rows, self._starts, strict=False):
-            low, high = max(begin, start), min(stop, start + rows.shape[1])
-            if low < high:
-                part = piece[low - begin : high - begin].unsqueeze(0)
-                rows[:, low - start : high - start].index_copy_(0, state, part)
-
-    def _cut(self, start: int, stop: int, most: int) -> Iterator[tuple[int, slice, slice]]:
-        """The bytes `[start, stop)` of a state, in parts of at most `most` bytes, each in one
-        block: index of the block, place in the block, and place in these bytes."""
-        size = self._block_bytes
-        low = start
-        while low < stop:
-            index = low // size
-            high = min(stop, low + most, (index + 1) * size)
-            within = slice(low - index * size, high - index * size)
-            yield index, within, slice(low - start, high - start)
-            low = high
-
-    def _launch(
-        self,
-        stream: torch.cuda.Stream,
-        after: Fence,
-        move: Callable[[], object],
-        keep: torch.Tensor,
-    ) -> Copy:
-        assert self._streams is not None
-        with self._streams.launching(stream, after):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            move()
-            end.record(stream)
-            return Copy(end, end, (keep,), begin, number=next(self._streams.numbers))
-
-
-class RecurrentStates(StateRows):
+def recurrent_states(
+    make: MakeKV, pool: Any, block_bytes: int, drafts: Sequence[Any] = ()
+) -> EndPart:
     """States of recurrent layers, each in a row of the state pool.
 
     Args:
         pool: SGLang's `MambaPool`.
+        block_bytes: size of a buffer.
         drafts: those of draft models, with a row for each state.
-        Others as for `StateRows`.
+
+    Raises: ConfigError.
     """
+    translate = translation_of(pool)
+    own, *others = (_states_of(each) for each in (pool, *drafts))
+    memory = {plane.untyped_storage().data_ptr() for plane in own}
+    planes = [*own, *itertools.chain(*others)]
+    if translate is not None and any(
+        plane.untyped_storage().data_ptr() not in memory for plane in planes
+    ):
+        raise ConfigError(
+            "cake does not support a draft model with recurrent states in slots of its own: "
+            "remove --speculative-algorithm"
+        )
+    if drafts and min(map(len, planes)) < len(planes[0]):
+        raise ConfigError("cake cannot store a draft model without rows for all states")
 
-    def __init__(
-        self,
-        pool: Any,
-        *,
-        block_bytes: int,
-        streams: CopyStreams | None = None,
-        drafts: Sequence[Any] = (),
-    ) -> None:
-        self._translate = translation_of(pool)
-        own, *others = (_states_of(each) for each in (pool, *drafts))
-        memory = {plane.untyped_storage().data_ptr() for plane in own}
-        planes = [*own, *itertools.chain(*others)]
-        if self._translate is not None and any(
-            plane.untyped_storage().data_ptr() not in memory for plane in planes
-        ):
-            raise ConfigError(
-                "cake does not support a draft model with recurrent states in slots of its own: "
-                "remove --speculative-algorithm"
-            )
-        if drafts and min(map(len, planes)) < len(planes[0]):
-            raise ConfigError("cake cannot store a draft model without rows for all states")
-        super().__init__(planes, block_bytes=block_bytes, streams=streams)
+    def slots_of(end: EndSlots) -> torch.Tensor:
+        assert end.state is not None
+        return end.state if translate is None else translate(end.state)
 
-    def prepare(self, slots: EndSlots) -> EndSlots:
-        if self._translate is None or slots.state is None:
-            return slots
-        return replace(slots, state=self._translate(slots.state))
+    return EndPart(_rows_in_blocks(make, planes, block_bytes), slots_of, _form_of(planes))
 
 
-class CompressedWindow(StateRows):
+def compressed_window(
+    make: MakeKV,
+    pool: Any,
+    block_bytes: int,
+    drafts: Sequence[Any] = (),
+    layers: int | None = None,
+) -> EndPart:
     """The window of a model with compressed attention, one page for each end.
 
     A page of the window has the KV of its tokens, and the sums of those that are not compressed
@@ -414,43 +275,57 @@ class CompressedWindow(StateRows):
 
     Args:
         pool: SGLang's `DeepSeekV4TokenToKVPool`.
+        block_bytes: size of a buffer.
         drafts: pools of draft models with pages for the same windows.
         layers: so many first layers have windows without gaps; None: all.
-        Others as for `StateRows`.
+
+    Raises: ConfigError.
     """
+    windows = [*pool.swa_kv_pool.kv_buffer[:layers]]
+    windows += [buffer for each in drafts for buffer in each.kv_buffer]
+    if min(map(len, windows)) < len(windows[0]):
+        raise ConfigError("cake cannot store a draft model without pages for all windows")
+    rings = [
+        each
+        for each in (*pool.compress_state_pools, *pool.indexer_compress_state_pools)
+        if each is not None and not each.request_scoped
+    ]
+    planes = [*windows, *map(_pages_of_sums, rings)]
 
-    def __init__(
-        self,
-        pool: Any,
-        *,
-        block_bytes: int,
-        streams: CopyStreams | None = None,
-        drafts: Sequence[Any] = (),
-        layers: int | None = None,
-    ) -> None:
-        windows = [*pool.swa_kv_pool.kv_buffer[:layers]]
-        windows += [buffer for each in drafts for buffer in each.kv_buffer]
-        if min(map(len, windows)) < len(windows[0]):
-            raise ConfigError("cake cannot store a draft model without pages for all windows")
-        rings = [
-            each
-            for each in (*pool.compress_state_pools, *pool.indexer_compress_state_pools)
-            if each is not None and not each.request_scoped
-        ]
-        planes = [*windows, *map(_pages_of_sums, rings)]
-        super().__init__(planes, block_bytes=block_bytes, streams=streams)
-        self._page_tokens = pool.swa_page_size
-        self._kv_form = pool.pd_kv_layout()
+    def page_of(end: EndSlots) -> torch.Tensor:
+        assert end.window is not None
+        return end.window[-1:] // int(pool.swa_page_size)
 
-    def describe(self) -> dict[str, object]:
-        return {"compressed": self._kv_form, **super().describe()}
-
-    def prepare(self, slots: EndSlots) -> EndSlots:
-        assert slots.window is not None
-        return replace(slots, state=slots.window[-1:] // self._page_tokens)
+    form = {"compressed": pool.pd_kv_layout(), **_form_of(planes)}
+    return EndPart(_rows_in_blocks(make, planes, block_bytes), page_of, form)
 
 
-EndPart = WindowRows | StateRows
+def _rows_in_blocks(
+    make: MakeKV, planes: Sequence[torch.Tensor], block_bytes: int
+) -> list[tuple[DeviceKV, int]]:
+    """One row of each of some tensors: the bytes of all rows, one after the other, cut into blocks.
+    To `DeviceKV`, what lies in a block is the KV of one token."""
+    if not planes or not all(plane[0].is_contiguous() for plane in planes):
+        raise ConfigError("cake cannot store end states in this form of memory")
+    blocks: list[list[PoolPlanes]] = []
+    left_bytes = 0  # of the last block
+    for plane in planes:
+        rest = plane.view(len(plane), -1).view(torch.uint8)
+        while rest.shape[1]:
+            if not left_bytes:
+                blocks.append([])
+                left_bytes = block_bytes
+            width = min(rest.shape[1], left_bytes, PIECE_BYTES)
+            group = PlaneGroup(1, (("state", (width,)),), "uint8")
+            blocks[-1].append(PoolPlanes(group, (rest[:, :width],)))
+            rest = rest[:, width:]
+            left_bytes -= width
+    return [(make(block, block_tokens=1), 1) for block in blocks]
+
+
+def _form_of(planes: Sequence[torch.Tensor]) -> dict[str, object]:
+    forms = [[str(plane.dtype).removeprefix("torch."), *plane.shape[1:]] for plane in planes]
+    return {"states": [[len(list(run)), form] for form, run in itertools.groupby(forms)]}
 
 
 def _states_of(pool: Any) -> list[torch.Tensor]:
@@ -467,8 +342,3 @@ def _pages_of_sums(ring: Any) -> torch.Tensor:
     pages = len(sums) // ring.ring_size
     rows: torch.Tensor = sums[: pages * ring.ring_size].view(pages, -1)
     return rows
-
-
-def _zero(buffer: Buffer, start: int) -> None:
-    """A buffer still has bytes of another block: none of them is stored."""
-    memory_of(buffer)[start:].zero_()

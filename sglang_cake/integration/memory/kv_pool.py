@@ -162,13 +162,16 @@ class DeviceKV:
     Attributes:
         slots: the pool's, with those of the first page, which are never used.
         moves: SGLang moves slots to other rows. `before_moves` orders copies with that.
+        also_scheduler: what the scheduler's stream does in the pools, as forwards do, waits for
+            copies too.
         encoded: `load` gets payloads, and decodes them.
         rows: the pool itself, in block order: the planes of each layer, each `[rows, words]`. A row
             holds `row_tokens` slots of the layout's plane.
         streams: that copies run on; None: they run in the calling thread.
 
     Args:
-        pool: as `pool_planes` takes it. Raises: ConfigError for any other.
+        pool: as `pool_planes` takes it, or planes whose rows are slots. Raises: ConfigError for any
+            other.
         apart: as for `pool_planes`.
         drafts: pools of draft models, which keep their KV of a token in the token's slot too.
     """
@@ -184,9 +187,11 @@ class DeviceKV:
         apart: Sequence[object] = (),
         drafts: Sequence[Any] = (),
     ) -> None:
-        found = pool_planes(pool, apart=apart)
+        found = [*pool] if isinstance(pool, list) else pool_planes(pool, apart=apart)
         self.slots = min(each.slots for each in found)
         self.moves = moves_slots(pool)
+        # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
+        self.also_scheduler = self.moves
         moving = [self.moves] * len(found)
         for draft in drafts:
             planes = pool_planes(draft, apart=apart, prefix="draft_")
@@ -210,10 +215,13 @@ class DeviceKV:
         self._moving = [
             moves for each, moves in zip(found, moving, strict=True) for _ in each.buffers
         ]
-        word = WORDS[math.gcd(max(WORDS), *(plane.row_bytes for plane in self.layout.planes))]
-        self.rows = [
-            buffer.view(len(buffer), -1).view(word) for each in found for buffer in each.buffers
-        ]
+        all_rows = [buffer.view(len(buffer), -1) for each in found for buffer in each.buffers]
+        word_bytes = math.gcd(max(WORDS), *(plane.row_bytes for plane in self.layout.planes))
+        for rows in all_rows:  # a plane may be some columns of a tensor
+            begin, stride = rows.storage_offset(), rows.stride(0)
+            word_bytes = math.gcd(word_bytes, begin * rows.itemsize, stride * rows.itemsize)
+        word = WORDS[word_bytes]
+        self.rows = [rows.view(word) for rows in all_rows]
         self._word = str(word).removeprefix("torch.")  # as NumPy names it
         # Rows of one plane lie one after the other, unless pools share their memory.
         self._dense = not self.moves and all(rows.is_contiguous() for rows in self.rows)
@@ -244,13 +252,26 @@ class DeviceKV:
         """Copy a whole block into slots (int64 `[block_tokens]`, on the device), once `after` is
         reached."""
         started_s = time.perf_counter()
-        self._scatter([memory_of(block)], self._rows_of(slots))
+        where = self._rows_of(slots)
+        if (start := self._start_of_run(where.fixed)) is not None:
+            torch._foreach_copy_(self._run(start), self._planes_of(block))
+        else:
+            for rows, index, plane in self._indexed(block, where):
+                rows.index_copy_(0, index, plane)
         return Copy(took_s=time.perf_counter() - started_s)
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
         """Copy slots (int64 `[len(blocks) * block_tokens]`, on the device), as they are once
         `after` is reached, into whole blocks."""
-        self._gather(self._rows_of(slots), [memory_of(block) for block in blocks])
+        all_rows = self._rows_of(slots)
+        tokens = self.layout.block_tokens
+        for number, block in enumerate(blocks):
+            where = all_rows.part(number * tokens, (number + 1) * tokens)
+            if (start := self._start_of_run(where.fixed)) is not None:
+                torch._foreach_copy_(self._planes_of(block), self._run(start))
+                continue
+            for rows, index, plane in self._indexed(block, where):
+                torch.index_select(rows, 0, index, out=plane)
         return Copy()
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
@@ -271,26 +292,6 @@ class DeviceKV:
         """Where slots are now: in whole pages, as they are given."""
         return SlotRows(slots, slots if self._translate is None else self._translate(slots))
 
-    def _scatter(self, blocks: Sequence[torch.Tensor], where: SlotRows) -> None:
-        for block, part in zip(blocks, self._parts(where), strict=True):
-            if (start := self._start_of_run(part.fixed)) is not None:
-                torch._foreach_copy_(self._run(start), self._planes_of(block))
-                continue
-            for rows, index, plane in self._indexed(block, part):
-                rows.index_copy_(0, index, plane)
-
-    def _gather(self, where: SlotRows, blocks: Sequence[torch.Tensor]) -> None:
-        for block, part in zip(blocks, self._parts(where), strict=True):
-            if (start := self._start_of_run(part.fixed)) is not None:
-                torch._foreach_copy_(self._planes_of(block), self._run(start))
-                continue
-            for rows, index, plane in self._indexed(block, part):
-                torch.index_select(rows, 0, index, out=plane)
-
-    def _parts(self, where: SlotRows) -> Iterator[SlotRows]:
-        size = self.layout.block_tokens
-        return (where.part(i, i + size) for i in range(0, len(where.fixed), size))
-
     def _start_of_run(self, slots: torch.Tensor) -> int | None:
         """The first of slots in CPU memory that lie one after the other, as they do unless the
         pool is fragmented; None: these do not.
@@ -310,9 +311,9 @@ class DeviceKV:
         planes that took longer than its copy."""
         return [rows.view(-1).numpy() for rows in self.rows]
 
-    def _planes_of(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """The planes of a block (uint8 `[block_bytes]`), `[words]` each."""
-        words = block.numpy()[: self.layout.block_bytes].view(self._word)
+    def _planes_of(self, block: Buffer) -> list[torch.Tensor]:
+        """The planes of a block, `[words]` each."""
+        words = np.frombuffer(block.view, np.uint8)[: self.layout.block_bytes].view(self._word)
         stops = itertools.accumulate(self._plane_words)
         return [
             torch.from_numpy(words[stop - size : stop])
@@ -329,10 +330,10 @@ class DeviceKV:
         ]
 
     def _indexed(
-        self, block: torch.Tensor, where: SlotRows
+        self, block: Buffer, where: SlotRows
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """For each plane: the pool's rows, which of them are those of a block's slots, and the rows
-        of the block (uint8 `[block_bytes]`)."""
+        of the block."""
         index: dict[tuple[bool, int], torch.Tensor] = {}
         planes = zip(
             *(self.rows, self.layout.planes, self._moving, self._planes_of(block)), strict=True
@@ -350,14 +351,12 @@ class RingPlace:
     """Device memory for a piece of a block on its way into the pool.
 
     Attributes:
-        memory: uint8 `[piece_bytes]`.
-        index: int64 `[1]`, on the device: which place of the ring it is.
+        memory: uint8 `[1, piece_bytes]`.
         fetched: recorded in the stream `fetching`, after the last DMA into the memory.
         read: recorded in the stream `into`, after what read the memory last. Copies have it too.
     """
 
     memory: torch.Tensor
-    index: torch.Tensor
     fetched: torch.cuda.Event
     read: torch.cuda.Event
 
@@ -373,7 +372,9 @@ class CopyStreams:
         fetching: the stream of DMAs from host memory into places, which go on while a kernel in
             `into` waits for multiprocessors.
         out: the stream out of pools.
-        ring_in, ring_out: uint8 `[places, piece_bytes]`, the device memory of each way.
+        piece_bytes: of a place.
+        places: of the ring into pools, again and again.
+        ring_out: uint8 `[places, piece_bytes]`.
         numbers: of copies, in the order of their launches.
 
     Args:
@@ -391,15 +392,14 @@ class CopyStreams:
         self.into = torch.cuda.Stream(device, priority=-1)
         self.fetching = torch.cuda.Stream(device, priority=-1)
         self.out = torch.cuda.Stream(device, priority=-1)
+        self.piece_bytes = memory.piece_bytes
         ring = partial(torch.empty, dtype=torch.uint8, device=device)
-        self.ring_in = ring((memory.in_places, memory.piece_bytes))
         self.ring_out = ring((memory.out_places, memory.piece_bytes))
-        indices = torch.arange(memory.in_places, device=device).split(1)
         places = [
-            RingPlace(*each, torch.cuda.Event(), torch.cuda.Event())
-            for each in zip(self.ring_in, indices, strict=True)
+            RingPlace(each, torch.cuda.Event(), torch.cuda.Event())
+            for each in ring((memory.in_places, memory.piece_bytes)).split(1)
         ]
-        self._places = itertools.cycle(places)
+        self.places = itertools.cycle(places)
         self._waited: dict[torch.cuda.Stream, Fence] = {}  # what a stream has waited for last
         self.numbers = itertools.count()
 
@@ -438,25 +438,13 @@ class CopyStreams:
             for stream in self.of_sglang if also_scheduler else self.of_sglang[-1:]:
                 stream.wait_event(last.pool)
 
-    def next_place(self) -> RingPlace:
-        """For copies that are launched in `into` until `end_use`."""
-        return next(self._places)
-
-    def end_use(self, place: RingPlace) -> torch.cuda.Event:
-        """Another piece may be fetched into the place after what was launched in `into`. Returns
-        that event, timed."""
-        place.read = _recorded(self.into, timed=True)
-        return place.read
-
-    def fetch(self, source: torch.Tensor, place: RingPlace) -> torch.Tensor:
-        """Copy host memory (uint8) into a place. Returns what holds it, for copies in `into`."""
-        target = place.memory[: source.numel()]
+    def fetch(self, source: torch.Tensor, place: RingPlace) -> None:
+        """Copy host memory (uint8) into a place, for copies in `into`."""
         self.fetching.wait_event(place.read)
         with _current(self.fetching):
-            target.copy_(source, non_blocking=True)
+            place.memory[0, : source.numel()].copy_(source, non_blocking=True)
         place.fetched.record(self.fetching)
         self.into.wait_event(place.fetched)
-        return target
 
 
 class CudaKV(DeviceKV):
@@ -493,8 +481,7 @@ class CudaKV(DeviceKV):
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
         self.encoded = memory.decoding_bytes > 0
         self.streams = streams or CopyStreams(self.device, memory, forward_stream)
-        self._pieces = pieces_of(self.layout, self.streams.ring_in.shape[1], self._moving)
-        self._index = torch.arange(len(self.streams.ring_out), device=self.device)
+        self._pieces = pieces_of(self.layout, self.streams.piece_bytes, self._moving)
         self._kernel = RowKernel(self.rows, self.layout)
         self._kernel.compile(self._pieces)
 
@@ -522,13 +509,13 @@ class CudaKV(DeviceKV):
             begin = _recorded(streams.into, timed=True)
             rows = self._rows_of(slots)
             for piece in self._pieces:
-                place = streams.next_place()
+                place = next(streams.places)
                 if self.encoded:  # a block of one piece
-                    self._decode(block, place.memory[: piece.size_bytes])
+                    self._decode(block, place.memory[0, : piece.size_bytes])
                 else:
                     streams.fetch(_part(block, piece), place)
-                self._kernel.scatter(streams.ring_in, place.index, rows.of(piece.moves), piece)
-                end = streams.end_use(place)
+                self._kernel.scatter(place.memory, rows.of(piece.moves), piece)
+                end = place.read = _recorded(streams.into, timed=True)
             return Copy(end, end, (slots,), begin, number=next(streams.numbers))
 
     def save(self, slots: torch.Tensor, blocks: Sequence[Buffer], after: Fence) -> Copy:
@@ -541,7 +528,7 @@ class CudaKV(DeviceKV):
                 some = blocks[start : start + len(ring)]
                 rows = all_rows.part(start * tokens, (start + len(some)) * tokens)
                 for piece in self._pieces:
-                    self._kernel.gather(rows.of(piece.moves), ring, self._index[: len(some)], piece)
+                    self._kernel.gather(rows.of(piece.moves), ring[: len(some)], piece)
                     pool = _recorded(streams.out)
                     for block, place in zip(some, ring, strict=False):
                         target = _part(block, piece)
@@ -549,8 +536,7 @@ class CudaKV(DeviceKV):
             return Copy(_recorded(streams.out), pool, (slots,), number=next(streams.numbers))
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        # SGLang moves slots on the scheduler thread's stream, and zeroes those it gives out.
-        self.streams.hold_back(copies, also_scheduler=self.moves)
+        self.streams.hold_back(copies, also_scheduler=self.also_scheduler)
 
     def wait_for_copies(self) -> None:
         _recorded(self.streams.into).synchronize()

@@ -25,16 +25,14 @@ _MAX_UNIT_BYTES = 16
 # a row at once.
 _TILE_WORDS = 2048
 _TILE_COLUMNS = 64
+_MOST_TILES = 32  # of a row, that one program copies
 
 
-# One compilation for each direction, wherever in a tensor the index and the slots begin.
-@triton.jit(
-    do_not_specialize=["stride", "first"], do_not_specialize_on_alignment=["index", "slots"]
-)
+# One compilation for each direction, wherever in a tensor the slots begin.
+@triton.jit(do_not_specialize=["stride", "first"], do_not_specialize_on_alignment=["slots"])
 def copy_rows(
     blocks,  # the words of all blocks
-    index,  # [copied blocks]: which blocks
-    slots,  # [copied blocks * BLOCK_TOKENS]
+    slots,  # [blocks * BLOCK_TOKENS]
     planes,  # int64 [planes, 5]: address in the pool; units of a row; units before it in a block;
     #                  slots of a row; units from a row of the pool to the next
     stride,  # units from a block to the next
@@ -47,7 +45,7 @@ def copy_rows(
     PAGED: tl.constexpr,  # rows of some planes have several slots
     INTO_POOL: tl.constexpr,
 ):
-    """A program copies up to TOKENS rows of one plane of one block."""
+    """A program copies up to TOKENS rows of one plane of one block, or its share of the columns."""
     TILES: tl.constexpr = (BLOCK_TOKENS + TOKENS - 1) // TOKENS
     block = tl.program_id(0) // TILES
     row = tl.program_id(0) % TILES * TOKENS + tl.arange(0, TOKENS)
@@ -60,16 +58,15 @@ def copy_rows(
     else:
         inside = row < BLOCK_TOKENS
         in_rows = tl.load(slots + block * BLOCK_TOKENS + row, mask=inside)
-    place = tl.load(index + block).to(tl.int64)
     pool = tl.multiple_of(tl.load(plane).to(blocks.dtype), UNIT_BYTES)
     # The compiler knows that a product with UNIT_WORDS is a multiple of it. So a thread copies
     # whole units. Width and start are int64, and all offsets with them: a plane, and the memory of
     # all blocks, may have more than 2 GiB.
     width = tl.load(plane + 1) * UNIT_WORDS
-    start = (place * stride + tl.load(plane + 2) - first) * UNIT_WORDS
+    start = (block.to(tl.int64) * stride + tl.load(plane + 2) - first) * UNIT_WORDS
     in_pool = pool + in_rows[:, None] * (tl.load(plane + 4) * UNIT_WORDS)
     in_block = blocks + start + row[:, None] * width
-    for begin in range(0, width, COLUMNS):
+    for begin in range(tl.program_id(2) * COLUMNS, width, tl.num_programs(2) * COLUMNS):
         column = begin + tl.arange(0, COLUMNS)[None, :]
         mask = inside[:, None] & (column < width)
         if INTO_POOL:
@@ -108,6 +105,7 @@ class RowKernel:
         columns = min(triton.next_power_of_2(max(widths) // self._word.itemsize), _TILE_COLUMNS)
         tokens = min(triton.next_power_of_2(layout.block_tokens), _TILE_WORDS // columns)
         self._tiles = -(-layout.block_tokens // tokens)  # of a plane of a block
+        self._shares = -(-max(widths) // (self._word.itemsize * columns * _MOST_TILES))
         self._sizes = (  # the kernel's constants but the last
             layout.block_tokens,
             unit,
@@ -143,69 +141,49 @@ class RowKernel:
         slots = torch.empty(0, dtype=torch.int64, device=self._planes.device)
         for piece in pieces:
             blocks = slots.new_empty((0, piece.size_bytes), dtype=torch.uint8)
-            self.scatter(blocks, slots, slots, piece)
-            self.gather(slots, blocks, slots, piece)
+            self.scatter(blocks, slots, piece)
+            self.gather(slots, blocks, piece)
 
     def scatter(
-        self,
-        blocks: torch.Tensor,
-        index: torch.Tensor,
-        slots: torch.Tensor,
-        piece: Piece | None = None,
+        self, blocks: torch.Tensor, slots: torch.Tensor, piece: Piece | None = None
     ) -> None:
         """Copy blocks into slots.
 
         Args:
-            blocks: uint8 `[blocks, stride_bytes]`. A block begins at the first byte of its row,
-                and its bytes are contiguous. Address and stride are multiples of 16 bytes.
-            index: int64 `[n]`: which of `blocks` are copied.
+            blocks: uint8 `[n, stride_bytes]`. A block begins at the first byte of its row, and its
+                bytes are contiguous. Address and stride are multiples of 16 bytes.
             slots: int64 `[n * block_tokens]`, those of each block in turn, all different. Where a
                 row of a plane has several slots, they are those of whole rows, in order.
             piece: `blocks` have this part of each block alone; None: all of it.
 
-        Indices and slots are not checked, since they are on the device.
+        Slots are not checked, since they are on the device.
         """
-        self._launch(blocks, index, slots, piece, into_pool=True)
+        self._launch(blocks, slots, piece, into_pool=True)
 
-    def gather(
-        self,
-        slots: torch.Tensor,
-        blocks: torch.Tensor,
-        index: torch.Tensor,
-        piece: Piece | None = None,
-    ) -> None:
-        """Copy slots into blocks. The arguments are those of `scatter`; the values of `index` are
-        all different."""
-        self._launch(blocks, index, slots, piece, into_pool=False)
+    def gather(self, slots: torch.Tensor, blocks: torch.Tensor, piece: Piece | None = None) -> None:
+        """Copy slots into blocks. The arguments are those of `scatter`."""
+        self._launch(blocks, slots, piece, into_pool=False)
 
     def _launch(
-        self,
-        blocks: torch.Tensor,
-        index: torch.Tensor,
-        slots: torch.Tensor,
-        piece: Piece | None,
-        *,
-        into_pool: bool,
+        self, blocks: torch.Tensor, slots: torch.Tensor, piece: Piece | None, *, into_pool: bool
     ) -> None:
         piece = piece or self._whole
         # A wrong size would be an access to any address.
-        copied = index.numel()
-        stride = blocks.stride(0)
+        copied, stride = len(blocks), blocks.stride(0)
         assert slots.is_contiguous(), slots.stride()
-        assert index.is_contiguous(), index.stride()
-        assert slots.dtype == index.dtype == torch.int64, (slots.dtype, index.dtype)
-        assert slots.numel() == copied * self._layout.block_tokens, (slots.shape, index.shape)
+        assert slots.dtype == torch.int64, slots.dtype
+        assert slots.numel() == copied * self._layout.block_tokens, (slots.shape, blocks.shape)
         assert blocks.shape[1] >= piece.size_bytes, (blocks.shape, piece)
         assert blocks.data_ptr() % _MAX_UNIT_BYTES == stride % self._unit_bytes == 0, stride
         assert stride < 2**31, stride  # as compiled
         key = piece.start, piece.size_bytes, into_pool
         planes, compiled = self._compiled.get(key) or (self._planes[piece.planes], None)
-        grid = copied * self._tiles, planes.shape[0], 1
+        grid = copied * self._tiles, planes.shape[0], self._shares
         units = stride // self._unit_bytes, piece.start // self._unit_bytes
         sizes = (*self._sizes, into_pool)
         if compiled is None:
             words = blocks.view(self._word)
-            compiled = copy_rows[grid](words, index, slots, planes, *units, *sizes)
+            compiled = copy_rows[grid](words, slots, planes, *units, *sizes)
             self._compiled[key] = planes, compiled  # None in Triton's interpreter
         else:
-            compiled[grid](blocks, index, slots, planes, *units, *sizes)
+            compiled[grid](blocks, slots, planes, *units, *sizes)
