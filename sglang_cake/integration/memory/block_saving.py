@@ -3,7 +3,7 @@
 import contextlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -49,15 +49,6 @@ class _Unsaved:
     find_end: FindEnd | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    """A copy that may still read slots. Attributes: record: of the request that keeps these slots
-    from being freed; None: the tree may free them."""
-
-    record: PromptRecord | None
-    save: Save
-
-
 class BlockSaving:
     """Copies the full blocks that checkpoints complete and the store lacks, as far as it is this
     rank's turn to store them, and end states. Scheduler thread.
@@ -90,7 +81,9 @@ class BlockSaving:
         self._writer = writer
         self._block_tokens = kv.layout.block_tokens
         self._requests: dict[PromptRecord, _Unsaved] = {}
-        self._saves: list[_Saving] = []  # copies that may still read slots
+        # Copies that may still read slots, with the record of the request that keeps these slots
+        # from being freed; None: the tree may free them.
+        self._saves: list[tuple[PromptRecord | None, Save]] = []
 
     def checkpointed(
         self,
@@ -190,9 +183,7 @@ class BlockSaving:
 
         Args: requeued: what it has not saved waits for its next checkpoint.
         """
-        self._saves = [
-            replace(each, record=None) if each.record is record else each for each in self._saves
-        ]
+        self._saves = [(None if of is record else of, save) for of, save in self._saves]
         unsaved = self._requests.get(record)
         if unsaved is not None and requeued:
             unsaved.full = 0
@@ -208,14 +199,14 @@ class BlockSaving:
         Args: is_live: whether a request still locks its slots in the tree. It never locks the end
             states that it has passed.
         """
-        self._saves = [saving for saving in self._saves if not saving.save.ended.done()]
-        due = [each for each in self._saves if each.record is None or not is_live(each.record)]
-        copies = self._copier.wait_launched([saving.save.launched for saving in due])
+        self._saves = [each for each in self._saves if not each[1].ended.done()]
+        due = [save.launched for of, save in self._saves if of is None or not is_live(of)]
+        copies = self._copier.wait_launched(due)
         self._kv.order_forwards_after([copy for copy in copies if copy is not None])
 
     def wait_launched(self) -> None:
         """Wait until the copies of all saves are launched; a save that is late is given up."""
-        self._copier.wait_launched([each.save.launched for each in self._saves])
+        self._copier.wait_launched([save.launched for _, save in self._saves])
 
     def _give_up(self, unsaved: _Unsaved) -> None:
         self._writer.give_up(len(unsaved.blocks))
@@ -248,7 +239,7 @@ class BlockSaving:
             launch = partial(self._ends.save, prepared, buffers, self._kv.fence())
             save = self._copier.launch_save(launch)
         tokens = max(unsaved.tokens, record.tokens, key=len)  # a key may cover the next ones
-        self._saves.append(_Saving(None, save))
+        self._saves.append((None, save))
         self._writer.offer(
             WriteJob(
                 key_chain=record.key_chain,
@@ -287,8 +278,8 @@ class BlockSaving:
             slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
             save = self._copier.save(slots, buffers, self._kv.fence())
         del unsaved.blocks[: len(blocks)]
-        self._saves = [each for each in self._saves if not each.save.ended.done()]
-        self._saves.append(_Saving(record, save))
+        self._saves = [each for each in self._saves if not each[1].ended.done()]
+        self._saves.append((record, save))
         end = (blocks[-1] + 1) * size + record.key_chain.next_tokens
         self._writer.offer(
             WriteJob(

@@ -221,9 +221,12 @@ class CakeRadixCache(UnifiedRadixCache):
 
     def matched_tokens(self, req: "Req", tokens: Any, limit: int) -> int:
         """How many leading tokens the tree holds, up to `limit`."""
+        return int(self._match(req, tokens, limit).device_prefix_len)
+
+    def _match(self, req: "Req", tokens: Any, limit: int) -> Any:
         limit += self.next_tokens
         key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
-        return int(self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len)
+        return self.match_prefix(MatchPrefixParams(key=key))
 
     def end_slots(self, req: "Req", stop: int) -> EndSlots | None:
         """Where the tree has the end state of the request's first `stop` tokens; None: it has not.
@@ -232,10 +235,7 @@ class CakeRadixCache(UnifiedRadixCache):
         if SGLang itself would go on from it.
         """
         assert self.ends is not None
-        tokens = req.full_untruncated_fill_ids
-        limit = stop + self.next_tokens
-        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
-        match = self.match_prefix(MatchPrefixParams(key=key))
+        match = self._match(req, req.full_untruncated_fill_ids, stop)
         if match.device_prefix_len != stop:
             return None
         window = state = None
@@ -317,8 +317,7 @@ class CakeRadixCache(UnifiedRadixCache):
             self._adopt_state(req, stop, end.state)
         if self.joined is not None:
             self.joined.add(req)
-        row = (req.kv.req_pool_idx, slice(req.prefix_len, stop))
-        self.req_to_token_pool.write(row, slots.to(torch.int32))
+        self.give_running(req, slots, req.prefix_len)
         req.kv.kv_allocated_len = stop
         req.kv.kv_committed_len = stop
         req.extend_end = stop
