@@ -320,7 +320,7 @@ def test_coordinator_prompt_that_lost_its_memory_gives_buffers_to_one_that_has_s
         harness.arrive(long, most_slots=21 * BLOCK)
         harness.poll(long, times=2)
         record = coordinator.live["long"]
-        assert record.memory.reserved
+        assert record.reserved
         harness.open(*keys)
         until(lambda: not harness.staging.free, "blocks of a long step fill staging")
         coordinator.reclaim(harness.size)
@@ -814,7 +814,7 @@ def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
         two.coordinator.poll([req.rid])
     load = two.coordinator.live[req.rid]
     assert sorted(load.local.fetched) == [0, 1, 2, 3]
-    assert load.memory.slots == {}
+    assert load.reserved == [0, 1, 2, 3]
     two.coordinator.attach_islands(req, two.attach)
     two.coordinator.claimed(req, 32)
     req.prefix_len = 32

@@ -222,14 +222,14 @@ def test_device_slots_reserved_block_is_copied_when_its_bytes_come() -> None:
     harness = SlotsHarness()
     record = harness.record(4)
     harness.device_slots.reserve(record, [3, 2])
-    assert sorted(record.memory.reserved) == [2, 3]
+    assert record.reserved == [2, 3]
     assert harness.device_slots.reclaimable_tokens == 2 * BLOCK
     data, staged = harness.staging.fetch(3)
     assert harness.device_slots.take_bytes(record, 3, staged)
     assert harness.staging.pool.free == 64  # its host memory is free before the block lands
     assert record.meet.landed(3)
     harness.device_slots.stage(record, 3, None)
-    assert sorted(record.memory.reserved) == [2]
+    assert record.reserved == [2]
     assert harness.bytes_at(record.memory.slots[3].slots) == data
     _, other = harness.staging.fetch(1)
     assert not harness.device_slots.take_bytes(record, 1, other)  # no slots for it
@@ -258,12 +258,12 @@ def test_device_slots_reserve_takes_what_memory_there_is_in_the_given_order() ->
     harness.tree = [harness.allocator.alloc(BLOCK)]
     record = harness.record(6)
     harness.device_slots.reserve(record, [5, 4, 3, 2])
-    assert sorted(record.memory.reserved) == [3, 4, 5]
+    assert record.reserved == [3, 4, 5]
     assert harness.asked == [2 * BLOCK]
     harness.device_slots.reserve(record, [5, 4, 3, 2])
-    assert sorted(record.memory.reserved) == [3, 4, 5]
-    harness.device_slots.unreserve(record, [4, 5, 9], "overtaken")
-    assert sorted(record.memory.reserved) == [3]
+    assert record.reserved == [3, 4, 5]
+    harness.device_slots.discard(record, [4, 5, 9], "overtaken")
+    assert record.reserved == [3]
     assert harness.free == 2 * BLOCK
     assert harness.wasted() == {}
 
@@ -286,8 +286,8 @@ def test_device_slots_block_that_comes_after_its_slots_are_withdrawn_is_not_copi
     harness = SlotsHarness()
     record = harness.record(2)
     harness.device_slots.reserve(record, [1])
-    copy = record.memory.reserved[1]
-    harness.device_slots.unreserve(record, [1], "overtaken")
+    copy = record.memory.slots[1]
+    harness.device_slots.discard(record, [1], "overtaken")
     assert copy.withdraw() is None
     before = [as_bytes(b).clone() for b in buffers_of(harness.pool)]
     _, staged = harness.staging.fetch(1)
@@ -327,7 +327,7 @@ def test_device_slots_random_actions_lose_no_slot(
             taken = device_slots.take_bytes(record, number, staged)
             assert meet.landed(number)
             device_slots.stage(record, number, None if taken else staged)
-        elif action == "land" and wanted and number not in record.memory.reserved:
+        elif action == "land" and wanted and number not in record.memory.slots:
             harness.staging.land(record, number)
         elif action == "place":
             device_slots.place(record, list(record.memory.staged))
@@ -336,7 +336,7 @@ def test_device_slots_random_actions_lose_no_slot(
                 given_on += len(device_slots.take_slots(record, span))
                 meet.attach(span)
         elif action == "discard":
-            here = [b for b in (number,) if b in record.memory.staged or b in record.memory.slots]
+            here = [number] if meet.state(number) is BlockState.LANDED else []
             device_slots.discard(record, here, "memory")
             for b in here:
                 meet.dropped(b)
@@ -345,13 +345,9 @@ def test_device_slots_random_actions_lose_no_slot(
         elif action == "advance":
             front = min(meet.front + number * page, meet.limit)
             device_slots.discard(record, meet.advance(front), "in_tree")
-            device_slots.unreserve(record, range(meet.first_loadable), "overtaken")
-        held = sum(
-            len(copy.slots)
-            for r in records
-            for copies in (r.memory.slots, r.memory.reserved)
-            for copy in copies.values()
-        )
+            computed = [b for b in record.reserved if b < meet.first_loadable]
+            device_slots.discard(record, computed, "overtaken")
+        held = sum(len(copy.slots) for r in records for copy in r.memory.slots.values())
         assert device_slots.reclaimable_tokens == held
         assert harness.free == harness.size - held - given_on
         in_staging = sum(len(r.memory.staged) for r in records)

@@ -225,7 +225,7 @@ def test_unified_memory_slots_are_given_to_blocks_that_have_landed(
     record = record_of(2, block=BLOCK)
     record.meet.found([True, True])
     device.reserve(record, range(2))
-    assert not record.memory.reserved
+    assert not record.memory.slots
     earlier = side.full.alloc(2 * BLOCK)
     staging = Staging(side.kv)
     wanted = [staging.land(record, block) for block in range(2)]

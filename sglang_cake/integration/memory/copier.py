@@ -51,14 +51,6 @@ class SlotCopy:
         self.begun = False
         self._lock = threading.Lock()  # a copy is not begun and withdrawn at once
 
-    @classmethod
-    def complete(cls, slots: torch.Tensor) -> "SlotCopy":
-        """Of slots that hold their block."""
-        copy = cls(slots, ())
-        copy.begun = True
-        copy.launched.set_result(Copy())
-        return copy
-
     def begin(self) -> bool:
         """The bytes are there: whether the caller must hand the copy to the copier. False: another
         thread has done so, or the slots are withdrawn."""

@@ -72,17 +72,12 @@ class DeviceSlots:
         memory. None of them is an end block."""
         if self._kv.moves:
             return
-        memory = record.memory
-        taken = memory.reserved.keys() | memory.slots.keys()
-        todo = [b for b in blocks if b not in taken]
-        copies = self._allocate(todo)
-        memory.reserved |= copies
-        self.reclaimable_tokens += len(copies) * self._block_tokens
+        self._give(record, [b for b in blocks if b not in record.memory.slots])
 
     def take_bytes(self, record: PromptRecord, block: int, staged: StagedBlock) -> bool:
         """The bytes of a block are in host memory of this rank: copy them, if slots are reserved.
         I/O thread. Returns whether `staged` was taken over."""
-        copy = record.memory.reserved.get(block)
+        copy = record.memory.slots.get(block)
         if copy is None or not copy.begin():
             return False
         self._copier.load(copy, staged)
@@ -91,30 +86,22 @@ class DeviceSlots:
     def stage(self, record: PromptRecord, block: int, staged: StagedBlock | None) -> None:
         """The block has landed: every rank has its part of it. Args: staged: the bytes; None: they
         are being copied into the reserved slots."""
-        copy = record.memory.reserved.pop(block, None)
+        copy = record.memory.slots.get(block)
         if copy is None:
             assert staged is not None
             record.memory.staged[block] = staged
-            return
-        record.memory.slots[block] = copy
-        if staged is not None:  # the slots were reserved after the bytes had come
+        elif staged is not None:  # the slots were reserved after the bytes had come
             copy.begin()
             self._copier.load(copy, staged)
 
     def refuse(self, record: PromptRecord, staged: StagedBlock | None, reason: str) -> None:
         """The prompt has no use for a block that was loaded for it. Its bytes count as wasted.
 
-        Args: staged: None: the copier has them; `unreserve` counts them.
+        Args: staged: None: the copier has them; `discard` counts them.
         """
         if staged is not None:
             record.memory.wasted_bytes += self.link_bytes
             staged.release(used=False, reason=reason)
-
-    def unreserve(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
-        """These blocks are computed: free the slots that are reserved for them. All ranks do this
-        for the same blocks in the same step, even where one has their bytes."""
-        copies = self._free(record.memory.reserved, blocks)
-        self._waste(record, sum(copy.begun for copy in copies), reason)
 
     def place(
         self,
@@ -132,10 +119,7 @@ class DeviceSlots:
         """
         memory = record.memory
         todo = sorted((b for b in blocks if b not in memory.slots), reverse=True)
-        copies = self._allocate(todo, reclaim_from)
-        memory.slots |= copies
-        self.reclaimable_tokens += len(copies) * self._block_tokens
-        for block, copy in copies.items():
+        for block, copy in self._give(record, todo, reclaim_from).items():
             copy.begin()
             self._copier.load(copy, memory.staged[block])
             del memory.staged[block]
@@ -175,7 +159,7 @@ class DeviceSlots:
         blocks = span.blocks(self._block_tokens)
         copies = {b: record.memory.slots[b] for b in blocks}
         self._taken += self._order_forwards_after(copies.values())
-        slots = self.trim({b: copy.slots for b, copy in copies.items()}, span)
+        slots = self.trim(copies, span)
         for block in blocks:
             del record.memory.slots[block]
         self.reclaimable_tokens -= len(copies) * self._block_tokens
@@ -211,7 +195,7 @@ class DeviceSlots:
 
     def hand_out(
         self, record: PromptRecord, span: Span, being_read: Collection[int]
-    ) -> dict[int, torch.Tensor] | None:
+    ) -> dict[int, SlotCopy] | None:
         """Slots of the blocks of `span`, by block: those of landed blocks, and others for blocks
         in `being_read`, which the caller fills. The caller owns them until `trim` or `take_back`.
         None: not enough memory."""
@@ -220,11 +204,10 @@ class DeviceSlots:
         if not self.place(record, landed) or self.uncopied(record, landed):
             return None
         for block in being_read:
-            reserved = record.memory.reserved.get(block)
-            if reserved is not None:
-                if not reserved.cancel():
-                    return None  # it has come since: it will have landed at the next poll
-                self.unreserve(record, [block], "in_tree")
+            reserved = record.memory.slots.get(block)
+            if reserved is not None and not reserved.cancel():
+                return None  # it has come since: it will have landed at the next poll
+            self.discard(record, [block], "in_tree")
         copies = {b: record.memory.slots[b] for b in landed}
         self._order_forwards_after(copies.values())
         fresh = self._allocate(being_read)
@@ -235,26 +218,24 @@ class DeviceSlots:
         for block in landed:
             del record.memory.slots[block]
         self.reclaimable_tokens -= len(landed) * self._block_tokens
-        return {b: copy.slots for b, copy in (fresh | copies).items()}
+        return fresh | copies
 
-    def trim(self, handed_out: Mapping[int, torch.Tensor], span: Span) -> torch.Tensor:
+    def trim(self, handed_out: Mapping[int, SlotCopy], span: Span) -> torch.Tensor:
         """Of slots that were handed out, those of `span`, which the caller owns from now on. The
         others are freed."""
-        slots = torch.cat([handed_out[b] for b in span.blocks(self._block_tokens)])
+        slots = torch.cat([handed_out[b].slots for b in span.blocks(self._block_tokens)])
         offset = span.start % self._block_tokens
         stop = offset + span.tokens
         self.free(torch.cat([slots[:offset], slots[stop:]]))
         return slots[offset:stop]
 
     def take_back(
-        self, record: PromptRecord, handed_out: dict[int, torch.Tensor], being_read: Collection[int]
+        self, record: PromptRecord, handed_out: dict[int, SlotCopy], being_read: Collection[int]
     ) -> None:
         """Slots handed out are not needed now: those of blocks in `being_read` are freed."""
-        landed = {
-            b: SlotCopy.complete(slots) for b, slots in handed_out.items() if b not in being_read
-        }
+        landed = {b: copy for b, copy in handed_out.items() if b not in being_read}
         if being_read:
-            self.free(torch.cat([handed_out[b] for b in being_read]))
+            self.free(torch.cat([handed_out[b].slots for b in being_read]))
         record.memory.slots |= landed
         self.reclaimable_tokens += len(landed) * self._block_tokens
 
@@ -268,10 +249,23 @@ class DeviceSlots:
     # ---- giving up ----
 
     def discard(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
-        """Give up landed blocks, staged or placed. Their bytes count as wasted."""
+        """Give up what the prompt has of these blocks: reserved slots, and landed blocks. Bytes
+        that are there count as wasted. All ranks do this for the same blocks in the same step, even
+        where only one has their bytes.
+
+        A copy that has been launched is over before the next forward starts.
+        """
         blocks = set(blocks)
         memory = record.memory
-        self._waste(record, len(self._free(memory.slots, blocks)), reason)
+        copies = [memory.slots.pop(block) for block in memory.slots.keys() & blocks]
+        if copies:
+            launched = [copy.withdraw() for copy in copies]
+            self._kv.order_forwards_after([copy for copy in launched if copy is not None])
+            self.free(torch.cat([copy.slots for copy in copies]))
+            self.reclaimable_tokens -= len(copies) * self._block_tokens
+            wasted_bytes = sum(copy.begun for copy in copies) * self.link_bytes
+            memory.wasted_bytes += wasted_bytes
+            self._counters.add("wasted_bytes", wasted_bytes, label=reason)
         for block in blocks & memory.staged.keys():
             self.refuse(record, memory.staged.pop(block), reason)
 
@@ -284,7 +278,6 @@ class DeviceSlots:
 
     def discard_all(self, record: PromptRecord, reason: str) -> None:
         """Give up all that the prompt has here."""
-        self.unreserve(record, list(record.memory.reserved), reason)
         self.discard(record, {*record.memory.staged, *record.memory.slots}, reason)
 
     def reclaim(self, records: Sequence[PromptRecord], tokens: int) -> int:
@@ -295,10 +288,10 @@ class DeviceSlots:
         """
         before = self.reclaimable_tokens
         for record in reversed(records):
-            for block in sorted(record.memory.reserved):
+            for block in record.reserved:
                 if before - self.reclaimable_tokens >= tokens:
                     break
-                self.unreserve(record, [block], "memory")
+                self.discard(record, [block], "memory")
                 if record.meet.state(block) is BlockState.WANTED:
                     self.discard(record, record.meet.lost(block), "memory")
             for block in sorted(record.memory.slots):
@@ -325,11 +318,22 @@ class DeviceSlots:
         self._kv.order_forwards_after(launched)
         return launched
 
+    def _give(
+        self,
+        record: PromptRecord,
+        blocks: Collection[int],
+        reclaim_from: Sequence[PromptRecord] = (),
+    ) -> dict[int, SlotCopy]:
+        """Allocate slots for these blocks of a prompt, as far as there is memory."""
+        copies = self._allocate(blocks, reclaim_from)
+        record.memory.slots |= copies
+        self.reclaimable_tokens += len(copies) * self._block_tokens
+        return copies
+
     def _allocate(
         self, blocks: Collection[int], reclaim_from: Sequence[PromptRecord] = ()
     ) -> dict[int, SlotCopy]:
-        """Slots for these blocks, in this order, as far as there is memory. The caller counts
-        them."""
+        """Slots for these blocks, in this order, as far as there is memory."""
         size = self._block_tokens
         short = len(blocks) * size - self._allocator.available_size()
         if short > 0:
@@ -349,25 +353,3 @@ class DeviceSlots:
         except BaseException:
             self.free(slots)
             raise
-
-    def _waste(self, record: PromptRecord, blocks: int, reason: str) -> None:
-        if blocks:
-            wasted_bytes = blocks * self.link_bytes
-            record.memory.wasted_bytes += wasted_bytes
-            self._counters.add("wasted_bytes", wasted_bytes, label=reason)
-
-    def _free(self, copies: dict[int, SlotCopy], blocks: Iterable[int]) -> list[SlotCopy]:
-        """Free the slots of those `blocks` that are in `copies`. Returns what is taken out.
-
-        A copy that has been launched is over before the next forward starts.
-        """
-        chosen = {block: copies[block] for block in blocks if block in copies}
-        if not chosen:
-            return []
-        launched = [copy.withdraw() for copy in chosen.values()]
-        self._kv.order_forwards_after([copy for copy in launched if copy is not None])
-        self.free(torch.cat([copy.slots for copy in chosen.values()]))
-        for block in chosen:
-            del copies[block]
-        self.reclaimable_tokens -= len(chosen) * self._block_tokens
-        return list(chosen.values())

@@ -22,6 +22,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import CakeError, OverlapError, RunaheadError
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration.boundary import BOUNDARY, OriginalFunction, guarded
+from sglang_cake.integration.memory.copier import SlotCopy
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import (
@@ -60,7 +61,7 @@ class OverlappedStep:
     span: Span
     reads: dict[int, BlockRead]
     patience_s: float
-    handed_out: dict[int, torch.Tensor]
+    handed_out: dict[int, SlotCopy]
     slots: torch.Tensor | None = None
 
 

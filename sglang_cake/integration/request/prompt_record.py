@@ -19,8 +19,8 @@ overlapped last step go from place 1 directly to place 4. Terms: docs/glossary.m
 3. `LoadMemory.slots`: the block has device slots, and is copied there.
 4. SGLang's tree.
 
-Blocks of the prompt that is served first have slots reserved before they come
-(`LoadMemory.reserved`). They go from 1 to 3, and are copied as soon as this rank has their bytes.
+Blocks of the prompt that is served first have slots reserved before they come. They go from 1 to 3,
+and are copied as soon as this rank has their bytes.
 """
 
 import itertools
@@ -177,13 +177,12 @@ class LoadMemory:
     `DeviceSlots`.
 
     Attributes:
-        reserved: slots of blocks that have not landed.
         staged: landed blocks in host memory.
-        slots: landed blocks in device slots, or on their way there.
+        slots: device slots of blocks that are there, or on their way there, and slots that are
+            reserved for blocks that have not landed (`PromptRecord.reserved`).
         wasted_bytes: bytes that were loaded for this prompt and not used.
     """
 
-    reserved: "dict[int, SlotCopy]" = field(default_factory=dict)
     staged: dict[int, StagedBlock] = field(default_factory=dict)
     slots: "dict[int, SlotCopy]" = field(default_factory=dict)
     wasted_bytes: int = 0
@@ -288,6 +287,12 @@ class PromptRecord:
     def rid(self) -> str:
         """SGLang's id of the request, which another one may have as well."""
         return str(self.req.rid)
+
+    @property
+    def reserved(self) -> list[int]:
+        """Blocks that have slots and have not landed, ascending."""
+        landed = BlockState.LANDED
+        return sorted(b for b in self.memory.slots if self.meet.state(b) is not landed)
 
     @property
     def needed_slots(self) -> int:

@@ -878,8 +878,7 @@ class Coordinator:
         # do not keep buffers from it.
         with_memory: PromptRecord | None = None
         for record in served:
-            has_slots = record.memory.reserved or record.memory.slots
-            if (with_memory is None or has_slots) and self._has_memory_for(record):
+            if (with_memory is None or record.memory.slots) and self._has_memory_for(record):
                 with_memory = with_memory or record
                 count = record.meet.block_count
                 blocks = [block for block in record.memory.staged if block < count]
@@ -978,8 +977,7 @@ class Coordinator:
     def _has_memory_for(self, record: PromptRecord) -> bool:
         """Whether a prompt may have slots before it is admitted: it could be admitted now, beside
         all others that have slots."""
-        own = len(record.memory.reserved) + len(record.memory.slots)
-        needed = record.needed_slots - own * self.block_tokens
+        needed = record.needed_slots - len(record.memory.slots) * self.block_tokens
         if record.queue.has_memory is None:
             # `spare_slots` has slots that can be evicted. Some may hold the prefix of this request.
             needed += record.meet.front

@@ -78,9 +78,9 @@ class PromptLoads:
             if record.meet.landed(block):
                 self._device_slots.stage(record, block, staged)
             else:
-                self._device_slots.unreserve(record, [block], "overtaken")
+                self._device_slots.discard(record, [block], "overtaken")
                 self._device_slots.refuse(record, staged, "overtaken")
-        self._device_slots.unreserve(record, update.lost, "peer")
+        self._device_slots.discard(record, update.lost, "peer")
         for block in update.lost:
             if record.meet.state(block) is BlockState.WANTED:
                 if block in record.meet.end_indices:
@@ -109,7 +109,7 @@ class PromptLoads:
         if overdue and block is None:
             self._loader.set_first_loadable(record.load_id, record.meet.block_count)
             self._device_slots.discard(record, record.meet.give_up(), "overtaken")
-            self._device_slots.unreserve(record, list(record.memory.reserved), "overtaken")
+            self._device_slots.discard(record, record.reserved, "overtaken")
             self._set_run(record)
         else:
             self._loader.set_load_from(record.load_id, block)
@@ -117,8 +117,8 @@ class PromptLoads:
     def set_first_loadable(self, record: PromptRecord, block: int) -> None:
         """Blocks below `block` are computed: none of them is read any more."""
         self._loader.set_first_loadable(record.load_id, block)
-        computed = [b for b in record.memory.reserved if b < block]
-        self._device_slots.unreserve(record, computed, "overtaken")
+        computed = [b for b in record.reserved if b < block]
+        self._device_slots.discard(record, computed, "overtaken")
         for each in [b for b in record.local.fetched if b < block]:
             self._device_slots.refuse(record, record.local.fetched.pop(each), "overtaken")
         self._set_run(record)
@@ -166,8 +166,8 @@ class PromptLoads:
         if not meet.end_blocks or not record.agreed.lookup_done:
             return
         self._loader.set_run(record.load_id, meet.run)
-        former = [b for b in record.memory.reserved if b not in meet.run]
-        self._device_slots.unreserve(record, former, "overtaken")
+        former = [b for b in record.reserved if b not in meet.run]
+        self._device_slots.discard(record, former, "overtaken")
         for block in [b for b in record.local.fetched if meet.state(b) is BlockState.GONE]:
             self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
 
