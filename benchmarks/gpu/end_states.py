@@ -136,7 +136,8 @@ def moved(
     forward = load.stream
     streams = CopyStreams(device, CopyMemory.of_blocks(BLOCK_BYTES), forward)
     case = KINDS[kind](streams, device)
-    ends = EndStates([case.part])
+    ends, (kv, _) = EndStates([case.part]), case.part.copies[0]
+    kv.also_scheduler = True
     number = len(case.taken_rows)
     wanted, old, new = (
         [random_bytes(number, rows.shape[1], seed=n, device=device) for rows in case.rows]
@@ -155,7 +156,7 @@ def moved(
             _write(case.rows, case.taken_rows, wanted)
         save = ends.save(taken, buffers, _fence(forward, device) if fenced else ())
         if ordered:
-            streams.hold_back([save], also_scheduler=True)
+            kv.order_forwards_after([save])
         with torch.cuda.stream(forward):
             _write(case.rows, case.taken_rows, new)
     save.wait()
@@ -166,7 +167,7 @@ def moved(
         after = _fence(forward, device) if fenced else ()
         loads = [ends.load(index, each, given, after) for index, each in enumerate(buffers)]
         if ordered:
-            streams.hold_back(loads, also_scheduler=True)
+            kv.order_forwards_after(loads)
         with torch.cuda.stream(forward):
             for rows, into in zip(case.rows, seen, strict=True):
                 torch.index_select(rows, 0, case.given_rows, out=into)

@@ -116,10 +116,7 @@ class Boundary:
             return
         if not off:
             try:
-                if rid is None:
-                    handler.forget_all()
-                else:
-                    handler.forget(rid)
+                handler.forget(rid)
             except Exception:
                 logger.exception("cake: a request could not be given up")
                 off = True

@@ -47,11 +47,8 @@ class Tree:
     def __init__(self) -> None:
         self.calls: list[str | None] = []
 
-    def forget(self, rid: str) -> None:
-        self.calls.append(rid)
-
-    def forget_all(self) -> None:
-        self.calls.append("all")
+    def forget(self, rid: str | None) -> None:
+        self.calls.append("all" if rid is None else rid)
 
     def switch_off(self) -> None:
         self.calls.append("off")

@@ -311,7 +311,7 @@ def test_coordinator_trees_forgotten_request_is_a_failure_and_an_aborted_one_is_
         tree.forget(req.rid)
         assert coordinator.failed
         coordinator.failed = False
-        tree.forget_all()
+        tree.forget(None)
         assert coordinator.failed
         harness.side.waiting.remove(req)
         harness.side.drop(req)

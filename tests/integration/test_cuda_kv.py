@@ -522,7 +522,7 @@ def test_recurrent_states_go_through_the_rings_in_pieces(
         save.wait()
         target = states.prepare(EndSlots(state=torch.tensor([3])))
         loads = [states.load(n, buffer, target, ()) for n, buffer in enumerate(saved)]
-        streams.hold_back(loads, also_scheduler=True)
+        states.parts[0].copies[0][0].order_forwards_after(loads)
         cuda.run_all()
         for plane, old in zip(planes, before, strict=True):
             assert torch.equal(plane[:, 3], old[:, 1])

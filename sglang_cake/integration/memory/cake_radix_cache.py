@@ -141,11 +141,15 @@ class CakeRadixCache(UnifiedRadixCache):
 
     # ---- what the boundary calls ----
 
-    def forget(self, rid: str) -> None:
-        """Cake failed: compute this request without it, and return all that it holds."""
+    def forget(self, rid: str | None) -> None:
+        """Cake failed: compute this request without it, and return all that it holds. None: so with
+        every request."""
         if self.coordinator is not None:
             self.coordinator.failed = True
-        self._give_up(rid)
+        if rid is None:
+            self.give_up_all()
+        else:
+            self._give_up(rid)
 
     def _give_up(self, rid: str) -> None:
         """Return all that a request holds. If its overlapped last step is scheduled, that happens
@@ -156,12 +160,6 @@ class CakeRadixCache(UnifiedRadixCache):
             self.coordinator.release(rid)
         if self.runahead is not None:
             self.runahead.release(rid)
-
-    def forget_all(self) -> None:
-        """The same for every request."""
-        if self.coordinator is not None:
-            self.coordinator.failed = True
-        self.give_up_all()
 
     def give_up_all(self) -> None:
         """Return all that requests hold: they are computed without cake."""

@@ -426,18 +426,6 @@ class CopyStreams:
         current = torch.cuda.current_stream(self._device)
         return [current] if self.forward is None else [current, self.forward]
 
-    def hold_back(self, copies: Sequence[Copy], *, also_scheduler: bool) -> None:
-        """Forwards that are launched from now on start after these copies, all in one direction,
-        have left the pools. Scheduler thread.
-
-        Args: also_scheduler: so does what is launched from now on in the scheduler's stream.
-        """
-        if copies:
-            last = max(copies, key=lambda copy: copy.number)
-            assert last.pool is not None
-            for stream in self.of_sglang if also_scheduler else self.of_sglang[-1:]:
-                stream.wait_event(last.pool)
-
     def fetch(self, source: torch.Tensor, place: RingPlace) -> None:
         """Copy host memory (uint8) into a place, for copies in `into`."""
         self.fetching.wait_event(place.read)
@@ -494,11 +482,10 @@ class CudaKV(DeviceKV):
             streams=self.streams,
         )
 
-    def here(self) -> contextlib.AbstractContextManager[object]:
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch.cuda.device(self.device))
-        return stack
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            yield
 
     def fence(self) -> Fence:
         return tuple(_recorded(stream) for stream in self.streams.of_sglang)
@@ -511,7 +498,10 @@ class CudaKV(DeviceKV):
             for piece in self._pieces:
                 place = next(streams.places)
                 if self.encoded:  # a block of one piece
-                    self._decode(block, place.memory[0, : piece.size_bytes])
+                    from sglang_cake.integration.memory import device_decode  # loads numba
+
+                    into = place.memory[0, : piece.size_bytes]
+                    device_decode.decode_payload(self.layout, memory_of(block), into)
                 else:
                     streams.fetch(_part(block, piece), place)
                 self._kernel.scatter(place.memory, rows.of(piece.moves), piece)
@@ -536,7 +526,12 @@ class CudaKV(DeviceKV):
             return Copy(_recorded(streams.out), pool, (slots,), number=next(streams.numbers))
 
     def order_forwards_after(self, copies: Sequence[Copy]) -> None:
-        self.streams.hold_back(copies, also_scheduler=self.also_scheduler)
+        if copies:
+            last = max(copies, key=lambda copy: copy.number)
+            assert last.pool is not None
+            of_sglang = self.streams.of_sglang
+            for stream in of_sglang if self.also_scheduler else of_sglang[-1:]:
+                stream.wait_event(last.pool)
 
     def wait_for_copies(self) -> None:
         _recorded(self.streams.into).synchronize()
@@ -550,12 +545,6 @@ class CudaKV(DeviceKV):
     def before_moves(self, stream: Any) -> None:
         stream.wait_stream(self.streams.into)
         stream.wait_stream(self.streams.out)
-
-    def _decode(self, buffer: Buffer, block: torch.Tensor) -> None:
-        """Fill a block (uint8 `[block_bytes]`, on the device) from an encoded one."""
-        from sglang_cake.integration.memory.device_decode import decode_payload  # loads numba
-
-        decode_payload(self.layout, memory_of(buffer), block)
 
 
 @contextlib.contextmanager
