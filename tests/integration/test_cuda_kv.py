@@ -457,7 +457,7 @@ def test_cuda_kv_pools_share_streams_and_memory(monkeypatch: pytest.MonkeyPatch)
         harness = GpuHarness(monkeypatch, seed)
         other = mha(6 * BLOCK, layers=1)
         with LiveBytes() as live:
-            beside: Any = harness.kv.beside(other, BLOCK)
+            beside: Any = harness.kv.beside(other, block_tokens=BLOCK)
         assert live.peak < harness.kv.layout.block_bytes
         one, two = harness.block(1), Buffer(harness.block(2).view[: beside.layout.block_bytes])
         slots = harness.slots[0]

@@ -29,7 +29,14 @@ import torch
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import ConfigError
 from sglang_cake.core.layout import PlaneGroup
-from sglang_cake.integration.memory.kv_pool import PIECE_BYTES, Copy, DeviceKV, Fence, memory_of
+from sglang_cake.integration.memory.kv_pool import (
+    PIECE_BYTES,
+    Copy,
+    DeviceKV,
+    Fence,
+    MakeKV,
+    memory_of,
+)
 from sglang_cake.integration.memory.pool_planes import DraftPools, PoolPlanes, translation_of
 
 if TYPE_CHECKING:
@@ -75,10 +82,6 @@ class EndPart:
     copies: Sequence[tuple[DeviceKV, int]]
     slots_of: Callable[[EndSlots], torch.Tensor]
     form: dict[str, object]
-
-
-MakeKV = Callable[..., DeviceKV]
-"""`(pool, block_tokens=, drafts=)`: as `DeviceKV.beside`."""
 
 
 class EndStates:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ DECODING_BLOCKS = 5.5
 
 # A point of the device's work: events that are recorded at it. On a CPU there are none.
 Fence = tuple[torch.cuda.Event, ...]
+MakeKV = Callable[..., "DeviceKV"]  # as `DeviceKV.beside`
 
 
 def pieces_of(
@@ -168,6 +169,8 @@ class DeviceKV:
         rows: the pool itself, in block order: the planes of each layer, each `[rows, words]`. A row
             holds `row_tokens` slots of the layout's plane.
         streams: that copies run on; None: they run in the calling thread.
+        beside: `(pool, block_tokens=, drafts=)` makes the same for blocks of another pool, which
+            are not larger, and not encoded.
 
     Args:
         pool: as `pool_planes` takes it, or planes whose rows are slots. Raises: ConfigError for any
@@ -187,6 +190,7 @@ class DeviceKV:
         apart: Sequence[object] = (),
         drafts: Sequence[Any] = (),
     ) -> None:
+        self.beside: MakeKV = DeviceKV
         found = [*pool] if isinstance(pool, list) else pool_planes(pool, apart=apart)
         self.slots = min(each.slots for each in found)
         self.moves = moves_slots(pool)
@@ -234,10 +238,6 @@ class DeviceKV:
     def load_buffer_bytes(self) -> int:
         """Size of a buffer that `load` takes; those of `save` have the size of a block."""
         return self.layout.block_bytes + (ENCODED_HEAD_BYTES if self.encoded else 0)
-
-    def beside(self, pool: Any, block_tokens: int, *, drafts: Sequence[Any] = ()) -> "DeviceKV":
-        """The same for blocks of another pool, which are not larger, and not encoded."""
-        return DeviceKV(pool, block_tokens=block_tokens, drafts=drafts)
 
     def here(self) -> contextlib.AbstractContextManager[object]:
         """The context of a thread that calls `load` and `save`."""
@@ -469,18 +469,10 @@ class CudaKV(DeviceKV):
         memory = CopyMemory.of_blocks(self.layout.block_bytes, encoded=encoded)
         self.encoded = memory.decoding_bytes > 0
         self.streams = streams or CopyStreams(self.device, memory, forward_stream)
+        self.beside = partial(CudaKV, forward_stream=forward_stream, streams=self.streams)
         self._pieces = pieces_of(self.layout, self.streams.piece_bytes, self._moving)
         self._kernel = RowKernel(self.rows, self.layout)
         self._kernel.compile(self._pieces)
-
-    def beside(self, pool: Any, block_tokens: int, *, drafts: Sequence[Any] = ()) -> DeviceKV:
-        return CudaKV(
-            pool,
-            block_tokens=block_tokens,
-            drafts=drafts,
-            forward_stream=self.streams.forward,
-            streams=self.streams,
-        )
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
