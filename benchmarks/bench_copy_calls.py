@@ -208,7 +208,7 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
                 over.set()
 
         for _ in range(LOADED):
-            copy = SlotCopy(slots, fence)
+            copy = SlotCopy(kv, slots, fence)
             copy.begin()
             copier.load(copy, StagedBlock(buffer, give, lambda staged: None))
         over.wait()

@@ -560,9 +560,9 @@ class HybridTree:
         return True
 
     def load_end(self, tokens: tuple[int, ...], end: EndSlots) -> None:
-        end = self.ends.prepare(end)
-        for index, piece in enumerate(self.store.ends[tokens]):
-            self.ends.load(index, held(piece), end, ())
+        blocks = self.ends.blocks_of(self.ends.prepare(end))
+        for (kv, slots), piece in zip(blocks, self.store.ends[tokens], strict=True):
+            kv.load(held(piece), slots, ())
 
     def empty(self) -> None:
         """All pools and the tree are as those of a server that starts; the store stays."""

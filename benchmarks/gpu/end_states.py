@@ -165,7 +165,8 @@ def moved(
         with torch.cuda.stream(forward):
             _write(case.rows, case.given_rows, old)
         after = _fence(forward, device) if fenced else ()
-        loads = [ends.load(index, each, given, after) for index, each in enumerate(buffers)]
+        blocks = zip(ends.blocks_of(given), buffers, strict=True)
+        loads = [its_kv.load(each, slots, after) for (its_kv, slots), each in blocks]
         if ordered:
             kv.order_forwards_after(loads)
         with torch.cuda.stream(forward):

@@ -150,7 +150,7 @@ class Copying:
         return blocks * self.block_bytes / (time.perf_counter() - begun_s)
 
     def load(self, buffer: Buffer, slots: torch.Tensor) -> None:
-        copy = SlotCopy(slots, self.fence)
+        copy = SlotCopy(self.kv, slots, self.fence)
         copy.begin()
         self.copier.load(copy, StagedBlock(buffer, self.staging.give, lambda staged: None))
 

@@ -250,9 +250,12 @@ class CoordinatorHarness(HeldReads):
     def prepare(self, end: dict[int, bytes]) -> dict[int, bytes]:
         return end
 
-    def load(self, index: int, buffer: Buffer, end: dict[int, bytes], after: Fence) -> Copy:
-        end[index] = bytes(buffer.view)
-        return Copy()
+    def blocks_of(self, end: dict[int, bytes]) -> list[tuple[Any, int]]:
+        def load(buffer: Buffer, index: int, after: Fence) -> Copy:
+            end[index] = bytes(buffer.view)
+            return Copy()
+
+        return [(SimpleNamespace(load=load), index) for index in range(self.end_blocks)]
 
     def attach(
         self, req: FakeReq, slots: torch.Tensor, stop: int, end: dict[int, bytes] | None

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
-from sglang_cake.integration.memory.copier import Copier
+from sglang_cake.integration.memory.copier import Copier, SlotCopy
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.loading.loader import StagedBlock
 
@@ -39,21 +40,21 @@ class FaultyCopier(Copier):
         self.launched: list[bytes] = []
         self._late: list[Callable[[], None]] = []
 
-    def launch_load(
-        self, launched: "Future[Copy]", staged: StagedBlock, launch: Callable[[], Copy]
-    ) -> None:
-        data, later = bytes(staged.buffer.view), super().launch_load
+    def load(self, copy: SlotCopy, staged: StagedBlock) -> None:
+        data, later, kv = bytes(staged.buffer.view), super().load, copy.kv
 
-        def copy() -> Copy:
+        def launch(*args: Any) -> Copy:
             if error := self.errors.pop(data, None):
                 raise error
             self.launched.append(data)
-            return launch()
+            return kv.load(*args)
 
+        made: Any = SimpleNamespace(load=launch)
+        copy.kv = made
         if data in self.held:
-            self._late.append(lambda: later(launched, staged, copy))
+            self._late.append(lambda: later(copy, staged))
         else:
-            later(launched, staged, copy)
+            later(copy, staged)
 
     def wait_launched(self, launches: "Sequence[Future[Copy]]") -> list[Copy | None]:
         copies = super().wait_launched(launches)

@@ -73,8 +73,8 @@ class SlowCopy:
             assert self._kv.changed.wait_for(self.done, PATIENCE_S)
 
 
-def slot_copy() -> SlotCopy:
-    return SlotCopy(SLOTS, ())
+def slot_copy(kv: Any) -> SlotCopy:
+    return SlotCopy(kv, SLOTS, ())
 
 
 def host_bytes() -> Buffer:
@@ -117,7 +117,7 @@ def harness() -> Iterator[CopierHarness]:
 
 
 def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: CopierHarness) -> None:
-    copy, staged = slot_copy(), harness.staged()
+    copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     assert not copy.begin()
     harness.copier.load(copy, staged)
@@ -134,7 +134,7 @@ def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: Copi
 def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> None:
     save = harness.copier.save(SLOTS, [host_bytes()], ())
     assert save.launched.result(PATIENCE_S) is not None
-    copy, staged = slot_copy(), harness.staged()
+    copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(2)
@@ -146,7 +146,7 @@ def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> No
 
 
 def test_copier_withdrawn_slots_are_not_written(harness: CopierHarness) -> None:
-    copy, staged = slot_copy(), harness.staged()
+    copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     assert copy.withdraw() is None
     harness.copier.load(copy, staged)
@@ -157,7 +157,7 @@ def test_copier_withdrawn_slots_are_not_written(harness: CopierHarness) -> None:
 
 
 def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness) -> None:
-    copy, staged = slot_copy(), harness.staged()
+    copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     harness.copier.load(copy, staged)
     harness.kv.wait_launched(1)
@@ -165,7 +165,7 @@ def test_copier_withdrawn_after_the_launch_gives_the_copy(harness: CopierHarness
 
 
 def test_copier_cancel_leaves_slots_of_a_begun_copy_alone() -> None:
-    waiting, begun = slot_copy(), slot_copy()
+    waiting, begun = slot_copy(SlowKV()), slot_copy(SlowKV())
     assert begun.begin()
     assert not begun.cancel()
     assert waiting.cancel()
@@ -174,7 +174,7 @@ def test_copier_cancel_leaves_slots_of_a_begun_copy_alone() -> None:
 
 def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: CopierHarness) -> None:
     harness.kv.error = RuntimeError("the device is gone")
-    copy, staged = slot_copy(), harness.staged()
+    copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     harness.copier.load(copy, staged)
     harness.wait_freed()
@@ -187,7 +187,7 @@ def test_copier_failed_load_is_raised_once_and_frees_host_memory(harness: Copier
 
 def test_copier_load_without_device_memory_is_no_copy_and_no_error(harness: CopierHarness) -> None:
     harness.kv.error = torch.OutOfMemoryError("no memory")
-    copy, staged = slot_copy(), harness.staged()
+    copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     harness.copier.load(copy, staged)
     harness.wait_freed()
@@ -201,7 +201,7 @@ def test_copier_error_of_a_copy_under_way_is_raised_and_later_copies_are_launche
     harness: CopierHarness,
 ) -> None:
     harness.kv.later_error = RuntimeError("the device is gone")
-    first, second = slot_copy(), slot_copy()
+    first, second = slot_copy(harness.kv), slot_copy(harness.kv)
     for copy in (first, second):
         assert copy.begin()
         harness.copier.load(copy, harness.staged())
@@ -232,7 +232,7 @@ def test_copier_late_copies_are_given_up_and_never_launched() -> None:
         return harness.kv.save(SLOTS, [], ())
 
     harness.copier.launch_save(held_up)
-    copy, staged = slot_copy(), harness.staged()
+    copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     harness.copier.load(copy, staged)
     save = harness.copier.save(SLOTS, [host_bytes()], ())
@@ -284,7 +284,7 @@ def test_copier_of_the_same_thread_completes_at_once() -> None:
     assert buffer is not None
     staged = StagedBlock(buffer, staged_pool.give, lambda _: None)
     kv.ended.add(("load", buffer, ()))
-    copy = slot_copy()
+    copy = slot_copy(kv)
     assert copy.begin()
     Copier(kv).load(copy, staged)
     assert staged_pool.free == 1

@@ -521,7 +521,8 @@ def test_recurrent_states_go_through_the_rings_in_pieces(
         save = states.save(states.prepare(EndSlots(state=torch.tensor([1]))), saved, ())
         save.wait()
         target = states.prepare(EndSlots(state=torch.tensor([3])))
-        loads = [states.load(n, buffer, target, ()) for n, buffer in enumerate(saved)]
+        blocks = zip(states.blocks_of(target), saved, strict=True)
+        loads = [kv.load(buffer, slots, ()) for (kv, slots), buffer in blocks]
         states.parts[0].copies[0][0].order_forwards_after(loads)
         cuda.run_all()
         for plane, old in zip(planes, before, strict=True):
@@ -571,7 +572,8 @@ def test_end_states_forwards_wait_for_the_copies_of_all_parts(
     save.wait()
     forward(given, 3)
     after, target = kv.fence(), ends.prepare(given)
-    loads = [ends.load(index, buffer, target, after) for index, buffer in enumerate(buffers)]
+    blocks = zip(ends.blocks_of(target), buffers, strict=True)
+    loads = [its_kv.load(buffer, slots, after) for (its_kv, slots), buffer in blocks]
     kv.order_forwards_after(loads[::-1])
     seen: list[bool] = []
     harness.forward.launch(

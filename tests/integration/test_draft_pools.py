@@ -126,8 +126,8 @@ def moved(
     assert source.describe() == sink.describe()
     buffers = [Buffer(on_page(block_bytes)) for _ in range(source.count)]
     source.save(source.prepare(taken), buffers, ()).wait()
-    for index, buffer in enumerate(buffers):
-        sink.load(index, buffer, sink.prepare(given), ()).wait()
+    for (kv, slots), buffer in zip(sink.blocks_of(sink.prepare(given)), buffers, strict=True):
+        kv.load(buffer, slots, ())
 
 
 def windows_of(of: Any, drafts: Sequence[Any]) -> EndPart:

@@ -191,7 +191,7 @@ def test_unified_memory_slots_do_not_move_under_a_copy(
             staging = Staging(side.kv)
             landed = [staging.fetch(number) for number in range(3)]
             wanted = [data for data, _ in landed]
-            copies = [SlotCopy(part, ()) for part in slots.split(BLOCK)]
+            copies = [SlotCopy(side.kv, part, ()) for part in slots.split(BLOCK)]
             for copy, (_, staged) in zip(copies, landed, strict=True):
                 assert copy.begin()
                 copier.load(copy, staged)

@@ -37,6 +37,7 @@ class SlotCopy:
     """The copy of one block into device slots, from the reservation of the slots on. Thread-safe.
 
     Attributes:
+        kv: the pool that the slots are in.
         slots: int64 `[block_tokens]`, on the device.
         after: the slots may be written after this point.
         launched: the copy, once it is launched; the error of a launch that failed. Cancelled: the
@@ -44,7 +45,8 @@ class SlotCopy:
         begun: whether the copier has the copy, or had it.
     """
 
-    def __init__(self, slots: torch.Tensor, after: Fence) -> None:
+    def __init__(self, kv: DeviceKV, slots: torch.Tensor, after: Fence) -> None:
+        self.kv = kv
         self.slots = slots
         self.after = after
         self.launched: Future[Copy] = Future()
@@ -140,15 +142,7 @@ class Copier:
 
     def load(self, copy: SlotCopy, staged: StagedBlock) -> None:
         """Copy a block into its slots, and then stop being a holder of `staged`."""
-        self.launch_load(
-            copy.launched, staged, lambda: self._kv.load(staged.buffer, copy.slots, copy.after)
-        )
-
-    def launch_load(
-        self, launched: "Future[Copy]", staged: StagedBlock, launch: Callable[[], Copy]
-    ) -> None:
-        """The same with another copy, such as that of an end block. Args: launched: gets it."""
-        self._post(lambda: self._load(launched, staged, launch))
+        self._post(lambda: self._load(copy, staged))
         self._hold_moves()
 
     def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
@@ -223,25 +217,23 @@ class Copier:
             begun.copy.wait()
             begun.end()
 
-    def _load(
-        self, launched: "Future[Copy]", staged: StagedBlock, launch: Callable[[], Copy]
-    ) -> _UnderWay | None:
-        if not launched.set_running_or_notify_cancel():
+    def _load(self, copy: SlotCopy, staged: StagedBlock) -> _UnderWay | None:
+        if not copy.launched.set_running_or_notify_cancel():
             staged.release(used=False, reason="cancelled")
             return None
         try:
-            copy = launch()
+            made = copy.kv.load(staged.buffer, copy.slots, copy.after)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 logger.warning("a block is computed: no device memory to copy it (%s)", error)
             else:
                 logger.exception("a block could not be copied to the device")
                 self._failure = self._failure or error
-            launched.set_exception(error)
+            copy.launched.set_exception(error)
             staged.release(used=False, reason="cancelled")
             return None
-        launched.set_result(copy)
-        return _UnderWay(copy, lambda: staged.release(used=True, copy_s=copy.seconds()))
+        copy.launched.set_result(made)
+        return _UnderWay(made, lambda: staged.release(used=True, copy_s=made.seconds()))
 
     def _save(self, save: Save, launch: Callable[[], Copy]) -> _UnderWay | None:
         if not save.launched.set_running_or_notify_cancel():

@@ -15,14 +15,13 @@ way, so the forwards that follow wait for its copy on the device.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.token_span import Span
-from sglang_cake.integration.memory.copier import Copier, SlotCopy, withdraw
+from sglang_cake.integration.memory.copier import Copier, SlotCopy
 from sglang_cake.integration.memory.end_states import EndSlots, EndStates
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV
 from sglang_cake.integration.request.prompt_record import PromptRecord
@@ -179,17 +178,14 @@ class DeviceSlots:
         assert self._ends is not None
         slots = self._ends.prepare(end)
         after = self._kv.fence()
-        launches: list[Future[Copy]] = []
+        copies = [SlotCopy(kv, rows, after) for kv, rows in self._ends.blocks_of(slots)]
         try:
-            for index, block in enumerate(blocks):
-                staged = record.memory.staged.pop(block)
-                launches.append(Future())
-                launch = partial(self._ends.load, index, staged.buffer, slots, after)
-                self._copier.launch_load(launches[-1], staged, launch)
-            return None not in self._wait_launched(launches)
+            for block, copy in zip(blocks, copies, strict=True):
+                self._copier.load(copy, record.memory.staged.pop(block))
+            return None not in self._wait_launched([copy.launched for copy in copies])
         finally:  # the slots may get another owner: no copy is launched from now on
-            copies = [withdraw(launched) for launched in launches]
-            self._kv.order_forwards_after([copy for copy in copies if copy is not None])
+            launched = [copy.withdraw() for copy in copies]
+            self._kv.order_forwards_after([copy for copy in launched if copy is not None])
 
     # ---- from slots to an overlapped last step, and back ----
 
@@ -349,7 +345,9 @@ class DeviceSlots:
             # Behind the allocation: with larger pages, the device computes the slots' numbers.
             after = self._kv.fence()
             parts = slots.split(size)
-            return {b: SlotCopy(part, after) for b, part in zip(blocks, parts, strict=False)}
+            return {
+                b: SlotCopy(self._kv, part, after) for b, part in zip(blocks, parts, strict=False)
+            }
         except BaseException:
             self.free(slots)
             raise

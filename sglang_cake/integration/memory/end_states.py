@@ -20,7 +20,7 @@ So stores, host buffers and the loader handle one size.
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +85,8 @@ class EndPart:
 
 
 class EndStates:
-    """The end states of one model, of all kinds of its layers. The copier's thread calls `load` and
-    `save`, and the scheduler thread the rest.
+    """The end states of one model, of all kinds of its layers. The copier's thread calls `save`,
+    and the scheduler thread the rest.
 
     Attributes:
         window_tokens: tokens of an end's window; 0: no layer has a sliding window.
@@ -152,8 +152,8 @@ class EndStates:
         return json.dumps([part.form for part in self.parts], separators=(",", ":"))
 
     def prepare(self, end: EndSlots) -> list[torch.Tensor]:
-        """The slots of an end as `load` and `save` take them. The device computes them before the
-        fence that these get."""
+        """The slots of an end as `blocks_of` and `save` take them. The device computes them before
+        the fence of the copies."""
         return [slots for part in self.parts for slots in [part.slots_of(end)] * len(part.copies)]
 
     def save(self, slots: Sequence[torch.Tensor], buffers: Sequence[Buffer], after: Fence) -> Copy:
@@ -165,7 +165,7 @@ class EndStates:
                 its_buffers = buffers[first : first + count]
                 for buffer in its_buffers:  # it still has bytes of another block: none is stored
                     memory_of(buffer)[kv.layout.block_bytes :].zero_()
-                copies.append(kv.save(its_slots, [_used(kv, each) for each in its_buffers], after))
+                copies.append(kv.save(its_slots, its_buffers, after))
                 first += count
         except BaseException:  # the caller takes all buffers back
             for copy in copies:
@@ -174,18 +174,10 @@ class EndStates:
         # All are copied in one stream, so the last copy ends last.
         return replace(copies[-1], keep=tuple(itertools.chain(*(copy.keep for copy in copies))))
 
-    def load(self, index: int, buffer: Buffer, slots: Sequence[torch.Tensor], after: Fence) -> Copy:
-        """Copy end block `index` into the slots, once `after` is reached."""
-        for (kv, count), its_slots in zip(self._runs, slots, strict=True):
-            if index < count:
-                rows = its_slots.split(kv.layout.block_tokens)[index]
-                return kv.load(_used(kv, buffer), rows, after)
-            index -= count
-        raise IndexError(index)
-
-
-def _used(kv: DeviceKV, buffer: Buffer) -> Buffer:
-    return Buffer(buffer.view[: kv.layout.block_bytes])
+    def blocks_of(self, slots: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceKV, torch.Tensor]]:
+        """For each end block, what copies it, and its slots."""
+        for (kv, _), its_slots in zip(self._runs, slots, strict=True):
+            yield from ((kv, rows) for rows in its_slots.split(kv.layout.block_tokens))
 
 
 def window_rows(
