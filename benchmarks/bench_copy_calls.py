@@ -214,7 +214,7 @@ def copies_of(form: PoolForm, driver: StubDriver, *, turns: int) -> dict[str, di
         over.wait()
 
     def save() -> None:
-        copier.save(many, [buffer] * SAVED, fence).ended.result()
+        copier.save(lambda: kv.save(many, [buffer] * SAVED, fence)).ended.result()
 
     def schedule() -> None:  # once for all blocks that a forward has to wait for
         kv.order_forwards_after([copy])

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -157,7 +158,8 @@ class Copying:
     def save(self) -> None:
         buffers = [_taken(self.queue) for _ in range(SAVED)]
         slots = self.out[: SAVED * self.kv.layout.block_tokens]
-        self._saves.append((self.copier.save(slots, buffers, self.fence).ended, buffers))
+        save = self.copier.save(partial(self.kv.save, slots, buffers, self.fence))
+        self._saves.append((save.ended, buffers))
 
     def _take_back(self) -> None:
         for save in [each for each in self._saves if each[0].done()]:

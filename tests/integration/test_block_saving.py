@@ -328,7 +328,7 @@ class SlowCopier(Copier):
         super().__init__(kv)
         self.saves: list[Save] = []
 
-    def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
+    def save(self, launch: object) -> Save:
         save = Save()
         save.launched.set_result(Copy(number=len(self.saves)))
         self.saves.append(save)
@@ -410,7 +410,8 @@ def test_block_saving_pool_that_goes_leaves_whole_blocks_or_none(late: bool) -> 
     )
     writer = Writer(memory, buffers, io, counters)
     saving = BlockSaving(kv, copier, writer)
-    blocker = copier.save(torch.arange(1, BLOCK + 1), buffers_for(kv, 1), ())
+    blocked = torch.arange(1, BLOCK + 1), buffers_for(kv, 1), ()
+    blocker = copier.save(lambda: kv.save(*blocked))
     record = known(1)
     row = torch.arange(1, BLOCK + 1)
     saving.checkpointed(record, record.tokens, row, last=False)

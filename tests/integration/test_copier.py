@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_cake.core.buffers import Buffer, BufferPool
-from sglang_cake.integration.memory.copier import Copier, CopyThread, SlotCopy
+from sglang_cake.integration.memory.copier import Copier, CopyThread, Save, SlotCopy
 from sglang_cake.loading.loader import StagedBlock
 
 PATIENCE_S = 60.0
@@ -103,6 +103,9 @@ class CopierHarness:
         self.copy_s.append(staged.copy_s)
         self.freed.release()
 
+    def save(self) -> Save:
+        return self.copier.save(lambda: self.kv.save(SLOTS, [host_bytes()], ()))
+
     def wait_freed(self) -> None:
         assert self.freed.acquire(timeout=PATIENCE_S)
 
@@ -132,7 +135,7 @@ def test_copier_block_leaves_host_memory_when_its_copy_is_complete(harness: Copi
 
 
 def test_copier_slow_save_holds_no_later_load_back(harness: CopierHarness) -> None:
-    save = harness.copier.save(SLOTS, [host_bytes()], ())
+    save = harness.save()
     assert save.launched.result(PATIENCE_S) is not None
     copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
@@ -194,7 +197,7 @@ def test_copier_load_without_device_memory_is_no_copy_and_no_error(harness: Copi
     assert harness.copier.wait_launched([copy.launched]) == [None]
     harness.copier.check()
     harness.kv.error = None
-    assert harness.copier.save(SLOTS, [host_bytes()], ()).launched.result(PATIENCE_S)  # it goes on
+    assert harness.save().launched.result(PATIENCE_S)  # it goes on
 
 
 def test_copier_error_of_a_copy_under_way_is_raised_and_later_copies_are_launched(
@@ -214,7 +217,7 @@ def test_copier_error_of_a_copy_under_way_is_raised_and_later_copies_are_launche
 
 def test_copier_failed_save_is_told_to_the_writer(harness: CopierHarness) -> None:
     harness.kv.error = RuntimeError("the device is gone")
-    save = harness.copier.save(SLOTS, [host_bytes()], ())
+    save = harness.save()
     with pytest.raises(RuntimeError, match="gone"):
         save.ended.result(PATIENCE_S)
     with pytest.raises(RuntimeError, match="gone"):
@@ -231,11 +234,11 @@ def test_copier_late_copies_are_given_up_and_never_launched() -> None:
         assert go_on.wait(PATIENCE_S)
         return harness.kv.save(SLOTS, [], ())
 
-    harness.copier.launch_save(held_up)
+    harness.copier.save(held_up)
     copy, staged = slot_copy(harness.kv), harness.staged()
     assert copy.begin()
     harness.copier.load(copy, staged)
-    save = harness.copier.save(SLOTS, [host_bytes()], ())
+    save = harness.save()
     assert harness.copier.wait_launched([copy.launched]) == [None]
     assert harness.copier.wait_launched([save.launched]) == [None]
     assert harness.copier.wait_launched([save.launched]) == [None]  # asked again
@@ -258,7 +261,7 @@ def test_copier_save_whose_launch_has_begun_is_waited_for() -> None:
         assert go_on.wait(PATIENCE_S)
         return harness.kv.save(SLOTS, [], ())
 
-    save = harness.copier.launch_save(slow)
+    save = harness.copier.save(slow)
     assert begun.wait(PATIENCE_S)
     threading.Timer(0.05, go_on.set).start()
     assert None not in harness.copier.wait_launched([save.launched])
@@ -268,7 +271,7 @@ def test_copier_save_whose_launch_has_begun_is_waited_for() -> None:
 
 def test_copier_close_completes_what_it_was_given() -> None:
     harness = CopierHarness()
-    save = harness.copier.save(SLOTS, [host_bytes()], ())
+    save = harness.save()
     harness.kv.wait_launched(1)
     harness.kv.let_end(harness.kv.launched[0])
     harness.copier.close()

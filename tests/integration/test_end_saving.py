@@ -48,9 +48,9 @@ class HeldCopier(Copier):
 
     held: "list[Save] | None" = None
 
-    def launch_save(self, launch: Callable[[], Copy]) -> Save:
+    def save(self, launch: Callable[[], Copy]) -> Save:
         if self.held is None:
-            return super().launch_save(launch)
+            return super().save(launch)
         save = Save()
         save.launched.set_result(launch())
         self.held.append(save)

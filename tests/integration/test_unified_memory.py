@@ -186,7 +186,7 @@ def test_unified_memory_slots_do_not_move_under_a_copy(
         wanted = side.bytes_in(slots)
         if way == "save":
             buffers = buffers_for(side.kv, 3)
-            save = copier.save(slots, buffers, ())
+            save = copier.save(lambda: side.kv.save(slots, buffers, ()))
         else:
             staging = Staging(side.kv)
             landed = [staging.fetch(number) for number in range(3)]
@@ -275,7 +275,7 @@ def test_unified_memory_windows_between_two_pools_do_not_move_under_a_copy(
         return kv.save(rows, buffers, ())
 
     try:
-        save = copier.launch_save(launch)
+        save = copier.save(launch)
         assert knows_rows.wait(PATIENCE_S)
         for hole in slots[::2]:
             allocator.free_segment(hole, start_pos=0)

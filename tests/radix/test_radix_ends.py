@@ -284,7 +284,7 @@ class LateCopier(Copier):
         super().__init__(kv)
         self._late: dict[int, tuple[Save, Callable[[], Copy]]] = {}
 
-    def launch_save(self, launch: Callable[[], Copy]) -> Save:
+    def save(self, launch: Callable[[], Copy]) -> Save:
         save = Save()
         self._late[id(save.launched)] = (save, launch)
         return save

@@ -237,7 +237,7 @@ class BlockSaving:
                 return
             prepared = self._ends.prepare(slots)
             launch = partial(self._ends.save, prepared, buffers, self._kv.fence())
-            save = self._copier.launch_save(launch)
+            save = self._copier.save(launch)
         tokens = max(unsaved.tokens, record.tokens, key=len)  # a key may cover the next ones
         self._saves.append((None, save))
         self._writer.offer(
@@ -276,7 +276,7 @@ class BlockSaving:
         assert row is not None
         with self._put_back_after_error(buffers):
             slots = torch.cat([row[b * size : (b + 1) * size] for b in blocks]).to(torch.int64)
-            save = self._copier.save(slots, buffers, self._kv.fence())
+            save = self._copier.save(partial(self._kv.save, slots, buffers, self._kv.fence()))
         del unsaved.blocks[: len(blocks)]
         self._saves = [each for each in self._saves if not each[1].ended.done()]
         self._saves.append((record, save))

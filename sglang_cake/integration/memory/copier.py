@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from sglang_cake.core.buffers import Buffer
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.loading.loader import StagedBlock
 
@@ -145,15 +144,8 @@ class Copier:
         self._post(lambda: self._load(copy, staged))
         self._hold_moves()
 
-    def save(self, slots: torch.Tensor, buffers: Sequence[Buffer], after: Fence) -> Save:
-        """Copy slots (int64 `[len(buffers) * block_tokens]`, on the device) into whole blocks.
-
-        Args: after: what the slots hold after this point is copied.
-        """
-        return self.launch_save(lambda: self._kv.save(slots, buffers, after))
-
-    def launch_save(self, launch: Callable[[], Copy]) -> Save:
-        """The same with another copy, such as that of an end state."""
+    def save(self, launch: Callable[[], Copy]) -> Save:
+        """Copy slots into host memory. Args: launch: does so, as `DeviceKV.save`."""
         save = Save()
         self._post(lambda: self._save(save, launch))
         self._hold_moves()

@@ -14,7 +14,6 @@ way, so the forwards that follow wait for its copy on the device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -143,8 +142,7 @@ class DeviceSlots:
         for launches, as long as the copier allows. Raises: the error of a copy."""
         slots = record.memory.slots
         copies = {b: slots[b] for b in blocks if b in slots}
-        launches = [copy.launched for copy in copies.values()]
-        found = dict(zip(copies, self._wait_launched(launches), strict=True))
+        found = dict(zip(copies, self._wait_launched(copies.values()), strict=True))
         return [b for b in blocks if found.get(b) is None]
 
     # ---- from slots to the tree ----
@@ -182,10 +180,9 @@ class DeviceSlots:
         try:
             for block, copy in zip(blocks, copies, strict=True):
                 self._copier.load(copy, record.memory.staged.pop(block))
-            return None not in self._wait_launched([copy.launched for copy in copies])
-        finally:  # the slots may get another owner: no copy is launched from now on
-            launched = [copy.withdraw() for copy in copies]
-            self._kv.order_forwards_after([copy for copy in launched if copy is not None])
+            return None not in self._wait_launched(copies)
+        finally:  # the slots may get another owner
+            self._withdraw(copies)
 
     # ---- from slots to an overlapped last step, and back ----
 
@@ -247,19 +244,17 @@ class DeviceSlots:
     def discard(self, record: PromptRecord, blocks: Iterable[int], reason: str) -> None:
         """Give up what the prompt has of these blocks: reserved slots, and landed blocks. Bytes
         that are there count as wasted. All ranks do this for the same blocks in the same step, even
-        where only one has their bytes.
-
-        A copy that has been launched is over before the next forward starts.
-        """
+        where only one has their bytes."""
         blocks = set(blocks)
         memory = record.memory
-        copies = [memory.slots.pop(block) for block in memory.slots.keys() & blocks]
+        copies = {block: memory.slots[block] for block in memory.slots.keys() & blocks}
         if copies:
-            launched = [copy.withdraw() for copy in copies]
-            self._kv.order_forwards_after([copy for copy in launched if copy is not None])
-            self.free(torch.cat([copy.slots for copy in copies]))
+            self._withdraw(copies.values())
+            self.free(torch.cat([copy.slots for copy in copies.values()]))
+            for block in copies:
+                del memory.slots[block]
             self.reclaimable_tokens -= len(copies) * self._block_tokens
-            wasted_bytes = sum(copy.begun for copy in copies) * self.link_bytes
+            wasted_bytes = sum(copy.begun for copy in copies.values()) * self.link_bytes
             memory.wasted_bytes += wasted_bytes
             self._counters.add("wasted_bytes", wasted_bytes, label=reason)
         for block in blocks & memory.staged.keys():
@@ -298,8 +293,9 @@ class DeviceSlots:
 
     # ---- inside ----
 
-    def _wait_launched(self, launches: Sequence["Future[Copy]"]) -> list[Copy | None]:
+    def _wait_launched(self, copies: Iterable[SlotCopy]) -> list[Copy | None]:
         """As `Copier.wait_launched`. Raises: the error of a launch, but for want of memory."""
+        launches = [copy.launched for copy in copies]
         found = self._copier.wait_launched(launches)
         for launched, copy in zip(launches, found, strict=True):
             if copy is None and not launched.cancelled():
@@ -308,8 +304,14 @@ class DeviceSlots:
                     raise error
         return found
 
+    def _withdraw(self, copies: Iterable[SlotCopy]) -> None:
+        """No copy is launched from now on, and what was launched is over before the next forward
+        starts."""
+        launched = [copy.withdraw() for copy in copies]
+        self._kv.order_forwards_after([copy for copy in launched if copy is not None])
+
     def _order_forwards_after(self, copies: Iterable[SlotCopy]) -> list[Copy]:
-        found = self._wait_launched([copy.launched for copy in copies])
+        found = self._wait_launched(copies)
         launched = [copy for copy in found if copy is not None]
         self._kv.order_forwards_after(launched)
         return launched
