@@ -44,6 +44,7 @@ KINDS = {
     "rows of 36 and 12 bytes": _mha(9, 3, "float32"),
     "rows of 6 and 10 bytes": _mha(3, 5, "float16"),
     "rows of 7 bytes": _mla(7, "float8_e4m3fn"),
+    "rows that programs share": _mla(40_976, "float8_e4m3fn"),
 }
 
 
