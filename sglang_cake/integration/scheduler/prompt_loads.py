@@ -117,7 +117,7 @@ class PromptLoads:
     def set_first_loadable(self, record: PromptRecord, block: int) -> None:
         """Blocks below `block` are computed: none of them is read any more."""
         self._loader.set_first_loadable(record.load_id, block)
-        computed = [b for b in record.reserved if b < block]
+        computed = [b for b in record.memory.slots if b < block]  # none of them has landed
         self._device_slots.discard(record, computed, "overtaken")
         for each in [b for b in record.local.fetched if b < block]:
             self._device_slots.refuse(record, record.local.fetched.pop(each), "overtaken")
