@@ -18,7 +18,7 @@ from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.index import (
     BlockIndex,
     DamagedIndexError,
-    Reservation,
+    IndexedBlock,
     ScannedFile,
     Touch,
 )
@@ -29,6 +29,7 @@ from sglang_cake.testing.store_contract import key_of
 DIGEST, OTHER = Digest(b"\1" * 32), Digest(b"\2" * 32)
 A, B = key_of("a"), key_of("b")
 USAGE = Usage(4096, 1e9, 1e9, 0, 5)
+BEGUN = IndexedBlock(2, DIGEST, B, "", USAGE)
 ASIDE = ScannedFile(None, 4096, 1e9, 1e9)
 TOUCHES = [
     Touch(DIGEST, A, 2e9, 1),
@@ -44,12 +45,9 @@ CALLS = {
     "taken_bytes": lambda index: index.taken_bytes(DIGEST),
     "contains": lambda index: index.contains(DIGEST, [A, B]),
     "reserve": lambda index: index.reserve(DIGEST, 4096, key_of("c"), USAGE, 1 << 30),
-    "commit": lambda index: index.commit(Reservation(2, DIGEST, B), 4096),
-    "drop": lambda index: index.drop(Reservation(2, DIGEST, B)),
+    "commit": lambda index: index.commit(BEGUN),
+    "drop": lambda index: index.drop(BEGUN),
     "forget": lambda index: index.forget(DIGEST, A, lambda: True),
-    "set_aside": lambda index: [
-        index.set_aside(DIGEST, A, ASIDE, lambda gone=gone: gone) for gone in (False, True)
-    ],
     "with_aside": lambda index: index.with_aside(),
     "drop_aside": lambda index: index.drop_aside(DIGEST),
     "touch": lambda index: index.touch(TOUCHES),
@@ -136,7 +134,7 @@ def test_index_query_of_a_method_reads_no_whole_table(tmp_path, monkeypatch, nam
         sqlite3, "connect", partial(sqlite3.connect, factory=partial(Traced, statements=statements))
     )
     with closing(BlockIndex(path)) as index:
-        index.commit(index.reserve(DIGEST, 4096, A, USAGE, None).reservation, 4096)
+        index.commit(index.reserve(DIGEST, 4096, A, USAGE, None)[0])
         index.reserve(DIGEST, 4096, B, USAGE, None)
         index.reserve_namespace(OTHER, 4096, None)
         statements.clear()
@@ -217,7 +215,7 @@ DAMAGES = {
 def test_index_with_an_implausible_number_counts_as_damaged(tmp_path, script):
     with closing(BlockIndex(tmp_path / "index.db")) as index:
         for digest in (DIGEST, OTHER):
-            index.commit(index.reserve(digest, 4096, A, USAGE, None).reservation, 8192)
+            index.commit(index.reserve(digest, 4096, A, USAGE, None)[0])
         index.check()
         index.check_sums()
         with closing(sqlite3.connect(tmp_path / "index.db")) as other:

@@ -37,7 +37,7 @@ def book(folder, blocks, used_s):
             use = AccessContext("chat", 1, number, blocks)
             at_s = used_s + number
             usage = Usage(4096, at_s, at_s, 0, ident_of(key), use)
-            assert index.commit(index.reserve(DIGEST, 0, key, usage, None).reservation, 4096)
+            assert index.commit(index.reserve(DIGEST, 0, key, usage, None)[0])
 
 
 @pytest.mark.parametrize("policy", ["workload", "cake-prefix"])
@@ -266,7 +266,7 @@ def put_now(index, number):
     """Enter a block that is used now; returns its row."""
     key, at_s = key_of(number), time.time()
     usage = Usage(BYTES, at_s, at_s, 0, ident_of(key))
-    return index.commit(index.reserve(DIGEST, 0, key, usage, None).reservation, BYTES), usage
+    return index.commit(index.reserve(DIGEST, 0, key, usage, None)[0]), usage
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -385,10 +385,10 @@ def test_evictor_block_that_another_process_wrote_slowly_is_evicted_in_its_turn(
     with leading(tmp_path, 0) as (evictor, index):
         key = key_of("slow")
         usage = Usage(BYTES, 1e9 - 1, 1e9 - 1, 0, ident_of(key))
-        slow = index.reserve(DIGEST, 0, key, usage, None).reservation
+        slow = index.reserve(DIGEST, 0, key, usage, None)[0]
         index_blocks(index, 3)
         assert evictor.learn(index, stop)
-        assert index.commit(slow, BYTES)
+        assert index.commit(slow)
         assert evictor.learn(index, stop)
         assert evictor.known_blocks == 4
         assert evictor.free(index, Amount(BYTES)).files == 1

@@ -84,7 +84,7 @@ def test_file_index_reservation_of_a_lost_index_changes_no_other(tmp_path, ends)
     with contextlib.closing(opened(tmp_path)) as folder:
         with folder.supervisor.open() as index:
             for name in ("earlier", "mine"):  # a stored block has its second number
-                reservation = index.reserve(DIGEST, 0, key_of(name), usage(), None).reservation
+                reservation = index.reserve(DIGEST, 0, key_of(name), usage(), None)[0]
         for path in tmp_path.glob("index.db*"):
             path.unlink()
         with contextlib.closing(opened(tmp_path)) as other:
@@ -93,7 +93,7 @@ def test_file_index_reservation_of_a_lost_index_changes_no_other(tmp_path, ends)
                 (theirs,) = anew.stored(0, 10)
                 assert theirs.id == reservation.id
                 if ends == "committed":
-                    assert anew.commit(reservation, 1) is None
+                    assert anew.commit(reservation) is None
                 else:
                     anew.drop(reservation)
                 assert anew.stored(0, 10) == [theirs]
@@ -109,7 +109,7 @@ def test_index_settle_with_an_outdated_id_finds_the_block(tmp_path):
         with folder.supervisor.open() as index:
             (booked,) = index.stored(0, 10)
             moved = booked._replace(id=booked.id + 7)
-            assert index.commit(moved, STORED_BYTES) == booked.id
+            assert index.commit(moved) == booked.id
 
 
 # ---- a process that opens the folder twice, as for slices of heads ----

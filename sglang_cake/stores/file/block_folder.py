@@ -29,8 +29,7 @@ from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import (
     BlockIndex,
-    Reservation,
-    Reserved,
+    IndexedBlock,
     ScannedFile,
     overhead_bytes,
 )
@@ -149,6 +148,7 @@ class BlockFolder:
             self._evict_until(
                 index,
                 lambda: index.reserve_namespace(digest, own_bytes, self.evictor.limit_bytes()),
+                f"capacity={self.evictor.capacity_bytes} is taken",
             )
             self.descriptions.write(digest)
 
@@ -237,10 +237,10 @@ class BlockFolder:
         access = self._accesses.access_for_put(digest, key, now_s)
         usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
         with os_errors(self._root, self._backoff):
-            reservation = None
+            row = None
             if self.evictor.admits(usage):
-                reservation = self._reserve(digest, key, usage)
-            if reservation is None:
+                row = self._reserve(digest, key, usage)
+            if row is None:
                 yield None
                 return
             file: NewFile | None = None
@@ -248,12 +248,12 @@ class BlockFolder:
                 file = self._new_file(digest, key)
                 yield file
                 if file.committed:
-                    self._commit(reservation, usage, file)
+                    self._commit(row, file)
             finally:
                 if file is not None:
                     file.discard()
                 if file is None or not file.committed:
-                    self._release(reservation)
+                    self._release(row)
 
     def disk_errors(self) -> AbstractContextManager[None]:
         """A context for writes to a file of `writing`, if their errors do not reach that: it turns
@@ -365,96 +365,78 @@ class BlockFolder:
         """Bytes that a file of this size takes on the disk."""
         return -(-size_bytes // self._allocated_bytes) * self._allocated_bytes
 
-    def _reserve(self, digest: Digest, key: BlockKey, usage: Usage) -> Reservation | None:
+    def _reserve(self, digest: Digest, key: BlockKey, usage: Usage) -> IndexedBlock | None:
         """Reserve space for a block, and evict others if needed; None if the block is there.
 
         Raises: StoreFull; StoreUnavailable; OSError.
         """
         own_bytes = self.descriptions.own_bytes(digest)
-        found = Reserved()
+        space = self.evictor.space
+        taken = f"capacity={self.evictor.capacity_bytes} is taken"
+        row: IndexedBlock | None = None
 
-        def reserve() -> int:
-            nonlocal found
+        def missing_in_index() -> Amount:
+            nonlocal row
             limit_bytes = self.evictor.limit_bytes()
-            found = index.reserve(digest, own_bytes, key, usage, limit_bytes)
-            return found.missing_bytes
+            row, missing = index.reserve(digest, own_bytes, key, usage, limit_bytes)
+            return missing
 
         with self.supervisor.open() as index:
-            self._evict_until(index, reserve)
-            if found.reservation is None and self._forget_in(index, digest, key):
-                self._evict_until(index, reserve)  # the file had been removed by another program
-            if found.reservation is None:
+            self._evict_until(index, missing_in_index, taken)
+            if row is None and self._forget_in(index, digest, key):
+                # Another program had removed the file.
+                self._evict_until(index, missing_in_index, taken)
+            if row is None:
                 return None
             try:
-                self._take_space(index, usage.stored_bytes)
+                self._evict_until(
+                    index,
+                    lambda: space.take(usage.stored_bytes),
+                    f"{usage.stored_bytes} more bytes would leave less than min_free="
+                    f"{space.min_free_bytes} bytes free, or that share of the inodes",
+                )
             except BaseException:
-                index.drop(found.reservation)
+                index.drop(row)
                 raise
         self.supervisor.wake()
-        return found.reservation
+        return row
 
-    def _evict_until(self, index: BlockIndex, reserve: Callable[[], int]) -> None:
-        """Evict until `reserve` returns 0 missing bytes. Raises: StoreFull; OSError."""
-        if not reserve():
+    def _evict_until(self, index: BlockIndex, missing: Callable[[], Amount], full: str) -> None:
+        """Evict until `missing` returns nothing.
+
+        Raises: StoreFull with the text `full` if nothing more can be evicted, and after
+        MAKE_ROOM_S: later puts and the background thread go on; OSError.
+        """
+        if not missing():
             return
         until_s = self._clock() + MAKE_ROOM_S
         with self._evicting:
-            while missing_bytes := reserve():
-                if not self._evict(index, Amount(missing_bytes), until_s):
-                    capacity_bytes = self.evictor.capacity_bytes
-                    raise StoreFull(f"{self._root}: capacity={capacity_bytes} is taken")
+            while wanted := missing():
+                if self._clock() >= until_s:
+                    raise StoreFull(f"{self._root}: more must be evicted than a put waits for")
+                self.supervisor.flush(index)
+                if not self.evictor.free(index, wanted):
+                    raise StoreFull(f"{self._root}: {full}")
 
-    def _take_space(self, index: BlockIndex, stored_bytes: int) -> None:
-        """Take space of the file system, so that `min_free` stays free.
-
-        Raises: StoreFull; OSError.
-        """
-        space = self.evictor.space
-        if not space.take(stored_bytes):
-            return
-        until_s = self._clock() + MAKE_ROOM_S
-        with self._evicting:
-            wanted = missing = space.take(stored_bytes)
-            while missing:
-                freed = self._evict(index, wanted, until_s)
-                missing = space.take(stored_bytes)
-                # No more than was missing at first: some file systems free space later.
-                wanted = wanted.less(freed).at_most(missing)
-                if missing and not (freed and wanted):
-                    raise StoreFull(
-                        f"{self._root}: {stored_bytes} more bytes would leave less than min_free="
-                        f"{space.min_free_bytes} bytes free, or that share of the inodes"
-                    )
-
-    def _evict(self, index: BlockIndex, wanted: Amount, until_s: float) -> Amount:
-        """One step of an eviction for a put; returns what it freed.
-
-        Raises: StoreFull after `until_s`: later puts and the background thread go on; OSError.
-        """
-        if self._clock() >= until_s:
-            raise StoreFull(f"{self._root}: more must be evicted than a put waits for")
-        self.supervisor.flush(index)
-        return self.evictor.free(index, wanted)
-
-    def _commit(self, reservation: Reservation, usage: Usage, file: NewFile) -> None:
+    def _commit(self, row: IndexedBlock, file: NewFile) -> None:
         """Mark the block as stored, or remove its file. Raises: StoreUnavailable; OSError."""
         self._backoff.succeeded()
         stored = None
         try:
             with self.supervisor.open() as index:
-                stored = index.commit(reservation, usage.stored_bytes)
+                stored = index.commit(row)
             if stored is None:
                 raise StoreUnavailable(f"{self._root}: the index was replaced meanwhile")
         finally:
             if stored is None:
                 file.withdraw()
-        self.evictor.stored(stored, usage)
+        self.evictor.stored(stored, row.usage)
 
-    def _release(self, reservation: Reservation) -> None:
-        self._remove_folders(reservation.namespace, reservation.key)
+    def _release(self, row: IndexedBlock) -> None:
+        self._remove_folders(row.namespace, row.key)
         # If that fails, the row is removed after the end of this process.
         with contextlib.suppress(StoreError), self.supervisor.open() as index:
-            index.drop(reservation)
+            index.drop(row)
 
     def _forget(self, digest: Digest, key: BlockKey) -> None:
         with contextlib.suppress(StoreError), self.supervisor.open() as index:
@@ -474,12 +456,11 @@ class BlockFolder:
                 return
             self._log_corrupt(error, "set aside" if kept else "removed")
             with contextlib.suppress(StoreError), self.supervisor.open() as index:
-                if kept:
+                if kept:  # first, since the index may count too much, and never too little
                     size = self._rounded(bad.st_size)
                     file = ScannedFile(None, size, bad.st_mtime, bad.st_mtime)
-                    index.set_aside(digest, key, file, lambda: self._is_gone(digest, key))
-                else:
-                    self._forget_in(index, digest, key)
+                    index.add_found(digest, self.descriptions.own_bytes(digest), [file])
+                self._forget_in(index, digest, key)
 
     def _move_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
         """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has

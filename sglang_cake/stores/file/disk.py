@@ -62,8 +62,8 @@ class Amount(NamedTuple):
     def at_most(self, other: "Amount") -> "Amount":
         return Amount(min(self.bytes, other.bytes), min(self.files, other.files))
 
-    def less(self, other: "Amount") -> "Amount":
-        return Amount(self.bytes - other.bytes, self.files - other.files)
+    def exceeds(self, other: "Amount") -> bool:
+        return self.bytes > other.bytes or self.files > other.files
 
 
 class FreeSpace:

@@ -146,8 +146,7 @@ class Evictor:
             self._learn_some(index)
         with self.lock, self._filled_policy(index):
             freed = self._evict_first(index, wanted)
-        is_short = freed.bytes < wanted.bytes or freed.files < wanted.files
-        if is_short and freed.passed < MOST_PASSED:
+        if wanted.exceeds(freed) and freed.passed < MOST_PASSED:
             try:
                 aside = self.remove_aside(index)
                 freed = _with(freed, aside.bytes, aside.files)
@@ -161,15 +160,21 @@ class Evictor:
         with self.lock:
             return self._policy.over_quota_bytes()
 
-    def enforce_quotas(self, index: BlockIndex, at_most: Amount) -> Amount:
-        """Evict blocks of tenants above their quota, until none is, or about `at_most` is freed.
+    def free_ahead(self, index: BlockIndex) -> Amount:
+        """One step of what the leader evicts without a put: blocks of tenants above their quota,
+        until none is, and then what `ahead` tells.
 
-        Only for the leader. Returns the space that was freed. Raises: sqlite3.Error; OSError.
+        Returns the space that was freed. Raises: sqlite3.Error; OSError.
         """
-        with self.lock:
-            freed = self._evict_first(index, at_most, only_over_quota=True)
-        self.space.freed(freed)
-        return freed
+        if self.over_quota_bytes():
+            with self.lock:
+                step = Amount(FREE_AT_ONCE.bytes)
+                freed = self._evict_first(index, step, only_over_quota=True)
+            self.space.freed(freed)
+            if freed:
+                return freed
+        wanted = self.ahead(index)
+        return self.free(index, wanted) if wanted else Amount()
 
     def _evict_first(
         self, index: BlockIndex, wanted: Amount, *, only_over_quota: bool = False
@@ -180,9 +185,7 @@ class Evictor:
         kept: dict[int, Usage] = {}
         now_s = time.time()
         try:
-            while (
-                freed.bytes < wanted.bytes or freed.files < wanted.files
-            ) and freed.passed < MOST_PASSED:
+            while wanted.exceeds(freed) and freed.passed < MOST_PASSED:
                 # Blocks whose tenant the index has changed may leave no tenant above its quota.
                 if only_over_quota and not self._policy.over_quota_bytes():
                     break

@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
 from math import isfinite
@@ -35,7 +34,7 @@ from sglang_cake.stores.eviction.policy import (
     ident_of,
 )
 from sglang_cake.stores.eviction.reuse_model import ReuseFit, ReuseFits
-from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES
+from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, Amount
 from sglang_cake.stores.file.nofollow import make_private
 from sglang_cake.stores.file.paths import DAMAGED, INDEX, this_process
 
@@ -262,25 +261,17 @@ STORED_TOTALS = f"""SELECT
 FROM blocks WHERE {_UNSETTLED}"""
 
 
-class Reservation(NamedTuple):
-    """Space that is reserved for a block.
+class IndexedBlock(NamedTuple):
+    """A row of blocks.
 
-    Namespace and key are compared too, since another process may have replaced a damaged index, and
-    a new index file counts its ids from the start.
+    It is found again by id, namespace and key: another process may have replaced a damaged index,
+    and a new index file counts its ids from the start.
     """
 
     id: int
     namespace: Digest
     key: BlockKey
-
-
-class IndexedBlock(NamedTuple):
-    """A row of blocks."""
-
-    id: int
-    namespace: Digest
-    key: BlockKey
-    owner: str
+    owner: str  # the process that writes it; empty for a stored block
     usage: Usage
 
 
@@ -294,14 +285,6 @@ class Touch(NamedTuple):
     context: AccessContext | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Result of `BlockIndex.reserve`."""
-
-    reservation: Reservation | None = None  # None: the block is there already, or space is missing
-    missing_bytes: int = 0
-
-
 class ScannedFile(NamedTuple):
     """A file that a scan found on the disk."""
 
@@ -309,10 +292,6 @@ class ScannedFile(NamedTuple):
     stored_bytes: int
     changed_s: float
     used_s: float
-
-
-class _NoSpace(Exception):
-    """Rolls a transaction back. Its argument is the number of missing bytes."""
 
 
 class BlockIndex:
@@ -361,7 +340,8 @@ class BlockIndex:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
-                self._writer.execute("COMMIT")
+                if self._writer.in_transaction:  # the caller may have rolled it back
+                    self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:  # SQLite rolls back itself after an I/O error
                     self._writer.execute("ROLLBACK")
@@ -373,15 +353,12 @@ class BlockIndex:
 
     # ---- namespaces ----
 
-    def reserve_namespace(self, digest: Digest, own_bytes: int, limit_bytes: int | None) -> int:
-        """Reserve the space of a namespace without its blocks; returns the missing bytes, or 0."""
-        try:
-            with self._transaction() as db:
-                _namespace_id(db, digest, own_bytes)
-                _check_space(db, limit_bytes)
-        except _NoSpace as missing:
-            return int(missing.args[0])
-        return 0
+    def reserve_namespace(self, digest: Digest, own_bytes: int, limit_bytes: int | None) -> Amount:
+        """Reserve the space of a namespace without its blocks, unless some is missing, which is
+        returned."""
+        with self._transaction() as db:
+            _namespace_id(db, digest, own_bytes)
+            return _unless_over(db, limit_bytes)
 
     def unused(self) -> list[Digest]:
         """Namespaces without blocks, the oldest first."""
@@ -431,41 +408,42 @@ class BlockIndex:
         key: BlockKey,
         usage: Usage,
         limit_bytes: int | None,
-    ) -> Reserved:
+    ) -> tuple[IndexedBlock | None, Amount]:
         """Insert a block that will be written, unless it is there or space is missing.
 
         Args:
             own_bytes: bytes of its namespace without its blocks.
             limit_bytes: limit for all namespaces; None: no limit.
-        """
-        try:
-            with self._transaction() as db:
-                namespace = _namespace_id(db, digest, own_bytes)
-                there = "SELECT 1 FROM blocks WHERE namespace = ? AND key = ?"
-                if db.execute(there, (namespace, key)).fetchone():
-                    return Reserved()
-                cursor = db.execute(
-                    "INSERT INTO blocks "
-                    "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
-                    f"{', '.join(AccessContext._fields)}) "
-                    f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.context)})",
-                    (
-                        namespace,
-                        key,
-                        usage.stored_bytes,
-                        this_process(),
-                        usage.created_s,
-                        usage.used_s,
-                        *usage.context,
-                    ),
-                )
-                _check_space(db, limit_bytes)
-                assert cursor.lastrowid is not None
-                return Reserved(Reservation(cursor.lastrowid, digest, key))
-        except _NoSpace as missing:
-            return Reserved(missing_bytes=int(missing.args[0]))
 
-    def commit(self, reserved: Reservation | IndexedBlock, stored_bytes: int) -> int | None:
+        Returns its row, or None, and the missing space.
+        """
+        owner = this_process()
+        with self._transaction() as db:
+            namespace = _namespace_id(db, digest, own_bytes)
+            there = "SELECT 1 FROM blocks WHERE namespace = ? AND key = ?"
+            if db.execute(there, (namespace, key)).fetchone():
+                return None, Amount()
+            cursor = db.execute(
+                "INSERT INTO blocks "
+                "(namespace, key, state, stored_bytes, owner, created_s, used_s, "
+                f"{', '.join(AccessContext._fields)}) "
+                f"VALUES (?, ?, {State.WRITING}, ?, ?, ?, ?{', ?' * len(usage.context)})",
+                (
+                    namespace,
+                    key,
+                    usage.stored_bytes,
+                    owner,
+                    usage.created_s,
+                    usage.used_s,
+                    *usage.context,
+                ),
+            )
+            if missing := _unless_over(db, limit_bytes):
+                return None, missing
+            assert cursor.lastrowid is not None
+            return IndexedBlock(cursor.lastrowid, digest, key, owner, usage), Amount()
+
+    def commit(self, block: IndexedBlock) -> int | None:
         """Mark a block as stored; returns its id, a new one. None if its row was removed.
 
         So the ids of stored blocks are in the order in which they were stored, whichever process
@@ -475,21 +453,21 @@ class BlockIndex:
             db.execute("UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'blocks'")
             db.execute(
                 "UPDATE blocks SET id = (SELECT seq FROM sqlite_sequence WHERE name = 'blocks'), "
-                f"state = {State.STORED}, owner = NULL, stored_bytes = ? "
-                f"WHERE id = ? AND {_NAMESPACE} AND key = ?",
-                (stored_bytes, *reserved[:3]),
+                f"state = {State.STORED}, owner = NULL WHERE id = ? AND {_NAMESPACE} AND key = ?",
+                (block.id, block.namespace, block.key),
             )
             row = db.execute(
                 f"SELECT id FROM blocks WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
-                (reserved.namespace, reserved.key),
+                (block.namespace, block.key),
             ).fetchone()
             return None if row is None else int(row[0])
 
-    def drop(self, reserved: Reservation | IndexedBlock) -> None:
+    def drop(self, block: IndexedBlock) -> None:
         """Remove the row of a block whose file is gone, or was never finished."""
         with self._transaction() as db:
             db.execute(
-                f"DELETE FROM blocks WHERE id = ? AND {_NAMESPACE} AND key = ?", reserved[:3]
+                f"DELETE FROM blocks WHERE id = ? AND {_NAMESPACE} AND key = ?",
+                (block.id, block.namespace, block.key),
             )
 
     def forget(self, digest: Digest, key: BlockKey, is_gone: Callable[[], bool]) -> bool:
@@ -503,31 +481,6 @@ class BlockIndex:
             if gone:
                 db.execute(f"DELETE FROM blocks WHERE {stored}", (digest, key))
             return gone
-
-    def set_aside(
-        self, digest: Digest, key: BlockKey, file: ScannedFile, is_gone: Callable[[], bool]
-    ) -> None:
-        """The file of the block was set aside. It still takes space.
-
-        Args:
-            file: that was set aside.
-            is_gone: whether the block has no file. Called within a transaction. If another process
-                has put the block again, its row stays, and `file` gets a row of its own.
-        """
-        with self._transaction() as db:
-            if is_gone():
-                changed = db.execute(
-                    f"UPDATE blocks SET state = {State.ASIDE}, key = NULL "
-                    f"WHERE {_NAMESPACE} AND key = ? AND state = {State.STORED}",
-                    (digest, key),
-                )
-                if changed.rowcount:
-                    return
-            db.execute(
-                "INSERT INTO blocks (namespace, state, stored_bytes, created_s, used_s) "
-                f"SELECT id, {State.ASIDE}, ?, ?, ? FROM namespaces WHERE digest = ?",
-                (file.stored_bytes, file.changed_s, file.used_s, digest),
-            )
 
     def with_aside(self) -> list[tuple[Digest, int]]:
         """Namespaces with files that were set aside, and the bytes of these files."""
@@ -779,13 +732,15 @@ def _namespace_id(db: sqlite3.Connection, digest: Digest, own_bytes: int) -> int
     return int(found[0])
 
 
-def _check_space(db: sqlite3.Connection, limit_bytes: int | None) -> None:
-    """Raises: _NoSpace if more than `limit_bytes` are taken."""
-    if limit_bytes is not None:
-        row = db.execute("SELECT taken_bytes FROM total").fetchone()
-        missing_bytes = _count(row and row[0]) - limit_bytes
-        if missing_bytes > 0:
-            raise _NoSpace(missing_bytes)
+def _unless_over(db: sqlite3.Connection, limit_bytes: int | None) -> Amount:
+    """Roll the transaction back if more than `limit_bytes` are taken; returns how much more."""
+    if limit_bytes is None:
+        return Amount()
+    row = db.execute("SELECT taken_bytes FROM total").fetchone()
+    missing = Amount(max(0, _count(row and row[0]) - limit_bytes))
+    if missing:
+        db.rollback()
+    return missing
 
 
 def _count(value: object) -> int:

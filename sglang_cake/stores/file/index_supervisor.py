@@ -15,8 +15,7 @@ from pathlib import Path
 from sglang_cake.core.errors import StoreFull, StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.disk import Amount
-from sglang_cake.stores.file.evictor import FREE_AT_ONCE, REST_S, Evictor
+from sglang_cake.stores.file.evictor import REST_S, Evictor
 from sglang_cake.stores.file.index import WAL_BYTES, BlockIndex, DamagedIndexError, Touch, put_aside
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.nofollow import lock, open_private
@@ -298,19 +297,12 @@ class IndexSupervisor:
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _free_ahead(self, index: BlockIndex) -> None:
-        # Both loops may take minutes, and no block in use is to be evicted.
-        step = Amount(FREE_AT_ONCE.bytes)
-        while not self._closing.is_set() and self._evictor.enforce_quotas(index, step):
+        # It may take minutes, and no block in use is to be evicted.
+        while not self._closing.is_set():
             with _unless_full():
                 self.flush(index)
-        wanted = self._evictor.ahead(index)
-        while wanted and not self._closing.is_set():
-            with _unless_full():
-                self.flush(index)
-            freed = self._evictor.free(index, wanted)
-            if not freed:
+            if not self._evictor.free_ahead(index):
                 return
-            wanted = wanted.less(freed).at_most(self._evictor.ahead(index))
 
     def _open(self) -> None:
         """Raises: OSError; sqlite3.Error; StoreUnavailable if the disk was unmounted."""
@@ -407,7 +399,7 @@ class IndexSupervisor:
             if block.owner in living:  # a slow writer
                 continue
             if nofollow.file_bytes(self._root, *shard, name) is not None:
-                index.commit(block, block.usage.stored_bytes)
+                index.commit(block)
             else:
                 nofollow.remove_empty(self._root, *shard)
                 index.drop(block)
