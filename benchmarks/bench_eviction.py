@@ -30,10 +30,10 @@ from sglang_cake.simulator.eviction_replay import SHAPES
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.policy import AccessContext
 from sglang_cake.stores.eviction.reuse_policies import ReusePolicy
-from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
+from sglang_cake.stores.file.settings import FolderSettings
 
 
 def replay_cells(traces: list[str], capacities: list[int]) -> Iterator[Cell]:
@@ -105,15 +105,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
             root = Path(name) / policy
             shutil.copytree(made, root)
             index = BlockIndex(root / "index.db")
-            room = Evictor(
-                root,
-                None,
-                policy,
-                min_free_bytes=0,
-                tenant_rules=NO_TENANT_RULES,
-                min_benefit_ratio=0.0,
-                on_learned=forget,
-            )
+            room = Evictor(FolderSettings(root, policy=policy), forget)
             room.restart(index, leads=True)
             began_s = time.perf_counter()
             while not room.learn(index, rest=lambda seconds: False):

@@ -35,6 +35,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.paths import block_names
+from sglang_cake.stores.file.settings import FolderSettings
 
 MIB = 1 << 20
 FIO = ("fio, page cache", "fio, direct")
@@ -52,7 +53,9 @@ def frame_of(block_bytes: int) -> BlockFrame:
 
 @contextmanager
 def opened(root: Path, frame: BlockFrame, *, depth: int, sync: bool = False) -> Iterator[FileStore]:
-    store = FileStore(BlockFolder(root, sync=sync), frame, threads=depth)
+    store = FileStore(
+        BlockFolder(FolderSettings(root, fsync="data" if sync else "off")), frame, threads=depth
+    )
     try:
         yield store
     finally:

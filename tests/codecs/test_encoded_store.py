@@ -38,6 +38,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.encoded import EncodedStore, may_lose
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
@@ -330,7 +331,7 @@ async def test_encoded_store_without_index_finds_blocks_of_any_length(tmp_path: 
     (tmp_path / "index.db").write_text("another program's file")
     digest = namespace("zstd").digest()
     assert frame_of(namespace("zstd"), LAYOUT).known_bytes is None
-    with closing(BlockFolder(tmp_path)) as folder:
+    with closing(BlockFolder(FolderSettings(tmp_path))) as folder:
         assert folder.contains(digest, [KEY], None, threading.Event()) == [True]
         assert folder.contains(digest, [KEY], 5, threading.Event()) == [False]
 

@@ -24,6 +24,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.demo.sglang_server import SglangServer
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.settings import FolderSettings
 
 BLOCK = 64
 CHUNK = 256
@@ -148,7 +149,7 @@ class StoreView:
     def until_end_stored(self, tokens: Sequence[int]) -> list[Path]:
         """Wait until the end state behind the full blocks of `tokens` is stored. Its first block is
         stored last."""
-        with contextlib.closing(BlockFolder(self.root)) as folder:
+        with contextlib.closing(BlockFolder(FolderSettings(self.root))) as folder:
             until(
                 lambda: (
                     (files := self.namespaces() and self.end_files(tokens))
@@ -161,7 +162,7 @@ class StoreView:
     def until_stored(self, tokens: Sequence[int], **seed: str) -> list[Path]:
         if not tokens:
             return []
-        with contextlib.closing(BlockFolder(self.root)) as folder:
+        with contextlib.closing(BlockFolder(FolderSettings(self.root))) as folder:
             until(
                 lambda: (
                     len(self.namespaces()) >= self.ranks
@@ -173,7 +174,7 @@ class StoreView:
 
     def remove(self, *files: Path) -> None:
         """Remove blocks, as another process that shares the store may."""
-        with contextlib.closing(BlockFolder(self.root)) as folder:
+        with contextlib.closing(BlockFolder(FolderSettings(self.root))) as folder:
             for file in files:
                 folder.delete(*_names(file))
 

@@ -24,6 +24,7 @@ from polling import until
 
 from sglang_cake.simulator.request_traces import read_trace
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.settings import FolderSettings
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,10 @@ def test_request_metadata_is_recorded_in_the_trace_and_the_index(
     assert read_trace(file).requests[-1].workload == "agent"
     assert len(read_trace(file).requests[-1].blocks) == 5
     assert "alice" not in file.read_text()
-    with contextlib.closing(BlockFolder(root)) as kept, kept.supervisor.open() as index:
+    with (
+        contextlib.closing(BlockFolder(FolderSettings(root))) as kept,
+        kept.supervisor.open() as index,
+    ):
         uses = [booked.usage.context for booked in index.stored(0, 100)]
     assert sorted(use.position for use in uses) == list(range(5))
     assert {(use.workload, use.turn, use.reach) for use in uses} == {("agent", 1, 5)}

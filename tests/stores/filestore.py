@@ -1,6 +1,7 @@
 """What the tests of the file store share."""
 
 import contextlib
+import time
 
 import pytest
 from polling import until
@@ -10,13 +11,18 @@ from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 A, B = key_of("a"), key_of("b")
 
 
+def folder_of(root, *, clock=time.monotonic, **options):
+    return BlockFolder(FolderSettings(root, **options), clock)
+
+
 def opened(root, *, namespace=NAMESPACE, fsync="off", threads=1, **options):
-    folder = BlockFolder(root, sync=fsync == "data", **options)
+    folder = folder_of(root, fsync=fsync, **options)
     return FileStore(folder, BlockFrame(namespace, LAYOUT), threads=threads)
 
 

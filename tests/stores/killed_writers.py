@@ -22,6 +22,7 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import NAMESPACE, block_of, key_of
 
@@ -94,7 +95,7 @@ class Log:
 
 def opened(root, fsync="off", **options):
     """With its index open, however long that takes: the product waits for it OPEN_WAIT_S."""
-    folder = BlockFolder(root, sync=fsync == "data", **options)
+    folder = BlockFolder(FolderSettings(root, fsync, **options))
     store, end_s = FileStore(folder, FRAME, threads=2), time.monotonic() + DEADLINE_S
     while True:
         try:

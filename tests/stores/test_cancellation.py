@@ -19,6 +19,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_files import IO_BYTES
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.threads import DaemonPool, LimitedThreads, run_stoppable
 from sglang_cake.testing import store_contract
 from sglang_cake.testing.store_contract import key_of
@@ -40,7 +41,7 @@ async def read(store, key):
 
 @contextlib.asynccontextmanager
 async def store_with_a(root):
-    store = FileStore(BlockFolder(root, sync=False, min_free_bytes=0), FRAME, threads=1)
+    store = FileStore(BlockFolder(FolderSettings(root, min_free_bytes=0)), FRAME, threads=1)
     await store.put(A, block_of("a"))
     try:
         yield store

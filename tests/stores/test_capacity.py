@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import killed_writers
 import pytest
-from filestore import evict, files_below, nobody_evicts, waiting_for_the_index
+from filestore import evict, files_below, folder_of, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
 from namespace_folder import NamespaceFolder
 from polling import until
@@ -27,7 +27,7 @@ from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, Store
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE, BlockFolder
+from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE
 from sglang_cake.stores.file.disk import FreeSpace
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
@@ -54,7 +54,7 @@ def du_bytes(root):
 
 
 def opened(root, **options):
-    folder = BlockFolder(root, **({"capacity_bytes": CAPACITY_BYTES} | options))
+    folder = folder_of(root, **({"capacity_bytes": CAPACITY_BYTES} | options))
     folder.descriptions.check(DIGEST, FRAME.namespace.describe())
     folder.stats()  # waits for the index
     return folder
@@ -126,7 +126,7 @@ def test_block_folder_smaller_capacity_evicts_what_is_missing_once(tmp_path, mon
         for name in range(60):
             put(folder, name)
         used_bytes = folder.stats().used_bytes
-    smaller = {"capacity_bytes": used_bytes - 20 * STORED_BYTES, "may_lead": False}
+    smaller = {"capacity_bytes": used_bytes - 20 * STORED_BYTES, "reads_count": False}
     with contextlib.closing(opened(tmp_path, **smaller, clock=lambda: 0.0)) as folder:
         put_together(folder, monkeypatch, 4, BlockIndex, "reserve")
         assert 20 <= folder.evictions().evicted_blocks <= 20 + 4 + 2  # and for folders
@@ -142,7 +142,7 @@ def test_block_folder_much_smaller_capacity_put_gives_up_and_a_later_one_goes_on
         for name in range(130):
             put(folder, name)
         used_bytes = folder.stats().used_bytes
-    smaller = {"capacity_bytes": used_bytes - 100 * STORED_BYTES, "may_lead": False}
+    smaller = {"capacity_bytes": used_bytes - 100 * STORED_BYTES, "reads_count": False}
     with contextlib.closing(opened(tmp_path, **smaller, clock=clock_with(0.5))) as folder:
         with pytest.raises(StoreFull, match="more must be evicted"):
             put(folder, 1000)
@@ -194,7 +194,7 @@ def test_block_folder_disk_filled_much_by_others_put_gives_up(tmp_path, monkeypa
         for name in range(130):
             put(folder, name)
     disk.f_bavail = 0
-    options = {"min_free_bytes": 100 * STORED_BYTES, "may_lead": False, "clock": clock_with(0.3)}
+    options = {"min_free_bytes": 100 * STORED_BYTES, "reads_count": False, "clock": clock_with(0.3)}
     with contextlib.closing(opened(tmp_path, capacity_bytes=None, **options)) as folder:
         with pytest.raises(StoreFull, match="more must be evicted"):
             put(folder, 1000)
@@ -203,7 +203,7 @@ def test_block_folder_disk_filled_much_by_others_put_gives_up(tmp_path, monkeypa
 
 def test_block_folder_disk_filled_by_others_evicts_what_is_missing_once(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
-    options = {"capacity_bytes": None, "may_lead": False, "clock": lambda: 0.0}
+    options = {"capacity_bytes": None, "reads_count": False, "clock": lambda: 0.0}
     with contextlib.closing(opened(tmp_path, **options)) as folder:
         for name in range(60):
             put(folder, name)
@@ -541,7 +541,7 @@ def test_block_folder_during_index_rebuild_reads_and_refuses_writes(tmp_path):
     held = open_private(tmp_path / "index.lock")
     assert lock(held, fcntl.LOCK_EX)  # as a process that rebuilds it
     with waiting_for_the_index(0.0):
-        again = BlockFolder(tmp_path)
+        again = folder_of(tmp_path)
     assert there(again, [0, 1]) == [0]
     get(again, 0)
     with pytest.raises(StoreUnavailable, match="is being opened or rebuilt"):

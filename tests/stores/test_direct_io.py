@@ -22,6 +22,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_files import IO_BYTES, NewFile, is_cached, set_direct
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import ProgressRecord, block_of, key_of
 
 A = key_of("a")
@@ -78,7 +79,7 @@ class Stored:
 async def stored_block(root, size):
     layout = layout_of(size)
     frame = BlockFrame(Namespace((("layout", layout.describe()),)), layout)
-    store = FileStore(BlockFolder(root), frame, threads=2)
+    store = FileStore(BlockFolder(FolderSettings(root)), frame, threads=2)
     try:
         await store.put(A, block_of("a", layout))
         yield Stored(root, size, store, frame)
@@ -354,7 +355,7 @@ async def written(root, size, new_data=on_page, **options):
     data = new_data(size)
     data[:] = block_of("a", layout)
 
-    store = FileStore(BlockFolder(root, **options), frame, threads=1)
+    store = FileStore(BlockFolder(FolderSettings(root, **options)), frame, threads=1)
     try:
         assert await store.put(A, data)
         out = on_page(size)

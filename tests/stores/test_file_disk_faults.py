@@ -29,6 +29,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.disk import FRESH_S, Amount, FreeSpace
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import LAYOUT, NAMESPACE, block_of, key_of, read
 
 FAILURES = [
@@ -210,7 +211,7 @@ async def test_file_store_below_min_free_with_blocks_in_use_refuses_puts_only(
         await put_a(store)
     Disk(monkeypatch).f_bavail = 1000 + STORED_BYTES - 1
     async with opened_store(tmp_path, min_free_bytes=1000) as store:
-        other = contextlib.closing(BlockFolder(tmp_path, min_free_bytes=0))
+        other = contextlib.closing(BlockFolder(FolderSettings(tmp_path, min_free_bytes=0)))
         with other as folder, folder.reading(NAMESPACE.digest(), A):  # so that it cannot make way
             with pytest.raises(StoreFull, match="min_free=1000") as error:
                 await store.put(B, block_of("b"))

@@ -16,6 +16,7 @@ from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE, BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.settings import FolderSettings
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 EXAMPLE = json.loads(re.search(r"```json\n(.*?)```", DOC, re.DOTALL)[1])
@@ -32,7 +33,7 @@ def table():
 async def block_file(tmp_path):
     """The example's block as the store writes it: (path below the root, bytes)."""
     layout = BlockLayout.parse(EXAMPLE["layout"])
-    folder = BlockFolder(tmp_path, sync=False, min_free_bytes=0)
+    folder = BlockFolder(FolderSettings(tmp_path, min_free_bytes=0))
     store = FileStore(folder, BlockFrame(NAMESPACE, layout), threads=1)
     key = bytes.fromhex(EXAMPLE["keys"][1])
     await store.put(key, memoryview(bytes.fromhex(EXAMPLE["payload"])))

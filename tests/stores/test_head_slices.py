@@ -20,6 +20,7 @@ from sglang_cake.core.namespace import Namespace
 from sglang_cake.stores.base import Store
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.head_slices import HeadSliceStore
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_facts import RequestFacts
@@ -355,7 +356,7 @@ async def test_head_slices_whole_blocks_have_no_store_in_between(tmp_path: Path)
 
 async def test_head_slices_of_one_folder_all_have_the_facts_of_a_request(tmp_path: Path) -> None:
     """As in a server of blocks, whose namespaces share a folder."""
-    folder, cut = BlockFolder(tmp_path), LAYOUT.sliced(2)
+    folder, cut = BlockFolder(FolderSettings(tmp_path)), LAYOUT.sliced(2)
     slices = [FileStore(folder, BlockFrame(each, cut), threads=1) for each in namespaces(0, 2)]
     store = HeadSliceStore(slices, LAYOUT, depth=2)
     keys, data = [key_of("first"), KEY], block_of("noise")

@@ -24,6 +24,7 @@ from sglang_cake.stores.file.index import (
 )
 from sglang_cake.stores.file.paths import block_names
 from sglang_cake.stores.file.scan import LIST_AT_ONCE, listed_blocks_in, stats_in
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import key_of
 
 DIGEST, OTHER = Digest(b"\1" * 32), Digest(b"\2" * 32)
@@ -232,7 +233,7 @@ def test_block_folder_with_an_implausible_number_in_its_index_counts_anew(tmp_pa
         before = folder.stats()
     with closing(sqlite3.connect(tmp_path / "index.db")) as index:
         index.executescript(script)
-    with closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
+    with closing(BlockFolder(FolderSettings(tmp_path, capacity_bytes=CAPACITY_BYTES))) as folder:
         until(lambda: "beginning anew" in caplog.text and is_open(folder), "a new index")
         after = folder.stats()
         assert (after.blocks, after.block_bytes) == (before.blocks, before.block_bytes)

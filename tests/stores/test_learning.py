@@ -13,7 +13,6 @@ from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.classic import RankedPolicy
 from sglang_cake.stores.eviction.policy import AccessContext, Usage, ident_of
 from sglang_cake.stores.eviction.reuse_model import POOLED, ReuseFit
-from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES
 from sglang_cake.stores.file.disk import Amount
 from sglang_cake.stores.file.evictor import (
     FREE_AT_ONCE,
@@ -24,6 +23,7 @@ from sglang_cake.stores.file.evictor import (
     Evictor,
 )
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile, Touch
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import ConversationTracker
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import key_of
@@ -214,15 +214,8 @@ def test_evictor_without_the_lead_reads_the_newest_blocks_only(tmp_path, leads):
             db.execute("UPDATE sqlite_sequence SET seq = ?", (gap + 10,))
         _, usage = put_now(index, "new")
         read = []
-        evictor = Evictor(
-            tmp_path,
-            None,
-            "lru",
-            min_free_bytes=0,
-            tenant_rules=NO_TENANT_RULES,
-            min_benefit_ratio=0.0,
-            on_learned=lambda ident, context: read.append(ident),
-        )
+        settings = FolderSettings(tmp_path, policy="lru")
+        evictor = Evictor(settings, lambda ident, context: read.append(ident))
         evictor.restart(index, leads=leads)
         assert evictor.learn(index, stop)
         idents = [ident_of(key_of(number)) for number in range(20)] + [usage.ident]

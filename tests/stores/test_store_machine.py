@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sglang_cake.core.errors import BlockMissing
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.memory_store import MemoryStore
 from sglang_cake.testing.store_contract import FRAME, block_of, key_of, read
@@ -90,7 +91,7 @@ class FileMachine(Machine):
     def open(self):
         if not hasattr(self, "folder"):
             self.folder = tempfile.TemporaryDirectory()
-        folder = BlockFolder(Path(self.folder.name), sync=False, min_free_bytes=0)
+        folder = BlockFolder(FolderSettings(Path(self.folder.name), min_free_bytes=0))
         return FileStore(folder, FRAME, threads=1)
 
     def reopened(self):

@@ -20,6 +20,7 @@ from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_folder import MOST_UNUSED, BlockFolder
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S, RECLAIM_EVERY_S
 from sglang_cake.stores.file.paths import new_tmp_name
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.testing.store_contract import NAMESPACE, key_of
 
 NO_SYSTEM_CALL = 100_000  # the kernel answers ENOSYS, as one without `openat2`
@@ -54,7 +55,9 @@ def as_if_older(root, by_s):
 def test_block_folder_refilled_two_hundred_times_keeps_its_bounds(tmp_path):
     """Over a hundred namespaces, of which nobody has more than one block."""
     booked_bytes, held = 2 << 20, 5  # blocks
-    with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
+    with contextlib.closing(
+        BlockFolder(FolderSettings(tmp_path, capacity_bytes=CAPACITY_BYTES))
+    ) as folder:
         for namespace in SPACES:
             folder.descriptions.check(namespace.digest(), namespace.describe())
         folder.stats()  # waits for the index
@@ -163,7 +166,9 @@ def test_block_folder_empty_namespace_is_removed_and_written_again(tmp_path):
 
 
 def test_block_folder_claimed_namespaces_use_no_space(tmp_path):
-    with contextlib.closing(BlockFolder(tmp_path, capacity_bytes=CAPACITY_BYTES)) as folder:
+    with contextlib.closing(
+        BlockFolder(FolderSettings(tmp_path, capacity_bytes=CAPACITY_BYTES))
+    ) as folder:
         before = folder.stats().used_bytes
         for namespace in SPACES:
             folder.descriptions.check(namespace.digest(), namespace.describe())
@@ -273,7 +278,7 @@ def test_block_folder_symlinks_are_never_followed(tmp_path, monkeypatch, place, 
     for path in (tmp_path / "copy").glob("index.*"):
         path.unlink()
     for place_of_it in (root, tmp_path / "copy"):
-        with contextlib.closing(BlockFolder(place_of_it)) as folder:
+        with contextlib.closing(BlockFolder(FolderSettings(place_of_it))) as folder:
             folder.stats()
             error = BlockCorrupt if place == "block" else StoreUnavailable
             with contextlib.suppress(error, BlockMissing), folder.reading(DIGEST, key_of(0)):
@@ -307,6 +312,6 @@ def test_block_folder_description_that_is_a_symlink_is_not_read(tmp_path):
     description = NamespaceFolder(root, DIGEST).description
     description.rename(outside)
     description.symlink_to(outside)
-    with contextlib.closing(BlockFolder(root)) as folder:
+    with contextlib.closing(BlockFolder(FolderSettings(root))) as folder:
         assert [space.fields for space in folder.namespaces()] == [{}]
         assert folder.descriptions.read(DIGEST) == {}

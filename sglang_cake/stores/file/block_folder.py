@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 from sglang_cake.core.errors import (
     BlockCorrupt,
@@ -22,10 +21,9 @@ from sglang_cake.core.errors import (
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.stores.eviction.policy import Usage, ident_of
-from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
 from sglang_cake.stores.file import block_files, nofollow
 from sglang_cake.stores.file.block_files import MOST_TRIES, NewFile
-from sglang_cake.stores.file.disk import Amount, WriteBackoff, os_errors
+from sglang_cake.stores.file.disk import Amount, WriteBackoff, on_disk_bytes, os_errors
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import (
     BlockIndex,
@@ -42,10 +40,10 @@ from sglang_cake.stores.file.scan import (
     remove_stale,
     shards_in,
 )
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import check_stop
-from sglang_cake.stores.url import DEFAULT_POLICY
 
 logger = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0  # between two lines about corrupt blocks, since a failing disk has many
@@ -64,6 +62,7 @@ class BlockFolder:
     (index.py), so that the folder never holds more than its capacity.
 
     Attributes:
+        settings: as given.
         descriptions: of the namespaces. One that `check` takes is written with the first block.
         evictor: decides which blocks are evicted.
         supervisor: keeps the index open.
@@ -71,64 +70,30 @@ class BlockFolder:
     """
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        sync: bool = False,
-        direct_writes: bool = False,
-        min_free_bytes: int = 0,
-        capacity_bytes: int | None = None,
-        policy: str = DEFAULT_POLICY,
-        tenant_rules: TenantRules = NO_TENANT_RULES,
-        min_benefit_ratio: float = 0.0,
-        may_lead: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: FolderSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Open the folder, and make it if it is absent. Blocks on the disk for a moment.
 
         Args:
-            sync: a block is on the disk when it becomes visible. Without it, the kernel decides
-                when: after a power cut, recent blocks are missing or fail their check.
-            direct_writes: blocks are written past the page cache, where possible.
-            min_free_bytes: of the file system; blocks are evicted to keep that free.
-            capacity_bytes: limit for all files and folders below `root`; None: no limit.
-            policy: eviction policy, a key of `eviction.POLICIES`.
-            tenant_rules: quota and fair sharing among tenants.
-            min_benefit_ratio: which blocks are written at all, as for `eviction.policy.admits`.
-            may_lead: this process may become the leader of eviction; False for tools, which would
-                hold all blocks in memory, and keep servers from it.
             clock: seconds, monotonic; for pauses after failed writes, for free space, and for the
                 time of a put's evictions.
 
         Raises: StoreUnavailable.
         """
-        self._root = root
-        self._sync = sync
-        self._direct_writes = direct_writes
+        self.settings = settings
+        self._root = root = settings.path
         self._clock = clock
         self._backoff = WriteBackoff(clock)
         with os_errors(root):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._allocated_bytes = max(4096, os.statvfs(root).f_frsize)
-        self.descriptions = NamespaceDescriptions(root, self._allocated_bytes)
+        self.descriptions = NamespaceDescriptions(root)
         self._accesses = ReportedAccesses()
         self._counting = threading.Lock()
         self._evicting = threading.Lock()  # two threads would free the same missing space twice
         self._logged_s = -math.inf  # time of the last line about a corrupt block
         self.corrupt_blocks = 0
-        self.evictor = Evictor(
-            root,
-            capacity_bytes,
-            policy,
-            min_free_bytes=min_free_bytes,
-            tenant_rules=tenant_rules,
-            min_benefit_ratio=min_benefit_ratio,
-            on_learned=self._accesses.restore,
-            clock=clock,
-        )
-        self.supervisor = IndexSupervisor(
-            root, self.evictor, self.descriptions, self._allocated_bytes, may_lead=may_lead
-        )
+        self.evictor = Evictor(settings, self._accesses.restore, clock)
+        self.supervisor = IndexSupervisor(settings, self.evictor, self.descriptions)
 
     def write_description(self, digest: Digest, fields: Mapping[str, str]) -> None:
         """Write the description of a namespace now, for other processes, and not with its first
@@ -139,8 +104,8 @@ class BlockFolder:
         """
         if self.descriptions.check(digest, fields):
             return
-        own_bytes = self.descriptions.own_bytes(digest)
         with os_errors(self._root, self._backoff), self.supervisor.open() as index:
+            own_bytes = self.descriptions.own_bytes(digest)
             unused = len(index.unused())
             if unused >= MOST_UNUSED:
                 at_most = unused - MOST_UNUSED + 1
@@ -148,7 +113,7 @@ class BlockFolder:
             self._evict_until(
                 index,
                 lambda: index.reserve_namespace(digest, own_bytes, self.evictor.limit_bytes()),
-                f"capacity={self.evictor.capacity_bytes} is taken",
+                f"capacity={self.settings.capacity_bytes} is taken",
             )
             self.descriptions.write(digest)
 
@@ -192,10 +157,11 @@ class BlockFolder:
         If the caller raises BlockCorrupt inside, the file is set aside.
 
         Args:
-            counts: the read is an access, for eviction.
+            counts: the read is an access, for eviction, unless those of this process never are.
 
         Raises: BlockMissing; BlockCorrupt, also for anything that is no file; StoreUnavailable.
         """
+        counts = counts and self.settings.reads_count
         with os_errors(self._root):
             try:
                 fd = block_files.open_to_read(self._root, block_names(digest, key), counts=counts)
@@ -232,11 +198,11 @@ class BlockFolder:
         Raises: StoreFull, StoreUnavailable.
         """
         self._backoff.check()
-        stored_bytes = self._rounded(framed_bytes)
         now_s = time.time()
         access = self._accesses.access_for_put(digest, key, now_s)
-        usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
         with os_errors(self._root, self._backoff):
+            stored_bytes = on_disk_bytes(self._root, framed_bytes)
+            usage = Usage(stored_bytes, now_s, access.at_s, 0, ident_of(key), access.context)
             row = None
             if self.evictor.admits(usage):
                 row = self._reserve(digest, key, usage)
@@ -298,8 +264,8 @@ class BlockFolder:
             blocks=blocks,
             block_bytes=block_bytes,
             used_bytes=taken_bytes + overhead_bytes(self._root),
-            capacity_bytes=self.evictor.capacity_bytes,
-            policy=self.evictor.policy_name,
+            capacity_bytes=self.settings.capacity_bytes,
+            policy=self.settings.policy,
             evictions=self.evictions(),
         )
 
@@ -361,10 +327,6 @@ class BlockFolder:
 
     # ---- space and index ----
 
-    def _rounded(self, size_bytes: int) -> int:
-        """Bytes that a file of this size takes on the disk."""
-        return -(-size_bytes // self._allocated_bytes) * self._allocated_bytes
-
     def _reserve(self, digest: Digest, key: BlockKey, usage: Usage) -> IndexedBlock | None:
         """Reserve space for a block, and evict others if needed; None if the block is there.
 
@@ -372,7 +334,7 @@ class BlockFolder:
         """
         own_bytes = self.descriptions.own_bytes(digest)
         space = self.evictor.space
-        taken = f"capacity={self.evictor.capacity_bytes} is taken"
+        taken = f"capacity={self.settings.capacity_bytes} is taken"
         row: IndexedBlock | None = None
 
         def missing_in_index() -> Amount:
@@ -393,7 +355,7 @@ class BlockFolder:
                     index,
                     lambda: space.take(usage.stored_bytes),
                     f"{usage.stored_bytes} more bytes would leave less than min_free="
-                    f"{space.min_free_bytes} bytes free, or that share of the inodes",
+                    f"{self.settings.min_free_bytes} bytes free, or that share of the inodes",
                 )
             except BaseException:
                 index.drop(row)
@@ -457,7 +419,7 @@ class BlockFolder:
             self._log_corrupt(error, "set aside" if kept else "removed")
             with contextlib.suppress(StoreError), self.supervisor.open() as index:
                 if kept:  # first, since the index may count too much, and never too little
-                    size = self._rounded(bad.st_size)
+                    size = on_disk_bytes(self._root, bad.st_size)
                     file = ScannedFile(None, size, bad.st_mtime, bad.st_mtime)
                     index.add_found(digest, self.descriptions.own_bytes(digest), [file])
                 self._forget_in(index, digest, key)
@@ -513,7 +475,12 @@ class BlockFolder:
         for tries_left in reversed(range(MOST_TRIES)):
             try:
                 folder = nofollow.open_folder(self._root, *shard)
-                return NewFile(folder, name, sync=self._sync, direct=self._direct_writes)
+                return NewFile(
+                    folder,
+                    name,
+                    sync=self.settings.fsync == "data",
+                    direct=self.settings.direct_writes,
+                )
             except FileNotFoundError:
                 if not tries_left:
                     raise

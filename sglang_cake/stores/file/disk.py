@@ -49,6 +49,12 @@ FOLDER_BYTES = 4096  # of an almost empty folder on the disk
 ENTRY_BYTES = 256  # of a name in its folder: 105 to 150 measured on ext4
 
 
+def on_disk_bytes(root: Path, size_bytes: int) -> int:
+    """Bytes that a file of this size below `root` takes on the disk. Raises: OSError."""
+    unit_bytes = max(4096, os.statvfs(root).f_frsize)
+    return -(-size_bytes // unit_bytes) * unit_bytes
+
+
 class Amount(NamedTuple):
     """Space in a file system; false if it is zero, and nothing was passed."""
 

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
@@ -14,11 +13,12 @@ from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import AccessContext, EvictionPolicy, Usage, admits
 from sglang_cake.stores.eviction.reuse_model import ReuseFits
-from sglang_cake.stores.eviction.tenants import TenantPolicy, TenantRules
+from sglang_cake.stores.eviction.tenants import TenantPolicy
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, Touch, overhead_bytes
 from sglang_cake.stores.file.paths import CORRUPT, block_names
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, ConversationTracker
 
 logger = logging.getLogger(__name__)
@@ -68,27 +68,17 @@ class Evictor:
 
     def __init__(
         self,
-        root: Path,
-        capacity_bytes: int | None,
-        policy: str,
-        *,
-        min_free_bytes: int,
-        tenant_rules: TenantRules,
-        min_benefit_ratio: float,
+        settings: FolderSettings,
         on_learned: Callable[[int, AccessContext], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        root, capacity_bytes, policy, min_free_bytes, tenant_rules, min_benefit_ratio, clock: as for
-            `BlockFolder`.
         on_learned: called with `ident` and last access of each block that is read from the index:
             all blocks in the leader, the newest ones in other processes.
+        clock: as for `BlockFolder`.
         """
-        self._root = root
-        self.capacity_bytes = capacity_bytes
-        self.policy_name = policy
-        self._tenant_rules = tenant_rules
-        self._min_benefit_ratio = min_benefit_ratio
+        self._root = settings.path
+        self._settings = settings
         self._on_learned = on_learned
         self.lock = threading.Lock()
         self._benefit = Benefit()
@@ -99,7 +89,7 @@ class Evictor:
         self._loaded_fits_s = 0.0
         self._learned_s = 0.0  # time of the last call of `learn`
         self.leads = False
-        self.space = FreeSpace(root, min_free_bytes, clock)
+        self.space = FreeSpace(settings.path, settings.min_free_bytes, clock)
         self._choosing_ns = 0
         self._has_complained = False  # of an exception of the policy
         self._has_damaged_files = False
@@ -117,9 +107,9 @@ class Evictor:
 
     def limit_bytes(self) -> int | None:
         """Limit for all blocks and their folders; None: no limit."""
-        if self.capacity_bytes is None:
+        if self._settings.capacity_bytes is None:
             return None
-        return self.capacity_bytes - overhead_bytes(self._root)
+        return self._settings.capacity_bytes - overhead_bytes(self._root)
 
     def ahead(self, index: BlockIndex) -> Amount:
         """Space that should be freed now, for later puts and `min_free_bytes`.
@@ -278,10 +268,11 @@ class Evictor:
 
     def admits(self, usage: Usage) -> bool:
         """Whether to write a block with this usage. Rejected blocks are counted."""
-        if not self._min_benefit_ratio:
+        ratio = self._settings.min_benefit_ratio
+        if not ratio:
             return True
         with self.lock:
-            admitted = admits(self._policy, usage, self._benefit, self._min_benefit_ratio)
+            admitted = admits(self._policy, usage, self._benefit, ratio)
             if not admitted:
                 self.counts["skipped_blocks"] += 1
                 self._policy.record_rejected(usage)
@@ -363,8 +354,9 @@ class Evictor:
             self.leads = leads
 
     def _new_policy(self) -> EvictionPolicy:
-        policy = new_policy(self.policy_name, self._benefit)
-        return TenantPolicy(policy, self._tenant_rules) if self._tenant_rules else policy
+        policy = new_policy(self._settings.policy, self._benefit)
+        rules = self._settings.tenant_rules
+        return TenantPolicy(policy, rules) if rules else policy
 
     def _learn_some(self, index: BlockIndex) -> bool:
         """Read one batch; returns whether there may be more. The lock is free meanwhile."""

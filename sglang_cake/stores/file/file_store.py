@@ -23,7 +23,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.local_files import cache_folder
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.eviction import POLICIES
-from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
+from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import scan
 from sglang_cake.stores.file.block_files import read_framed
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
@@ -31,6 +31,7 @@ from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
 from sglang_cake.stores.file.index import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
@@ -52,21 +53,17 @@ class FileStore(Store):
     others on a slow disk.
     """
 
-    def __init__(
-        self, folder: BlockFolder, frame: BlockFrame, *, threads: int, reads_count: bool = True
-    ) -> None:
+    def __init__(self, folder: BlockFolder, frame: BlockFrame, *, threads: int) -> None:
         """Open the namespace.
 
         Args:
             folder: closed with this store.
             threads: concurrent reads, and concurrent writes.
-            reads_count: reads are accesses, for eviction.
 
         Raises: StoreUnavailable; ConfigError if the folder describes another namespace.
         """
         self._folder = folder
         self._frame = frame
-        self._reads_count = reads_count
         folder.descriptions.check(frame.digest, frame.namespace.describe())
         self._readers = DaemonPool(threads, "cake-file-read")
         self._writers = DaemonPool(threads, "cake-file-write")
@@ -133,8 +130,7 @@ class FileStore(Store):
     def _get(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None, stop: threading.Event
     ) -> int:
-        reading = self._folder.reading(self._frame.digest, key, counts=self._reads_count)
-        with reading as (fd, size):
+        with self._folder.reading(self._frame.digest, key) as (fd, size):
             if not self._frame.fits(size):
                 raise BlockCorrupt(f"{size} bytes, a block file has {self._frame.framed_bytes}")
             block = IncomingBlock(self._frame, key, out, progress)
@@ -157,18 +153,10 @@ class FileStore(Store):
 
 
 @dataclass(frozen=True, slots=True)
-class FileSource:
+class FileSource(FolderSettings):
     """Implements `StoreSource`."""
 
-    path: Path  # absolute
-    fsync: str = "off"  # or "data"
     min_free_bytes: int = DEFAULT_MIN_FREE_BYTES
-    capacity_bytes: int | None = None
-    policy: str = DEFAULT_POLICY
-    reads_count: bool = True  # reads are accesses; False for tools, which never lead eviction
-    tenant_rules: TenantRules = NO_TENANT_RULES
-    min_benefit_ratio: float = 0.0  # as for `eviction.policy.admits`
-    direct_writes: bool = False  # past the page cache
 
     def check(self) -> None:
         try:
@@ -214,7 +202,7 @@ class FileSource:
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         folder = self.folder()
         try:
-            return FileStore(folder, frame, threads=depth, reads_count=self.reads_count)
+            return FileStore(folder, frame, threads=depth)
         except BaseException:
             folder.close()
             raise
@@ -241,17 +229,7 @@ class FileSource:
         Raises: StoreUnavailable; ConfigError if the folder is neither empty nor a store.
         """
         self.check_ours()
-        return BlockFolder(
-            self.path,
-            sync=self.fsync == "data",
-            direct_writes=self.direct_writes,
-            min_free_bytes=self.min_free_bytes,
-            capacity_bytes=self.capacity_bytes,
-            policy=self.policy,
-            tenant_rules=self.tenant_rules,
-            min_benefit_ratio=self.min_benefit_ratio,
-            may_lead=self.reads_count,
-        )
+        return BlockFolder(self)
 
 
 def _check_folder(root: Path) -> None:

@@ -28,6 +28,7 @@ from sglang_cake.stores.file.scan import (
     remove_stale,
     scanned_files_in,
 )
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import CLOCK_BACK_S, Access
 
 logger = logging.getLogger(__name__)
@@ -58,26 +59,14 @@ class IndexSupervisor:
     """
 
     def __init__(
-        self,
-        root: Path,
-        evictor: Evictor,
-        descriptions: NamespaceDescriptions,
-        allocated_bytes: int,
-        *,
-        may_lead: bool,
+        self, settings: FolderSettings, evictor: Evictor, descriptions: NamespaceDescriptions
     ) -> None:
-        """Start the background thread.
-
-        Args:
-            allocated_bytes: files take multiples of it on the disk.
-            may_lead: as for `BlockFolder`.
-        """
-        self._root = root
+        """Start the background thread."""
+        self._root = root = settings.path
         self._path = root / INDEX
         self._evictor = evictor
         self._descriptions = descriptions
-        self._allocated_bytes = allocated_bytes
-        self._may_lead = may_lead
+        self._may_lead = settings.reads_count
         self._was_mounted = _is_mounted(root)
         self._lead: int | None = None  # a descriptor: the process that locks it is the leader
         self._index: BlockIndex | None = None
@@ -374,9 +363,7 @@ class IndexSupervisor:
             if self._closing.is_set():
                 return
             own_bytes = self._descriptions.own_bytes(digest)
-            index.add_found(
-                digest, own_bytes, scanned_files_in(self._root, digest, self._allocated_bytes)
-            )
+            index.add_found(digest, own_bytes, scanned_files_in(self._root, digest))
         index.mark_clean(_this_boot())
         blocks, used_bytes = index.totals()
         logger.info(

@@ -18,7 +18,7 @@ from sglang_cake.core.keys import Digest
 from sglang_cake.core.namespace import DESCRIPTION, digest_of, read_fields
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import MOST_TRIES, write_file
-from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, os_errors
+from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, on_disk_bytes, os_errors
 
 MAX_BYTES = 1 << 20
 MOST_KNOWN = 1024  # descriptions in memory; all are on the disk
@@ -27,12 +27,8 @@ MOST_KNOWN = 1024  # descriptions in memory; all are on the disk
 class NamespaceDescriptions:
     """The descriptions of the namespaces below one root. Blocking and thread-safe."""
 
-    def __init__(self, root: Path, allocated_bytes: int) -> None:
-        """Args:
-        allocated_bytes: files take multiples of it on the disk.
-        """
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._allocated_bytes = allocated_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[Digest, dict[str, str]] = OrderedDict()
 
@@ -73,13 +69,12 @@ class NamespaceDescriptions:
         """Bytes of a namespace on the disk without its blocks and their folders.
 
         These are its folder, the folder for corrupt files, its description, and its name in the
-        root.
+        root. Raises: OSError.
         """
         fields: dict[str, str] = {}
         with contextlib.suppress(StoreUnavailable):  # its folder may not be readable
             fields = self.read(digest)
-        size = len(_as_json(fields))
-        file_bytes = -(-size // self._allocated_bytes) * self._allocated_bytes
+        file_bytes = on_disk_bytes(self._root, len(_as_json(fields)))
         return 2 * FOLDER_BYTES + file_bytes + ENTRY_BYTES
 
     def write(self, digest: Digest) -> None:

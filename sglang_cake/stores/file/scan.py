@@ -14,6 +14,7 @@ from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.stores.file import nofollow
+from sglang_cake.stores.file.disk import on_disk_bytes
 from sglang_cake.stores.file.index import (
     STORED_TOTALS,
     ScannedFile,
@@ -142,18 +143,15 @@ def _block_files(
 # ---- for a new index ----
 
 
-def scanned_files_in(root: Path, digest: Digest, allocated_bytes: int) -> Iterator[ScannedFile]:
+def scanned_files_in(root: Path, digest: Digest) -> Iterator[ScannedFile]:
     """Every block file of a namespace, and those that were set aside.
 
     Stale temporary files and empty folders are removed. Files and folders that vanish or that
-    cannot be read are skipped.
-
-    Args:
-        allocated_bytes: sizes are rounded up to multiples of it.
+    cannot be read are skipped. Raises: OSError if the root is gone.
     """
 
     def found(key: BlockKey | None, status: os.stat_result) -> ScannedFile:
-        size = -(-status.st_size // allocated_bytes) * allocated_bytes
+        size = on_disk_bytes(root, status.st_size)
         return ScannedFile(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
 
     for shard in shards_in(root, digest, remove_empty=True):

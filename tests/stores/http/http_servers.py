@@ -25,6 +25,7 @@ from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.stores.circuit_breaker import TimeoutLimits
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileSource
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.http.auth import ServerCredentials, load_tokens, make_own_token
 from sglang_cake.stores.http.connection_limit import ConnectionServer
 from sglang_cake.stores.http.http_server import StoreServer
@@ -170,7 +171,7 @@ class ServerInProcess:
     async def _serve(self):
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        folder = BlockFolder(self._root)
+        folder = BlockFolder(FolderSettings(self._root))
         self._metrics = ServerMetrics()
         credentials = ServerCredentials(make_own_token(), tls_files=self._tls)
         server = StoreServer(

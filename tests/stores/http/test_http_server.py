@@ -43,6 +43,7 @@ from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, Namespace
 from sglang_cake.stores.file.block_folder import BlockFolder
+from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.http import server_blocks
 from sglang_cake.stores.http.protocol import (
     MAX_CONTAINS_KEYS,
@@ -219,7 +220,7 @@ def test_store_serve_description_that_another_process_removed_is_not_found(tmp_p
     path = description_path(FRAME.digest)
     put_description(server)
     assert ask(server, "GET", path)[0] == 200
-    with contextlib.closing(BlockFolder(tmp_path / "kv")) as folder:
+    with contextlib.closing(BlockFolder(FolderSettings(tmp_path / "kv"))) as folder:
         folder.remove_namespace(FRAME.digest)
     assert ask(server, "GET", path)[0] == 404
     assert put_block(server, "a") == 201, "the block brings its namespace back"
