@@ -1,11 +1,10 @@
 """Eviction in a file store: how much space blocks may take, and which blocks are removed."""
 
-import contextlib
 import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sglang_cake.core.keys import Digest
 from sglang_cake.stores.base import EVICTION_COUNTS
@@ -59,6 +58,8 @@ class Evictor:
     Other processes hold no blocks in memory. If the leader did not free enough space in time, they
     evict the least valuable of LEARN_AT_ONCE random blocks.
 
+    Methods with an index raise its errors (sqlite3.Error), and the OSError of a disk.
+
     Attributes:
         lock: held while the policy is used, and during evictions.
         leads: this process is the leader.
@@ -82,11 +83,10 @@ class Evictor:
         self._on_learned = on_learned
         self.lock = threading.Lock()
         self._benefit = Benefit()
-        self._reported_benefit = self._benefit
-        self._policy = self._new_policy()
-        self._saved_fits = self.fits  # as in the index
-        self._seen = 0  # blocks with a larger id are not in the policy yet
+        self._policy = self._new_policy({})
+        self._saved_fits: ReuseFits = {}  # as in the index
         self._loaded_fits_s = 0.0
+        self._seen = 0  # blocks with a larger id were not read from the index yet
         self._learned_s = 0.0  # time of the last call of `learn`
         self.leads = False
         self.space = FreeSpace(settings.path, settings.min_free_bytes, clock)
@@ -112,10 +112,7 @@ class Evictor:
         return self._settings.capacity_bytes - overhead_bytes(self._root)
 
     def ahead(self, index: BlockIndex) -> Amount:
-        """Space that should be freed now, for later puts and `min_free_bytes`.
-
-        Raises: sqlite3.Error; OSError.
-        """
+        """Space that should be freed now, for later puts and `min_free_bytes`."""
         wanted_bytes = 0
         limit_bytes = self.limit_bytes()
         if limit_bytes is not None:
@@ -129,12 +126,11 @@ class Evictor:
         set aside.
 
         Returns the space that was freed, less than that if there is no more, or after MOST_PASSED.
-        Raises: sqlite3.Error; OSError.
         """
         wanted = wanted.at_most(FREE_AT_ONCE)
         if self.leads:
             self._learn_some(index)
-        with self.lock, self._filled_policy(index):
+        with self.lock:
             freed = self._evict_first(index, wanted)
         if wanted.exceeds(freed) and freed.passed < MOST_PASSED:
             try:
@@ -152,10 +148,7 @@ class Evictor:
 
     def free_ahead(self, index: BlockIndex) -> Amount:
         """One step of what the leader evicts without a put: blocks of tenants above their quota,
-        until none is, and then what `ahead` tells.
-
-        Returns the space that was freed. Raises: sqlite3.Error; OSError.
-        """
+        until none is, and then what `ahead` tells. Returns the space that was freed."""
         if self.over_quota_bytes():
             with self.lock:
                 step = Amount(FREE_AT_ONCE.bytes)
@@ -171,17 +164,25 @@ class Evictor:
     ) -> Amount:
         freed = Amount()
         unremoved = 0
+        policy = self._policy if self.leads else self._new_policy(self._saved_fits)
+        further = self._further_blocks(index)
         # Popped blocks that stay: they are being read, or an exception ends the eviction.
         kept: dict[int, Usage] = {}
         now_s = time.time()
         try:
             while wanted.exceeds(freed) and freed.passed < MOST_PASSED:
                 # Blocks whose tenant the index has changed may leave no tenant above its quota.
-                if only_over_quota and not self._policy.over_quota_bytes():
+                if only_over_quota and not policy.over_quota_bytes():
                     break
-                popped = self._pop(now_s) or self._pop_unknown(index, now_s, kept)
+                popped = self._pop(policy, now_s)
                 if popped is None:
-                    break
+                    batch = next(further, None)
+                    if batch is None:
+                        break
+                    for found in batch:
+                        if found.id not in kept:
+                            self._add(policy, found.id, found.usage)
+                    continue
                 block, usage = popped
                 kept[block] = usage
                 stored = index.find(block)
@@ -191,8 +192,8 @@ class Evictor:
                     continue
                 if stored.usage.used_s > usage.used_s or stored.usage.context != usage.context:
                     del kept[block]
-                    self._policy.give_back(block, usage)
-                    self._add(block, stored.usage)
+                    policy.give_back(block, usage)
+                    self._add(policy, block, stored.usage)
                     freed = _with(freed, passed=1)
                     continue
                 try:
@@ -213,25 +214,18 @@ class Evictor:
                     self.counts["evicted_blocks"] += 1
         finally:
             for block, usage in kept.items():
-                self._policy.give_back(block, usage)
+                policy.give_back(block, usage)
         return freed
 
-    @contextlib.contextmanager
-    def _filled_policy(self, index: BlockIndex) -> Iterator[None]:
-        """In it, `self._policy` has blocks to choose from: all in the leader, none in other
-        processes, which take samples."""
-        if self.leads:
-            yield
-            return
-        policy = self._policy
-        seen = self._seen
-        try:
-            self._policy = self._new_policy()
-            self._policy.resume(self._saved_fits, time.time())
-            yield
-        finally:
-            self._policy = policy
-            self._seen = seen
+    def _further_blocks(self, index: BlockIndex) -> Iterator[list[IndexedBlock]]:
+        """Batches of blocks that the policy may not have: new ones, or a sample in processes that
+        do not lead, and then all, since those of the sample may be in use."""
+        if not self.leads:
+            yield _with_past_times(index, index.sample(LEARN_AT_ONCE))
+        for after in (self._seen, 0) if self.leads else (0,):
+            while batch := _read_batch(index, after):
+                yield batch
+                after = batch[-1].id
 
     def remove_aside(
         self, index: BlockIndex, older_than_s: float = 0.0, only: Digest | None = None
@@ -241,8 +235,7 @@ class Evictor:
         Args:
             only: of this namespace; None: of all.
 
-        Returns the space that was freed. Raises: sqlite3.Error; OSError, after all namespaces were
-        tried.
+        Returns the space that was freed. Raises: OSError, after all namespaces were tried.
         """
         removed = Amount()
         failure: OSError | None = None
@@ -283,8 +276,6 @@ class Evictor:
 
         Args:
             rest: waits for some seconds, for other threads; a true result ends the call.
-
-        Raises: sqlite3.Error.
         """
         now_s = time.time()
         # The clock was set back. Blocks that were used before would stay the newest ones until it
@@ -316,47 +307,47 @@ class Evictor:
 
     def set_benefit(self, benefit: Benefit) -> None:
         """Set the costs of the server that runs requests. They take effect at `refresh`."""
-        self._reported_benefit = benefit
+        self._benefit = benefit
 
     def refresh(self, index: BlockIndex) -> None:
         """Update the reuse statistics: the leader fits and saves them, others load them."""
         now_s = time.time()
         with self.lock:
-            if self._benefit != self._reported_benefit:
-                self._benefit = self._reported_benefit
-                self._policy.set_benefit(self._benefit)
+            self._policy.set_benefit(self._benefit)
             if self.leads:
                 self._policy.refresh(now_s)
-                fits = dict(self.fits)
-        if not self.leads:
-            if abs(now_s - self._loaded_fits_s) >= LOAD_FITS_EVERY_S:
-                self._load_fits(index, leads=False)
-        elif fits != self._saved_fits:
-            index.save_fits(fits)
-            self._saved_fits = fits
+            fits = dict(self.fits)
+        if self.leads:
+            if fits != self._saved_fits:
+                index.save_fits(fits)
+                self._saved_fits = fits
+        elif abs(now_s - self._loaded_fits_s) >= LOAD_FITS_EVERY_S:
+            fits = dict(index.fits())
+            with self.lock:
+                self._load_fits(fits)
 
     def restart(self, index: BlockIndex, *, leads: bool) -> None:
         """Start with an empty policy, for a new index, a new leader, or new times."""
-        self._load_fits(index, leads=leads)
+        fits = index.fits()
         # Without a policy, the newest blocks are enough, for `on_learned`. Each has taken two ids.
         seen = 0 if leads else max(0, index.last() - 2 * ConversationTracker.max_blocks)
-        with self.lock:  # last: another thread may just have added blocks to the policy before
-            self._seen = seen
-
-    def _load_fits(self, index: BlockIndex, *, leads: bool) -> None:
-        fits = index.fits()
-        now_s = time.time()
         with self.lock:
-            self._policy = self._new_policy()
-            self._policy.resume(fits, now_s)
-            self._saved_fits = dict(self.fits)
-            self._loaded_fits_s = now_s
             self.leads = leads
+            self._seen = seen
+            self._load_fits(fits)
 
-    def _new_policy(self) -> EvictionPolicy:
+    def _load_fits(self, fits: ReuseFits) -> None:
+        """Start with an empty policy that decides by these statistics."""
+        self._policy = self._new_policy(fits)
+        self._saved_fits = dict(self.fits)
+        self._loaded_fits_s = time.time()
+
+    def _new_policy(self, fits: ReuseFits) -> EvictionPolicy:
         policy = new_policy(self._settings.policy, self._benefit)
-        rules = self._settings.tenant_rules
-        return TenantPolicy(policy, rules) if rules else policy
+        if self._settings.tenant_rules:
+            policy = TenantPolicy(policy, self._settings.tenant_rules)
+        policy.resume(fits, time.time())
+        return policy
 
     def _learn_some(self, index: BlockIndex) -> bool:
         """Read one batch; returns whether there may be more. The lock is free meanwhile."""
@@ -366,21 +357,18 @@ class Evictor:
         batch = _read_batch(index, seen)
         with self.lock:
             if policy is self._policy and seen == self._seen:  # no other thread was faster
-                self._add_batch(batch, order=self.leads)
+                for block in batch:
+                    if self.leads:
+                        self._add(policy, block.id, block.usage)
+                    self._on_learned(block.usage.ident, block.usage.context)
+                    self._seen = block.id
         return len(batch) == LEARN_AT_ONCE
 
-    def _add_batch(self, batch: Sequence[IndexedBlock], *, order: bool) -> None:
-        for block in batch:
-            if order:
-                self._add(block.id, block.usage)
-            self._on_learned(block.usage.ident, block.usage.context)
-            self._seen = block.id
-
-    def _add(self, block: int, usage: Usage) -> None:
+    def _add(self, policy: EvictionPolicy, block: int, usage: Usage) -> None:
         try:
-            self._policy.add(block, usage)
+            policy.add(block, usage)
         except Exception:  # of facts that no block should have: the other blocks must be evictable
-            self._policy.remove(block)
+            policy.remove(block)
             if not self._has_complained:
                 logger.exception("store %s: a block cannot be ordered: %s", self._root, usage)
             self._has_complained = True
@@ -390,34 +378,12 @@ class Evictor:
             logger.error("store %s: a file cannot be removed, and stays: %s", self._root, error)
         self._has_damaged_files = True
 
-    def _pop(self, now_s: float) -> tuple[int, Usage] | None:
+    def _pop(self, policy: EvictionPolicy, now_s: float) -> tuple[int, Usage] | None:
         began_ns = time.perf_counter_ns()
-        popped = self._policy.pop(now_s)
+        popped = policy.pop(now_s)
         self._choosing_ns += time.perf_counter_ns() - began_ns
         self.counts["evicting_us"] = self._choosing_ns // 1000
         return popped
-
-    def _pop_unknown(
-        self, index: BlockIndex, now_s: float, kept: Collection[int]
-    ) -> tuple[int, Usage] | None:
-        for batch in self._unknown(index):
-            self._add_batch(batch, order=True)
-            for block in kept:
-                self._policy.remove(block)
-            popped = self._pop(now_s)
-            if popped is not None:
-                return popped
-        return None
-
-    def _unknown(self, index: BlockIndex) -> Iterator[list[IndexedBlock]]:
-        """Batches of blocks that the policy may not have: a sample in processes that do not lead.
-        Then new blocks, and then all blocks, since a sample may have blocks in use alone."""
-        if not self.leads:
-            yield _with_past_times(index, index.sample(LEARN_AT_ONCE))
-        for again in (False, True):
-            self._seen = 0 if again else self._seen
-            while batch := _read_batch(index, self._seen):
-                yield batch
 
     def _evict(self, index: BlockIndex, block: IndexedBlock) -> bool:
         """Remove the file of a block, its empty folders, and last its row; False if it is read."""
@@ -434,7 +400,7 @@ def _with(freed: Amount, more_bytes: int = 0, files: int = 0, passed: int = 0) -
 
 
 def _read_batch(index: BlockIndex, after: int) -> list[IndexedBlock]:
-    """As `BlockIndex.stored`, but with times that are not in the future. Raises: sqlite3.Error."""
+    """As `BlockIndex.stored`, but with times that are not in the future."""
     return _with_past_times(index, index.stored(after, LEARN_AT_ONCE))
 
 
@@ -443,8 +409,6 @@ def _with_past_times(index: BlockIndex, batch: list[IndexedBlock]) -> list[Index
 
     The clock may have been ahead when blocks were used. The index is changed too, since an eviction
     compares its times with the policy's. Reported accesses may be CLOCK_BACK_S ahead.
-
-    Raises: sqlite3.Error.
     """
     now_s = time.time()
     ahead = [
