@@ -298,7 +298,8 @@ def test_evictor_clock_set_back_while_running_evicts_blocks_used_before(
         assert evictor.learn(index, stop)
         assert evictor.known_blocks == 21
         now_s += 1.0
-        evictor.touched(index.touch([Touch(DIGEST, key_of(0), now_s, 1)]))  # it counts again
+        (touched,) = index.touch([Touch(DIGEST, key_of(0), now_s, 1)])
+        evictor.touched([touched])  # it counts again
         assert evictor.free(index, Amount(19 * BYTES)).files == 19
         assert {block.key for block in index.stored(0, 100)} == {key_of(0), key_of("new")}
 

@@ -111,25 +111,6 @@ def test_block_folder_many_accesses_are_recorded_in_short_transactions(tmp_path,
         assert max(sizes) <= RECORDED_AT_ONCE
 
 
-def test_reported_accesses_with_unwritable_request_facts_lose_only_that_request(tmp_path):
-    """Facts are checked before; whatever else may come, it is one request's own loss."""
-    with contextlib.closing(opened_folder(tmp_path)) as folder:
-        put(folder, 0)
-        put(folder, 1)
-        bad = RequestFacts("bad", 1000)
-        object.__setattr__(bad, "workload", "\ud800")
-        put(folder, 2)
-        folder.on_access(DIGEST, keys(2), RequestFacts("before", 1000))
-        with recording(folder, tmp_path):
-            folder.on_access(DIGEST, keys(0), FACTS)
-            folder.on_access(DIGEST, keys(1), bad)
-            folder.on_access(DIGEST, keys(0, 3), RequestFacts("good", 1000, "good"))
-            assert len(folder.supervisor.pending) == 4  # which are written together
-        first, second = booked(folder, (0, 1))
-        assert (first.uses, first.context.workload) == (2, "good")
-        assert second.uses == 0
-
-
 def test_block_folder_learned_fits_are_restored_after_a_restart(tmp_path, monkeypatch):
     now_s = time.time()
     monkeypatch.setattr("time.time", lambda: now_s)

@@ -498,44 +498,39 @@ class BlockIndex:
                 (digest,),
             )
 
-    def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch]]:
-        """Record accesses; returns those to stored blocks, with their ids, in the same order.
+    def touch(self, touches: Iterable[Touch]) -> list[tuple[int, Touch] | None]:
+        """Record accesses; returns for each the id of its block, and what was recorded. None for a
+        block that is not stored.
 
         Accesses before a block was stored are ignored, except for their context: a block without
         one was put by another process than the one that received the report, and gets it.
         """
-        found = []
+        found: list[tuple[int, Touch] | None] = []
         with self._transaction() as db:
             for touch in touches:
-                set_context = "" if touch.context is None else _SET_CONTEXT
+                context = touch.context
+                set_context = "" if context is None else _SET_CONTEXT
                 row = db.execute(
                     f"UPDATE blocks SET used_s = max(used_s, ?), uses = uses + ?{set_context} "
                     f"WHERE {_NAMESPACE} AND key = ? AND created_s <= ? RETURNING id",
                     (
                         touch.at_s,
                         touch.uses,
-                        *(touch.context or ()),
+                        *(context or ()),
                         touch.namespace,
                         touch.key,
                         touch.at_s,
                     ),
                 ).fetchone()
-                if row is None and touch.context is not None:
+                if row is None and context is not None:
                     row = db.execute(
                         f"UPDATE blocks SET {_SET_CONTEXT.removeprefix(', ')} "
                         f"WHERE {_NAMESPACE} AND key = ? AND created_s > ?{_HAS_CONTEXT} "
                         "RETURNING id",
-                        (
-                            *touch.context,
-                            touch.namespace,
-                            touch.key,
-                            touch.at_s,
-                            *UNKNOWN_CONTEXT,
-                        ),
+                        (*context, touch.namespace, touch.key, touch.at_s, *UNKNOWN_CONTEXT),
                     ).fetchone()
                     touch = touch._replace(uses=0)
-                if row is not None:
-                    found.append((int(row[0]), touch))
+                found.append(None if row is None else (int(row[0]), touch))
         return found
 
     def limit_times(self, blocks: Iterable[int], now_s: float) -> None:

@@ -140,60 +140,48 @@ class IndexSupervisor:
         Also waits for a flush in another thread, so that the next eviction knows every access.
         """
         with self._flushing:
-            reads = [self._reads.popleft() for _ in range(len(self._reads))]
-            if not reads:
-                return
-            try:
-                are_stored = self._record(index, reads)
-                now_s = time.monotonic()
-                self._unstored[0].extend(
-                    (now_s, read)
-                    for read, is_stored in zip(reads, are_stored, strict=True)
-                    if not is_stored and read.context is not None
-                )
-            except (ValueError, OverflowError):  # one access cannot be written: write the others
-                logger.exception("store %s: index", self._root)
-                for read in reads:
-                    with contextlib.suppress(ValueError, OverflowError):
-                        self._record(index, [read])
-
-    def _record(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
-        """Write accesses to the index and the policy; returns which ones are to stored blocks."""
-        are_stored: list[bool] = []
-        for start in range(0, len(reads), RECORDED_AT_ONCE):
-            if start:
-                self._closing.wait(REST_S)  # SQLite wakes no process that waits
-            are_stored += self._record_some(index, reads[start : start + RECORDED_AT_ONCE])
-        return are_stored
-
-    def _record_some(self, index: BlockIndex, reads: Sequence[Touch]) -> list[bool]:
-        now_s = time.time()
-        reads = [  # the clock may have been set back since
-            read if read.at_s <= now_s + CLOCK_BACK_S else read._replace(at_s=now_s)
-            for read in reads
-        ]
-        found = index.touch(reads)
-        self._evictor.touched(found)
-        stored = {(touch.namespace, touch.key, touch.at_s) for _, touch in found}
-        return [(read.namespace, read.key, read.at_s) in stored for read in reads]
+            now_s = time.monotonic()
+            reads = [(now_s, self._reads.popleft()) for _ in range(len(self._reads))]
+            self._record(index, reads, tries=0)
 
     def _report_again(self, index: BlockIndex) -> None:
         """Apply reports again to blocks that were not stored before."""
         now_s = time.monotonic()
         with self._flushing:
-            for number in reversed(range(len(REPORT_AGAIN_S))):
-                delay_s = REPORT_AGAIN_S[number]
-                waiting = self._unstored[number]
+            for tries in reversed(range(1, len(REPORT_AGAIN_S) + 1)):
+                waiting = self._unstored[tries - 1]
+                until_s = now_s - REPORT_AGAIN_S[tries - 1]
                 due: list[tuple[float, Touch]] = []
-                while waiting and len(due) < REPORTED_AT_ONCE and waiting[0][0] <= now_s - delay_s:
+                while waiting and len(due) < REPORTED_AT_ONCE and waiting[0][0] <= until_s:
                     due.append(waiting.popleft())
-                if not due:
-                    continue
-                are_stored = self._record(index, [read for _, read in due])
-                if number + 1 < len(REPORT_AGAIN_S):
-                    self._unstored[number + 1].extend(
-                        one for one, is_stored in zip(due, are_stored, strict=True) if not is_stored
-                    )
+                self._record(index, due, tries)
+
+    def _record(self, index: BlockIndex, reads: list[tuple[float, Touch]], tries: int) -> None:
+        """Write accesses to the index and the policy. Reports of blocks that are not stored wait
+        for the next try, if there is one.
+
+        Args:
+            reads: with the time of their first try.
+            tries: how often they were tried before.
+        """
+        for start in range(0, len(reads), RECORDED_AT_ONCE):
+            if start:
+                self._closing.wait(REST_S)  # SQLite wakes no process that waits
+            some = reads[start : start + RECORDED_AT_ONCE]
+            now_s = time.time()
+            found = index.touch(
+                [  # the clock may have been set back since
+                    read if read.at_s <= now_s + CLOCK_BACK_S else read._replace(at_s=now_s)
+                    for _, read in some
+                ]
+            )
+            self._evictor.touched([touched for touched in found if touched is not None])
+            if tries < len(REPORT_AGAIN_S):
+                self._unstored[tries].extend(
+                    first
+                    for first, touched in zip(some, found, strict=True)
+                    if touched is None and first[1].context is not None
+                )
 
     def close(self) -> None:
         """Blocks until the thread has ended, or for CLOSE_S."""
