@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from sglang_cake.core.errors import (
     BlockCorrupt,
@@ -25,12 +26,7 @@ from sglang_cake.stores.file import block_files, nofollow
 from sglang_cake.stores.file.block_files import MOST_TRIES, NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, on_disk_bytes, os_errors
 from sglang_cake.stores.file.evictor import Evictor
-from sglang_cake.stores.file.index import (
-    BlockIndex,
-    IndexedBlock,
-    ScannedFile,
-    overhead_bytes,
-)
+from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, ScannedFile
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
 from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
 from sglang_cake.stores.file.paths import CORRUPT, block_names
@@ -258,12 +254,9 @@ class BlockFolder:
     def stats(self) -> StoreStats:
         """How full it is. Raises: StoreUnavailable."""
         with self.supervisor.open() as index:
-            _, taken_bytes = index.totals()
-            blocks, block_bytes = index.stored_totals()
-        return StoreStats(
-            blocks=blocks,
-            block_bytes=block_bytes,
-            used_bytes=taken_bytes + overhead_bytes(self._root),
+            found = index.stats()
+        return replace(
+            found,
             capacity_bytes=self.settings.capacity_bytes,
             policy=self.settings.policy,
             evictions=self.evictions(),

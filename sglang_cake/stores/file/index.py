@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.stores.base import StoreStats
 from sglang_cake.stores.eviction.policy import (
     UNKNOWN_CONTEXT,
     UNKNOWN_TENANT,
@@ -255,7 +256,7 @@ class State(IntEnum):
 # Rows in the other states are few, and have an index of their own. SQLite uses it for queries with
 # this very condition, and for no others.
 _UNSETTLED = f"state != {State.STORED}"
-STORED_TOTALS = f"""SELECT
+_STORED_TOTALS = f"""SELECT
     (SELECT coalesce(sum(blocks), 0) FROM namespaces) - count(*),
     (SELECT coalesce(sum(used_bytes), 0) FROM namespaces) - coalesce(sum(stored_bytes), 0)
 FROM blocks WHERE {_UNSETTLED}"""
@@ -294,23 +295,89 @@ class ScannedFile(NamedTuple):
     used_s: float
 
 
-class BlockIndex:
-    """The open index. Blocking and thread-safe: one connection writes, another one reads.
+class IndexReader:
+    """An index that is only read, as by tools, which change nothing. Blocking and thread-safe.
 
     Every method raises sqlite3.Error if the file is damaged, gone, or busy for longer than BUSY_S.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it. Raises: sqlite3.Error; OSError."""
-        make_private(path)
+        """Open the file. Raises: sqlite3.Error."""
         check_ours(path)
         self._path = path
-        self.inode = path.stat().st_ino
-        self._write_lock = threading.Lock()
         self._read_lock = threading.Lock()
+        self._reader = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        return connect_to_read(self._path)
+
+    def close(self) -> None:
+        with self._read_lock:
+            self._reader.close()
+
+    def totals(self) -> tuple[int, int]:
+        """(blocks, bytes on the disk) of all namespaces, reserved ones included."""
+        rows = self._select("SELECT blocks, taken_bytes FROM total")
+        blocks, taken_bytes = rows[0] if rows else (None, None)
+        return _count(blocks), _count(taken_bytes)
+
+    def stats(self) -> StoreStats:
+        """Totals of all namespaces. Blocks that are being written count in `used_bytes` only."""
+        ((blocks, block_bytes),) = self._select(_STORED_TOTALS)
+        used_bytes = self.totals()[1] + overhead_bytes(self._path.parent)
+        return StoreStats(_count(blocks), _count(block_bytes), used_bytes)
+
+    def stored_in(self, digest: Digest, after: bytes, at_most: int) -> list[IndexedBlock]:
+        """Stored blocks of one namespace with a key above `after`, in that order."""
+        return self._blocks(
+            f"state = {State.STORED} AND {_NAMESPACE} AND key > ? ORDER BY key LIMIT {at_most}",
+            digest,
+            after,
+        )
+
+    def _select(self, sql: str, *values: object) -> list[Any]:
+        with self._read_lock, readable_errors():
+            return self._reader.execute(sql, values).fetchall()
+
+    def _blocks(self, where: str, *values: object) -> list[IndexedBlock]:
+        rows = self._select(
+            "SELECT blocks.id, digest, key, coalesce(owner, ''), stored_bytes, created_s, used_s, "
+            f"uses, {', '.join(AccessContext._fields)} "
+            "FROM blocks JOIN namespaces ON namespaces.id = namespace WHERE " + where,
+            *values,
+        )
+        if not all(map(_is_sound, rows)):  # SQLite accepts any type in any column
+            raise DamagedIndexError(f"{self._path}: a row of blocks makes no sense")
+        return [
+            IndexedBlock(
+                block,
+                digest,
+                key,
+                owner,
+                Usage(
+                    size,
+                    created_s,
+                    used_s,
+                    uses,
+                    ident_of(key),
+                    AccessContext(intern(workload), *context),
+                ),
+            )
+            for block, digest, key, owner, size, created_s, used_s, uses, workload, *context in rows
+        ]
+
+
+class BlockIndex(IndexReader):
+    """The open index. One connection writes, another one reads."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it. Raises: sqlite3.Error; OSError."""
+        make_private(path)
         with readable_errors():
+            super().__init__(path)
+            self.inode = path.stat().st_ino
+            self._write_lock = threading.Lock()
             self._writer = self._connect()
-            self._reader = self._connect()
             try:  # in one transaction: a part of the tables would look like another program's
                 self._writer.executescript(f"BEGIN IMMEDIATE; {PREPARE} COMMIT;")
             except BaseException:
@@ -330,9 +397,9 @@ class BlockIndex:
         return connection
 
     def close(self) -> None:
-        with self._write_lock, self._read_lock:
+        with self._write_lock:
             self._writer.close()
-            self._reader.close()
+        super().close()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -346,10 +413,6 @@ class BlockIndex:
                 if self._writer.in_transaction:  # SQLite rolls back itself after an I/O error
                     self._writer.execute("ROLLBACK")
                 raise
-
-    def _select(self, sql: str, *values: object) -> list[Any]:
-        with self._read_lock, readable_errors():
-            return self._reader.execute(sql, values).fetchall()
 
     # ---- namespaces ----
 
@@ -559,14 +622,6 @@ class BlockIndex:
             f"state = {State.STORED} AND blocks.id > ? ORDER BY blocks.id LIMIT {at_most}", after
         )
 
-    def stored_in(self, digest: Digest, after: bytes, at_most: int) -> list[IndexedBlock]:
-        """Stored blocks of one namespace with a key above `after`, in that order."""
-        return self._blocks(
-            f"state = {State.STORED} AND {_NAMESPACE} AND key > ? ORDER BY key LIMIT {at_most}",
-            digest,
-            after,
-        )
-
     def sample(self, at_most: int) -> list[IndexedBlock]:
         """Random stored blocks, by id; all of them if one namespace has all, and few enough.
 
@@ -585,44 +640,6 @@ class BlockIndex:
     def writing(self) -> list[IndexedBlock]:
         """Blocks that a process is writing, or was writing when it ended."""
         return self._blocks(f"state = {State.WRITING} AND {_UNSETTLED}")
-
-    def _blocks(self, where: str, *values: object) -> list[IndexedBlock]:
-        rows = self._select(
-            "SELECT blocks.id, digest, key, coalesce(owner, ''), stored_bytes, created_s, used_s, "
-            f"uses, {', '.join(AccessContext._fields)} "
-            "FROM blocks JOIN namespaces ON namespaces.id = namespace WHERE " + where,
-            *values,
-        )
-        if not all(map(_is_sound, rows)):  # SQLite accepts any type in any column
-            raise DamagedIndexError(f"{self._path}: a row of blocks makes no sense")
-        return [
-            IndexedBlock(
-                block,
-                digest,
-                key,
-                owner,
-                Usage(
-                    size,
-                    created_s,
-                    used_s,
-                    uses,
-                    ident_of(key),
-                    AccessContext(intern(workload), *context),
-                ),
-            )
-            for block, digest, key, owner, size, created_s, used_s, uses, workload, *context in rows
-        ]
-
-    def totals(self) -> tuple[int, int]:
-        """(blocks, bytes on the disk) of all namespaces, reserved ones included."""
-        rows = self._select("SELECT blocks, taken_bytes FROM total")
-        blocks, taken_bytes = rows[0] if rows else (None, None)
-        return _count(blocks), _count(taken_bytes)
-
-    def stored_totals(self) -> tuple[int, int]:
-        """(blocks, their bytes) of all namespaces, without blocks that are being written."""
-        ((blocks, size_bytes),) = self._select(STORED_TOTALS)
-        return _count(blocks), _count(size_bytes)
 
     def check(self) -> None:
         """Quick check for damage. Raises: sqlite3.DatabaseError."""

@@ -15,14 +15,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import on_disk_bytes
-from sglang_cake.stores.file.index import (
-    STORED_TOTALS,
-    ScannedFile,
-    State,
-    check_ours,
-    connect_to_read,
-    overhead_bytes,
-)
+from sglang_cake.stores.file.index import IndexReader, ScannedFile
 from sglang_cake.stores.file.namespace_descriptions import read_description
 from sglang_cake.stores.file.paths import (
     CORRUPT,
@@ -37,9 +30,6 @@ from sglang_cake.stores.file.paths import (
 
 STALE_S = 3600.0  # a live writer appends to its file far more often
 LIST_AT_ONCE = 10_000  # blocks that a listing holds in memory
-_BLOCKS = f"""SELECT key, stored_bytes, used_s FROM blocks WHERE state = {State.STORED}
-AND namespace = (SELECT id FROM namespaces WHERE digest = ?) AND key > ?
-ORDER BY key LIMIT {LIST_AT_ONCE}"""
 
 
 def namespaces_in(root: Path) -> list[Digest]:
@@ -82,15 +72,9 @@ def described_namespaces_in(root: Path) -> list[StoredNamespace]:
 def stats_in(root: Path) -> StoreStats:
     """Totals of all namespaces, from the index; empty if it cannot be read."""
     try:
-        with _reading(root / INDEX) as db:
-            blocks, block_bytes = db.execute(STORED_TOTALS).fetchone()
-            (taken_bytes,) = db.execute("SELECT taken_bytes FROM total").fetchone()
-        return StoreStats(
-            blocks=int(blocks),
-            block_bytes=int(block_bytes),
-            used_bytes=int(taken_bytes) + overhead_bytes(root),
-        )
-    except (sqlite3.Error, OSError, ValueError, TypeError):
+        with contextlib.closing(IndexReader(root / INDEX)) as index:
+            return index.stats()
+    except (sqlite3.Error, OSError):
         return StoreStats()
 
 
@@ -100,31 +84,19 @@ def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
     after = b""
     try:
         while True:
-            with _reading(root / INDEX) as db:
-                batch = [
-                    BlockInfo(BlockKey(bytes(key)), int(stored_bytes), float(used_s))
-                    for key, stored_bytes, used_s in db.execute(_BLOCKS, (digest, after))
-                ]
+            with contextlib.closing(IndexReader(root / INDEX)) as index:
+                batch = index.stored_in(digest, after, LIST_AT_ONCE)
             if not batch:
                 return
-            yield from batch
+            for block in batch:
+                yield BlockInfo(block.key, block.usage.stored_bytes, block.usage.used_s)
             after = batch[-1].key
-    except (sqlite3.Error, OSError, ValueError):
+    except (sqlite3.Error, OSError):
         for shard in shards_in(root, digest):
             for key, status in _block_files(root, shard):
                 if key > after:
                     used_s = max(status.st_atime, status.st_mtime)
                     yield BlockInfo(key, status.st_blocks * 512, used_s)
-
-
-@contextlib.contextmanager
-def _reading(index: Path) -> Iterator[sqlite3.Connection]:
-    """Raises: sqlite3.Error, OSError if the index is absent, damaged or of another program."""
-    if not index.stat().st_size:
-        raise FileNotFoundError(index)
-    check_ours(index)
-    with contextlib.closing(connect_to_read(index)) as db:
-        yield db
 
 
 def _fields(root: Path, digest: Digest) -> dict[str, str]:
