@@ -25,7 +25,6 @@ from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.paths import new_tmp_name
 from sglang_cake.stores.threads import DaemonPool, check_stop, submit
 
-MOST_TRIES = 10  # to make a folder that others may be removing because it is empty
 # Between two pieces a thread asks for the interpreter, which the scheduler thread needs: blocks of
 # 16 MiB in the page cache take 0.9 of the processor time that they take in pieces of 2 MiB. The
 # disk idles between pieces of direct I/O, which has no read-ahead. A cancelled caller waits for a

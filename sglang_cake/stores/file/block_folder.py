@@ -23,7 +23,7 @@ from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
 from sglang_cake.stores.eviction.policy import Usage, ident_of
 from sglang_cake.stores.file import block_files, nofollow
-from sglang_cake.stores.file.block_files import MOST_TRIES, NewFile
+from sglang_cake.stores.file.block_files import NewFile
 from sglang_cake.stores.file.disk import Amount, WriteBackoff, on_disk_bytes, os_errors
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, ScannedFile
@@ -458,35 +458,23 @@ class BlockFolder:
     # ---- files and folders of blocks; no link is followed ----
 
     def _new_file(self, digest: Digest, key: BlockKey) -> NewFile:
-        """A new file for the block.
+        """A new file for the block. Missing folders are made.
 
-        Missing folders are made, and made again if another process removes the empty folders before
-        the file is in them.
         Raises: OSError; StoreUnavailable if the description of the namespace is unknown.
         """
         *shard, name = block_names(digest, key)
-        for tries_left in reversed(range(MOST_TRIES)):
-            try:
-                folder = nofollow.open_folder(self._root, *shard)
-                return NewFile(
-                    folder,
-                    name,
-                    sync=self.settings.fsync == "data",
-                    direct=self.settings.direct_writes,
-                )
-            except FileNotFoundError:
-                if not tries_left:
-                    raise
-                self._make_folders(digest, shard)
-        raise AssertionError("the last try returns or raises")
 
-    def _make_folders(self, digest: Digest, shard: list[str]) -> None:
-        try:
+        def create() -> NewFile:
+            folder = nofollow.open_folder(self._root, *shard)
+            sync = self.settings.fsync == "data"
+            return NewFile(folder, name, sync=sync, direct=self.settings.direct_writes)
+
+        def make_folders() -> None:
             self.descriptions.write(digest)
             for depth in range(2, len(shard) + 1):
                 nofollow.make_folder(self._root, *shard[:depth])
-        except FileNotFoundError:
-            os.stat(self._root)  # without the root, a disk was unmounted: no further try
+
+        return nofollow.in_folders(self._root, create, make_folders)
 
     def _remove_folders(self, digest: Digest, key: BlockKey) -> None:
         """Remove the folders of the block, as far as they are empty."""

@@ -251,16 +251,17 @@ def _check_folder(root: Path) -> None:
     if _size_bytes(index):
         if not os.access(index, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(index))
-        error = _error_of(index)
-        if isinstance(error, ForeignIndexError):
-            error = _error_of(index)  # another process may be creating the index
-        if isinstance(error, ForeignIndexError):
+        try:
+            check_ours(index)
+        except ForeignIndexError:
             raise ConfigError(
                 f"store folder {root} has an {INDEX} of another program, or of another "
                 "version of sglang-cake: choose another folder"
-            )
-        is_database = getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_NOTADB
-        if is_database:  # if it is damaged or being written: decided when it is opened to write
+            ) from None
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_NOTADB:
+                return  # damaged or being written: decided when it is opened to write
+        else:
             return
     if not is_store:
         raise ConfigError(
@@ -275,14 +276,6 @@ def _size_bytes(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _error_of(index: Path) -> sqlite3.Error | None:
-    try:
-        check_ours(index)
-    except sqlite3.Error as error:
-        return error
-    return None
 
 
 def parse(url: StoreUrl) -> FileSource:

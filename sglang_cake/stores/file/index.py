@@ -143,6 +143,7 @@ def check_ours(path: Path) -> None:
     """
     with readable_errors(), closing(connect_to_read(path)) as found:
         found.text_factory = any_text
+        found.execute("BEGIN")  # another process may be creating it
         application_id = found.execute("PRAGMA application_id").fetchone()[0]
         version = found.execute("PRAGMA user_version").fetchone()[0]
         tables = _tables(found)

@@ -17,7 +17,7 @@ from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.namespace import DESCRIPTION, digest_of, read_fields
 from sglang_cake.stores.file import nofollow
-from sglang_cake.stores.file.block_files import MOST_TRIES, write_file
+from sglang_cake.stores.file.block_files import write_file
 from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, on_disk_bytes, os_errors
 
 MAX_BYTES = 1 << 20
@@ -80,33 +80,24 @@ class NamespaceDescriptions:
     def write(self, digest: Digest) -> None:
         """Make the folder of a namespace, with its description, unless they exist.
 
-        The root is not made again. If it has vanished, a disk was unmounted, and blocks would be
-        written to the disk below the mount point.
         Raises: StoreUnavailable if the description is unknown; OSError.
         """
         name = digest.hex()
         fields = self.read(digest)
         if not fields:
             raise StoreUnavailable(f"{self._root}: namespace {name} was never described")
-        for tries_left in reversed(range(MOST_TRIES)):
-            try:
-                self._write(digest, name, fields)
-                return
-            except FileNotFoundError:  # the empty folder was removed meanwhile
-                os.stat(self._root)
-                if not tries_left:
-                    raise
 
-    def _write(self, digest: Digest, name: str, fields: Mapping[str, str]) -> None:
-        nofollow.make_folder(self._root, name)
-        there = read_description(self._root, digest)
-        if there is None:
-            # Synced, since the namespace could not be opened with an empty file after a power cut.
-            write_file(nofollow.open_folder(self._root, name), DESCRIPTION, _as_json(fields))
-            with nofollow.opened(self._root) as root:
-                os.fsync(root)
-        elif digest_of(there) != digest_of(fields):  # written meanwhile by another process
-            raise StoreUnavailable(f"{self._root}: {name} is described as something else")
+        def write() -> None:
+            there = read_description(self._root, digest)
+            if there is None:
+                # Synced: the namespace could not be opened with an empty file after a power cut.
+                write_file(nofollow.open_folder(self._root, name), DESCRIPTION, _as_json(fields))
+                with nofollow.opened(self._root) as root:
+                    os.fsync(root)
+            elif digest_of(there) != digest_of(fields):  # written meanwhile by another process
+                raise StoreUnavailable(f"{self._root}: {name} is described as something else")
+
+        nofollow.in_folders(self._root, write, lambda: nofollow.make_folder(self._root, name))
 
     def remove(
         self, digest: Digest, *, unless_younger_s: float, even_if_foreign: bool = False

@@ -14,9 +14,12 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
+MOST_TRIES = 10  # of `in_folders`
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -91,6 +94,24 @@ def make_folder(root: Path, *names: str) -> None:
     """
     with opened(root, *names[:-1]) as above, contextlib.suppress(FileExistsError):
         os.mkdir(names[-1], 0o700, dir_fd=above)
+
+
+def in_folders(root: Path, use: Callable[[], T], make: Callable[[], object]) -> T:
+    """What `use` returns. Folders that it does not find are made before its next try: others may
+    remove a folder as long as it is empty.
+
+    The root is not made again. If it has vanished, a disk was unmounted, and files would be written
+    to the disk below the mount point.
+    Raises: OSError.
+    """
+    for _ in range(MOST_TRIES):
+        try:
+            return use()
+        except FileNotFoundError:
+            os.stat(root)
+            with contextlib.suppress(FileNotFoundError):
+                make()
+    return use()
 
 
 def remove_empty(root: Path, *names: str) -> None:
