@@ -35,7 +35,6 @@ FREE_AT_ONCE = Amount(16 << 20, 1000)
 # Blocks that free nothing in one step: other processes deleted or used them. There may be millions
 # in a row, as after `store clear`.
 MOST_PASSED = 1000
-LOAD_FITS_EVERY_S = 60.0
 MOST_UNREMOVED = 16  # files that an eviction cannot remove before it fails
 
 
@@ -84,8 +83,6 @@ class Evictor:
         self.lock = threading.Lock()
         self._benefit = Benefit()
         self._policy = self._new_policy({})
-        self._saved_fits: ReuseFits = {}  # as in the index
-        self._loaded_fits_s = 0.0
         self._seen = 0  # blocks with a larger id were not read from the index yet
         self._learned_s = 0.0  # time of the last call of `learn`
         self.leads = False
@@ -103,7 +100,7 @@ class Evictor:
     @property
     def fits(self) -> ReuseFits:
         """Reuse statistics that the policy decides by and a restart should keep."""
-        return self._policy.fits_to_save()
+        return dict(self._policy.fits_to_save())
 
     def limit_bytes(self) -> int | None:
         """Limit for all blocks and their folders; None: no limit."""
@@ -164,7 +161,7 @@ class Evictor:
     ) -> Amount:
         freed = Amount()
         unremoved = 0
-        policy = self._policy if self.leads else self._new_policy(self._saved_fits)
+        policy = self._policy if self.leads else self._new_policy(self.fits)
         further = self._further_blocks(index)
         # Popped blocks that stay: they are being read, or an exception ends the eviction.
         kept: dict[int, Usage] = {}
@@ -311,20 +308,18 @@ class Evictor:
 
     def refresh(self, index: BlockIndex) -> None:
         """Update the reuse statistics: the leader fits and saves them, others load them."""
-        now_s = time.time()
         with self.lock:
             self._policy.set_benefit(self._benefit)
             if self.leads:
-                self._policy.refresh(now_s)
-            fits = dict(self.fits)
+                self._policy.refresh(time.time())
+            fits = self.fits
+        saved = index.fits()
         if self.leads:
-            if fits != self._saved_fits:
+            if fits and fits != saved:
                 index.save_fits(fits)
-                self._saved_fits = fits
-        elif abs(now_s - self._loaded_fits_s) >= LOAD_FITS_EVERY_S:
-            fits = dict(index.fits())
+        elif fits != saved:
             with self.lock:
-                self._load_fits(fits)
+                self._policy = self._new_policy(saved)
 
     def restart(self, index: BlockIndex, *, leads: bool) -> None:
         """Start with an empty policy, for a new index, a new leader, or new times."""
@@ -334,13 +329,7 @@ class Evictor:
         with self.lock:
             self.leads = leads
             self._seen = seen
-            self._load_fits(fits)
-
-    def _load_fits(self, fits: ReuseFits) -> None:
-        """Start with an empty policy that decides by these statistics."""
-        self._policy = self._new_policy(fits)
-        self._saved_fits = dict(self.fits)
-        self._loaded_fits_s = time.time()
+            self._policy = self._new_policy(fits)
 
     def _new_policy(self, fits: ReuseFits) -> EvictionPolicy:
         policy = new_policy(self._settings.policy, self._benefit)

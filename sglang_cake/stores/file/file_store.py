@@ -33,7 +33,7 @@ from sglang_cake.stores.file.index_supervisor import CLOSE_S
 from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
+from sglang_cake.stores.threads import DaemonPool, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,11 @@ class FileStore(Store):
         self._checkers = DaemonPool(threads, "cake-file-check")  # for the readers
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await run_stoppable(self._lookups, functools.partial(self._contains, list(keys)))
+        frame, keys = self._frame, list(keys)
+        return await run_stoppable(
+            self._lookups,
+            lambda stop: self._folder.contains(frame.digest, keys, frame.known_bytes, stop),
+        )
 
     async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
         """As in `Store`. The index is updated in the background."""
@@ -92,7 +96,8 @@ class FileStore(Store):
         return await run_stoppable(self._writers, work)
 
     async def delete(self, key: BlockKey) -> None:
-        await run_stoppable(self._writers, functools.partial(self._delete, key))
+        digest = self._frame.digest
+        await run_stoppable(self._writers, lambda stop: self._folder.delete(digest, key))
 
     async def list_blocks(self) -> AsyncIterator[BlockInfo]:
         blocks = self._folder.list_blocks(self._frame.digest)
@@ -123,10 +128,6 @@ class FileStore(Store):
 
     # ---- in the threads ----
 
-    def _contains(self, keys: list[BlockKey], stop: threading.Event) -> list[bool]:
-        frame = self._frame
-        return self._folder.contains(frame.digest, keys, frame.known_bytes, stop)
-
     def _get(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None, stop: threading.Event
     ) -> int:
@@ -146,10 +147,6 @@ class FileStore(Store):
             file.append([header, data], stop)
             file.commit(stop)
             return True
-
-    def _delete(self, key: BlockKey, stop: threading.Event) -> None:
-        check_stop(stop)
-        self._folder.delete(self._frame.digest, key)
 
 
 @dataclass(frozen=True, slots=True)
