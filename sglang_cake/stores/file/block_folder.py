@@ -28,14 +28,12 @@ from sglang_cake.stores.file.disk import Amount, WriteBackoff, on_disk_bytes, os
 from sglang_cake.stores.file.evictor import Evictor
 from sglang_cake.stores.file.index import BlockIndex, IndexedBlock, ScannedFile
 from sglang_cake.stores.file.index_supervisor import IndexSupervisor
-from sglang_cake.stores.file.namespace_descriptions import NamespaceDescriptions
-from sglang_cake.stores.file.paths import CORRUPT, block_names
-from sglang_cake.stores.file.scan import (
+from sglang_cake.stores.file.namespace_descriptions import (
+    NamespaceDescriptions,
     described_namespaces_in,
-    namespaces_in,
-    remove_stale,
-    shards_in,
 )
+from sglang_cake.stores.file.paths import CORRUPT, block_names
+from sglang_cake.stores.file.scan import namespaces_in, remove_stale, shards_in
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.reported_accesses import ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
@@ -105,7 +103,7 @@ class BlockFolder:
             unused = len(index.unused())
             if unused >= MOST_UNUSED:
                 at_most = unused - MOST_UNUSED + 1
-                self.supervisor.remove_unused(index, unless_younger_s=0.0, at_most=at_most)
+                self.descriptions.remove_unused(index, at_most=at_most)
             self._evict_until(
                 index,
                 lambda: index.reserve_namespace(digest, own_bytes, self.evictor.limit_bytes()),
@@ -269,7 +267,7 @@ class BlockFolder:
     def remove_namespace(self, digest: Digest) -> None:
         """Remove a namespace that has no blocks. Raises: StoreUnavailable."""
         with os_errors(self._root), self.supervisor.open() as index:
-            self.supervisor.remove_namespace(index, digest, unless_younger_s=0.0)
+            self.descriptions.remove(index, digest)
 
     def clear_namespace(self, digest: Digest, *, even_if_foreign: bool = False) -> int:
         """Remove the blocks of a namespace, its corrupt files that were set aside, and the
@@ -286,9 +284,7 @@ class BlockFolder:
             removed += 1
         with os_errors(self._root), self.supervisor.open() as index:
             self.evictor.remove_aside(index, only=digest)
-            self.supervisor.remove_namespace(
-                index, digest, unless_younger_s=0.0, even_if_foreign=even_if_foreign
-            )
+            self.descriptions.remove(index, digest, even_if_foreign=even_if_foreign)
         return removed
 
     def remove_stale(self) -> int:
@@ -303,7 +299,7 @@ class BlockFolder:
                 for shard in shards_in(self._root, digest, remove_empty=True):
                     removed += remove_stale(self._root, *shard)[0]
             with self.supervisor.open() as index:
-                self.supervisor.remove_unused(index, unless_younger_s=0.0)
+                self.descriptions.remove_unused(index)
         return removed
 
     def remove_set_aside(self) -> int:

@@ -30,6 +30,7 @@ from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.file.disk import SHARED, file_system_type, os_errors
 from sglang_cake.stores.file.index import ForeignIndexError, check_ours
 from sglang_cake.stores.file.index_supervisor import CLOSE_S
+from sglang_cake.stores.file.namespace_descriptions import described_namespaces_in
 from sglang_cake.stores.file.paths import DIGEST_OR_KEY, INDEX, INDEX_LOCK
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.request_facts import RequestFacts
@@ -207,7 +208,7 @@ class FileSource(FolderSettings):
     async def namespaces(self) -> list[StoredNamespace]:
         """Changes nothing. Raises: ConfigError; StoreUnavailable."""
         self.check_ours()
-        return await asyncio.to_thread(scan.described_namespaces_in, self.path)
+        return await asyncio.to_thread(described_namespaces_in, self.path)
 
     def blocks_in(self, digest: Digest) -> Iterator[BlockInfo]:
         """The blocks of one namespace. Changes nothing."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import logging
 import os
 import sqlite3
@@ -24,7 +23,6 @@ from sglang_cake.stores.file.scan import (
     is_stale,
     listed_blocks_in,
     namespaces_in,
-    remove_empty_folders,
     remove_stale,
     scanned_files_in,
 )
@@ -382,49 +380,7 @@ class IndexSupervisor:
             self._evictor.remove_aside(index, KEEP_ASIDE_S)
         except OSError as error:
             self._complain(error)
-        self.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
-
-    def remove_unused(
-        self, index: BlockIndex, *, unless_younger_s: float, at_most: int | None = None
-    ) -> None:
-        """Remove namespaces without blocks, the oldest first.
-
-        Args:
-            unless_younger_s: namespaces with a younger description stay, since a block may follow.
-            at_most: number of namespaces; None: all.
-
-        Raises: sqlite3.Error; OSError.
-        """
-        unused = index.unused()
-        unused += [
-            digest for digest in namespaces_in(self._root) if not index.has_namespace(digest)
-        ]
-        for digest in unused[:at_most]:
-            self.remove_namespace(index, digest, unless_younger_s=unless_younger_s)
-
-    def remove_namespace(
-        self,
-        index: BlockIndex,
-        digest: Digest,
-        *,
-        unless_younger_s: float,
-        even_if_foreign: bool = False,
-    ) -> None:
-        """As `remove_unused`, for one namespace.
-
-        Args:
-            even_if_foreign: as for `NamespaceDescriptions.remove`.
-
-        Raises: sqlite3.Error; OSError.
-        """
-        remove_empty_folders(self._root, digest)  # may be many, so outside the transaction
-        remove = functools.partial(
-            self._descriptions.remove,
-            digest,
-            unless_younger_s=unless_younger_s,
-            even_if_foreign=even_if_foreign,
-        )
-        index.forget_namespace(digest, remove)
+        self._descriptions.remove_unused(index, unless_younger_s=RECLAIM_EVERY_S)
 
 
 def _has_room(root: Path) -> bool:

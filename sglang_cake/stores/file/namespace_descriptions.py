@@ -16,9 +16,12 @@ from pathlib import Path
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import Digest
 from sglang_cake.core.namespace import DESCRIPTION, digest_of, read_fields
+from sglang_cake.stores.base import StoredNamespace
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_files import write_file
 from sglang_cake.stores.file.disk import ENTRY_BYTES, FOLDER_BYTES, on_disk_bytes, os_errors
+from sglang_cake.stores.file.index import BlockIndex
+from sglang_cake.stores.file.scan import namespaces_in, remove_empty_folders
 
 MAX_BYTES = 1 << 20
 MOST_KNOWN = 1024  # descriptions in memory; all are on the disk
@@ -99,17 +102,50 @@ class NamespaceDescriptions:
 
         nofollow.in_folders(self._root, write, lambda: nofollow.make_folder(self._root, name))
 
-    def remove(
-        self, digest: Digest, *, unless_younger_s: float, even_if_foreign: bool = False
-    ) -> bool:
-        """Remove the folder of a namespace if it has only a description; whether it is gone.
-
-        The next block of the namespace writes both again.
+    def remove_unused(
+        self, index: BlockIndex, *, unless_younger_s: float = 0.0, at_most: int | None = None
+    ) -> None:
+        """Remove namespaces without blocks, the oldest first, as `remove`.
 
         Args:
-            unless_younger_s: a younger description stays, and so does a younger folder without one.
-            even_if_foreign: remove a damaged description, or one of another namespace, too.
+            at_most: number of namespaces; None: all.
+
+        Raises: sqlite3.Error; OSError.
         """
+        unused = index.unused()
+        unused += [
+            digest for digest in namespaces_in(self._root) if not index.has_namespace(digest)
+        ]
+        for digest in unused[:at_most]:
+            self.remove(index, digest, unless_younger_s=unless_younger_s)
+
+    def remove(
+        self,
+        index: BlockIndex,
+        digest: Digest,
+        *,
+        unless_younger_s: float = 0.0,
+        even_if_foreign: bool = False,
+    ) -> None:
+        """Remove a namespace that has no blocks, if its folder has only a description. The next
+        block of the namespace writes both again.
+
+        Args:
+            unless_younger_s: a younger description stays, and so does a younger folder without one:
+                a block may follow.
+            even_if_foreign: remove a damaged description, or one of another namespace, too.
+
+        Raises: sqlite3.Error; OSError.
+        """
+        remove_empty_folders(self._root, digest)  # may be many, so outside the transaction
+        index.forget_namespace(
+            digest, lambda: self._remove_folder(digest, unless_younger_s, even_if_foreign)
+        )
+
+    def _remove_folder(
+        self, digest: Digest, unless_younger_s: float, even_if_foreign: bool
+    ) -> bool:
+        """As `remove`; whether the folder is gone."""
         name = digest.hex()
         try:
             with nofollow.opened(self._root, name) as folder:
@@ -138,6 +174,17 @@ class NamespaceDescriptions:
             self._known.move_to_end(digest)
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
+
+
+def described_namespaces_in(root: Path) -> list[StoredNamespace]:
+    """The namespaces that have a folder, with their descriptions; none without a root."""
+    found = []
+    for digest in namespaces_in(root) if root.exists() else ():
+        fields = None
+        with contextlib.suppress(OSError):  # the folder may not be readable
+            fields = read_description(root, digest)
+        found.append(StoredNamespace(digest, fields or {}))
+    return found
 
 
 def read_description(root: Path, digest: Digest) -> dict[str, str] | None:

@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, StoredNamespace, StoreStats
+from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.disk import on_disk_bytes
 from sglang_cake.stores.file.index import IndexReader, ScannedFile
-from sglang_cake.stores.file.namespace_descriptions import read_description
 from sglang_cake.stores.file.paths import (
     CORRUPT,
     DIGEST_OR_KEY,
@@ -35,10 +33,6 @@ LIST_AT_ONCE = 10_000  # blocks that a listing holds in memory
 def namespaces_in(root: Path) -> list[Digest]:
     """The namespaces that have a folder. Raises: OSError if there is no root."""
     os.stat(root)
-    return _digests_in(root)
-
-
-def _digests_in(root: Path) -> list[Digest]:
     names = sorted(filter(DIGEST_OR_KEY.fullmatch, nofollow.folders_in(root)))
     return [Digest(bytes.fromhex(name)) for name in names]
 
@@ -62,11 +56,6 @@ def shards_in(
 
 
 # ---- without a change ----
-
-
-def described_namespaces_in(root: Path) -> list[StoredNamespace]:
-    """The namespaces that have a folder, with their descriptions; none without a root."""
-    return [StoredNamespace(digest, _fields(root, digest)) for digest in _digests_in(root)]
 
 
 def stats_in(root: Path) -> StoreStats:
@@ -97,12 +86,6 @@ def listed_blocks_in(root: Path, digest: Digest) -> Iterator[BlockInfo]:
                 if key > after:
                     used_s = max(status.st_atime, status.st_mtime)
                     yield BlockInfo(key, status.st_blocks * 512, used_s)
-
-
-def _fields(root: Path, digest: Digest) -> dict[str, str]:
-    with contextlib.suppress(OSError, StoreUnavailable):  # the folder may not be readable
-        return read_description(root, digest) or {}
-    return {}
 
 
 def _block_files(
