@@ -112,7 +112,7 @@ def pace(policies: list[str], blocks: int, evictions: int) -> list[dict[str, Any
                 pass
             learn_s = time.perf_counter() - began_s
             order = room._policy
-            queues = order.queue_count if isinstance(order, ReusePolicy) else 1
+            queues = len(order.class_queues) if isinstance(order, ReusePolicy) else 1
             began_s = time.perf_counter()
             left_bytes = evictions * size
             while left_bytes > 0 and (freed := room.free(index, Amount(left_bytes))):  # in steps

@@ -3,9 +3,9 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,13 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import (
-    BlockInfo,
-    Store,
-    StoreStats,
-)
+from sglang_cake.stores.base import BlockInfo, Store, StoreStats
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable, wait_uncancelled
+from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 
+T = TypeVar("T")
 MAX_THREADS = 4  # that copy between blocks and slices
+_Put = Callable[[BlockKey, memoryview], Coroutine[Any, Any, bool]]
 _COUNTED_ALL = ("read_bytes", "stored_bytes")
 
 
@@ -82,36 +80,28 @@ class HeadSliceStore(Store):
         """As in `Store`, without progress."""
         assert out.nbytes == self._layout.block_bytes, out.nbytes
         async with self._buffers(self._reading) as slices:
-            await _all(
-                store.get_into(key, part) for store, part in zip(self._stores, slices, strict=True)
-            )
+            reads = zip(self._stores, slices, strict=True)
+            await _all(store.get_into(key, part) for store, part in reads)
             # Only now: bytes of a block that lacks a slice are never in `out`.
             await self._copy(out, slices, _join)
         return out.nbytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
-        return await self._put(key, data, lambda store, part: store.put(key, part))
+        return await self._put(key, data, [store.put for store in self._stores])
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
-        return await self._put(key, data, lambda store, part: store.put_first(key, part))
+        return await self._put(key, data, [store.put_first for store in self._stores])
 
-    async def _put(
-        self,
-        key: BlockKey,
-        data: memoryview,
-        put_slice: Callable[[Store, memoryview], Awaitable[bool]],
-    ) -> bool:
+    async def _put(self, key: BlockKey, data: memoryview, puts: Sequence[_Put]) -> bool:
         assert data.nbytes == self._layout.block_bytes, data.nbytes
 
-        async def put_in_turn(store: Store, part: memoryview) -> bool:
+        async def put_in_turn(put: _Put, part: memoryview) -> bool:
             async with self._putting:  # a store takes as many puts as of whole blocks
-                return await put_slice(store, part)
+                return await put(key, part)
 
         async with self._buffers(self._writing) as slices:
             await self._copy(data, slices, _cut)
-            fresh = await _all(
-                put_in_turn(store, part) for store, part in zip(self._stores, slices, strict=True)
-            )
+            fresh = await _all(map(put_in_turn, puts, slices))
             return any(fresh)
 
     async def delete(self, key: BlockKey) -> None:
@@ -197,15 +187,12 @@ def _both(one: BlockInfo, other: BlockInfo) -> BlockInfo:
     return BlockInfo(one.key, one.stored_bytes + other.stored_bytes, max(used, default=None))
 
 
-async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results of calls that run side by side. If one fails, the others are cancelled; all have
-    ended when this returns. Raises: the first error."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of calls that run side by side. If one fails, the others are cancelled. All have
+    ended when this returns, since the caller will reuse the memory. Raises: the first error."""
     try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        # The caller will reuse the memory.
-        await wait_uncancelled(asyncio.gather(*tasks, return_exceptions=True))
-        raise
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

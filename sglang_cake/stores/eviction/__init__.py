@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Final
 
 from sglang_cake.stores.eviction.benefit import Benefit
-from sglang_cake.stores.eviction.classic import ArcPolicy, GdfsPolicy, S3FifoPolicy, fifo, lfu, lru
+from sglang_cake.stores.eviction.classic import ArcPolicy, GdfsPolicy, RankedPolicy, S3FifoPolicy
 from sglang_cake.stores.eviction.policy import EvictionPolicy
 from sglang_cake.stores.eviction.reuse_policies import CakePolicy, CakePrefixPolicy, WorkloadPolicy
 
 POLICIES: Final[dict[str, Callable[[Benefit], EvictionPolicy]]] = {
-    "fifo": lambda benefit: fifo(),
-    "lru": lambda benefit: lru(),
-    "lfu": lambda benefit: lfu(),
+    "fifo": lambda benefit: RankedPolicy(lambda block, usage: (usage.created_s, block)),
+    "lru": lambda benefit: RankedPolicy(lambda block, usage: (usage.used_s,)),
+    # Since a block was written; of equal ones the least recently used.
+    "lfu": lambda benefit: RankedPolicy(lambda block, usage: (usage.uses, usage.used_s)),
     "gdfs": GdfsPolicy,
     "s3fifo": lambda benefit: S3FifoPolicy(),
     "arc": lambda benefit: ArcPolicy(),

@@ -39,21 +39,6 @@ class RankedPolicy(EvictionPolicy):
         return None if entry is None else (entry.block, self._usage.pop(entry.block))
 
 
-def fifo() -> RankedPolicy:
-    """First in, first out."""
-    return RankedPolicy(lambda block, usage: (usage.created_s, block))
-
-
-def lru() -> RankedPolicy:
-    """Least recently used."""
-    return RankedPolicy(lambda block, usage: (usage.used_s,))
-
-
-def lfu() -> RankedPolicy:
-    """Least frequently used since it was written; of equal ones the least recently used."""
-    return RankedPolicy(lambda block, usage: (usage.uses, usage.used_s))
-
-
 class GdfsPolicy(RankedPolicy):
     """Greedy-Dual-Size-Frequency (Cherkasova, HP Laboratories, 1998).
 
@@ -65,7 +50,7 @@ class GdfsPolicy(RankedPolicy):
     def __init__(self, benefit: Benefit) -> None:
         super().__init__(self._priority)
         self._benefit = benefit
-        self._first_clock = 0.0  # before `_popped`
+        self._clock = 0.0
         self._popped: dict[int, Rank] = {}  # by block, since the last new block
 
     def set_benefit(self, benefit: Benefit) -> None:
@@ -73,7 +58,6 @@ class GdfsPolicy(RankedPolicy):
 
     def add(self, block: int, usage: Usage) -> None:
         if block not in self._usage:
-            self._first_clock = self._clock
             self._popped.clear()
         super().add(block, usage)
 
@@ -81,6 +65,7 @@ class GdfsPolicy(RankedPolicy):
         victim = self._queue.first()
         if victim is not None:
             self._popped[victim.block] = victim.rank
+            self._clock = max(self._clock, victim.rank[0])
         return super().pop(now_s)
 
     def give_back(self, block: int, usage: Usage) -> None:
@@ -90,11 +75,6 @@ class GdfsPolicy(RankedPolicy):
             return
         self._usage[block] = usage
         self._queue.put(block, rank)
-
-    @property
-    def _clock(self) -> float:
-        last = next(reversed(self._popped.values()), None)
-        return self._first_clock if last is None else max(self._first_clock, last[0])
 
     def _priority(self, block: int, usage: Usage) -> Rank:
         cost_s = self._benefit.compute_s(usage.context.position)

@@ -25,6 +25,7 @@ class ReusePolicy(EvictionPolicy):
 
     Attributes:
         model: statistics of reuse.
+        class_queues: an eviction at a new instant compares one block of each.
         life_s: an access counts if it is expected within this time; docs/eviction.md compares
             other values.
         class_weight: weight of the fit of a block's own class, from 0 to 1. The pooled fit has the
@@ -38,12 +39,7 @@ class ReusePolicy(EvictionPolicy):
     def __init__(self) -> None:
         super().__init__()
         self.model = ReuseModel()
-        self._class_queues = ClassQueues(self._block_value)
-
-    @property
-    def queue_count(self) -> int:
-        """Number of queues: an eviction at a new instant compares one block of each."""
-        return len(self._class_queues)
+        self.class_queues = ClassQueues(self._block_value)
 
     @staticmethod
     def class_of(usage: Usage) -> RequestClass:
@@ -71,14 +67,14 @@ class ReusePolicy(EvictionPolicy):
         request_class = self._record_access(usage)
         self._usage[block] = usage
         key = QueueKey(request_class, self.benefit_step(usage))
-        self._class_queues.put(block, key, usage.used_s)
+        self.class_queues.put(block, key, usage.used_s)
 
     def remove(self, block: int) -> None:
         self._usage.pop(block, None)
-        self._class_queues.remove(block)
+        self.class_queues.remove(block)
 
     def pop(self, now_s: float) -> tuple[int, Usage] | None:
-        block = self._class_queues.pop(now_s)
+        block = self.class_queues.pop(now_s)
         return None if block is None else (block, self._usage.pop(block))
 
     def record_rejected(self, usage: Usage) -> None:
@@ -89,15 +85,15 @@ class ReusePolicy(EvictionPolicy):
         return self._weighted(self.model.fit(request_class).share, self.model.pooled.share)
 
     def refresh(self, now_s: float) -> None:
-        if self.model.refit(now_s, self._class_queues.classes):
-            self._class_queues.invalidate_values()
+        if self.model.refit(now_s, self.class_queues.classes):
+            self.class_queues.invalidate_values()
 
     def fits_to_save(self) -> ReuseFits:
         return self.model.fits_to_save()
 
     def resume(self, fits: ReuseFits, now_s: float) -> None:
         self.model.resume(fits, now_s)
-        self._class_queues.invalidate_values()
+        self.class_queues.invalidate_values()
 
     def _record_access(self, usage: Usage) -> RequestClass:
         """Record the last access to a block; returns its class."""
