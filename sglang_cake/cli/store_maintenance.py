@@ -227,7 +227,7 @@ async def _shrink(named: NamedStore, keep_bytes: int | None) -> dict[str, Any]:
             left_bytes -= block.stored_bytes
         for frame, evicted in zip(frames, victims, strict=True):
             if evicted:
-                await _delete(named, frame, _each(evicted), total=len(evicted))
+                await _delete(named, frame, evicted)
                 result["evicted_blocks"] += len(evicted)
                 result["evicted_bytes"] += sum(block.stored_bytes for block in evicted)
     return result
@@ -276,7 +276,7 @@ async def _clear(args: argparse.Namespace) -> int:
     for named, good, bad in found:
         deleted = 0
         for _, frame in good:
-            deleted += await _delete(named, frame, None, total=None)
+            deleted += await _delete(named, frame, None)
         if named.files is not None:
             digests = [named.stored(frame).digest for _, frame in good]
             deleted += await asyncio.to_thread(_remove_rest, named, digests, bad)
@@ -305,20 +305,14 @@ def _remove_rest(named: NamedStore, good: list[Digest], bad: dict[str, str]) -> 
     return removed
 
 
-async def _delete(
-    named: NamedStore,
-    frame: BlockFrame,
-    blocks: AsyncIterator[BlockInfo] | None,
-    *,
-    total: int | None,
-) -> int:
+async def _delete(named: NamedStore, frame: BlockFrame, blocks: list[BlockInfo] | None) -> int:
     """Delete `blocks` (None: all), and the namespace if it is empty then; returns their number.
 
     Raises: StoreUnavailable.
     """
     deleted = 0
     async with opened(named.source, frame, DEFAULT_DEPTH) as store:
-        with progress("deleting", total=total) as bar:
+        with progress("deleting", total=None if blocks is None else len(blocks)) as bar:
 
             async def delete(block: BlockInfo, worker: int) -> None:
                 nonlocal deleted
@@ -326,7 +320,8 @@ async def _delete(
                 deleted += 1
                 bar.update(1)
 
-            await for_each(blocks or store.list_blocks(), delete, DEFAULT_DEPTH)
+            found = store.list_blocks() if blocks is None else _each(blocks)
+            await for_each(found, delete, DEFAULT_DEPTH)
         await store.remove_description()
     return deleted
 

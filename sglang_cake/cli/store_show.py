@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import os
+import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -211,6 +211,7 @@ async def _totals(named: NamedStore) -> dict[str, Any]:
         blocks, block_bytes = sum(h.blocks for h in contents), sum(h.bytes for h in contents)
     used_bytes = block_bytes if stats.used_bytes is None else stats.used_bytes
     capacity = stats.capacity_bytes
+    disk_free_bytes = named.files and shutil.disk_usage(named.files.path).free
     return {
         "url": named.url,
         "namespaces": len(good) + len(bad),
@@ -220,13 +221,6 @@ async def _totals(named: NamedStore) -> dict[str, Any]:
         "used_bytes": used_bytes,
         "capacity_bytes": capacity,
         "free_bytes": None if capacity is None else max(0, capacity - used_bytes),
-        "disk_free_bytes": _disk_free_bytes(named),
+        "disk_free_bytes": disk_free_bytes,
         "policy": stats.policy,
     }
-
-
-def _disk_free_bytes(named: NamedStore) -> int | None:
-    if named.files is None:
-        return None
-    stat = os.statvfs(named.files.path)
-    return stat.f_bavail * stat.f_frsize

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.counters import Counters
@@ -83,7 +82,7 @@ class HeadSliceStore(Store):
             reads = zip(self._stores, slices, strict=True)
             await _all(store.get_into(key, part) for store, part in reads)
             # Only now: bytes of a block that lacks a slice are never in `out`.
-            await self._copy(out, slices, _join)
+            await self._copy(out, slices, to_slices=False)
         return out.nbytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
@@ -100,7 +99,7 @@ class HeadSliceStore(Store):
                 return await put(key, part)
 
         async with self._buffers(self._writing) as slices:
-            await self._copy(data, slices, _cut)
+            await self._copy(data, slices, to_slices=True)
             fresh = await _all(map(put_in_turn, puts, slices))
             return any(fresh)
 
@@ -150,14 +149,7 @@ class HeadSliceStore(Store):
             finally:
                 self._idle.append(slices)
 
-    async def _copy(
-        self,
-        block: memoryview,
-        slices: list[memoryview],
-        copy: Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], None],
-    ) -> None:
-        """Args: copy: called with a plane's runs of heads in the block, and in a slice."""
-
+    async def _copy(self, block: memoryview, slices: list[memoryview], *, to_slices: bool) -> None:
         def run(stop: threading.Event) -> None:
             whole = np.frombuffer(block, np.uint8)
             parts = [np.frombuffer(each, np.uint8) for each in slices]
@@ -168,17 +160,13 @@ class HeadSliceStore(Store):
                 rows = whole[plane.start : stop_byte].reshape(plane.rows, len(parts), cut.row_bytes)
                 for number, part in enumerate(parts):
                     own = part[cut.start : cut.start + cut.rows * cut.row_bytes]
-                    copy(rows[:, number], own.reshape(cut.rows, cut.row_bytes))
+                    in_block, in_slice = rows[:, number], own.reshape(cut.rows, cut.row_bytes)
+                    if to_slices:
+                        in_slice[:] = in_block
+                    else:
+                        in_block[:] = in_slice
 
         await run_stoppable(self._threads, run)
-
-
-def _join(in_block: npt.NDArray[np.uint8], in_slice: npt.NDArray[np.uint8]) -> None:
-    in_block[:] = in_slice
-
-
-def _cut(in_block: npt.NDArray[np.uint8], in_slice: npt.NDArray[np.uint8]) -> None:
-    in_slice[:] = in_block
 
 
 def _both(one: BlockInfo, other: BlockInfo) -> BlockInfo:

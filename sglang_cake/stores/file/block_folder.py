@@ -400,11 +400,30 @@ class BlockFolder:
     def _set_aside(
         self, digest: Digest, key: BlockKey, bad: os.stat_result, error: BlockCorrupt
     ) -> None:
+        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has
+        one of the same block. If another file has replaced it, nothing is done.
+
+        Args:
+            bad: status of the corrupt file.
+        """
+        *shard, name = block_names(digest, key)
         # On a read-only disk the corrupt file stays, and every read of it fails.
         with contextlib.suppress(OSError):
-            kept = self._move_aside(digest, key, bad)
-            if kept is None:
-                return
+            nofollow.make_folder(self._root, shard[0], CORRUPT)
+            with (
+                nofollow.opened(self._root, *shard) as folder,
+                nofollow.opened(self._root, shard[0], CORRUPT) as aside,
+            ):
+                there = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if not os.path.samestat(there, bad):
+                    return
+                asides = os.listdir(aside)
+                kept = name not in asides and len(asides) < MAX_SET_ASIDE
+                if kept:
+                    os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
+            if not kept:
+                nofollow.remove_file(self._root, *shard, name)
+            self._remove_folders(digest, key)
             self._log_corrupt(error, "set aside" if kept else "removed")
             with contextlib.suppress(StoreError), self.supervisor.open() as index:
                 if kept:  # first, since the index may count too much, and never too little
@@ -412,34 +431,6 @@ class BlockFolder:
                     file = ScannedFile(None, size, bad.st_mtime, bad.st_mtime)
                     index.add_found(digest, self.descriptions.own_bytes(digest), [file])
                 self._forget_in(index, digest, key)
-
-    def _move_aside(self, digest: Digest, key: BlockKey, bad: os.stat_result) -> bool | None:
-        """Move a corrupt file to the folder `corrupt`, or remove it if that folder is full, or has
-        one of the same block.
-
-        Args:
-            bad: status of the corrupt file.
-
-        Returns whether the file was kept; None if another file has replaced it.
-        Raises: OSError.
-        """
-        *shard, name = block_names(digest, key)
-        nofollow.make_folder(self._root, shard[0], CORRUPT)
-        with (
-            nofollow.opened(self._root, *shard) as folder,
-            nofollow.opened(self._root, shard[0], CORRUPT) as aside,
-        ):
-            there = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if (there.st_dev, there.st_ino) != (bad.st_dev, bad.st_ino):
-                return None
-            there_already = os.listdir(aside)
-            kept = name not in there_already and len(there_already) < MAX_SET_ASIDE
-            if kept:
-                os.replace(name, name, src_dir_fd=folder, dst_dir_fd=aside)
-        if not kept:
-            nofollow.remove_file(self._root, *shard, name)
-        self._remove_folders(digest, key)
-        return kept
 
     def _log_corrupt(self, error: BlockCorrupt, done: str) -> None:
         with self._counting:

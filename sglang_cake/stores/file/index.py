@@ -213,28 +213,25 @@ def put_aside(index: Path) -> Path:
     return aside
 
 
-def _aside_bytes(index: Path) -> int:
-    """Bytes of damaged indexes on the disk."""
-    taken_bytes = 0
-    for aside in _asides(index):
-        for suffix in _SUFFIXES:
-            with suppress(FileNotFoundError):
-                taken_bytes += os.lstat(f"{aside}{suffix}").st_blocks * 512
-    return taken_bytes
-
-
 def _asides(index: Path) -> list[Path]:
     return [index.with_name(f"{DAMAGED}{number}") for number in range(1, MAX_PUT_ASIDE + 1)]
 
 
 def overhead_bytes(root: Path) -> int:
     """Bytes of the files beside namespaces: the index with its largest log, and small files."""
-    sizes = {"": 0, "-wal": 0, "-shm": 0}
-    for suffix in sizes:
-        with suppress(FileNotFoundError):
-            sizes[suffix] = os.lstat(root / f"{INDEX}{suffix}").st_blocks * 512
-    index_bytes = sizes[""] + max(sizes["-wal"], WAL_BYTES) + sizes["-shm"]
-    return index_bytes + _aside_bytes(root / INDEX) + SMALL_FILES_BYTES
+    index = root / INDEX
+    aside_bytes = sum(
+        _disk_bytes(f"{aside}{suffix}") for aside in _asides(index) for suffix in _SUFFIXES
+    )
+    log_bytes = max(_disk_bytes(f"{index}-wal"), WAL_BYTES)
+    index_bytes = _disk_bytes(f"{index}") + log_bytes + _disk_bytes(f"{index}-shm")
+    return index_bytes + aside_bytes + SMALL_FILES_BYTES
+
+
+def _disk_bytes(path: str) -> int:
+    with suppress(FileNotFoundError):
+        return os.lstat(path).st_blocks * 512
+    return 0
 
 
 # ---- its rows ----
