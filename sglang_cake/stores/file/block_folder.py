@@ -100,10 +100,7 @@ class BlockFolder:
             return
         with os_errors(self._root, self._backoff), self.supervisor.open() as index:
             own_bytes = self.descriptions.own_bytes(digest)
-            unused = len(index.unused())
-            if unused >= MOST_UNUSED:
-                at_most = unused - MOST_UNUSED + 1
-                self.descriptions.remove_unused(index, at_most=at_most)
+            self.descriptions.remove_unused(index, keep=MOST_UNUSED - 1)
             self._evict_until(
                 index,
                 lambda: index.reserve_namespace(digest, own_bytes, self.evictor.limit_bytes()),

@@ -81,10 +81,7 @@ class FreeSpace:
     def __init__(
         self, folder: Path, min_free_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Args:
-        folder: any folder in the file system.
-        clock: seconds, monotonic.
-        """
+        """Args: folder: any folder in the file system."""
         self._folder = folder
         self.min_free_bytes = min_free_bytes
         self._clock = clock
@@ -139,9 +136,6 @@ class WriteBackoff:
     """Pauses of writing after a disk refused a write, so that not every block has to fail."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args:
-        clock: seconds, monotonic.
-        """
         self._clock = clock
         self._backoff = Backoff()
         self._failure: StoreError | None = None

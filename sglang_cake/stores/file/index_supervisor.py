@@ -112,15 +112,11 @@ class IndexSupervisor:
             raise StoreUnavailable(f"{self._root}: index: {error}") from error
 
     def was_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> None:
-        """Record a read, to be written to the index within about TICK_S.
-
-        Args:
-            counts: the read is an access.
-        """
+        """Record a read, which may be an access. It is in the index within about TICK_S."""
         self._reads.append(Touch(digest, key, time.time(), int(counts)))
 
     def was_touched(self, digest: Digest, accesses: Sequence[Access]) -> None:
-        """Record accesses of a request, to be written to the index within about TICK_S."""
+        """Record accesses of a request, as `was_read`."""
         self._reads.extend(Touch(digest, a.key, a.at_s, 1, a.context) for a in accesses)
 
     @property

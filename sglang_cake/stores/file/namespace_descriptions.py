@@ -103,20 +103,14 @@ class NamespaceDescriptions:
         nofollow.in_folders(self._root, write, lambda: nofollow.make_folder(self._root, name))
 
     def remove_unused(
-        self, index: BlockIndex, *, unless_younger_s: float = 0.0, at_most: int | None = None
+        self, index: BlockIndex, *, keep: int = 0, unless_younger_s: float = 0.0
     ) -> None:
-        """Remove namespaces without blocks, the oldest first, as `remove`.
-
-        Args:
-            at_most: number of namespaces; None: all.
-
-        Raises: sqlite3.Error; OSError.
-        """
+        """Remove namespaces without blocks, the oldest first, as `remove`, and keep so many."""
         unused = index.unused()
         unused += [
             digest for digest in namespaces_in(self._root) if not index.has_namespace(digest)
         ]
-        for digest in unused[:at_most]:
+        for digest in unused[: max(0, len(unused) - keep)]:
             self.remove(index, digest, unless_younger_s=unless_younger_s)
 
     def remove(
