@@ -23,7 +23,7 @@ from sglang_cake.stores.eviction.policy import UNKNOWN_CONTEXT, AccessContext
 from sglang_cake.stores.eviction.reuse_model import POOLED
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file.index import BlockIndex, ScannedFile
-from sglang_cake.stores.file.index_supervisor import RECORDED_AT_ONCE, REPORT_AGAIN_S
+from sglang_cake.stores.file.index_supervisor import RECORDED_AT_ONCE, TRIES_S
 from sglang_cake.stores.reported_accesses import MOST_NAMESPACES, MOST_REQUESTS, ReportedAccesses
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.request_recording import RequestRecordingStore, RequestTraceFile
@@ -398,7 +398,7 @@ def test_block_folder_put_in_another_process_gets_the_reported_facts(
 def a_retry_later():
     """The clock, when reports are applied again."""
     clock = time.monotonic
-    return lambda: clock() + REPORT_AGAIN_S[0]
+    return lambda: clock() + TRIES_S[1]
 
 
 def test_block_folder_block_put_elsewhere_long_after_a_report_gets_its_facts(tmp_path, monkeypatch):

@@ -36,12 +36,11 @@ RECLAIM_EVERY_S = 60.0
 ROOM_BYTES = 2 * WAL_BYTES  # free space with which an index can be opened and changed
 CLOSE_S = 10.0  # limit for waiting at the end for a disk that does not answer
 KEEP_ASIDE_S = 86_400.0  # corrupt files of a namespace are kept so long after the last one
-MAX_PENDING_READS = 65_536  # accesses that are not in the index yet; older ones are dropped
-# Delays after which a report is applied again to blocks that were not stored: another process may
-# have put them since.
-REPORT_AGAIN_S = (10.0, 60.0)
-MOST_REPORTED_AGAIN = 16_384  # blocks that wait for each of these times; older ones are dropped
-REPORTED_AT_ONCE = 4096  # of them in one tick
+# Delays after which an access is written to the index. For blocks that were not stored, a report is
+# applied again: another process may have put them since.
+TRIES_S = (0.0, 10.0, 60.0)
+MOST_WAITING = (65_536, 16_384, 16_384)  # blocks that wait for each; older ones are dropped
+REPORTED_AT_ONCE = 4096  # blocks that are tried again in one tick
 # Accesses in one transaction. Puts of all processes wait for it, some tens of milliseconds in an
 # index of a million blocks.
 RECORDED_AT_ONCE = 500
@@ -71,11 +70,8 @@ class IndexSupervisor:
         self._opened = threading.Event()
         self._closing = threading.Event()
         self._wake = threading.Event()
-        self._reads: deque[Touch] = deque(maxlen=MAX_PENDING_READS)
-        # Accesses to blocks that were not stored, with the time of their first try, for each delay.
-        self._unstored = [
-            deque[tuple[float, Touch]](maxlen=MOST_REPORTED_AGAIN) for _ in REPORT_AGAIN_S
-        ]
+        # Accesses with their time (`time.monotonic`), for each of TRIES_S.
+        self._waiting = [deque[tuple[float, Touch]](maxlen=most) for most in MOST_WAITING]
         self._flushing = threading.Lock()  # taken before the locks of the index and the evictor
         self._wait_until_s = time.monotonic() + OPEN_WAIT_S
         self._reclaim_at_s = time.monotonic() + RECLAIM_EVERY_S
@@ -113,40 +109,39 @@ class IndexSupervisor:
 
     def was_read(self, digest: Digest, key: BlockKey, *, counts: bool) -> None:
         """Record a read, which may be an access. It is in the index within about TICK_S."""
-        self._reads.append(Touch(digest, key, time.time(), int(counts)))
+        self._waiting[0].append((time.monotonic(), Touch(digest, key, time.time(), int(counts))))
 
     def was_touched(self, digest: Digest, accesses: Sequence[Access]) -> None:
         """Record accesses of a request, as `was_read`."""
-        self._reads.extend(Touch(digest, a.key, a.at_s, 1, a.context) for a in accesses)
+        now_s = time.monotonic()
+        self._waiting[0].extend(
+            (now_s, Touch(digest, a.key, a.at_s, 1, a.context)) for a in accesses
+        )
 
     @property
     def pending(self) -> tuple[Touch, ...]:
         """Accesses that are not in the index yet."""
-        return tuple(self._reads)
+        return tuple(touch for _, touch in self._waiting[0])
 
     def wake(self) -> None:
         """Space was taken: the background thread may have to free some."""
         self._wake.set()
 
-    def flush(self, index: BlockIndex) -> None:
+    def flush(self, index: BlockIndex, *, again: bool = False) -> None:
         """Write pending accesses to the index.
 
         Also waits for a flush in another thread, so that the next eviction knows every access.
+
+        Args:
+            again: also reports of blocks that were not stored before, those that are due.
         """
         with self._flushing:
             now_s = time.monotonic()
-            reads = [(now_s, self._reads.popleft()) for _ in range(len(self._reads))]
-            self._record(index, reads, tries=0)
-
-    def _report_again(self, index: BlockIndex) -> None:
-        """Apply reports again to blocks that were not stored before."""
-        now_s = time.monotonic()
-        with self._flushing:
-            for tries in reversed(range(1, len(REPORT_AGAIN_S) + 1)):
-                waiting = self._unstored[tries - 1]
-                until_s = now_s - REPORT_AGAIN_S[tries - 1]
+            for tries in reversed(range(len(TRIES_S) if again else 1)):
+                waiting = self._waiting[tries]
+                at_most = REPORTED_AT_ONCE if tries else len(waiting)
                 due: list[tuple[float, Touch]] = []
-                while waiting and len(due) < REPORTED_AT_ONCE and waiting[0][0] <= until_s:
+                while waiting and len(due) < at_most and waiting[0][0] <= now_s - TRIES_S[tries]:
                     due.append(waiting.popleft())
                 self._record(index, due, tries)
 
@@ -155,7 +150,7 @@ class IndexSupervisor:
         for the next try, if there is one.
 
         Args:
-            reads: with the time of their first try.
+            reads: as in `_waiting`.
             tries: how often they were tried before.
         """
         for start in range(0, len(reads), RECORDED_AT_ONCE):
@@ -170,8 +165,8 @@ class IndexSupervisor:
                 ]
             )
             self._evictor.touched([touched for touched in found if touched is not None])
-            if tries < len(REPORT_AGAIN_S):
-                self._unstored[tries].extend(
+            if tries + 1 < len(TRIES_S):
+                self._waiting[tries + 1].extend(
                     first
                     for first, touched in zip(some, found, strict=True)
                     if touched is None and first[1].context is not None
@@ -241,8 +236,7 @@ class IndexSupervisor:
             self._complained = ""
         with self.open(wait=False) as index:
             with _unless_full():
-                self.flush(index)
-                self._report_again(index)
+                self.flush(index, again=True)
             if not self._evictor.leads and self._try_to_lead():
                 self._evictor.restart(index, leads=True)
             if time.monotonic() >= self._reclaim_at_s:
