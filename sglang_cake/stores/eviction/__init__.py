@@ -1,9 +1,7 @@
 """Eviction policies: which block a full store evicts next.
 
 The policies have no clock, no disk and no lock. The file store and `sglang-cake trace replay` run
-the same code. Cache libraries do not fit: they own the cache, its size and its lock. A store must
-be able to pass over a block that is being read, to lose blocks to other processes, and to rebuild
-the order from its index.
+the same code. docs/eviction.md says why none is taken from a library.
 """
 
 from collections.abc import Callable

@@ -157,10 +157,7 @@ def admits(
     """Whether to write a block with this usage. Rejected blocks cause no disk writes.
 
     A block is admitted if the seconds that it is expected to save are at least
-    `min_benefit_ratio` times the seconds that writing it takes: 0 admits every block. Writing is
-    assumed to take as long as loading. The expected saving is the share of its request class that
-    is accessed again, times the mean saving per block of its prompt. So prompts are rejected that
-    are computed faster than they are loaded, and classes that are hardly ever accessed again. A
+    `min_benefit_ratio` times the seconds that loading it takes (docs/eviction.md#admission). A
     block without context is always admitted.
     """
     if usage.context is UNKNOWN_CONTEXT:

@@ -1,15 +1,4 @@
-"""Names inside a file store. Only this module makes and parses them (see docs/format.md).
-
-<root>/index.db                     the index (index.py); SQLite adds files with -wal and -shm
-<root>/index.db.damaged-<number>    a damaged index
-<root>/index.lock                   locked while a process opens or rebuilds the index
-<root>/index.evict                  locked by the process that holds the order of eviction
-<root>/<namespace digest>/          one namespace
-    namespace.json                  description of the namespace
-    ab/cd/<key>                     one block; ab and cd are the first two bytes of its key
-    ab/cd/.tmp-<host>-<pid>-<random>    a block being written
-    corrupt/<key>                   a block that failed a check
-"""
+"""Names inside a file store (docs/format.md). Only this module makes and parses them."""
 
 import functools
 import hashlib
@@ -20,7 +9,9 @@ from pathlib import Path
 
 from sglang_cake.core.keys import BlockKey, Digest
 
-INDEX, INDEX_LOCK, EVICTION_LOCK = "index.db", "index.lock", "index.evict"
+INDEX = "index.db"
+INDEX_LOCK = "index.lock"  # locked while a process opens or rebuilds the index
+EVICTION_LOCK = "index.evict"  # locked by the process that holds the order of eviction
 DAMAGED = f"{INDEX}.damaged-"
 CORRUPT = "corrupt"
 DIGEST_OR_KEY = re.compile(r"[0-9a-f]{64}")
