@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import threading
 import time
@@ -51,8 +52,13 @@ ENTRY_BYTES = 256  # of a name in its folder: 105 to 150 measured on ext4
 
 def on_disk_bytes(root: Path, size_bytes: int) -> int:
     """Bytes that a file of this size below `root` takes on the disk. Raises: OSError."""
-    unit_bytes = max(4096, os.statvfs(root).f_frsize)
+    unit_bytes = _unit_bytes(root)
     return -(-size_bytes // unit_bytes) * unit_bytes
+
+
+@functools.cache
+def _unit_bytes(root: Path) -> int:
+    return max(4096, os.statvfs(root).f_frsize)
 
 
 class Amount(NamedTuple):

@@ -210,16 +210,9 @@ def lock(fd: int, kind: int) -> bool:
 
 
 def open_private(path: Path) -> int:
-    """Open a file to read and write, made with mode 0600 if absent; the caller closes it.
-
-    Raises: OSError, also for anything that is no regular file, such as a link or a pipe.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = os.open(path, flags, 0o600)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "is not a file", str(path))
-    return fd
+    """Open a file to read and write, made as by `make_private`; the caller closes it."""
+    make_private(path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def make_private(path: Path) -> None:
