@@ -303,7 +303,7 @@ class Evictor:
                 self._policy.touch(block, touch.at_s, touch.uses, touch.context)
 
     def set_benefit(self, benefit: Benefit) -> None:
-        """Set the costs of the server that runs requests. They take effect at `refresh`."""
+        """Set the costs of the server that runs requests. The policy has them from `refresh` on."""
         self._benefit = benefit
 
     def refresh(self, index: BlockIndex) -> None:
