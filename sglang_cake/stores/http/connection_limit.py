@@ -11,14 +11,16 @@ refused.
 """
 
 import asyncio
+import enum
 import errno
 import logging
-from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from aiohttp import web
 
 from sglang_cake.stores.http.http_server import StoreServer
 
+Connection = TypeVar("Connection")
 KEEPALIVE_S = 75.0  # of a connection without a request
 LINGER_S = 2.0  # the rest of an unwanted body is read so long, so that the response arrives
 READ_BYTES = 1 << 17  # of a body that are buffered before the socket is paused
@@ -28,66 +30,51 @@ REFUSAL = (
 )
 
 
-class Place:
-    """The place of one connection. All methods may be called after it was left."""
+class State(enum.Enum):
+    """Of a connection."""
 
-    __slots__ = ("_among", "_places", "drop")
-
-    def __init__(self, places: "Places", drop: Callable[[], object]) -> None:
-        self._places = places
-        self._among = places.unauthenticated
-        self.drop = drop
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a request with a valid token has come over the connection."""
-        return self._among is not self._places.unauthenticated
-
-    def begin(self) -> None:
-        """A request with a valid token has come."""
-        self._move(self._places.busy)
-
-    def end(self) -> None:
-        """The request has been answered."""
-        self._move(self._places.idle)
-
-    def leave(self) -> bool:
-        """The connection has ended; False if the place was left before."""
-        return self._among.pop(self, False) is None
-
-    def _move(self, there: "dict[Place, None]") -> None:
-        if self.leave():
-            there[self] = None
-            self._among = there
+    UNAUTHENTICATED = enum.auto()  # no valid token so far
+    IDLE = enum.auto()
+    BUSY = enum.auto()  # a request with a valid token is being answered
 
 
-class Places:
-    """The places of a process. Each dict is in the order in which connections came into it."""
+class Places(Generic[Connection]):
+    """The places of a process, and the states of the connections that have them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.unauthenticated: dict[Place, None] = {}  # no valid token so far
-        self.idle: dict[Place, None] = {}
-        self.busy: dict[Place, None] = {}
+        self._states: dict[Connection, State] = {}  # in the order of their last changes
 
     def __len__(self) -> int:
-        return len(self.unauthenticated) + len(self.idle) + len(self.busy)
+        return len(self._states)
 
-    def take(self, drop: Callable[[], object]) -> tuple[Place | None, Place | None]:
-        """A place for a new connection, and the place that was left for it, whose connection the
-        caller has to drop. No place if all connections are busy.
+    def take(self, connection: Connection) -> Connection | None:
+        """Give a new connection a place, unless all are busy. Returns the connection that has lost
+        its place for that, which the caller has to drop."""
+        dropped = None
+        if len(self._states) >= self._most:
+            dropped = self._first(State.UNAUTHENTICATED) or self._first(State.IDLE)
+            if dropped is None:
+                return None
+            self.leave(dropped)
+        self._states[connection] = State.UNAUTHENTICATED
+        return dropped
 
-        Args: drop: closes the new connection.
-        """
-        left = None
-        if len(self) >= self._most:
-            left = next(iter(self.unauthenticated or self.idle), None)
-            if left is None:
-                return None, None
-            left.leave()
-        place = Place(self, drop)
-        self.unauthenticated[place] = None
-        return place, left
+    def state_of(self, connection: Connection) -> State | None:
+        """None: the connection has no place."""
+        return self._states.get(connection)
+
+    def change(self, connection: Connection, state: State) -> None:
+        """A request has come or has been answered; nothing if the connection has no place."""
+        if self._states.pop(connection, None) is not None:
+            self._states[connection] = state
+
+    def leave(self, connection: Connection) -> None:
+        """The connection has ended."""
+        self._states.pop(connection, None)
+
+    def _first(self, wanted: State) -> Connection | None:
+        return next((one for one, state in self._states.items() if state is wanted), None)
 
 
 class ConnectionServer(web.Server):
@@ -98,8 +85,7 @@ class ConnectionServer(web.Server):
 
     def __init__(self, server: StoreServer, keepalive_s: float = KEEPALIVE_S) -> None:
         self._server = server
-        self._places = Places(server.most_connections)
-        self._place_of: dict[asyncio.BaseProtocol, Place] = {}
+        self._places: Places[web.RequestHandler] = Places(server.most_connections)
         super().__init__(
             self._answer,
             # A connection that is closed leaves its place. Its request would hold a thread, or the
@@ -115,38 +101,36 @@ class ConnectionServer(web.Server):
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        place, dropped = self._places.take(transport.abort)
+        metrics = self._server.metrics
+        dropped = self._places.take(handler)
         if dropped is not None:
-            self._server.metrics.dropped_connections.inc()
-            dropped.drop()
-        if place is None:
-            self._server.metrics.refused_connections.inc()
+            metrics.dropped_connections.inc()
+            if dropped.transport is not None:
+                dropped.transport.abort()
+        if self._places.state_of(handler) is None:
+            metrics.refused_connections.inc()
             transport.write(REFUSAL)
             transport.close()
-            return
-        self._server.metrics.connections.inc()
-        self._place_of[handler] = place
+        metrics.connections.set(len(self._places))
 
     def connection_lost(
-        self,
-        handler: web.RequestHandler,
-        exc: BaseException | None = None,
+        self, handler: web.RequestHandler, exc: BaseException | None = None
     ) -> None:
-        place = self._place_of.pop(handler, None)
-        if place is not None:
-            place.leave()
-            self._server.metrics.connections.dec()
+        self._places.leave(handler)
+        self._server.metrics.connections.set(len(self._places))
         super().connection_lost(handler, exc)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        place = self._place_of.get(request.protocol)
-        if place is None:
+        handler = request.protocol
+        if self._places.state_of(handler) is None:
             raise ConnectionResetError(errno.ECONNRESET, "the connection is closed")
-        response = await self._server.handle(request, on_token=place.begin)
-        if not place.is_known or response.status == 401:
+        response = await self._server.handle(
+            request, on_token=lambda: self._places.change(handler, State.BUSY)
+        )
+        if self._places.state_of(handler) is State.UNAUTHENTICATED or response.status == 401:
             response.force_close()
         else:
-            place.end()
+            self._places.change(handler, State.IDLE)
         return response
 
 

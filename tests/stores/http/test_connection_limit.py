@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from polling import until
 
-from sglang_cake.stores.http.connection_limit import Places
+from sglang_cake.stores.http.connection_limit import Places, State
 from sglang_cake.stores.http.protocol import block_path
 from sglang_cake.testing.store_contract import FRAME
 
@@ -35,7 +35,7 @@ class PlacesMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.places, self.there, self.next = Places(MOST), {}, 0
+        self.places, self.came = Places(MOST), 0
         self.strangers, self.idle, self.busy = [], [], []
 
     def _forget(self, number):
@@ -47,35 +47,29 @@ class PlacesMachine(RuleBasedStateMachine):
 
     @rule()
     def come(self):
-        number, self.next = self.next, self.next + 1
+        self.came += 1
         is_full = len(self.strangers) + len(self.idle) + len(self.busy) == MOST
         victim = next(iter(self.strangers or self.idle), None) if is_full else None
-        place, left = self.places.take(lambda: number)
-        assert (None if left is None else left.drop()) == victim
-        assert (place is None) == (is_full and victim is None)
-        if victim is not None:
-            self._forget(victim)
-        if place is not None:
-            assert not place.is_known
-            self.there[number] = place
-            self.strangers.append(number)
+        assert self.places.take(self.came) == victim
+        if is_full and victim is None:
+            assert self.places.state_of(self.came) is None
+            return
+        self._forget(victim)
+        assert self.places.state_of(self.came) is State.UNAUTHENTICATED
+        self.strangers.append(self.came)
 
-    @rule(data=st.data(), how=st.sampled_from(["begin", "end", "leave"]))
-    def go_on(self, data, how):
+    @rule(data=st.data(), to=st.sampled_from([State.BUSY, State.IDLE, None]))
+    def go_on(self, data, to):
         """Any connection that ever was, also one that has left."""
-        if not self.there:
-            return
-        number = data.draw(st.sampled_from(sorted(self.there)))
-        place, was_there = self.there[number], self._forget(number)
-        if how == "leave":
-            assert place.leave() == was_there
-            return
-        place.begin()
-        if how == "end":
-            place.end()
-        if was_there:
-            assert place.is_known
-            (self.busy if how == "begin" else self.idle).append(number)
+        number = data.draw(st.integers(1, self.came + 1))
+        was_there = self._forget(number)
+        if to is None:
+            self.places.leave(number)
+        else:
+            self.places.change(number, to)
+        if to is not None and was_there:
+            (self.busy if to is State.BUSY else self.idle).append(number)
+        assert self.places.state_of(number) is (to if was_there else None)
 
     @invariant()
     def bounded(self):
