@@ -108,7 +108,6 @@ class ServerCredentials:
         self._token_file = token_file
         self._read_token_file = read_token_file
         self._tls_files = tls_files
-        self._file_tokens: list[list[str]] = []
         self._file_certificate: list[bytes] = []
         self.tokens = AcceptedTokens()
         # For listening sockets; None without TLS. New connections use the latest certificate.
@@ -121,10 +120,7 @@ class ServerCredentials:
         Raises: ConfigError. The former content of an unusable file stays in force.
         """
         read_tokens = [] if self._read_token_file is None else load_tokens(self._read_token_file)
-        file_tokens = [load_tokens(self._token_file), read_tokens]
-        if file_tokens != self._file_tokens:
-            self.tokens = AcceptedTokens(*file_tokens)
-            self._file_tokens = file_tokens
+        self.tokens = AcceptedTokens(load_tokens(self._token_file), read_tokens)
         if self._tls_files is not None:
             self._refresh_certificate(*self._tls_files)
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from urllib.parse import parse_qs
 
@@ -17,7 +17,7 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from sglang_cake.core.keys import BlockKey, Digest
+from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.namespace import MAX_DESCRIPTION_BYTES, digest_of, read_fields
 from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
@@ -31,19 +31,9 @@ from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import LimitedThreads
 
 logger = logging.getLogger(__name__)
+Handler = Callable[[web.BaseRequest, Resource], Awaitable[web.StreamResponse]]
 
 ASK_THREADS = 4  # for lookups, so that they do not wait behind reads from a slow disk
-METHODS = {
-    Kind.HEALTH: ("GET", "HEAD"),
-    Kind.STATS: ("GET",),
-    Kind.METRICS: ("GET",),
-    Kind.NAMESPACES: ("GET",),
-    Kind.DESCRIPTION: ("GET", "PUT", "DELETE"),
-    Kind.CONTAINS: ("POST",),
-    Kind.TOUCHED: ("POST",),
-    Kind.LIST: ("GET",),
-    Kind.BLOCK: ("GET", "HEAD", "PUT", "POST", "DELETE"),
-}
 WRITING = ("PUT", "DELETE")  # methods that a read-only token does not allow
 
 
@@ -81,6 +71,26 @@ class StoreServer:
             namespace_quota_bytes=namespace_quota_bytes,
             stuck_s=stuck_s,
         )
+        self._handlers: dict[Kind, dict[str, Handler]] = {
+            Kind.STATS: {"GET": self._get_stats},
+            Kind.METRICS: {"GET": self._get_metrics},
+            Kind.NAMESPACES: {"GET": self._get_namespaces},
+            Kind.DESCRIPTION: {
+                "GET": self._get_description,
+                "PUT": self._put_description,
+                "DELETE": self._delete_description,
+            },
+            Kind.CONTAINS: {"POST": self._contains},
+            Kind.TOUCHED: {"POST": self._touched},
+            Kind.LIST: {"GET": self._list},
+            Kind.BLOCK: {
+                "GET": self._blocks.get,
+                "HEAD": self._blocks.get,
+                "PUT": self._blocks.put,
+                "POST": self._blocks.check,
+                "DELETE": self._blocks.delete,
+            },
+        }
         self._in_progress = 0
         self._is_stopping = False
         self._idle = asyncio.Event()
@@ -139,53 +149,34 @@ class StoreServer:
             raise RefusedRequest(403, "this token may only read")
         if resource is None:
             raise RefusedRequest(404, "no such path")
-        allowed = METHODS[resource.kind]
-        if request.method not in allowed:
-            raise RefusedRequest(405, "not possible here", {"Allow": ", ".join(allowed)})
-        if resource.kind is Kind.BLOCK:
-            return await self._block(request, resource)
-        if resource.kind is Kind.CONTAINS:
-            return await self._contains(request, resource.digest)
-        if resource.kind is Kind.TOUCHED:
-            return await self._touched(request, resource.digest)
-        if resource.kind is Kind.LIST:
-            return await self._list(request, resource.digest)
-        if resource.kind is Kind.DESCRIPTION:
-            return await self._description(request, resource.digest)
-        return await self._about(resource.kind)
+        handlers = self._handlers[resource.kind]
+        if request.method not in handlers:
+            raise RefusedRequest(405, "not possible here", {"Allow": ", ".join(handlers)})
+        return await handlers[request.method](request, resource)
 
-    async def _block(self, request: web.BaseRequest, resource: Resource) -> web.StreamResponse:
-        if request.method == "PUT":
-            return await self._blocks.put(request, resource.digest, resource.key)
-        if request.method == "POST":
-            return await self._blocks.check(resource.digest, resource.key)
-        if request.method == "DELETE":
-            return await self._blocks.delete(resource.digest, resource.key)
-        return await self._blocks.get(request, resource.digest, resource.key)
-
-    async def _contains(self, request: web.BaseRequest, digest: Digest) -> web.Response:
+    async def _contains(self, request: web.BaseRequest, resource: Resource) -> web.Response:
         sizes = parse_qs(request.query_string).get("bytes", [])
         if len(sizes) != 1 or not sizes[0].isascii() or not sizes[0].isdigit():
             raise RefusedRequest(400, "ask with ?bytes= and the bytes of a block")
         framed_bytes = int(sizes[0][:20]) or None  # 0: each as it comes
         keys = await self._read_keys(request)
         found = await self._askers.run(
-            lambda stop: self._folder.contains(digest, keys, framed_bytes, stop),
+            lambda stop: self._folder.contains(resource.digest, keys, framed_bytes, stop),
         )
         return web.Response(body=bytes(found), content_type=protocol.BLOCK_TYPE)
 
-    async def _touched(self, request: web.BaseRequest, digest: Digest) -> web.Response:
+    async def _touched(self, request: web.BaseRequest, resource: Resource) -> web.Response:
         try:
             facts = RequestFacts.from_json(request.headers.get(protocol.FACTS_HEADER, ""))
         except (ValueError, RecursionError):
             raise RefusedRequest(400, f"the header {protocol.FACTS_HEADER} is malformed") from None
         keys = await self._read_keys(request)
         # In a thread: thousands of keys take longer than other requests should wait.
-        await self._askers.run(lambda stop: self._folder.on_access(digest, keys, facts))
+        await self._askers.run(lambda stop: self._folder.on_access(resource.digest, keys, facts))
         return web.Response(status=204)
 
-    async def _list(self, request: web.BaseRequest, digest: Digest) -> web.StreamResponse:
-        blocks = self._folder.list_blocks(digest)
+    async def _list(self, request: web.BaseRequest, resource: Resource) -> web.StreamResponse:
+        blocks = self._folder.list_blocks(resource.digest)
 
         def some(stop: threading.Event) -> list[BlockInfo]:
             return list(itertools.islice(blocks, LIST_AT_ONCE))
@@ -206,33 +197,38 @@ class StoreServer:
                 request.transport.abort()
         return response
 
-    async def _description(self, request: web.BaseRequest, digest: Digest) -> web.Response:
-        if request.method == "GET":
-            stored = await self._askers.run(
-                lambda stop: self._folder.descriptions.read_stored(digest)
-            )
-            if not stored:
-                raise RefusedRequest(404, "no such namespace")
-            return web.json_response(stored)
-        if request.method == "DELETE":
-            await self._askers.run(lambda stop: self._folder.remove_namespace(digest))
-            return web.Response(status=204)
-        fields = read_fields(await read_body(request, MAX_DESCRIPTION_BYTES, self._stuck_s))
-        if fields is None or digest_of(fields) != digest:
-            raise RefusedRequest(400, "does not describe this namespace")
+    async def _get_description(self, _: web.BaseRequest, resource: Resource) -> web.Response:
+        stored = await self._askers.run(
+            lambda stop: self._folder.descriptions.read_stored(resource.digest)
+        )
+        if not stored:
+            raise RefusedRequest(404, "no such namespace")
+        return web.json_response(stored)
 
+    async def _put_description(self, request: web.BaseRequest, resource: Resource) -> web.Response:
+        fields = read_fields(await read_body(request, MAX_DESCRIPTION_BYTES, self._stuck_s))
+        if fields is None or digest_of(fields) != resource.digest:
+            raise RefusedRequest(400, "does not describe this namespace")
         try:
-            await self._askers.run(lambda stop: self._folder.write_description(digest, fields))
+            await self._askers.run(
+                lambda stop: self._folder.write_description(resource.digest, fields)
+            )
         except ConfigError:
             raise RefusedRequest(409, "the namespace has another namespace.json here") from None
         return web.Response(status=204)
 
-    async def _about(self, kind: Kind) -> web.Response:
-        if kind is Kind.NAMESPACES:
-            spaces = await self._askers.run(lambda stop: self._folder.namespaces())
-            return web.json_response(protocol.write_namespaces(spaces))
-        if kind is Kind.STATS:
-            return web.json_response(protocol.write_stats(await self._stats()))
+    async def _delete_description(self, _: web.BaseRequest, resource: Resource) -> web.Response:
+        await self._askers.run(lambda stop: self._folder.remove_namespace(resource.digest))
+        return web.Response(status=204)
+
+    async def _get_namespaces(self, *_: object) -> web.Response:
+        spaces = await self._askers.run(lambda stop: self._folder.namespaces())
+        return web.json_response(protocol.write_namespaces(spaces))
+
+    async def _get_stats(self, *_: object) -> web.Response:
+        return web.json_response(protocol.write_stats(await self._stats()))
+
+    async def _get_metrics(self, *_: object) -> web.Response:
         try:
             stats = await self._stats()
         except StoreUnavailable:  # the index may be built for minutes: the other metrics are there

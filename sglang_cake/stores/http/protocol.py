@@ -17,7 +17,13 @@ from sglang_cake.core import untrusted
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import DESCRIPTION
-from sglang_cake.stores.base import BlockInfo, EvictionCounts, StoredNamespace, StoreStats
+from sglang_cake.stores.base import (
+    EVICTION_COUNTS,
+    BlockInfo,
+    EvictionCounts,
+    StoredNamespace,
+    StoreStats,
+)
 
 KEY_BYTES = 32
 MAX_CONTAINS_KEYS = 16384  # in one request
@@ -29,10 +35,7 @@ FACTS_HEADER = "Cake-Request"  # `RequestFacts` as JSON (stores/request_facts.py
 # A GET with the header `Cake-Use: no` is not counted as a use of the block, for eviction.
 USE_HEADER = "Cake-Use"
 NO_USE = "no"
-
-HEALTH = "/health"
 STATS = "/stats"
-METRICS = "/metrics"
 NAMESPACES = "/namespaces"
 
 
@@ -60,18 +63,18 @@ def list_path(digest: Digest) -> str:
     return f"/{digest.hex()}/"
 
 
-class Kind(enum.Enum):
-    """What a path names."""
+class Kind(enum.StrEnum):
+    """What a path names. The values but the last are paths, or what follows a namespace."""
 
-    HEALTH = enum.auto()
-    STATS = enum.auto()
-    METRICS = enum.auto()
-    NAMESPACES = enum.auto()
-    DESCRIPTION = enum.auto()
-    CONTAINS = enum.auto()
-    TOUCHED = enum.auto()
-    LIST = enum.auto()
-    BLOCK = enum.auto()
+    HEALTH = "health"
+    STATS = "stats"
+    METRICS = "metrics"
+    NAMESPACES = "namespaces"
+    LIST = ""
+    CONTAINS = "contains"
+    TOUCHED = "touched"
+    DESCRIPTION = DESCRIPTION
+    BLOCK = "block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +84,6 @@ class Resource:
     kind: Kind
     digest: Digest = Digest(b"")  # noqa: RUF009 - immutable
     key: BlockKey = BlockKey(b"")  # noqa: RUF009
-
-
-_FIXED = {
-    HEALTH: Resource(Kind.HEALTH),
-    STATS: Resource(Kind.STATS),
-    METRICS: Resource(Kind.METRICS),
-    NAMESPACES: Resource(Kind.NAMESPACES),
-}
-_IN_NAMESPACE = {
-    "": Kind.LIST,
-    "contains": Kind.CONTAINS,
-    "touched": Kind.TOUCHED,
-    DESCRIPTION: Kind.DESCRIPTION,
-}
 
 
 # Of an answer, which is not trusted. A caller can add these numbers, and show them as dates.
@@ -115,11 +104,6 @@ class _Stats(Struct):
     used_bytes: _Count | None = None
     capacity_bytes: _Count | None = None
     policy: Annotated[str, Meta(pattern=r"\A[a-z0-9-]{0,32}\Z")] = ""
-
-
-class _Evictions(Struct):
-    """In the same object as the other statistics. The fields are those of `EvictionCounts`."""
-
     evicted_bytes: _Count = 0
     evicted_blocks: _Count = 0
     evicting_us: _Count = 0
@@ -133,9 +117,9 @@ class _StoredNamespace(Struct):
 
 _BLOCK_LINE = Decoder(_BlockLine)
 _STATS = Decoder(_Stats)
-_EVICTIONS = Decoder(_Evictions)
 _STORED_NAMESPACES = Decoder(list[_StoredNamespace])
-_NAMESPACE = re.compile(r"/([0-9a-f]{64})/([a-z.]*)", re.ASCII)
+_FIXED = re.compile(r"/(health|stats|metrics|namespaces)")
+_NAMESPACE = re.compile(r"/([0-9a-f]{64})/(|contains|touched|namespace\.json)", re.ASCII)
 _BLOCK = re.compile(r"/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})", re.ASCII)
 
 
@@ -144,10 +128,10 @@ def parse_path(path: str) -> Resource | None:
     if match := _BLOCK.fullmatch(path):
         digest = Digest(bytes.fromhex(match[1]))
         return Resource(Kind.BLOCK, digest, BlockKey(bytes.fromhex(match[4])))
-    match = _NAMESPACE.fullmatch(path)
-    if match and match[2] in _IN_NAMESPACE:
-        return Resource(_IN_NAMESPACE[match[2]], Digest(bytes.fromhex(match[1])))
-    return _FIXED.get(path)
+    if match := _NAMESPACE.fullmatch(path):
+        return Resource(Kind(match[2]), Digest(bytes.fromhex(match[1])))
+    match = _FIXED.fullmatch(path)
+    return Resource(Kind(match[1])) if match else None
 
 
 def split_keys(body: bytes) -> list[BlockKey] | None:
@@ -194,11 +178,11 @@ def write_stats(stats: StoreStats) -> dict[str, object]:
 def read_stats(body: bytes) -> StoreStats:
     """Raises: StoreUnavailable."""
     try:
-        found = untrusted.decode(_STATS, body)
-        evictions = structs.asdict(untrusted.decode(_EVICTIONS, body))
-        return StoreStats(**structs.asdict(found), evictions=EvictionCounts(**evictions))
+        found = structs.asdict(untrusted.decode(_STATS, body))
     except ValueError as error:
         raise StoreUnavailable(f"the answer of stats is malformed: {error}") from None
+    evictions = EvictionCounts(*(found.pop(name) for name in EVICTION_COUNTS))
+    return StoreStats(**found, evictions=evictions)
 
 
 def write_namespaces(namespaces: list[StoredNamespace]) -> list[dict[str, object]]:

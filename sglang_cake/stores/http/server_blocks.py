@@ -116,15 +116,13 @@ class BlockService:
         for threads in (self._readers, self._writers):
             threads.close()
 
-    async def get(
-        self, request: web.BaseRequest, digest: Digest, key: BlockKey
-    ) -> web.StreamResponse:
+    async def get(self, request: web.BaseRequest, block: protocol.Resource) -> web.StreamResponse:
         """GET and HEAD. Raises: BlockMissing, BlockCorrupt, StoreUnavailable; RefusedRequest."""
         is_use = request.headers.get(protocol.USE_HEADER) != protocol.NO_USE
         counts = request.method == "GET" and is_use
         # `closing`: errors about the client do not reach the folder's context.
         with contextlib.closing(contextlib.ExitStack()) as held:
-            reading = self._reading(digest, key, counts=counts)
+            reading = self._reading(block.digest, block.key, counts=counts)
             fd = await self._readers.run(lambda stop: held.enter_context(reading))
             size = os.fstat(fd).st_size
             start, stop = 0, size
@@ -183,9 +181,9 @@ class BlockService:
             raise
         self._metrics.sent_bytes.inc(count)
 
-    async def put(self, request: web.BaseRequest, digest: Digest, key: BlockKey) -> web.Response:
+    async def put(self, request: web.BaseRequest, block: protocol.Resource) -> web.Response:
         """Raises: RefusedRequest; StoreFull; StoreUnavailable; BlockCorrupt for wrong bytes."""
-        size = request.content_length
+        digest, key, size = block.digest, block.key, request.content_length
         if size is None:
             raise RefusedRequest(411, "write the Content-Length")
         if not HEADER_BYTES < size <= MAX_BLOCK_BYTES:
@@ -240,17 +238,17 @@ class BlockService:
                 await self._writers.run(functools.partial(keep, piece))
         await self._writers.run(commit)
 
-    async def check(self, digest: Digest, key: BlockKey) -> web.Response:
+    async def check(self, _: web.BaseRequest, block: protocol.Resource) -> web.Response:
         """A client received the block corrupt: check the file, and set it aside if it is corrupt.
 
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable.
         """
-        await self._readers.run(functools.partial(self._check, digest, key))
+        await self._readers.run(functools.partial(self._check, block.digest, block.key))
         return web.Response(status=204)
 
-    async def delete(self, digest: Digest, key: BlockKey) -> web.Response:
+    async def delete(self, _: web.BaseRequest, block: protocol.Resource) -> web.Response:
         """Raises: StoreUnavailable."""
-        await self._writers.run(lambda stop: self._folder.delete(digest, key))
+        await self._writers.run(lambda stop: self._folder.delete(block.digest, block.key))
         return web.Response(status=204)
 
     # The following methods run in threads.

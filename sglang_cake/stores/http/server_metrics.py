@@ -13,6 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.stores.base import EVICTION_COUNTS, EvictionCounts
@@ -97,10 +98,7 @@ class ServerMetrics:
 
     def text(self, gauges: Mapping[str, int | None]) -> bytes:
         """All metrics in Prometheus' text format. Args: gauges: further ones; None is left out."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        registry.register(_Gauges(gauges))
-        return generate_latest(registry)
+        return generate_latest(_WithGauges(self, gauges))
 
 
 def _take_room(folder: Path) -> None:
@@ -128,11 +126,13 @@ def _has_begun(file: Path) -> bool:
         return False
 
 
-class _Gauges:
-    def __init__(self, values: Mapping[str, int | None]) -> None:
-        self._values = values
+class _WithGauges(Collector):
+    def __init__(self, metrics: ServerMetrics, gauges: Mapping[str, int | None]) -> None:
+        self._metrics = metrics
+        self._gauges = gauges
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in self._values.items():
+        yield from self._metrics.collect()
+        for name, value in self._gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"{PREFIX}_{name}", name.replace("_", " "), value)
