@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,8 @@ class ServeSettings:
 def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
     """Serve until SIGTERM or SIGINT, then finish the requests in progress.
 
-    Forks, so no other thread may run.
+    Forks, so no other thread may run. Handlers of signals and a variable of the environment stay:
+    the caller ends the process.
 
     Args: announce: called once with the store's URL, in a worker, when all workers are ready.
     Raises: ConfigError; StoreUnavailable if a worker cannot start at the start, or if none is left.
@@ -97,7 +98,7 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
         tls_files=None if tls[0] is None or tls[1] is None else (tls[0], tls[1]),
     )
     _allow_open_files(settings.max_connections)
-    with temporary_folder("sglang-cake-serve-") as shared, _signals_restored():
+    with temporary_folder("sglang-cake-serve-") as shared:
         listening = _listen(settings.host, settings.port)
         url = _url(settings, listening)
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared)  # for `server_metrics`, in the workers
@@ -108,8 +109,6 @@ def serve(settings: ServeSettings, announce: Callable[[str], object]) -> None:
         except SystemExit as end:
             if end.code:
                 raise StoreUnavailable(arbiter.failure) from None
-        finally:
-            del os.environ["PROMETHEUS_MULTIPROC_DIR"]
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -148,17 +147,6 @@ def _allow_open_files(max_connections: int) -> None:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-@contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Handlers of signals that gunicorn sets are put back."""
-    old = {number: signal.getsignal(number) for number in (*_Arbiter.SIGNALS, signal.SIGCHLD)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 class _Application(BaseApplication):
