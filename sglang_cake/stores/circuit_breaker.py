@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from sglang_cake.core.backoff import Backoff
@@ -250,58 +250,53 @@ class RemoteCounters:
         setattr(self, name, getattr(self, name) + 1)
 
 
-class Circuit:
-    """Guards calls of one kind. For one event loop.
+@dataclass(slots=True, eq=False)
+class Circuits:
+    """The circuits of one server. For one event loop.
 
     Lookups, reads and writes have a circuit each: a server that refuses writes may still serve
     reads, and a server with wrong bytes may still answer lookups.
     """
 
-    def __init__(
-        self,
-        where: str,
-        kind: str,
-        counters: RemoteCounters,
-        limits: TimeoutLimits,
-        *,
-        group: "list[Circuit]",
-        redial: Callable[[], None],
-        on_outage: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-        at_once: int = USUAL_DEPTH,
-    ) -> None:
-        """Args:
-        where: name of the server in messages, without passwords.
-        kind: of calls, in the plural, for messages; READS also end before `read_until_s`.
-        counters: events are counted there.
-        limits: bounds of the time limit.
-        group: circuits of the same server; this one is added. When calls of one kind succeed
-            again, the others are tried at once.
-        redial: called when the breaker opens because calls take too long: later calls then make new
-            connections. Idle ones may be dead without a sign, and each would cost a probe.
-        on_outage: called when the breaker opens.
-        clock: seconds, monotonic.
-        at_once: the most calls that are made at once.
-        """
-        self._where = where
-        self._kind = kind
-        self._counters = counters
-        self._redial = redial
-        self._on_outage = on_outage
-        self._clock = clock
-        self._timeout = AdaptiveTimeout(limits, at_once)
-        self._floor_s = limits.floor_s
-        self._breaker = Breaker(failures=FAILURES)
-        self._fault = ""  # last failure, for messages
-        self._failing_since_s: float | None = None
-        self._forbidden_s: float | None = None  # time of the last log line about it
-        self._closed = False
-        self._group = group
-        group.append(self)
+    where: str  # name of the server in messages, without passwords
+    counters: RemoteCounters
+    # Called when a breaker opens because calls take too long: later calls then make new
+    # connections. Idle ones may be dead without a sign, and each would cost a probe.
+    redial: Callable[[], None]
+    on_outage: Callable[[], None] = lambda: None  # called when a breaker opens
+    clock: Callable[[], float] = time.monotonic
+    are_closed: bool = False
+    all: list["Circuit"] = field(default_factory=list)
+
+    def add(self, kind: str, limits: TimeoutLimits, at_once: int = USUAL_DEPTH) -> "Circuit":
+        """A further circuit. Args: as for `Circuit`."""
+        self.all.append(Circuit(self, kind, limits, at_once))
+        return self.all[-1]
 
     def close(self) -> None:
         """Calls fail from now on, also those in flight. That does not count as a failure."""
-        self._closed = True
+        self.are_closed = True
+
+
+class Circuit:
+    """Guards calls of one kind to a server."""
+
+    def __init__(
+        self, server: Circuits, kind: str, limits: TimeoutLimits, at_once: int = USUAL_DEPTH
+    ) -> None:
+        """Args:
+        kind: of calls, in the plural, for messages; READS also end before `read_until_s`.
+        limits: bounds of the time limit.
+        at_once: the most calls that are made at once.
+        """
+        self._server = server
+        self._kind = kind
+        self._timeout = AdaptiveTimeout(limits, at_once)
+        self._floor_s = limits.floor_s
+        self.breaker = Breaker(failures=FAILURES)
+        self._fault = ""  # last failure, for messages
+        self._failing_since_s: float | None = None
+        self._forbidden_s: float | None = None  # time of the last log line about it
 
     @contextlib.asynccontextmanager
     async def call(self, size_bytes: int = 0) -> AsyncIterator[None]:
@@ -318,43 +313,43 @@ class Circuit:
         Raises: StoreUnavailable at once while the breaker is open; RemoteError if the call takes
             too long, or ends with a TimeoutError.
         """
-        if self._closed:
+        if self._server.are_closed:
             raise StoreUnavailable("the store is closed")
-        started_s = self._clock()
+        started_s = self._server.clock()
         backoff = self._timeout.backoff
-        if not self._breaker.may_call(started_s):
-            self._counters.refused += 1
-            raise StoreUnavailable(f"{self._where} is left alone since {self._fault}")
-        ticket = self._breaker.begin(started_s)
+        if not self.breaker.may_call(started_s):
+            self._server.counters.refused += 1
+            raise StoreUnavailable(f"{self._server.where} is left alone since {self._fault}")
+        ticket = self.breaker.begin(started_s)
         try:
             async with self._limited(size_bytes, backoff):
                 yield
         except Exception as error:
             is_answer = isinstance(error, StoreError) and not _is_failure(error)
-            if self._closed and not is_answer:
-                self._breaker.abandoned(ticket)
+            if self._server.are_closed and not is_answer:
+                self.breaker.abandoned(ticket)
                 raise StoreUnavailable("the store is closed") from error
             self._ended(ticket, error)
             raise
         except BaseException:  # cancelled
-            now_s = self._clock()
+            now_s = self._server.clock()
             usual_s = self._timeout.usual_s(size_bytes)
-            if not self._closed and self._breaker.given_up(started_s, now_s, usual_s):
+            if not self._server.are_closed and self.breaker.given_up(started_s, now_s, usual_s):
                 text = f"given up after {now_s - started_s:.1f} s"
                 self._failed(ticket, RemoteError(Fault.TIMEOUTS, text))
             else:
-                self._breaker.abandoned(ticket)
+                self.breaker.abandoned(ticket)
             raise
         self._succeeded(ticket)
-        self._timeout.answered(size_bytes, max(self._clock() - started_s, 1e-6))
+        self._timeout.answered(size_bytes, max(self._server.clock() - started_s, 1e-6))
 
     @contextlib.asynccontextmanager
     async def _limited(self, size_bytes: int, backoff: float) -> AsyncIterator[None]:
         limit_s = self._timeout.timeout_s(size_bytes)
         if self._kind == READS:
-            callers_s = READ_SHARE * (read_until_s.get() - self._clock())
+            callers_s = READ_SHARE * (read_until_s.get() - self._server.clock())
             limit_s = limit_s if callers_s < self._floor_s else min(limit_s, callers_s)
-        if not self._breaker.is_closed:  # a probe; the next one must not wait for longer
+        if not self.breaker.is_closed:  # a probe; the next one must not wait for longer
             limit_s = min(limit_s, LAST_S)
         try:
             async with asyncio.timeout(limit_s):
@@ -366,43 +361,43 @@ class Circuit:
     def _ended(self, ticket: int, error: Exception) -> None:
         """A call ended with an error."""
         if not isinstance(error, StoreError):
-            self._breaker.abandoned(ticket)
+            self.breaker.abandoned(ticket)
         elif not _is_failure(error):
             self._succeeded(ticket)
         elif fault_of(error) is Fault.FORBIDDEN:
-            self._breaker.succeeded(ticket)
+            self.breaker.succeeded(ticket)
             self._was_forbidden(error)
         else:
             self._failed(ticket, error)
 
     def _succeeded(self, ticket: int) -> None:
-        self._breaker.succeeded(ticket)
-        if self._breaker.is_closed and self._failing_since_s is not None:
-            now_s = self._clock()
+        self.breaker.succeeded(ticket)
+        if self.breaker.is_closed and self._failing_since_s is not None:
+            now_s = self._server.clock()
             away_s = now_s - self._failing_since_s
             self._failing_since_s = None
-            logger.warning("%s: %s work again after %.0f s", self._where, self._kind, away_s)
-            for circuit in self._group:
-                circuit._breaker.may_be_back()
+            logger.warning("%s: %s work again after %.0f s", self._server.where, self._kind, away_s)
+            for circuit in self._server.all:  # the other kinds are tried at once
+                circuit.breaker.may_be_back()
 
     def _failed(self, ticket: int, error: StoreError) -> None:
         fault = fault_of(error)
-        openings = self._breaker.openings
-        self._counters.count(fault)
-        self._counters.failures += 1
+        openings = self.breaker.openings
+        self._server.counters.count(fault)
+        self._server.counters.failures += 1
         self._fault = f"{fault}: {one_line(error)}"
-        self._breaker.failed(ticket, self._clock())
-        if self._breaker.openings == openings:
+        self.breaker.failed(ticket, self._server.clock())
+        if self.breaker.openings == openings:
             return
-        self._counters.breaker_openings += 1
-        self._on_outage()
+        self._server.counters.breaker_openings += 1
+        self._server.on_outage()
         if fault is Fault.TIMEOUTS:
-            self._redial()
+            self._server.redial()
         if self._failing_since_s is None:  # logged once, not for each failed probe
-            self._failing_since_s = self._clock()
+            self._failing_since_s = self._server.clock()
             logger.warning(
                 "%s: %s fail (%s) and are left out; one is tried every %.0f to %.0f s",
-                self._where,
+                self._server.where,
                 self._kind,
                 self._fault,
                 FIRST_S,
@@ -410,13 +405,13 @@ class Circuit:
             )
 
     def _was_forbidden(self, error: StoreError) -> None:
-        self._counters.count(Fault.FORBIDDEN)
-        now_s = self._clock()
+        self._server.counters.count(Fault.FORBIDDEN)
+        now_s = self._server.clock()
         if self._forbidden_s is None or now_s - self._forbidden_s >= FORBIDDEN_EVERY_S:
             self._forbidden_s = now_s
             logger.warning(
                 "%s: %s are forbidden (%s) and are tried again each time",
-                self._where,
+                self._server.where,
                 self._kind,
                 one_line(error),
             )

@@ -15,7 +15,7 @@ from sglang_cake.stores.circuit_breaker import (
     READ_SHARE,
     READS,
     SLACK,
-    Circuit,
+    Circuits,
     Fault,
     RemoteCounters,
     RemoteError,
@@ -43,16 +43,9 @@ async def call_in_vain(circuit):
 
 
 def reads(at_once=4, **limits):
-    return Circuit(
-        "the store",
-        READS,
-        RemoteCounters(),
-        TimeoutLimits(**limits),
-        group=[],
-        redial=lambda: None,
-        clock=asyncio.get_running_loop().time,
-        at_once=at_once,
-    )
+    clock = asyncio.get_running_loop().time
+    server = Circuits("the store", RemoteCounters(), redial=lambda: None, clock=clock)
+    return server.add(READS, TimeoutLimits(**limits), at_once)
 
 
 def test_circuit_read_whose_caller_is_less_patient_counts_as_late():

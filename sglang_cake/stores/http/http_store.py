@@ -38,7 +38,6 @@ from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_path
 from sglang_cake.stores.http.http_transport import (
-    CredentialsRenewed,
     Endpoint,
     Hedging,
     HttpCounters,
@@ -93,7 +92,7 @@ class HttpStore(Store):
         locate, hedging: as in `HttpTransport`.
         depth: largest number of reads in flight, and of writes.
         limits: bounds of the time limits; the defaults if None.
-        clock: as in `Circuit`.
+        clock: as in `Circuits`.
 
         Raises: ConfigError, from `locate`.
         """
@@ -218,7 +217,7 @@ class HttpStore(Store):
         if self._is_plain:
             return
         path = protocol.block_path(self._frame.digest, key)
-        with contextlib.suppress(aiohttp.ClientError, OSError, CredentialsRenewed):
+        with contextlib.suppress(aiohttp.ClientError, OSError):
             async with self._transport.request("POST", path, None):
                 pass  # the answer does not matter: the block is computed
 
@@ -270,7 +269,7 @@ class HttpStore(Store):
             "PUT",
             protocol.block_path(self._frame.digest, key),
             WRITTEN if self._is_plain else (*WRITTEN, 409),
-            data=pieces(),
+            data=pieces,
             headers={
                 "Content-Length": str(len(header) + len(body)),
                 "Content-Type": protocol.BLOCK_TYPE,
@@ -315,10 +314,10 @@ class HttpStore(Store):
         """
 
         async def attempt() -> aiohttp.ClientResponse:
-            async with self._transport.request("GET", path, None, keep=True) as response:
-                if response.content_type != protocol.LIST_TYPE:
-                    await refuse(response, "this server cannot list blocks")
-                return response
+            response = await self._transport.send("GET", path)
+            if response.content_type != protocol.LIST_TYPE:
+                await refuse(response, "this server cannot list blocks")
+            return response
 
         path = protocol.list_path(self._frame.digest)
         async with self._asking:
@@ -371,8 +370,9 @@ class HttpStore(Store):
         """
 
         async def attempt() -> T | None:
-            request = self._transport.request(method, path, accepted, data=data, headers=headers)
-            async with request as response:
+            async with self._transport.request(
+                method, path, accepted, data=lambda: data, headers=headers
+            ) as response:
                 if read is None or response.status != 200:
                     return None
                 return read(await read_whole(response, protocol.MAX_ANSWER_BYTES))

@@ -1,9 +1,7 @@
 """Requests to one HTTP server: connection pools, time limits, retries, hedges and counters."""
 
 import asyncio
-import bisect
 import contextlib
-import functools
 import math
 import random
 import ssl
@@ -25,6 +23,7 @@ from sglang_cake.core.errors import (
 from sglang_cake.stores.circuit_breaker import (
     READS,
     Circuit,
+    Circuits,
     Fault,
     RemoteCounters,
     RemoteError,
@@ -82,10 +81,6 @@ class Busy(StoreFull):
         self.after_s = after_s
 
 
-class CredentialsRenewed(Exception):
-    """A request failed with an outdated token or CA file, which has been read again."""
-
-
 class Hedging:
     """When to send a second request for an answer that takes long, and how often at most.
 
@@ -105,23 +100,19 @@ class Hedging:
         """
         self._floor_s = floor_s
         self._recent: deque[float] = deque(maxlen=self.WINDOW)
-        self._sorted: list[float] = []
         self._credit = 0.0
 
     def answered(self, latency_s: float) -> None:
         """Record the latency of a request, from the first of its two."""
-        if len(self._recent) == self.WINDOW:
-            del self._sorted[bisect.bisect_left(self._sorted, self._recent[0])]
         self._recent.append(latency_s)
-        bisect.insort(self._sorted, latency_s)
         self._credit = min(self._credit + self.SHARE, self.BURST)
 
     def delay_s(self) -> float | None:
         """Delay of the second request; None: send none."""
-        if len(self._sorted) < self.ENOUGH or self._credit < 1:
+        if len(self._recent) < self.ENOUGH or self._credit < 1:
             return None
-        at = math.ceil(self.QUANTILE * len(self._sorted)) - 1
-        return max(self._sorted[at], self._floor_s)
+        at = math.ceil(self.QUANTILE * len(self._recent)) - 1
+        return max(sorted(self._recent)[at], self._floor_s)
 
     def take(self) -> bool:
         """Whether a second request may be sent now; counts it as sent."""
@@ -148,7 +139,7 @@ class HttpTransport:
             called again, in a thread.
         limits: bounds of the time limits of all requests.
         hedging: decides when a GET is sent a second time.
-        on_outage, clock: as in `Circuit`.
+        on_outage, clock: as in `Circuits`.
         depth: concurrent reads, and concurrent writes.
 
         Raises: ConfigError, from `locate`.
@@ -161,23 +152,20 @@ class HttpTransport:
         self._hedging = hedging or Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
 
-        self._circuits: list[Circuit] = []
-        circuit = functools.partial(
-            Circuit,
+        self._circuits = Circuits(
             self._endpoint.base,
-            counters=self.counters,
-            group=self._circuits,
+            self.counters,
             redial=self._redial,
             on_outage=on_outage,
             clock=clock,
         )
-        self.lookups = circuit("lookups", limits=limits)
-        self.reads = circuit(READS, limits=limits, at_once=depth)
-        self.writes = circuit("writes", limits=limits, at_once=depth)
+        self.lookups = self._circuits.add("lookups", limits)
+        self.reads = self._circuits.add(READS, limits, depth)
+        self.writes = self._circuits.add("writes", limits, depth)
         # The server writes a description to its disk before it answers. The time for that depends
         # on the disk, not on the few bytes of the request, so the limit never shrinks.
         floor_s = max(limits.first_s, limits.floor_s)
-        self.descriptions = circuit("descriptions", limits=replace(limits, floor_s=floor_s))
+        self.descriptions = self._circuits.add("descriptions", replace(limits, floor_s=floor_s))
 
     @property
     def base(self) -> str:
@@ -185,8 +173,7 @@ class HttpTransport:
         return self._endpoint.base
 
     async def close(self) -> None:
-        for circuit in self._circuits:
-            circuit.close()
+        self._circuits.close()
         if self._closing is not None:
             await self._closing
         for session in (self._former, self._session):
@@ -209,26 +196,21 @@ class HttpTransport:
         Raises: StoreUnavailable; any other StoreError of `attempt`, without another try.
         Cancellation reaches `attempt`, which closes its connection.
         """
-        for number in range(TRIES):
-            last = number + 1 == TRIES
+        for number in range(1, TRIES + 1):
             try:
                 async with circuit.call(size_bytes):
                     return await _translated(attempt)
-            except CredentialsRenewed as error:
-                if last:
-                    raise StoreUnavailable(f"{self._endpoint.base}: {error}") from error
-                self.counters.retries += 1
             except Busy as error:
-                if last:
+                if number == TRIES:
                     raise
-                self.counters.retries += 1
-                await asyncio.sleep(error.after_s)
+                pause_s = error.after_s
             except RemoteError as error:
-                if last or not isinstance(error, TryAgain):
+                if number == TRIES or not isinstance(error, TryAgain):
                     raise RemoteError(error.fault, f"{self._endpoint.base}: {error}") from error
-                self.counters.retries += 1
-                usual_s = RETRY_S * 2**number * random.uniform(0.5, 1.5)
-                await asyncio.sleep(max(usual_s, min(error.after_s, MAX_RETRY_AFTER_S)))
+                usual_s = RETRY_S * 2 ** (number - 1) * random.uniform(0.5, 1.5)
+                pause_s = max(usual_s, min(error.after_s, MAX_RETRY_AFTER_S))
+            self.counters.retries += 1
+            await asyncio.sleep(pause_s)
         raise AssertionError("no tries")
 
     @contextlib.asynccontextmanager
@@ -238,26 +220,25 @@ class HttpTransport:
         path: str,
         accepted: Collection[int] | None,
         *,
-        data: object = None,
+        data: Callable[[], object] = lambda: None,
         headers: Mapping[str, str] | None = None,
         expect100: bool = False,
         hedged: bool = False,
-        keep: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One request. If the body is not read to its end, the connection is closed.
 
         Args:
         accepted: statuses that the caller handles; others are refused (`refuse`). None: all.
+        data: makes the body; called again if the request is repeated with another token.
         expect100: send `Expect: 100-continue`, and the body only after the server asks for it.
         hedged: a GET without a body; a second one is sent if the first is not answered within the
             delay of `Hedging`. The first response is used, and the other request is cancelled
             before its body is read.
-        keep: the response stays open after the block, and the caller closes it.
         """
         if hedged:
             response = await self._hedged_get(path)
         else:
-            response = await self._send(method, path, data, headers, expect100)
+            response = await self.send(method, path, data, headers, expect100)
         try:
             if accepted is not None and response.status not in accepted:
                 await refuse(response)
@@ -267,8 +248,7 @@ class HttpTransport:
             raise
         if expect100 and response.status != 201:
             response.close()  # the server answered without reading the body
-        if not keep:
-            response.release()
+        response.release()
 
     async def _hedged_get(self, path: str) -> aiohttp.ClientResponse:
         started_s = time.monotonic()
@@ -279,14 +259,14 @@ class HttpTransport:
     async def _first_response(self, path: str) -> aiohttp.ClientResponse:
         delay_s = self._hedging.delay_s()
         if delay_s is None:
-            return await self._send("GET", path)
-        asked = [asyncio.ensure_future(self._send("GET", path))]
+            return await self.send("GET", path)
+        asked = [asyncio.ensure_future(self.send("GET", path))]
         winner: asyncio.Task[aiohttp.ClientResponse] | None = None
         try:
             await asyncio.wait(asked, timeout=delay_s)
             if not asked[0].done() and self._hedging.take():
                 self.counters.hedges += 1
-                asked.append(asyncio.ensure_future(self._send("GET", path)))
+                asked.append(asyncio.ensure_future(self.send("GET", path)))
             winner = await _first_good(asked)
             self.counters.hedges_won += winner is not asked[0]
             return winner.result()
@@ -296,39 +276,40 @@ class HttpTransport:
                     task.cancel()
                     task.add_done_callback(_discard)
 
-    async def _send(
+    async def send(
         self,
         method: str,
         path: str,
-        data: object = None,
+        data: Callable[[], object] = lambda: None,
         headers: Mapping[str, str] | None = None,
         expect100: bool = False,
     ) -> aiohttp.ClientResponse:
-        self.counters.requests += 1
-        if self._session is None:
-            self._session = self._new_session()
-        endpoint = self._endpoint
-        headers = dict(headers or {})
-        if endpoint.token is not None:
-            headers["Authorization"] = f"Bearer {endpoint.token}"
-        try:
-            response = await self._session.request(
-                method,
-                endpoint.base + path,
-                data=data,
-                headers=headers,
-                expect100=expect100,
-                allow_redirects=False,  # the token is for this server only
-                ssl=True if endpoint.tls is None else endpoint.tls,
-            )
-        except aiohttp.ClientConnectorCertificateError as error:
-            if await self._is_renewed(endpoint):
-                raise CredentialsRenewed("the certificates to trust were replaced") from error
-            raise
-        if response.status == 401 and await self._is_renewed(endpoint):
-            response.close()
-            raise CredentialsRenewed("the token was replaced")
-        return response
+        """Send a request, and again if its token or CA file was outdated. The caller closes the
+        response."""
+        while True:
+            self.counters.requests += 1
+            if self._session is None:
+                self._session = self._new_session()
+            endpoint = self._endpoint
+            token = {} if endpoint.token is None else {"Authorization": f"Bearer {endpoint.token}"}
+            try:
+                response = await self._session.request(
+                    method,
+                    endpoint.base + path,
+                    data=data(),
+                    headers={**(headers or {}), **token},
+                    expect100=expect100,
+                    allow_redirects=False,  # the token is for this server only
+                    ssl=True if endpoint.tls is None else endpoint.tls,
+                )
+            except aiohttp.ClientConnectorCertificateError:
+                if not await self._is_renewed(endpoint):
+                    raise
+            else:
+                if response.status != 401 or not await self._is_renewed(endpoint):
+                    return response
+                response.close()
+            self.counters.retries += 1
 
     async def _is_renewed(self, used: Endpoint) -> bool:
         """Whether the token or the CA file has changed since `used`, which the server refused."""
@@ -386,12 +367,13 @@ def _discard(task: "asyncio.Task[aiohttp.ClientResponse]") -> None:
 
 
 async def refuse(response: aiohttp.ClientResponse, why: str = "") -> NoReturn:
-    """Raise the error that an unexpected response stands for.
+    """Close an unexpected response, and raise the error that it stands for.
 
     Args: why: replaces the body's text in the message.
     Raises: StoreFull, RemoteError; TryAgain after a 5xx, except 501 and 507.
     """
-    text = one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
+    with contextlib.closing(response):
+        text = one_line((await response.content.read(MAX_TEXT_CHARS)).decode(errors="replace"))
     status = response.status
     redirected = 300 <= status < 400
     why = "a redirect, which is not followed" if redirected else why

@@ -1,9 +1,9 @@
 """One bucket, or a part of it. Only this module calls botocore."""
 
 import asyncio
-import functools
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from botocore.exceptions import (
 from sglang_cake.core.errors import BlockMissing, StoreError, StoreFull, StoreUnavailable, one_line
 from sglang_cake.stores.circuit_breaker import (
     READS,
-    Circuit,
+    Circuits,
     Fault,
     RemoteCounters,
     RemoteError,
@@ -116,14 +116,6 @@ class S3Place:
         return "/".join((self.prefix, *parts) if self.prefix else parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One page of a listing."""
-
-    folders: list[str]
-    objects: list[dict[str, Any]]  # as S3 describes them: Key, Size, LastModified
-
-
 class S3Bucket:
     """Calls to one bucket. For one event loop, that of the first call.
 
@@ -142,26 +134,17 @@ class S3Bucket:
     ) -> None:
         """Args:
         connections: limit; further calls wait for one, within their time limit.
-        limits, clock: as in `Circuit`.
+        limits, clock: as in `Circuits`.
         depth: concurrent reads, and concurrent writes.
         """
         self.place = place
         self._connections = connections
         self.counters = RemoteCounters()
-        self._circuits: list[Circuit] = []
-        circuit = functools.partial(
-            Circuit,
-            str(place),
-            counters=self.counters,
-            limits=limits,
-            group=self._circuits,
-            redial=self._redial,
-            clock=clock,
-        )
-        self._lookups = circuit("lookups")
-        self._reads = circuit(READS, at_once=depth)
-        self._writes = circuit("writes", at_once=depth)
-        self._lists = circuit("lists")
+        self._circuits = Circuits(str(place), self.counters, redial=self._redial, clock=clock)
+        self._lookups = self._circuits.add("lookups", limits)
+        self._reads = self._circuits.add(READS, limits, depth)
+        self._writes = self._circuits.add("writes", limits, depth)
+        self._lists = self._circuits.add("lists", limits)
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._client: Any = None
@@ -184,8 +167,10 @@ class S3Bucket:
         return True
 
     @asynccontextmanager
-    async def reading(self, name: str, size_bytes: int) -> AsyncIterator["ObjectBody"]:
-        """A context for reading one object. A BlockCorrupt inside counts as a failed call.
+    async def reading(self, name: str, size_bytes: int) -> AsyncIterator[dict[str, Any]]:
+        """A context for reading one object, with S3's answer: its "Body" gives the bytes as they
+        arrive. The connection is used again only after a body was read to its end. A BlockCorrupt
+        inside counts as a failed call, an error of a library is a StoreUnavailable.
 
         Args:
             size_bytes: expected size.
@@ -199,11 +184,8 @@ class S3Bucket:
                 if refused.no_such_object:
                     raise BlockMissing(str(refused)) from refused
                 raise
-            body = ObjectBody(answer["Body"], answer.get("ContentLength"))
-            try:
-                yield body
-            finally:
-                body.close()
+            with contextlib.closing(answer["Body"]), _errors_translated():
+                yield answer
 
     async def put_new(self, name: str, body: bytes) -> bool:
         """False if there is an object of that name. Raises: StoreFull."""
@@ -247,13 +229,11 @@ class S3Bucket:
         async with self._lists.call():
             return await self._call("list_objects_v2", Prefix=prefix, **where)
 
-    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Listed]:
-        """All objects whose name begins with `prefix`; with a delimiter, only the top level."""
-        where: dict[str, Any] = {"Delimiter": delimiter} if delimiter else {}
+    async def pages(self, prefix: str, **where: Any) -> AsyncIterator[dict[str, Any]]:
+        """All pages. Args: as for `page`."""
         while True:
             page = await self.page(prefix, **where)
-            folders = [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
-            yield Listed(folders, page.get("Contents", []))
+            yield page
             following = page.get("NextContinuationToken")
             # A faulty service might give the same page forever.
             if not following or following == where.get("ContinuationToken"):
@@ -265,24 +245,15 @@ class S3Bucket:
 
         Raises: S3Error; TimeoutError at the end of the call's time limit.
         """
-        try:
-            client = await self._opened()
-            answer: dict[str, Any] = await getattr(client, operation)(
-                Bucket=self.place.bucket, **arguments
-            )
-        except StoreError:
-            raise
-        except ClientError as error:
-            raise S3Error(error) from error
-        except Exception as error:  # of botocore, aiohttp, or a parser with a hostile answer
-            raise _foreign(error) from error
-        return answer
+        with _errors_translated():
+            call = getattr(await self._opened(), operation)
+            answer: dict[str, Any] = await call(Bucket=self.place.bucket, **arguments)
+            return answer
 
     async def close(self) -> None:
         """Drop all connections. Calls in flight fail."""
         self._closed = True
-        for circuit in self._circuits:
-            circuit.close()
+        self._circuits.close()
         async with self._opening:
             await self._stack.aclose()
 
@@ -424,42 +395,27 @@ class _BoundedAnswer:
         return bytes(body)
 
 
-class ObjectBody:
-    """The bytes of one object, while they arrive."""
-
-    def __init__(self, stream: Any, length_bytes: int | None) -> None:
-        self._stream = stream
-        self.length_bytes = length_bytes
-
-    async def read(self, at_most: int) -> bytes:
-        """The bytes that have arrived, at least one; empty at the end. Raises: StoreUnavailable.
-
-        The connection is reused only after a body was read to its end.
-        """
-        try:
-            data: bytes = await self._stream.read(at_most)
-        except Exception as error:
-            raise _foreign(error) from error
-        return data
-
-    def close(self) -> None:
-        """Drop the rest."""
-        self._stream.close()
-
-
 def _stay(context: dict[str, Any], **_: Any) -> None:
     """Keep botocore from following a redirect to another region, by marking it as done."""
     context["s3_redirect"]["redirected"] = True
 
 
-def _foreign(error: Exception) -> RemoteError:
-    """An error of a library as a StoreError."""
-    fault = Fault.ERRORS
-    if isinstance(error, ReadTimeoutError | ConnectTimeoutError | TimeoutError):
-        fault = Fault.TIMEOUTS
-    elif isinstance(error, HTTPClientError | ConnectionError | aiohttp.ClientError | OSError):
-        fault = Fault.DISCONNECTS
-    return RemoteError(fault, f"S3: {type(error).__name__}: {one_line(error)}")
+@contextlib.contextmanager
+def _errors_translated() -> Iterator[None]:
+    """Errors of libraries become StoreErrors."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except ClientError as error:
+        raise S3Error(error) from error
+    except Exception as error:  # of botocore, aiohttp, or a parser with a hostile answer
+        fault = Fault.ERRORS
+        if isinstance(error, ReadTimeoutError | ConnectTimeoutError | TimeoutError):
+            fault = Fault.TIMEOUTS
+        elif isinstance(error, HTTPClientError | ConnectionError | aiohttp.ClientError | OSError):
+            fault = Fault.DISCONNECTS
+        raise RemoteError(fault, f"S3: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _full_or_not(refused: S3Error) -> StoreError:

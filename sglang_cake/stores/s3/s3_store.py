@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
@@ -139,7 +139,7 @@ class S3Store(Store):
         """As in `Store`, 1000 blocks per round trip; `used_s` is the time of the put."""
         start = self._place.name(self._frame.digest.hex(), "")
         async for page in self._bucket.pages(start):
-            for found in page.objects:
+            for found in page.get("Contents", ()):
                 if match := _NAME.fullmatch(found.get("Key", "").removeprefix(start)):
                     put = found.get("LastModified")
                     yield BlockInfo(
@@ -175,16 +175,15 @@ class S3Store(Store):
             return await self._bucket.has(self._name(key))
 
     async def _read(self, key: BlockKey, out: memoryview, progress: TellBytes | None) -> int:
-        async with self._bucket.reading(self._name(key), self._frame.framed_bytes) as body:
-            if body.length_bytes is None:
+        async with self._bucket.reading(self._name(key), self._frame.framed_bytes) as answer:
+            length = answer.get("ContentLength")
+            if length is None:
                 # Without it a cut-off answer cannot be told from a short object.
                 raise StoreUnavailable("S3: an answer without Content-Length")
-            if not self._frame.fits(body.length_bytes):
-                raise BlockCorrupt(
-                    f"{body.length_bytes} bytes, a block has {self._frame.framed_bytes}"
-                )
+            if not self._frame.fits(length):
+                raise BlockCorrupt(f"{length} bytes, a block has {self._frame.framed_bytes}")
             block = IncomingBlock(self._frame, key, out, progress)
-            while data := await body.read(READ_BYTES):
+            while data := await answer["Body"].read(READ_BYTES):
                 block.feed(data)
             return block.finish()
 
@@ -247,8 +246,9 @@ class S3Source:
         bucket = S3Bucket(self.place, connections=1, limits=self.limits)
         try:
             digests: list[str] = []
-            async for page in bucket.pages(start, delimiter="/"):
-                names = (folder.removeprefix(start).rstrip("/") for folder in page.folders)
+            async for page in bucket.pages(start, Delimiter="/"):
+                folders = (folder.get("Prefix", "") for folder in page.get("CommonPrefixes", ()))
+                names = (folder.removeprefix(start).rstrip("/") for folder in folders)
                 digests += filter(_NAMESPACE.fullmatch, names)
                 if len(digests) > self.most_namespaces:
                     raise StoreUnavailable(
@@ -262,13 +262,7 @@ class S3Source:
             await bucket.close()
 
     def describe(self) -> StoreLayer:
-        settings = {
-            "bucket": self.place.bucket,
-            "prefix": self.place.prefix,
-            "endpoint": self.place.endpoint,
-            "region": self.place.region,
-        }
-        return StoreLayer("S3Store", settings)
+        return StoreLayer("S3Store", asdict(self.place))
 
     async def _ask(self) -> None:
         bucket = S3Bucket(self.place, connections=1, limits=self.limits)
@@ -297,7 +291,8 @@ class S3Source:
         try:
             raw = b""
             place = self.place.name(name, DESCRIPTION)
-            async with bucket.reading(place, MAX_DESCRIPTION_BYTES) as body:
+            async with bucket.reading(place, MAX_DESCRIPTION_BYTES) as answer:
+                body = answer["Body"]
                 while len(raw) <= MAX_DESCRIPTION_BYTES and (data := await body.read(2**14)):
                     raw += data
         except StoreError:
