@@ -2,6 +2,7 @@
 store that is opened by its first call."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
@@ -16,7 +17,41 @@ from sglang_cake.stores.threads import run_in_own_thread
 CLOSE_S = 5.0  # how long the end of a store waits for a source that hangs when it is opened
 
 
-class WrapperStore(Store):
+class _PassingStore(Store):
+    """Passes the calls that may wait to another store."""
+
+    @abstractmethod
+    async def _opened(self) -> Store: ...
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await (await self._opened()).contains(keys)
+
+    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
+        await (await self._opened()).on_access(keys, facts)
+
+    async def get_into(
+        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
+    ) -> int:
+        return await (await self._opened()).get_into(key, out, progress)
+
+    async def put(self, key: BlockKey, data: memoryview) -> bool:
+        return await (await self._opened()).put(key, data)
+
+    async def delete(self, key: BlockKey) -> None:
+        await (await self._opened()).delete(key)
+
+    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
+        async for block in (await self._opened()).list_blocks():
+            yield block
+
+    async def remove_description(self) -> None:
+        await (await self._opened()).remove_description()
+
+    async def stats(self) -> StoreStats:
+        return await (await self._opened()).stats()
+
+
+class WrapperStore(_PassingStore):
     """Implements `Store` by passing calls to `inner`, which is closed with it.
 
     A subclass overrides the calls that it changes. `lend` and `put_first` are not passed: a wrapper
@@ -29,37 +64,14 @@ class WrapperStore(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
-    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await self.inner.contains(keys)
-
-    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        await self.inner.on_access(keys, facts)
+    async def _opened(self) -> Store:
+        return self.inner
 
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         return self.inner.sources(keys)
 
-    async def get_into(
-        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
-    ) -> int:
-        return await self.inner.get_into(key, out, progress)
-
-    async def put(self, key: BlockKey, data: memoryview) -> bool:
-        return await self.inner.put(key, data)
-
-    async def delete(self, key: BlockKey) -> None:
-        await self.inner.delete(key)
-
-    def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        return self.inner.list_blocks()
-
     def events(self) -> Mapping[str, int]:
         return self.inner.events()
-
-    async def remove_description(self) -> None:
-        await self.inner.remove_description()
-
-    async def stats(self) -> StoreStats:
-        return await self.inner.stats()
 
     async def close(self) -> None:
         await self.inner.close()
@@ -104,7 +116,7 @@ def count_written(counters: Counters, payload_bytes: int) -> None:
     counters.add("stored_bytes", HEADER_BYTES + payload_bytes)
 
 
-class LazyStore(Store):
+class LazyStore(_PassingStore):
     """Implements `Store` by a store that the first call opens, for example when a disk is mounted
     later. Every call tries to open it, or waits for a try in progress, and raises StoreUnavailable
     if that fails. The caller decides how often to try."""
@@ -122,38 +134,14 @@ class LazyStore(Store):
         """The store, if it is open."""
         return self._store
 
-    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
-        return await (await self._opened()).contains(keys)
-
-    async def on_access(self, keys: Sequence[BlockKey], facts: RequestFacts) -> None:
-        await (await self._opened()).on_access(keys, facts)
-
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
         return super().sources(keys) if self._store is None else self._store.sources(keys)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
         return None if self._store is None else self._store.lend(key)
 
-    async def get_into(
-        self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
-    ) -> int:
-        return await (await self._opened()).get_into(key, out, progress)
-
-    async def put(self, key: BlockKey, data: memoryview) -> bool:
-        return await (await self._opened()).put(key, data)
-
-    async def delete(self, key: BlockKey) -> None:
-        await (await self._opened()).delete(key)
-
-    async def list_blocks(self) -> AsyncIterator[BlockInfo]:
-        async for block in (await self._opened()).list_blocks():
-            yield block
-
     def events(self) -> Mapping[str, int]:
         return {} if self._store is None else self._store.events()
-
-    async def stats(self) -> StoreStats:
-        return await (await self._opened()).stats()
 
     async def close(self) -> None:
         """Waits for an opening in progress, CLOSE_S at most. A store that opens later is closed."""
