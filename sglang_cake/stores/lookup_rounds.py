@@ -34,22 +34,14 @@ async def look_up_in_rounds(
         asked = next_lookups(len(keys), known, at_once)
         if not asked:
             break
-        answers = await _ask(has, [keys[position] for position in asked])
-        known.update(zip(asked, answers, strict=True))
+        answers = await asyncio.gather(
+            *(has(keys[position]) for position in asked), return_exceptions=True
+        )
+        for position, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            known[position] = answer
     return stored(len(keys), known)
-
-
-async def _ask(
-    has: Callable[[BlockKey], Coroutine[Any, Any, bool]], keys: Sequence[BlockKey]
-) -> list[bool]:
-    lookups = [asyncio.ensure_future(has(key)) for key in keys]
-    try:
-        await asyncio.wait(lookups)
-        return [lookup.result() for lookup in lookups]
-    finally:
-        for lookup in lookups:
-            lookup.cancel()
-        await asyncio.wait(lookups)
 
 
 def next_lookups(count: int, known: Mapping[int, bool], at_most: int) -> list[int]:

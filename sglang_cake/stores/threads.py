@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -128,18 +128,20 @@ async def run_stoppable(pool: DaemonPool, work: Callable[[threading.Event], T]) 
     stop = threading.Event()
     todo = [work]
     queued = submit(pool, lambda: todo.pop()(stop))
+    ended = asyncio.wrap_future(queued)
     try:
-        await _end_of(queued)
+        await asyncio.wait((ended,))  # a cancellation of it does not cancel `ended`
     except asyncio.CancelledError:
         stop.set()
         if queued.cancel():  # the pool keeps it until a thread is free, maybe never: without `work`
             todo.clear()
-        await wait_uncancelled(_end_of(queued))
+        await wait_uncancelled(ended)
+        if not ended.cancelled():
+            ended.exception()  # retrieved, since asyncio would log it otherwise
         raise
-    try:
-        return queued.result()
-    except CancelledError:
-        raise StoreUnavailable("the store was closed while the call was waiting") from None
+    if ended.cancelled():
+        raise StoreUnavailable("the store was closed while the call was waiting")
+    return ended.result()
 
 
 class LimitedThreads:
@@ -183,21 +185,3 @@ def _run_into(future: "Future[T]", work: Callable[[], T]) -> None:
         future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
-
-
-def _end_of(queued: "Future[Any]") -> "asyncio.Future[None]":
-    """A future that is done when `queued` is. Cancelling it does not cancel `queued`, as cancelling
-    the future of `asyncio.wrap_future` would."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def wake_loop(_: "Future[Any]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(wake)
-
-    queued.add_done_callback(wake_loop)
-    return ended
