@@ -87,14 +87,8 @@ class EncodedStore(WrapperStore):
         """
         async with self._reading, self._lent() as take:
             payload = out if self._on_device else take()
-            begun_s = time.monotonic()
-
-            def read(size_bytes: int) -> None:
-                self._link.read.transferred(size_bytes, begun_s, time.monotonic())
-                count_read(self._counters, size_bytes)
-
             try:
-                size_bytes = await self._get(key, payload, read)
+                size_bytes = await self._get(key, payload)
                 work = functools.partial(self._decode, payload[:size_bytes], out)
                 await run_stoppable(self._decoders, work)
             except Malformed as error:
@@ -116,23 +110,21 @@ class EncodedStore(WrapperStore):
         block = lent.buffer.view[RAW_HEAD_BYTES : RAW_HEAD_BYTES + self._layout.block_bytes]
         return LentBlock(Buffer(block), lent.release)
 
-    async def _get(self, key: BlockKey, payload: memoryview, read: Callable[[int], object]) -> int:
-        """Read a payload, and call `read` with its size. A payload that the CPU decodes is decoded
-        before it moves up to memory, and not at each read from there. Raises: also Malformed."""
-        sizes: list[int] = []
+    async def _get(self, key: BlockKey, payload: memoryview) -> int:
+        """Read a payload. One that the CPU decodes is decoded before it moves up to memory, and not
+        at each read from there. Raises: also Malformed."""
 
         async def unpack(payload: memoryview, size_bytes: int) -> int:
-            sizes.append(size_bytes)
-            read(size_bytes)
             work = functools.partial(self._unpack, payload, size_bytes)
             return await run_stoppable(self._decoders, work)
 
-        if self._tiers is None:
-            size_bytes = await self.inner.get_into(key, payload)
+        if self._tiers is not None:
+            read_bytes, size_bytes = await self._tiers.get_unpacked(key, payload, unpack)
         else:
-            size_bytes = await self._tiers.get_unpacked(key, payload, unpack)
-        if not sizes:
-            read(size_bytes)
+            begun_s = time.monotonic()
+            read_bytes = size_bytes = await self.inner.get_into(key, payload)
+            self._link.read.transferred(size_bytes, begun_s, time.monotonic())
+        count_read(self._counters, read_bytes)
         return size_bytes
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:

@@ -252,22 +252,23 @@ class TieredStore(Store):
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
     ) -> int:
-        return await self._get(key, out, progress, None)
+        return (await self._get(key, out, progress, None))[1]
 
-    async def get_unpacked(self, key: BlockKey, out: memoryview, unpack: Unpack) -> int:
+    async def get_unpacked(self, key: BlockKey, out: memoryview, unpack: Unpack) -> tuple[int, int]:
         """As `get_into`.
 
         Args:
             unpack: changes a payload that was read from a tier below before it moves up to one in
-                memory. `out` begins with the changed payload then, and its size is returned.
+                memory. `out` begins with the changed payload then.
 
+        Returns the number of bytes that were read, and of the payload.
         Raises: as `get_into`, and what `unpack` raises.
         """
         return await self._get(key, out, None, unpack)
 
     async def _get(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None, unpack: Unpack | None
-    ) -> int:
+    ) -> tuple[int, int]:
         self._check_open()
         known = self._locations.of(key)
         deletes = self._deletes
@@ -281,7 +282,7 @@ class TieredStore(Store):
                 break
             left.remove(tier)
             try:
-                size_bytes = await tier.get_into(key, out, tries)
+                read_bytes = await tier.get_into(key, out, tries)
             except StoreError as error:
                 errors.append(error)
                 if tries is not None:
@@ -290,9 +291,9 @@ class TieredStore(Store):
                     self._locations.learn(key, asked=tier.bit, having=0)
                 continue
             self._locations.learn(key, asked=tier.bit, having=tier.bit)
-            if deletes == self._deletes:  # a deleted block must not be promoted
-                size_bytes = await self._move_up(key, out, size_bytes, tier, unpack)
-            return size_bytes
+            if deletes != self._deletes:  # a deleted block must not be promoted
+                return read_bytes, read_bytes
+            return read_bytes, await self._move_up(key, out, read_bytes, tier, unpack)
         raise _first_by_precedence(errors)
 
     async def put(self, key: BlockKey, data: memoryview) -> bool:
@@ -493,17 +494,12 @@ class TieredStore(Store):
         Returns False if the queue is full. Raises: as `CopyQueue.offer`.
         """
         memory = None if stored is None else stored.tier.memory
-        kept = None if memory is None else memory.keep(key)
-        if stored is None or kept is None:
+        if stored is None or memory is None:
             return await tier.copies.offer(key, form)
-        try:
-            data = await form()
-        except BaseException:
-            kept.release()
-            raise
-        if data is stored.data:
+        data = await form()
+        kept = memory.keep(key) if data is stored.data else None
+        if kept is not None:
             return tier.copies.keep(key, kept)
-        kept.release()
         return await tier.copies.offer(key, functools.partial(_same_for_all(data), tier.index))
 
     def _copied(self, tier: Tier, key: BlockKey) -> None:
