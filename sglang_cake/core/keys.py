@@ -198,14 +198,7 @@ class KeyChain:
         """Keys of every full block of `tokens`. Args: tokens: those of earlier calls, or more."""
         count = self.block_count(len(tokens))
         if count > len(self._keys):
-            self._keys = block_keys(
-                self._seed,
-                tokens,
-                self._block_tokens,
-                known=self._keys,
-                media=self._media,
-                next_tokens=self.next_tokens,
-            )
+            self._keys = self._hashed(tokens, self._keys)
         return self._keys[:count]
 
     def end_keys(self, block: BlockKey, count: int) -> list[BlockKey]:
@@ -215,11 +208,10 @@ class KeyChain:
     def prefix_digest(self, tokens: Sequence[int]) -> bytes:
         """32 bytes for all that the KV of the full blocks of `tokens` depends on: the last key, or
         without a full block what starts the chain. Any thread."""
-        keys = block_keys(
-            self._seed,
-            tokens,
-            self._block_tokens,
-            media=self._media,
-            next_tokens=self.next_tokens,
-        )
+        keys = self._hashed(tokens, ())
         return keys[-1] if keys else self._seed.digest()
+
+    def _hashed(self, tokens: Sequence[int], known: Sequence[BlockKey]) -> list[BlockKey]:
+        return block_keys(
+            self._seed, tokens, self._block_tokens, known, self._media, self.next_tokens
+        )

@@ -30,11 +30,16 @@ def user_folder(variable: str, default: str) -> Path:
     return above / "sglang_cake"
 
 
-def atomic_write(path: Path, content: bytes, *, durable: bool = False) -> None:
+def atomic_write(
+    path: Path, content: bytes, *, durable: bool = False, replaces: bool = True
+) -> None:
     """Create or replace a file of mode 0600 in an existing folder. Readers see the old content or
     the new, also if this process is killed.
 
-    Args: durable: also after a power cut, at the price of a flush of the disk.
+    Args:
+        durable: also after a power cut, at the price of a flush of the disk.
+        replaces: False to raise FileExistsError if there is a file.
+
     Raises: OSError; the old file is left then.
     """
     fd, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -44,11 +49,10 @@ def atomic_write(path: Path, content: bytes, *, durable: bool = False) -> None:
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
+        (os.replace if replaces else os.link)(draft, path)
+    finally:
+        with contextlib.suppress(OSError):  # it was renamed
             os.unlink(draft)
-        raise
 
 
 @contextlib.contextmanager

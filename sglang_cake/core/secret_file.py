@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.local_files import user_folder
+from sglang_cake.core.local_files import atomic_write, user_folder
 
 _KEY = re.compile(rb"[0-9a-fA-F]{64}\s*")
 _MAX_KEY_FILE_BYTES = 256  # 64 digits, and room for white space after them
@@ -64,23 +64,14 @@ def make_secret_file(path: Path, *, name: str, hint: str) -> None:
     """
     if os.path.exists(path):  # unlike Path.exists, False without permission to look
         return
-    draft = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, secrets.token_hex(32).encode() + b"\n")
-            os.fsync(fd)  # or a power cut could leave the name with an empty file
-        finally:
-            os.close(fd)
+        content = secrets.token_hex(32).encode() + b"\n"
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
+            atomic_write(path, content, durable=True, replaces=False)
     except OSError as error:
         words = error.strerror or error
         raise ConfigError(f"{name} {path} cannot be made: {words}; {hint}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
 
 
 def read_key(path: Path, *, name: str, hint: str) -> bytes:
