@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from sglang_cake.core.errors import StoreUnavailable
 
 T = TypeVar("T")
+CLOSED = "the store was closed while the call was waiting"
 
 
 class Stopped(Exception):
@@ -64,13 +65,13 @@ class DaemonPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `Executor.shutdown`."""
+        """As `Executor.shutdown`, but what waits fails, with StoreUnavailable."""
         with self._lock:
             with contextlib.suppress(queue.Empty):
                 while cancel_futures:
                     waiting = self._jobs.get_nowait()
-                    if waiting is not None and waiting[0].cancel():
-                        waiting[0].set_running_or_notify_cancel()  # for `concurrent.futures.wait`
+                    if waiting is not None and waiting[0].set_running_or_notify_cancel():
+                        waiting[0].set_exception(StoreUnavailable(CLOSED))
             if not self._closed or cancel_futures:
                 self._closed = True
                 for _ in self._threads:
@@ -128,20 +129,17 @@ async def run_stoppable(pool: DaemonPool, work: Callable[[threading.Event], T]) 
     stop = threading.Event()
     todo = [work]
     queued = submit(pool, lambda: todo.pop()(stop))
-    ended = asyncio.wrap_future(queued)
     try:
-        await asyncio.wait((ended,))  # a cancellation of it does not cancel `ended`
+        return await asyncio.wrap_future(queued)
     except asyncio.CancelledError:
         stop.set()
         if queued.cancel():  # the pool keeps it until a thread is free, maybe never: without `work`
             todo.clear()
+        ended = asyncio.wrap_future(queued)
         await wait_uncancelled(ended)
         if not ended.cancelled():
             ended.exception()  # retrieved, since asyncio would log it otherwise
         raise
-    if ended.cancelled():
-        raise StoreUnavailable("the store was closed while the call was waiting")
-    return ended.result()
 
 
 class LimitedThreads:

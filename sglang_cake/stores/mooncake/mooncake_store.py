@@ -112,8 +112,6 @@ class CallThreads:
         if not running.done():
             await self._abandon(queued, running, hold, now_s)
             raise StoreUnavailable(f"no answer within {self.patience_s:g} s")
-        if running.cancelled():
-            raise StoreUnavailable("the store was closed while the call was waiting")
         return running.result()
 
     def shut(self) -> None:
