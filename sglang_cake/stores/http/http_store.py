@@ -40,7 +40,6 @@ from sglang_cake.stores.http.auth import is_loopback, load_tokens, own_token_pat
 from sglang_cake.stores.http.http_transport import (
     Endpoint,
     Hedging,
-    HttpCounters,
     HttpTransport,
     read_lines,
     read_whole,
@@ -101,6 +100,7 @@ class HttpStore(Store):
         self._transport = HttpTransport(
             locate, self._limits, hedging, self._forget_server, clock, depth=depth
         )
+        self.counters = self._transport.counters
         self._reading = asyncio.Semaphore(depth)
         self._writing = asyncio.Semaphore(depth)
         self._asking = asyncio.Semaphore(HEADS_AT_ONCE)
@@ -111,13 +111,8 @@ class HttpStore(Store):
         self._ask_again = Backoff(ASK_AGAIN_FIRST_S, ASK_AGAIN_LAST_S)  # while it is plain
         self._is_claimed = False  # whether the server has the namespace's description
 
-    @property
-    def counters(self) -> HttpCounters:
-        """Counts since the store was made."""
-        return self._transport.counters
-
     def events(self) -> dict[str, int]:
-        return self._transport.counters.events()
+        return self.counters.events()
 
     def _forget_server(self) -> None:
         self._is_plain = None

@@ -252,29 +252,23 @@ class HttpTransport:
 
     async def _hedged_get(self, path: str) -> aiohttp.ClientResponse:
         started_s = time.monotonic()
-        response = await self._first_response(path)
-        self._hedging.answered(time.monotonic() - started_s)
-        return response
-
-    async def _first_response(self, path: str) -> aiohttp.ClientResponse:
-        delay_s = self._hedging.delay_s()
-        if delay_s is None:
-            return await self.send("GET", path)
         asked = [asyncio.ensure_future(self.send("GET", path))]
         winner: asyncio.Task[aiohttp.ClientResponse] | None = None
         try:
-            await asyncio.wait(asked, timeout=delay_s)
+            await asyncio.wait(asked, timeout=self._hedging.delay_s())
             if not asked[0].done() and self._hedging.take():
                 self.counters.hedges += 1
                 asked.append(asyncio.ensure_future(self.send("GET", path)))
             winner = await _first_good(asked)
             self.counters.hedges_won += winner is not asked[0]
-            return winner.result()
+            response = winner.result()
         finally:
             for task in asked:
                 if task is not winner:
                     task.cancel()
                     task.add_done_callback(_discard)
+        self._hedging.answered(time.monotonic() - started_s)
+        return response
 
     async def send(
         self,

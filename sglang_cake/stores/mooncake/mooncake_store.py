@@ -64,10 +64,7 @@ class Hold:
     def leave(self) -> bool:
         """True if the caller may go now; else the caller must wait for the end of the thread."""
         self._left = True
-        is_free = self._inside.acquire(blocking=False)
-        if is_free:
-            self._inside.release()
-        return is_free
+        return not self._inside.locked()
 
 
 class CallThreads:
