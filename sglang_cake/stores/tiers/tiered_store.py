@@ -203,12 +203,15 @@ class TieredStore(Store):
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._check_open()
-        answers = await self._ask_all(
-            lambda tier: tier.contains(keys),
-            serves=lambda tier: tier.serves,
-            may_serve=Tier.may_serve,
-            probe=lambda tier: self._probe(tier, keys),
-        )
+        now_s = self._clock()
+        free = [tier for tier in self.tiers if tier.index not in self._given_up]
+        usable = [tier for tier in free if tier.may_serve(now_s)]
+        well = [tier for tier in usable if tier.serves]
+        for tier in usable if well else ():
+            if not tier.serves:
+                probe = asyncio.wait_for(self._probe(tier, keys), self.late_answer_s)
+                self._give_up(tier, asyncio.ensure_future(probe))
+        answers = await self._ask(well or usable, lambda tier: tier.contains(keys))
         asked = sum(tier.bit for tier, _ in answers)
         havings = [0] * len(keys)
         for tier, found in answers:
@@ -372,12 +375,9 @@ class TieredStore(Store):
         """As in `Store`. Bytes are summed over the tiers that know them. The number of blocks is
         unknown, since most are in several tiers."""
         self._check_open()
-        answers = await self._ask_all(
-            lambda tier: tier.stats(),
-            serves=lambda tier: tier.asking.is_closed,
-            may_serve=lambda tier, now_s: tier.asking.may_call(now_s),
-            probe=lambda tier: tier.stats(),
-        )
+        free = [tier for tier in self.tiers if tier.index not in self._given_up]
+        asked = [tier for tier in free if tier.asking.is_closed]
+        answers = await self._ask(asked, Tier.stats)
         stats = [stats for _, stats in answers]
         by_index = {tier.index: stats for tier, stats in answers}
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
@@ -517,42 +517,18 @@ class TieredStore(Store):
                 task.add_done_callback(lambda _: self._probes.pop(tier.index))
                 return
 
-    async def _ask_all(
-        self,
-        question: Callable[[Tier], Coroutine[Any, Any, T]],
-        *,
-        serves: Callable[[Tier], bool],
-        may_serve: Callable[[Tier, float], bool],
-        probe: Callable[[Tier], Coroutine[Any, Any, Any]],
+    async def _ask(
+        self, tiers: Sequence[Tier], question: Callable[[Tier], Coroutine[Any, Any, T]]
     ) -> list[_Answer[T]]:
-        """Answers of the tiers that are not left out, in order.
+        """The answers of some tiers, in order. After the first answer the others have
+        `late_answer_s`, so that a tier that hangs does not delay a fast one.
 
-        After the first answer the other tiers have `late_answer_s`, so that a tier that hangs does
-        not delay a fast one. A tier whose probe is due is asked too, without waiting for it.
-
-        Args:
-            serves, may_serve: whether a tier is not left out, and whether at least its probe is
-                due.
-            probe: asks a tier whose probe is due, while others are not left out.
-
-        Raises: StoreUnavailable if no tier answers.
+        Raises: StoreUnavailable if none answers.
         """
-        now_s = self._clock()
-        usable = [
-            tier
-            for tier in self.tiers
-            if may_serve(tier, now_s) and tier.index not in self._given_up
-        ]
-        well = [tier for tier in usable if serves(tier)]
-        for tier in usable if well else ():
-            if not serves(tier):
-                call = asyncio.wait_for(probe(tier), self.late_answer_s)
-                self._give_up(tier, asyncio.ensure_future(call))
-        asked = well or usable
-        tasks = [asyncio.ensure_future(question(tier)) for tier in asked]
+        tasks = [asyncio.ensure_future(question(tier)) for tier in tiers]
         await _until_answered(tasks, self.late_answer_s)
         answers: list[_Answer[T]] = []
-        for tier, task in zip(asked, tasks, strict=True):
+        for tier, task in zip(tiers, tasks, strict=True):
             if not task.done():
                 tier.late()
                 self._give_up(tier, task)
