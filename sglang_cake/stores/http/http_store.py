@@ -41,7 +41,6 @@ from sglang_cake.stores.http.http_transport import (
     Endpoint,
     Hedging,
     HttpTransport,
-    read_lines,
     read_whole,
     refuse,
 )
@@ -318,24 +317,34 @@ class HttpStore(Store):
         async with self._asking:
             lookups = self._transport.lookups
             response = await self._transport.call(lookups, protocol.KEY_BYTES, attempt)
-        failure: StoreUnavailable | None = None
         with tempfile.SpooledTemporaryFile(LIST_MEMORY_BYTES) as kept:
-            try:
-                async for line in read_lines(response, protocol.MAX_LIST_LINE_BYTES, self._limits):
-                    kept.write(line + b"\n")
-                    if kept.tell() > MAX_LIST_BYTES:
-                        raise StoreUnavailable(f"a list of more than {MAX_LIST_BYTES} bytes")
-            except StoreUnavailable as error:
-                failure = error
-            except OSError as error:
-                failure = StoreUnavailable(f"the list cannot be kept: {one_line(error)}")
-            finally:
-                response.close()
+            failure = await self._keep(response, kept)
             kept.seek(0)
-            for line in kept:
-                yield protocol.read_block_line(line.rstrip(b"\n"))
+            while (line := kept.readline(protocol.MAX_LIST_LINE_BYTES)).endswith(b"\n"):
+                yield protocol.read_block_line(line)
         if failure is not None:  # what came before it is listed
             raise failure
+        if line:
+            raise StoreUnavailable("the list has a line without an end")
+
+    async def _keep(
+        self, response: aiohttp.ClientResponse, kept: "tempfile.SpooledTemporaryFile[bytes]"
+    ) -> StoreUnavailable | None:
+        """Copy a list to a file. The server has `first_s` for each piece. Returns why a part is
+        missing."""
+        try:
+            while True:
+                async with asyncio.timeout(self._limits.first_s):
+                    piece = await response.content.readany()
+                if not piece:
+                    return None
+                kept.write(piece)
+                if kept.tell() > MAX_LIST_BYTES:
+                    return StoreUnavailable(f"a list of more than {MAX_LIST_BYTES} bytes")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return StoreUnavailable(f"the list broke off: {one_line(error)}")
+        finally:
+            response.close()
 
     async def stats(self) -> StoreStats:
         """As in `Store`; all fields are unknown on a plain server."""

@@ -399,30 +399,3 @@ async def read_whole(response: aiohttp.ClientResponse, at_most: int) -> bytes:
         if len(body) > at_most:
             raise StoreUnavailable(f"an answer of more than {at_most} bytes")
     return bytes(body)
-
-
-async def read_lines(
-    response: aiohttp.ClientResponse, at_most: int, limits: TimeoutLimits
-) -> AsyncIterator[bytes]:
-    """The lines of the body, each of `at_most` bytes at most.
-
-    The server may take `limits.first_s` for each piece. The reader may take any time.
-
-    Raises: StoreUnavailable.
-    """
-    rest = b""
-    try:
-        while True:
-            async with asyncio.timeout(limits.first_s):
-                piece = await response.content.readany()
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                yield line
-            if not piece:
-                break
-            if len(rest) > at_most:
-                raise StoreUnavailable(f"a line of more than {at_most} bytes")
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise StoreUnavailable(f"an answer broke off: {one_line(error)}") from error
-    if rest:
-        raise StoreUnavailable("an answer broke off within a line")
