@@ -13,7 +13,14 @@ from enum import StrEnum
 
 from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.counters import LATE
-from sglang_cake.core.errors import BlockCorrupt, StoreError, StoreUnavailable, one_line
+from sglang_cake.core.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    one_line,
+)
 from sglang_cake.stores.base import USUAL_DEPTH, read_until_s
 
 logger = logging.getLogger(__name__)
@@ -302,8 +309,8 @@ class Circuit:
     async def call(self, size_bytes: int = 0) -> AsyncIterator[None]:
         """A context for one call. Errors inside it count as follows:
 
-        - BlockCorrupt, StoreUnavailable: a failure.
-        - any other StoreError: an answer.
+        - BlockMissing, StoreFull: an answer.
+        - any other StoreError: a failure.
         - a cancellation: a failure if the call has taken longer than usual.
         - any other exception: neither.
 
@@ -325,11 +332,18 @@ class Circuit:
             async with self._limited(size_bytes, backoff):
                 yield
         except Exception as error:
-            is_answer = isinstance(error, StoreError) and not _is_failure(error)
-            if self._server.are_closed and not is_answer:
+            if isinstance(error, BlockMissing | StoreFull):
+                self._succeeded(ticket)
+            elif self._server.are_closed:
                 self.breaker.abandoned(ticket)
                 raise StoreUnavailable("the store is closed") from error
-            self._ended(ticket, error)
+            elif not isinstance(error, StoreError):
+                self.breaker.abandoned(ticket)
+            elif fault_of(error) is Fault.FORBIDDEN:
+                self.breaker.succeeded(ticket)
+                self._was_forbidden(error)
+            else:
+                self._failed(ticket, error)
             raise
         except BaseException:  # cancelled
             now_s = self._server.clock()
@@ -357,18 +371,6 @@ class Circuit:
         except TimeoutError as error:
             self._timeout.was_late(backoff)
             raise RemoteError(Fault.TIMEOUTS, f"no whole answer in {limit_s:.1f} s") from error
-
-    def _ended(self, ticket: int, error: Exception) -> None:
-        """A call ended with an error."""
-        if not isinstance(error, StoreError):
-            self.breaker.abandoned(ticket)
-        elif not _is_failure(error):
-            self._succeeded(ticket)
-        elif fault_of(error) is Fault.FORBIDDEN:
-            self.breaker.succeeded(ticket)
-            self._was_forbidden(error)
-        else:
-            self._failed(ticket, error)
 
     def _succeeded(self, ticket: int) -> None:
         self.breaker.succeeded(ticket)
@@ -422,7 +424,3 @@ def fault_of(error: StoreError) -> Fault:
     if isinstance(error, RemoteError):
         return error.fault
     return Fault.CORRUPT if isinstance(error, BlockCorrupt) else Fault.ERRORS
-
-
-def _is_failure(error: StoreError) -> bool:
-    return isinstance(error, BlockCorrupt | StoreUnavailable)

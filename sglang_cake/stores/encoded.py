@@ -21,7 +21,7 @@ from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.link_speed import LinkSpeed
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
-from sglang_cake.stores.tiers.tiered_store import FormOf, TieredStore
+from sglang_cake.stores.tiers.tiered_store import TieredStore
 from sglang_cake.stores.wrapper_store import WrapperStore, count_read, count_written
 
 MAX_THREADS = 4  # for decoding; encoding has a thread of its own, so that no load waits for a write
@@ -138,21 +138,19 @@ class EncodedStore(WrapperStore):
         await self._reports.end(key)
         async with self._writing, self._lent() as take:
             forms = Forms(data.cast("B"), first, take)
-            fresh = await self._put(key, functools.partial(self._form, forms))
+            form_of = functools.partial(self._form, forms)
+            if self._tiers is not None:
+                fresh = await self._tiers.put_forms(key, form_of)
+            else:
+                payload = await form_of(0)
+                begun_s = time.monotonic()
+                fresh = await self.inner.put(key, payload)
+                if fresh:
+                    self._link.written.transferred(payload.nbytes, begun_s, time.monotonic())
             for codec, payload in forms.payloads.items() if fresh else ():
                 self._counters.add("encoded_blocks", label=RAW if is_raw(payload) else codec)
                 count_written(self._counters, payload.nbytes)
             return fresh
-
-    async def _put(self, key: BlockKey, form_of: FormOf) -> bool:
-        if self._tiers is not None:
-            return await self._tiers.put_forms(key, form_of)
-        payload = await form_of(0)
-        begun_s = time.monotonic()
-        fresh = await self.inner.put(key, payload)
-        if fresh:
-            self._link.written.transferred(payload.nbytes, begun_s, time.monotonic())
-        return fresh
 
     async def _form(self, forms: Forms, tier: int) -> memoryview:
         def work(stop: threading.Event) -> memoryview:

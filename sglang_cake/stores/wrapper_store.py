@@ -119,44 +119,43 @@ def count_written(counters: Counters, payload_bytes: int) -> None:
 class LazyStore(_PassingStore):
     """Implements `Store` by a store that the first call opens, for example when a disk is mounted
     later. Every call tries to open it, or waits for a try in progress, and raises StoreUnavailable
-    if that fails. The caller decides how often to try."""
+    if that fails. The caller decides how often to try.
+
+    Attributes:
+        opened: the store, if it is open.
+    """
 
     def __init__(self, source: StoreSource, frame: BlockFrame, *, depth: int) -> None:
         self._source = source
         self._frame = frame
         self._depth = depth
         self._attempt: asyncio.Future[Store] | None = None  # the last one to open it
-        self._store: Store | None = None
+        self.opened: Store | None = None
         self._closed = False
 
-    @property
-    def opened(self) -> Store | None:
-        """The store, if it is open."""
-        return self._store
-
     def sources(self, keys: Sequence[BlockKey]) -> list[int]:
-        return super().sources(keys) if self._store is None else self._store.sources(keys)
+        return super().sources(keys) if self.opened is None else self.opened.sources(keys)
 
     def lend(self, key: BlockKey) -> LentBlock | None:
-        return None if self._store is None else self._store.lend(key)
+        return None if self.opened is None else self.opened.lend(key)
 
     def events(self) -> Mapping[str, int]:
-        return {} if self._store is None else self._store.events()
+        return {} if self.opened is None else self.opened.events()
 
     async def close(self) -> None:
         """Waits for an opening in progress, CLOSE_S at most. A store that opens later is closed."""
         self._closed = True
         if self._attempt is not None and not self._attempt.done():
             await asyncio.wait([self._attempt], timeout=CLOSE_S)
-        store = self._store
-        self._store = None
+        store = self.opened
+        self.opened = None
         if store is not None:
             await store.close()
 
     async def _opened(self) -> Store:
         # Shielded, since a cancelled caller must not leave an open store behind.
-        if self._store is not None:
-            return self._store
+        if self.opened is not None:
+            return self.opened
         if self._attempt is None or self._attempt.done():
             self._attempt = asyncio.ensure_future(self._open())
             # Retrieved here, since all callers may have been cancelled.
@@ -178,5 +177,5 @@ class LazyStore(_PassingStore):
         if self._closed:
             await store.close()
             raise StoreUnavailable("the store is closed")
-        self._store = store
+        self.opened = store
         return store
