@@ -10,24 +10,10 @@ A connection is never dropped while its request is being answered. If all are, a
 refused.
 """
 
-import asyncio
 import enum
-import errno
-import logging
 from typing import Generic, TypeVar
 
-from aiohttp import web
-
-from sglang_cake.stores.http.http_server import StoreServer
-
 Connection = TypeVar("Connection")
-KEEPALIVE_S = 75.0  # of a connection without a request
-LINGER_S = 2.0  # the rest of an unwanted body is read so long, so that the response arrives
-READ_BYTES = 1 << 17  # of a body that are buffered before the socket is paused
-REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\nContent-Length: 0\r\n\r\n"
-)
 
 
 class State(enum.Enum):
@@ -75,76 +61,3 @@ class Places(Generic[Connection]):
 
     def _first(self, wanted: State) -> Connection | None:
         return next((one for one, state in self._states.items() if state is wanted), None)
-
-
-class ConnectionServer(web.Server):
-    """aiohttp's server, which gives every connection a place.
-
-    An instance is the protocol factory of `loop.create_server`.
-    """
-
-    def __init__(self, server: StoreServer, keepalive_s: float = KEEPALIVE_S) -> None:
-        self._server = server
-        self._places: Places[web.RequestHandler] = Places(server.most_connections)
-        super().__init__(
-            self._answer,
-            # A connection that is closed leaves its place. Its request would hold a thread, or the
-            # place of a thread, beyond the limit of connections.
-            handler_cancellation=True,
-            access_log=None,
-            auto_decompress=False,
-            keepalive_timeout=keepalive_s,
-            lingering_time=LINGER_S,
-            read_bufsize=READ_BYTES,
-            logger=_count_bad_requests(server),
-        )
-
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        metrics = self._server.metrics
-        dropped = self._places.take(handler)
-        if dropped is not None:
-            metrics.dropped_connections.inc()
-            if dropped.transport is not None:
-                dropped.transport.abort()
-        if self._places.state_of(handler) is None:
-            metrics.refused_connections.inc()
-            transport.write(REFUSAL)
-            transport.close()
-        metrics.connections.set(len(self._places))
-
-    def connection_lost(
-        self, handler: web.RequestHandler, exc: BaseException | None = None
-    ) -> None:
-        self._places.leave(handler)
-        self._server.metrics.connections.set(len(self._places))
-        super().connection_lost(handler, exc)
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        handler = request.protocol
-        if self._places.state_of(handler) is None:
-            raise ConnectionResetError(errno.ECONNRESET, "the connection is closed")
-        response = await self._server.handle(
-            request, on_token=lambda: self._places.change(handler, State.BUSY)
-        )
-        if self._places.state_of(handler) is State.UNAUTHENTICATED or response.status == 401:
-            response.force_close()
-        else:
-            self._places.change(handler, State.IDLE)
-        return response
-
-
-def _count_bad_requests(server: StoreServer) -> logging.Logger:
-    """A logger for aiohttp, which logs a traceback for every request that is not valid HTTP.
-
-    Those are only counted, because any client could fill a disk with them. The server itself logs
-    errors in the handling of requests.
-    """
-
-    class Count(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            server.metrics.bad_requests.inc()
-
-    log = logging.Logger("sglang_cake.http.bad_requests", logging.ERROR)
-    log.addHandler(Count())
-    return log

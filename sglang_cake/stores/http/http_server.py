@@ -1,6 +1,7 @@
 """Requests to `sglang-cake store serve`: every path and method, over a folder of blocks."""
 
 import asyncio
+import errno
 import itertools
 import logging
 import threading
@@ -23,6 +24,7 @@ from sglang_cake.stores.base import BlockInfo, StoreStats
 from sglang_cake.stores.file.block_folder import LIST_AT_ONCE, BlockFolder
 from sglang_cake.stores.http import protocol
 from sglang_cake.stores.http.auth import ServerCredentials
+from sglang_cake.stores.http.connection_limit import Places, State
 from sglang_cake.stores.http.protocol import Kind, Resource
 from sglang_cake.stores.http.request_body import STUCK_S, RefusedRequest, read_body
 from sglang_cake.stores.http.server_blocks import BlockService
@@ -37,8 +39,20 @@ ASK_THREADS = 4  # for lookups, so that they do not wait behind reads from a slo
 WRITING = ("PUT", "DELETE")  # methods that a read-only token does not allow
 
 
-class StoreServer:
-    """Answers requests. The folder stays the caller's."""
+KEEPALIVE_S = 75.0  # of a connection without a request
+LINGER_S = 2.0  # the rest of an unwanted body is read so long, so that the response arrives
+READ_BYTES = 1 << 17  # of a body that are buffered before the socket is paused
+REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\nContent-Length: 0\r\n\r\n"
+)
+
+
+class StoreServer(web.Server):
+    """Answers requests. The folder stays the caller's.
+
+    An instance is the protocol factory of `loop.create_server`.
+    """
 
     def __init__(
         self,
@@ -50,17 +64,31 @@ class StoreServer:
         workers: int = 1,
         namespace_quota_bytes: int | None = None,
         stuck_s: float = STUCK_S,
+        keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         """Args:
         metrics: of this process.
-        most_connections: to this process; puts of blocks may take half of them.
+        most_connections: to this process (see `connection_limit`); puts of blocks may take half of
+            them.
         workers: number of processes that answer for this server.
         stuck_s: time limit of a transfer that hardly moves (see `request_body`).
         """
+        super().__init__(
+            self._handle,
+            # A connection that is closed leaves its place. Its request would hold a thread, or the
+            # place of a thread, beyond the limit of connections.
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=keepalive_s,
+            lingering_time=LINGER_S,
+            read_bufsize=READ_BYTES,
+            logger=_count_bad_requests(metrics),
+        )
         self._folder = folder
-        self.credentials = credentials
-        self.metrics = metrics
-        self.most_connections = most_connections
+        self._credentials = credentials
+        self._metrics = metrics
+        self._places: Places[web.RequestHandler] = Places(most_connections)
         self._workers = workers
         self._stuck_s = stuck_s
         self._askers = LimitedThreads(ASK_THREADS, "cake-http-ask")
@@ -107,18 +135,36 @@ class StoreServer:
         self._is_stopping = True
         await self._idle.wait()
 
-    async def handle(
-        self, request: web.BaseRequest, on_token: Callable[[], None]
-    ) -> web.StreamResponse:
-        """Answer a request; errors become responses.
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        dropped = self._places.take(handler)
+        if dropped is not None:
+            self._metrics.dropped_connections.inc()
+            if dropped.transport is not None:
+                dropped.transport.abort()
+        if self._places.state_of(handler) is None:
+            self._metrics.refused_connections.inc()
+            transport.write(REFUSAL)
+            transport.close()
+        self._metrics.connections.set(len(self._places))
 
-        Args: on_token: called when the request has shown a valid token.
-        """
+    def connection_lost(
+        self, handler: web.RequestHandler, exc: BaseException | None = None
+    ) -> None:
+        self._places.leave(handler)
+        self._metrics.connections.set(len(self._places))
+        super().connection_lost(handler, exc)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request; errors become responses."""
+        connection = request.protocol
+        if self._places.state_of(connection) is None:
+            raise ConnectionResetError(errno.ECONNRESET, "the connection is closed")
         response: web.StreamResponse
         self._in_progress += 1
         self._idle.clear()
         try:
-            response = await self._answer(request, on_token)
+            response = await self._answer(request)
         except Exception as error:
             refused = _refusal_of(error, request.method, request.path)
             response = web.Response(
@@ -129,22 +175,24 @@ class StoreServer:
             if not self._in_progress:
                 self._idle.set()
         if self._is_stopping:
-            request.protocol.close()
-        self.metrics.answered(request.method, response.status)
+            connection.close()
+        self._metrics.answered(request.method, response.status)
+        if self._places.state_of(connection) is State.UNAUTHENTICATED or response.status == 401:
+            response.force_close()
+        else:
+            self._places.change(connection, State.IDLE)
         return response
 
-    async def _answer(
-        self, request: web.BaseRequest, on_token: Callable[[], None]
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Raises: RefusedRequest, StoreError and others (see `_refusal_of`)."""
         resource = protocol.parse_path(request.rel_url.raw_path)
         if resource is not None and resource.kind is Kind.HEALTH:  # needs no token
             return web.Response(text="ok\n")
         authorization = request.headers.get("Authorization")
-        tokens = self.credentials.tokens
+        tokens = self._credentials.tokens
         if not tokens.may_read(authorization):
             raise RefusedRequest(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
-        on_token()
+        self._places.change(request.protocol, State.BUSY)
         if request.method in WRITING and not tokens.may_write(authorization):
             raise RefusedRequest(403, "this token may only read")
         if resource is None:
@@ -239,17 +287,17 @@ class StoreServer:
             "used_bytes": stats.used_bytes,
             "capacity_bytes": stats.capacity_bytes,
         }
-        return web.Response(body=self.metrics.text(gauges), content_type="text/plain")
+        return web.Response(body=self._metrics.text(gauges), content_type="text/plain")
 
     async def _stats(self) -> StoreStats:
         stats = await self._askers.run(lambda stop: self._folder.stats())
         self.count_blocks()
-        return replace(stats, evictions=self.metrics.evictions())
+        return replace(stats, evictions=self._metrics.evictions())
 
     def count_blocks(self) -> None:
         """Count evictions and corrupt blocks. To be called about every second."""
         evictions = asdict(self._folder.evictions())
-        self.metrics.count_blocks(evictions, self._folder.corrupt_blocks)
+        self._metrics.count_blocks(evictions, self._folder.corrupt_blocks)
 
     async def _read_keys(self, request: web.BaseRequest) -> list[BlockKey]:
         """Raises: RefusedRequest."""
@@ -281,3 +329,19 @@ def _refusal_of(error: Exception, method: str, path: str) -> RefusedRequest:
         return RefusedRequest(503, str(error))
     logger.error("%s %s failed", method, path, exc_info=error)
     return RefusedRequest(500, "the server failed; its log says how")
+
+
+def _count_bad_requests(metrics: ServerMetrics) -> logging.Logger:
+    """A logger for aiohttp, which logs a traceback for every request that is not valid HTTP.
+
+    Those are only counted, because any client could fill a disk with them. The server itself logs
+    errors in the handling of requests.
+    """
+
+    class Count(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            metrics.bad_requests.inc()
+
+    log = logging.Logger("sglang_cake.http.bad_requests", logging.ERROR)
+    log.addHandler(Count())
+    return log

@@ -314,7 +314,6 @@ class _Worker(Worker):
         Raises: CakeError if the worker cannot start.
         """
         # `server_metrics` can only be imported after `serve` has set a variable for it.
-        from sglang_cake.stores.http.connection_limit import ConnectionServer
         from sglang_cake.stores.http.http_server import StoreServer
         from sglang_cake.stores.http.server_metrics import ServerMetrics
 
@@ -335,9 +334,8 @@ class _Worker(Worker):
                 workers=settings.workers,
                 namespace_quota_bytes=settings.namespace_quota_bytes,
             )
-            connections = ConnectionServer(store)
             listening = await loop.create_server(
-                connections,
+                store,
                 sock=self.sockets[0].sock,
                 backlog=BACKLOG,
                 ssl=credentials.tls,
@@ -360,8 +358,8 @@ class _Worker(Worker):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(END_S):
                         await store.drained()
-            connections.pre_shutdown()
-            await connections.shutdown(CUT_S)
+            store.pre_shutdown()
+            await store.shutdown(CUT_S)
             for task in tasks:
                 task.cancel()
             store.count_blocks()

@@ -27,7 +27,6 @@ from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.file.settings import FolderSettings
 from sglang_cake.stores.http.auth import ServerCredentials, load_tokens, make_own_token
-from sglang_cake.stores.http.connection_limit import ConnectionServer
 from sglang_cake.stores.http.http_server import StoreServer
 from sglang_cake.stores.http.http_store import HttpStore
 from sglang_cake.stores.http.http_transport import Endpoint
@@ -180,15 +179,15 @@ class ServerInProcess:
             self._metrics,
             most_connections=self._most_connections,
             stuck_s=self._stuck_s,
+            keepalive_s=self._keepalive_s,
         )
-        connections = ConnectionServer(server, self._keepalive_s)
         listening = await self._loop.create_server(
-            connections, sock=self._listening, ssl=credentials.tls
+            server, sock=self._listening, ssl=credentials.tls
         )
         self._ready.set()
         await self._stop.wait()
         listening.close()
-        await connections.shutdown(1.0)
+        await server.shutdown(1.0)
         server.close()
         folder.close()
 
