@@ -1,8 +1,7 @@
 """Bodies of requests, within limits of size and time."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from aiohttp import web
 
@@ -20,29 +19,6 @@ class RefusedRequest(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
-
-
-@contextlib.asynccontextmanager
-async def while_it_moves(stuck_s: float) -> AsyncIterator[Callable[[int], None]]:
-    """A time limit of `stuck_s` that starts again after every FLOOR_BYTES.
-
-    Yields a function to be called with the number of bytes that have moved.
-
-    Raises: TimeoutError.
-    """
-    loop = asyncio.get_running_loop()
-    moved_bytes = 0
-
-    def moved(count: int) -> None:
-        nonlocal moved_bytes
-        moved_bytes += count
-        if moved_bytes >= FLOOR_BYTES:
-            moved_bytes = 0
-            if not limit.expired():
-                limit.reschedule(loop.time() + stuck_s)
-
-    async with asyncio.timeout(stuck_s) as limit:
-        yield moved
 
 
 def wanted_slice(request: web.BaseRequest) -> slice | None:
@@ -71,20 +47,26 @@ async def accept_body(request: web.BaseRequest) -> None:
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-async def read_pieces(
-    request: web.BaseRequest, moved: Callable[[int], None]
-) -> AsyncIterator[bytearray]:
+async def read_pieces(request: web.BaseRequest, stuck_s: float) -> AsyncIterator[bytearray]:
     """The body, in pieces of RECEIVE_BYTES or a little more; only the last is shorter.
 
-    Args: moved: called with the number of bytes that have arrived.
+    Raises: TimeoutError if FLOOR_BYTES, or all that is left, do not come within `stuck_s`.
     """
+    loop = asyncio.get_running_loop()
     piece = bytearray()
-    async for data in request.content.iter_any():
-        moved(len(data))
+    moved_bytes, until_s = 0, loop.time() + stuck_s
+    while True:
+        async with asyncio.timeout_at(until_s):
+            data = await request.content.readany()
+        if not data:
+            break
         piece += data
+        moved_bytes += len(data)
         if len(piece) >= RECEIVE_BYTES:
             yield piece
             piece = bytearray()
+        if moved_bytes >= FLOOR_BYTES:
+            moved_bytes, until_s = 0, loop.time() + stuck_s
     if piece:
         yield piece
 
@@ -97,5 +79,4 @@ async def read_body(request: web.BaseRequest, at_most: int, stuck_s: float) -> b
     if size > at_most:
         raise RefusedRequest(413, f"at most {at_most} bytes")
     await accept_body(request)
-    async with while_it_moves(stuck_s) as moved:
-        return b"".join([bytes(piece) async for piece in read_pieces(request, moved)])
+    return b"".join([bytes(piece) async for piece in read_pieces(request, stuck_s)])

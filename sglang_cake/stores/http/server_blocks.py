@@ -29,7 +29,6 @@ from sglang_cake.stores.http.request_body import (
     accept_body,
     read_pieces,
     wanted_slice,
-    while_it_moves,
 )
 from sglang_cake.stores.http.server_metrics import ServerMetrics
 from sglang_cake.stores.threads import LimitedThreads, check_stop, wait_uncancelled
@@ -232,10 +231,9 @@ class BlockService:
                 file.commit(threading.Event())
 
         await accept_body(request)
-        async with while_it_moves(self._stuck_s) as moved:
-            async for piece in read_pieces(request, moved):
-                self._metrics.received_bytes.inc(len(piece))
-                await self._writers.run(functools.partial(keep, piece))
+        async for piece in read_pieces(request, self._stuck_s):
+            self._metrics.received_bytes.inc(len(piece))
+            await self._writers.run(functools.partial(keep, piece))
         await self._writers.run(commit)
 
     async def check(self, _: web.BaseRequest, block: protocol.Resource) -> web.Response:

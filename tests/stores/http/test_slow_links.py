@@ -25,18 +25,32 @@ from http_servers import (
 from polling import until
 
 from sglang_cake.stores.http.protocol import block_path, contains_path
-from sglang_cake.stores.http.request_body import STUCK_S, while_it_moves
+from sglang_cake.stores.http.request_body import STUCK_S, read_pieces
 from sglang_cake.testing.store_contract import FRAME
 from sglang_cake.testing.virtual_time import in_virtual_time
 
 PATH = block_path(BIG_FRAME.digest, A)
 
 
+class SlowBody:
+    """A request of so many pieces, each of which comes after a while."""
+
+    def __init__(self, pieces, piece_bytes, every_s):
+        self.content, self.pieces = self, pieces
+        self.piece_bytes, self.every_s = piece_bytes, every_s
+
+    async def readany(self):
+        if not self.pieces:
+            return b""
+        self.pieces -= 1
+        await asyncio.sleep(self.every_s)
+        return bytes(self.piece_bytes)
+
+
 async def transfer(pieces, piece_bytes, every_s):
-    async with while_it_moves(STUCK_S) as moved:
-        for _ in range(pieces):
-            await asyncio.sleep(every_s)
-            moved(piece_bytes)
+    body = SlowBody(pieces, piece_bytes, every_s)
+    whole = b"".join([piece async for piece in read_pieces(body, STUCK_S)])
+    assert len(whole) == pieces * piece_bytes
     return asyncio.get_running_loop().time()
 
 
