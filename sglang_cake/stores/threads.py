@@ -135,10 +135,7 @@ async def run_stoppable(pool: DaemonPool, work: Callable[[threading.Event], T]) 
         stop.set()
         if queued.cancel():  # the pool keeps it until a thread is free, maybe never: without `work`
             todo.clear()
-        ended = asyncio.wrap_future(queued)
-        await wait_uncancelled(ended)
-        if not ended.cancelled():
-            ended.exception()  # retrieved, since asyncio would log it otherwise
+        await wait_uncancelled(asyncio.wrap_future(queued))
         raise
 
 
@@ -169,10 +166,13 @@ class LimitedThreads:
 
 
 async def wait_uncancelled(future: "asyncio.Future[Any]") -> None:
-    """Wait until it is done, also if the task is cancelled meanwhile. Retrieves no result."""
+    """Wait until it is done, also if the task is cancelled meanwhile. asyncio does not log its
+    error."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait((future,))
+    if not future.cancelled():
+        future.exception()  # retrieved
 
 
 def _run_into(future: "Future[T]", work: Callable[[], T]) -> None:

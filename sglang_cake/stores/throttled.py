@@ -87,8 +87,6 @@ class ThrottledStore(WrapperStore):
         finally:
             reading.cancel()
             await wait_uncancelled(reading)
-            if not reading.cancelled():
-                reading.exception()  # of a read that nobody waited for: it is not logged
 
     async def _cross(
         self, reading: "asyncio.Future[int]", begun_s: float, progress: TellBytes | None

@@ -8,7 +8,7 @@ import enum
 import json
 import re
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct, structs
 from msgspec.json import Decoder
@@ -24,6 +24,8 @@ from sglang_cake.stores.base import (
     StoredNamespace,
     StoreStats,
 )
+
+T = TypeVar("T")
 
 KEY_BYTES = 32
 MAX_CONTAINS_KEYS = 16384  # in one request
@@ -157,11 +159,8 @@ def write_block_line(block: BlockInfo) -> bytes:
 
 def read_block_line(line: bytes) -> BlockInfo:
     """Raises: StoreUnavailable."""
-    try:
-        found = untrusted.decode(_BLOCK_LINE, line)
-        return BlockInfo(BlockKey(bytes.fromhex(found.key)), found.bytes, found.used_s)
-    except ValueError as error:
-        raise StoreUnavailable(f"the list has a malformed line: {error}") from None
+    found = _read(_BLOCK_LINE, line, "the list has a malformed line")
+    return BlockInfo(BlockKey(bytes.fromhex(found.key)), found.bytes, found.used_s)
 
 
 def write_stats(stats: StoreStats) -> dict[str, object]:
@@ -177,10 +176,7 @@ def write_stats(stats: StoreStats) -> dict[str, object]:
 
 def read_stats(body: bytes) -> StoreStats:
     """Raises: StoreUnavailable."""
-    try:
-        found = structs.asdict(untrusted.decode(_STATS, body))
-    except ValueError as error:
-        raise StoreUnavailable(f"the answer of stats is malformed: {error}") from None
+    found = structs.asdict(_read(_STATS, body, "the answer of stats is malformed"))
     evictions = EvictionCounts(*(found.pop(name) for name in EVICTION_COUNTS))
     return StoreStats(**found, evictions=evictions)
 
@@ -191,10 +187,14 @@ def write_namespaces(namespaces: list[StoredNamespace]) -> list[dict[str, object
 
 def read_namespaces(body: bytes) -> list[StoredNamespace]:
     """Raises: StoreUnavailable."""
+    return [
+        StoredNamespace(Digest(bytes.fromhex(one.digest)), one.fields)
+        for one in _read(_STORED_NAMESPACES, body, "the answer of namespaces is malformed")
+    ]
+
+
+def _read(decoder: Decoder[T], body: bytes, what: str) -> T:
     try:
-        return [
-            StoredNamespace(Digest(bytes.fromhex(one.digest)), one.fields)
-            for one in untrusted.decode(_STORED_NAMESPACES, body)
-        ]
+        return untrusted.decode(decoder, body)
     except ValueError as error:
-        raise StoreUnavailable(f"the answer of namespaces is malformed: {error}") from None
+        raise StoreUnavailable(f"{what}: {error}") from None

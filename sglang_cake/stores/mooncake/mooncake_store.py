@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
-from sglang_cake.core.backoff import Backoff
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
@@ -173,7 +172,7 @@ class MooncakeStore(Store):
         self._reports = CorruptReports(self.delete)
         self._joining: asyncio.Task[MooncakeClient] | None = None
         self._joining_since_s = 0.0
-        self._backoff = Backoff(retry_s, retry_s)
+        self._retry_s = retry_s
         self._closed = False
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -236,9 +235,8 @@ class MooncakeStore(Store):
         self._check_open()
         now_s = time.monotonic()
         failed = self._joining is not None and self._joining.done() and self._joining.exception()
-        if self._joining is None or (failed and not self._backoff.left_s(now_s)):
+        if self._joining is None or (failed and now_s >= self._joining_since_s + self._retry_s):
             self._joining_since_s = now_s
-            self._backoff.start(now_s)
             joining = asyncio.to_thread(MooncakeClient, self._place, self._buffers)
             self._joining = asyncio.create_task(joining)
         if not self._joining.done():
