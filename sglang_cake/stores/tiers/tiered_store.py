@@ -375,8 +375,9 @@ class TieredStore(Store):
         """As in `Store`. Bytes are summed over the tiers that know them. The number of blocks is
         unknown, since most are in several tiers."""
         self._check_open()
+        now_s = self._clock()
         free = [tier for tier in self.tiers if tier.index not in self._given_up]
-        asked = [tier for tier in free if tier.asking.is_closed]
+        asked = [tier for tier in free if tier.asking.may_call(now_s)]
         answers = await self._ask(asked, Tier.stats)
         stats = [stats for _, stats in answers]
         by_index = {tier.index: stats for tier, stats in answers}
