@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
 from sglang_cake.core.buffers import TellBytes
-from sglang_cake.core.errors import BlockCorrupt, ConfigError, StoreUnavailable
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.corrupt_reports import CorruptReports
@@ -262,8 +262,6 @@ class MooncakeStore(Store):
     ) -> int:
         with self._buffers.one() as buffer:
             count = client.get_into(self._name(key), buffer)
-            if not self._frame.fits(count):
-                raise BlockCorrupt(f"{count} bytes, a block has {self._frame.framed_bytes}")
             with hold:
                 block = IncomingBlock(self._frame, key, out, progress)
                 for start in range(0, count, HASH_BYTES):
