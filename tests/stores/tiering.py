@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import MutableMapping
-from types import SimpleNamespace
 
 from faulty_stores import OutageStore, RecordingStore
 from polling import async_until
@@ -82,8 +81,7 @@ class Tiers:
                 policy="lru",
                 tenant_rules=NO_TENANT_RULES,
             )
-            shared = SimpleNamespace(memory=memory, leave=memory.close)
-            self.calls[0] = HostMemoryStore(shared, FRAME, threads=2)
+            self.calls[0] = HostMemoryStore(memory, memory.close, FRAME, threads=2)
             self.memory[0].blocks = HeldBlocks(memory)
         self.clock = Clock()
         options = {"clock": self.clock, "block_bytes": BLOCK} | options

@@ -7,7 +7,7 @@ behind. Schedulers on one machine divide the capacity.
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,15 +38,21 @@ class HostMemoryStore(Store):
     """One namespace of a `BlockMemory`."""
 
     def __init__(
-        self, shared: "_SharedMemory", frame: BlockFrame, *, threads: int, reads_count: bool = True
+        self,
+        memory: BlockMemory,
+        leave: Callable[[], None],
+        frame: BlockFrame,
+        *,
+        threads: int,
+        reads_count: bool = True,
     ) -> None:
         """Args:
-        shared: left with this store.
+        leave: called in a thread when this store is closed.
         threads: concurrent reads, and concurrent writes.
         reads_count: reads are accesses, for eviction.
         """
-        self._shared = shared
-        self._memory: BlockMemory | None = shared.memory
+        self._leave = leave
+        self._memory: BlockMemory | None = memory
         self._frame = frame
         self._reads_count = reads_count
         self._readers = DaemonPool(threads, "cake-memory-read")
@@ -108,7 +114,7 @@ class HostMemoryStore(Store):
             self._memory = None
             for pool in (self._readers, self._writers):
                 pool.shutdown(wait=False, cancel_futures=True)
-            await asyncio.to_thread(self._shared.leave)
+            await asyncio.to_thread(self._leave)
 
     def _opened(self) -> BlockMemory:
         if self._memory is None:
@@ -192,9 +198,13 @@ class HostMemorySource:
         return StoreLayer("HostMemoryStore", settings)
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
-        shared = _SharedMemory.joined(self, frame.payload_bytes)
+        place = self, frame.payload_bytes
+        with _lock:
+            memory, stores = _open.get(place) or (self.new_memory(frame.payload_bytes), 0)
+            _open[place] = memory, stores + 1
+        leave = functools.partial(_leave, place)
         threads = max(1, min(depth, MOST_THREADS))
-        return HostMemoryStore(shared, frame, threads=threads, reads_count=self.reads_count)
+        return HostMemoryStore(memory, leave, frame, threads=threads, reads_count=self.reads_count)
 
     async def namespaces(self) -> list[StoredNamespace]:
         """None: a tool cannot read the memory of a server."""
@@ -232,39 +242,20 @@ class HostMemorySource:
             )
 
 
-class _SharedMemory:
-    """The memory of equal sources in this process, from the first open store to the last.
+# The memories of equal sources in this process, and how many stores of each are open. The lock is
+# held while one is made or freed, which can take tens of seconds.
+_lock: Final = threading.Lock()
+_open: Final[dict[tuple[HostMemorySource, int], tuple[BlockMemory, int]]] = {}
 
-    Attributes:
-        memory: closed with the last store.
-    """
 
-    _lock: Final = threading.Lock()
-    _open: Final[dict[tuple[HostMemorySource, int], "_SharedMemory"]] = {}
-
-    def __init__(self, place: tuple[HostMemorySource, int]) -> None:
-        source, block_bytes = self._place = place
-        self.memory = source.new_memory(block_bytes)
-        self._stores = 0
-
-    @classmethod
-    def joined(cls, source: HostMemorySource, block_bytes: int) -> "_SharedMemory":
-        """With one more open store. Blocks as `leave` does. Raises: ConfigError."""
-        place = source, block_bytes
-        with cls._lock:
-            shared = cls._open.get(place) or cls(place)
-            cls._open[place] = shared
-            shared._stores += 1
-            return shared
-
-    def leave(self) -> None:
-        """One open store less. Blocks while another memory is made or freed, which can take tens of
-        seconds."""
-        with self._lock:
-            self._stores -= 1
-            if not self._stores:
-                del self._open[self._place]
-                self.memory.close()
+def _leave(place: tuple[HostMemorySource, int]) -> None:
+    """One open store less; the last one closes the memory."""
+    with _lock:
+        memory, stores = _open.pop(place)
+        if stores > 1:
+            _open[place] = memory, stores - 1
+        else:
+            memory.close()
 
 
 def parse(url: StoreUrl) -> HostMemorySource:
