@@ -1,6 +1,7 @@
 """Host buffers for blocks in transit: a fixed number, used again and again."""
 
 import ctypes
+import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,20 @@ PAGE_BYTES = 4096
 PIECE_BYTES = 1 << 20  # a cancelled caller waits for the copy of at most one piece
 
 
+def address_of(memory: memoryview | bytearray | mmap.mmap) -> int:
+    """Of the first byte of writable, contiguous memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 def is_on_page(view: memoryview) -> bool:
     """Whether writable, contiguous memory starts on a page."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
+    return address_of(view) % PAGE_BYTES == 0
 
 
 def on_page(size_bytes: int) -> memoryview:
     """New memory that starts on a page; zeros."""
     raw = bytearray(size_bytes + PAGE_BYTES)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % PAGE_BYTES
+    start = -address_of(raw) % PAGE_BYTES
     return memoryview(raw)[start : start + size_bytes]
 
 

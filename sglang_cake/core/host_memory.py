@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from sglang_cake.core.buffers import PAGE_BYTES, Buffer
+from sglang_cake.core.buffers import PAGE_BYTES, Buffer, address_of
 from sglang_cake.core.errors import ConfigError
 
 DEFAULT_STAGING_BYTES = 2**30
@@ -105,7 +105,7 @@ class HostArena:
         self.mapping = Mapping(-1, self.size_bytes, flags=flags)
         self.mapping.madvise(mmap.MADV_DONTFORK)
         self.huge_pages = _advise_huge_pages(self.mapping)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
+        self.address = address_of(self.mapping)
         if prefault:
             ctypes.memset(self.address, 0, self.size_bytes)
         view = memoryview(self.mapping)

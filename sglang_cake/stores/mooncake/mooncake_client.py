@@ -1,14 +1,10 @@
 """A client of Mooncake Store. Only this module calls its C++ library."""
 
-import ctypes
-import mmap
-import queue
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_cake.core.buffers import address_of
 from sglang_cake.core.errors import (
     BlockCorrupt,
     BlockMissing,
@@ -16,6 +12,7 @@ from sglang_cake.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from sglang_cake.core.host_memory import HostArena
 
 CONNECT_TIMEOUT_S = 2.0
 LOCAL_BUFFER_BYTES = 2**24  # of the library itself; unused by these calls
@@ -42,41 +39,6 @@ class MooncakePlace:
     local_hostname: str | None = None  # for peers; None: as seen by the master
 
 
-@dataclass(frozen=True, slots=True)
-class RegisteredBuffer:
-    """Registered memory for one framed block."""
-
-    address: int
-    view: memoryview
-
-
-class RegisteredBuffers:
-    """Memory for a few framed blocks, which the library reads and writes directly.
-
-    It stays mapped for the lifetime of this object, since the library may still use it after a
-    failed transfer. A block that is damaged by that is detected: the copy is checked.
-    """
-
-    def __init__(self, count: int, framed_bytes: int) -> None:
-        stride = -(-framed_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = mmap.mmap(-1, count * stride)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.bytes = len(self._memory)
-        self._free: queue.SimpleQueue[RegisteredBuffer] = queue.SimpleQueue()
-        for start in range(0, self.bytes, stride):
-            view = memoryview(self._memory)[start : start + framed_bytes]
-            self._free.put(RegisteredBuffer(self.address + start, view))
-
-    @contextmanager
-    def one(self) -> Iterator[RegisteredBuffer]:
-        """A context with one buffer. Blocks until one is free."""
-        buffer = self._free.get()
-        try:
-            yield buffer
-        finally:
-            self._free.put(buffer)
-
-
 class MooncakeClient:
     """One client of the store. Thread-safe, except `close`.
 
@@ -84,8 +46,12 @@ class MooncakeClient:
     `close` crashes the library.
     """
 
-    def __init__(self, place: MooncakePlace, buffers: RegisteredBuffers) -> None:
-        """Join the store. Raises: StoreUnavailable."""
+    def __init__(self, place: MooncakePlace, memory: HostArena) -> None:
+        """Join the store.
+
+        Args: memory: of the views below. The library may still use it after a failed transfer.
+        Raises: StoreUnavailable.
+        """
         # Tested first, since the library would try for minutes.
         try:
             with socket.create_connection((place.host, place.port), CONNECT_TIMEOUT_S) as probe:
@@ -107,7 +73,7 @@ class MooncakeClient:
             f"{place.host}:{place.port}",
         )
         if code == OK:
-            code = self._client.register_buffer(buffers.address, buffers.bytes)
+            code = self._client.register_buffer(memory.address, memory.size_bytes)
         if code != OK:
             self._client.close()
             raise StoreUnavailable(f"Mooncake: joining the store failed with {code}")
@@ -120,22 +86,22 @@ class MooncakeClient:
                 raise failure("asking for blocks", answer)
         return [answer == 1 for answer in answers]
 
-    def get_into(self, name: str, buffer: RegisteredBuffer) -> int:
-        """Fill `buffer`; returns the number of bytes.
+    def get_into(self, name: str, view: memoryview) -> int:
+        """Fill registered memory; returns the number of bytes.
 
         Raises: BlockMissing, BlockCorrupt, StoreUnavailable.
         """
-        code = int(self._client.get_into(name, buffer.address, len(buffer.view)))
+        code = int(self._client.get_into(name, address_of(view), len(view)))
         if code < 0:
             raise failure("reading a block", code)
         return code
 
-    def put_new(self, name: str, buffer: RegisteredBuffer, size_bytes: int) -> bool:
-        """Store the start of `buffer`. False: an object of that name exists, and stays.
+    def put_new(self, name: str, view: memoryview) -> bool:
+        """Store registered memory. False: an object of that name exists, and stays.
 
         Of two concurrent puts of a name both may return True. Raises: StoreFull, StoreUnavailable.
         """
-        code = int(self._client.put_from(name, buffer.address, size_bytes))
+        code = int(self._client.put_from(name, address_of(view), len(view)))
         if code == NO_ROOM:
             raise StoreFull("Mooncake has no memory for the block")
         if code not in (OK, EXISTS):

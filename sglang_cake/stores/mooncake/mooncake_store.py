@@ -5,22 +5,19 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame, IncomingBlock
-from sglang_cake.core.buffers import TellBytes
+from sglang_cake.core.buffers import BufferPool, TellBytes
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.core.host_memory import HostArena
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.corrupt_reports import CorruptReports
-from sglang_cake.stores.mooncake.mooncake_client import (
-    MooncakeClient,
-    MooncakePlace,
-    RegisteredBuffers,
-)
+from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace
 from sglang_cake.stores.threads import DaemonPool, Stopped, submit, wait_uncancelled
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
@@ -165,7 +162,8 @@ class MooncakeStore(Store):
         self._place = place
         self._frame = frame
         self._patience_s = patience_s
-        self._buffers = RegisteredBuffers(2 * depth, frame.framed_bytes)
+        self._memory = HostArena([frame.framed_bytes] * (2 * depth), prefault=False)
+        self._buffers = BufferPool(self._memory.buffers)
         self.reads = CallThreads("cake-mooncake-read", depth, patience_s=patience_s)
         self._writes = CallThreads("cake-mooncake-write", depth, patience_s=patience_s)
         self._asks = CallThreads("cake-mooncake-ask", 1, patience_s=patience_s)
@@ -237,7 +235,7 @@ class MooncakeStore(Store):
         failed = self._joining is not None and self._joining.done() and self._joining.exception()
         if self._joining is None or (failed and now_s >= self._joining_since_s + self._retry_s):
             self._joining_since_s = now_s
-            joining = asyncio.to_thread(MooncakeClient, self._place, self._buffers)
+            joining = asyncio.to_thread(MooncakeClient, self._place, self._memory)
             self._joining = asyncio.create_task(joining)
         if not self._joining.done():
             left_s = max(0.0, self._joining_since_s + self._patience_s - now_s)
@@ -260,23 +258,33 @@ class MooncakeStore(Store):
         progress: TellBytes | None,
         hold: Hold,
     ) -> int:
-        with self._buffers.one() as buffer:
-            count = client.get_into(self._name(key), buffer)
+        with self._buffer() as view:
+            count = client.get_into(self._name(key), view)
             with hold:
                 block = IncomingBlock(self._frame, key, out, progress)
                 for start in range(0, count, HASH_BYTES):
-                    block.feed(buffer.view[start : min(start + HASH_BYTES, count)])
+                    block.feed(view[start : min(start + HASH_BYTES, count)])
                 return block.finish()
 
     def _put(self, client: MooncakeClient, key: BlockKey, data: memoryview, hold: Hold) -> bool:
         # The library reports a second put of a name as a success.
         if client.exist([self._name(key)])[0]:
             return False
-        with self._buffers.one() as buffer:
+        with self._buffer() as view:
+            framed = view[: HEADER_BYTES + len(data)]
             with hold:
-                buffer.view[:HEADER_BYTES] = self._frame.header(key, data)
-                buffer.view[HEADER_BYTES : HEADER_BYTES + len(data)] = data
-            return client.put_new(self._name(key), buffer, HEADER_BYTES + len(data))
+                framed[:HEADER_BYTES] = self._frame.header(key, data)
+                framed[HEADER_BYTES:] = data
+            return client.put_new(self._name(key), framed)
+
+    @contextlib.contextmanager
+    def _buffer(self) -> Iterator[memoryview]:
+        buffer = self._buffers.take()
+        assert buffer is not None  # there is one for each thread
+        try:
+            yield buffer.view
+        finally:
+            self._buffers.give(buffer)
 
     def _check_open(self) -> None:
         if self._closed:
