@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
     one_line,
 )
+from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.core.namespace import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_fields
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
@@ -218,23 +218,16 @@ class S3Source:
 
     def check(self) -> None:
         """Lists one name. A missing answer, or a server's error, is not reported."""
-        refused: list[ConfigError] = []
-
-        def ask() -> None:
-            try:
-                asyncio.run(asyncio.wait_for(self._ask(), self.check_s))
-            except TimeoutError:
-                pass
-            except StoreError as error:
-                if mistake := self._mistake(error):
-                    refused.append(ConfigError(mistake))
-
-        # In a thread of its own, since this thread may run an event loop.
-        thread = threading.Thread(target=ask, name="cake-s3-check")
-        thread.start()
-        thread.join()
-        if refused:
-            raise refused[0]
+        io = IoThread()  # this thread may run an event loop
+        try:
+            io.run(self._ask(), self.check_s)
+        except TimeoutError:
+            pass
+        except StoreError as error:
+            if mistake := self._mistake(error):
+                raise ConfigError(mistake) from None
+        finally:
+            io.close()
 
     def open(self, frame: BlockFrame, *, depth: int) -> Store:
         """Connects with the first call. The description of the namespace is not compared, since
