@@ -146,19 +146,14 @@ class HttpTransport:
         """
         self._locate = locate
         self._endpoint = locate()
+        self.base = self._endpoint.base  # URL of the server, without a slash at the end
         self._session: aiohttp.ClientSession | None = None
         self._former: aiohttp.ClientSession | None = None  # from before the last `_redial`
         self._closing: asyncio.Future[None] | None = None
         self._hedging = hedging or Hedging(floor_s=HEDGE_FLOOR_S)
         self.counters = HttpCounters()
 
-        self._circuits = Circuits(
-            self._endpoint.base,
-            self.counters,
-            redial=self._redial,
-            on_outage=on_outage,
-            clock=clock,
-        )
+        self._circuits = Circuits(self.base, self.counters, self._redial, on_outage, clock)
         self.lookups = self._circuits.add("lookups", limits)
         self.reads = self._circuits.add(READS, limits, depth)
         self.writes = self._circuits.add("writes", limits, depth)
@@ -166,11 +161,6 @@ class HttpTransport:
         # on the disk, not on the few bytes of the request, so the limit never shrinks.
         floor_s = max(limits.first_s, limits.floor_s)
         self.descriptions = self._circuits.add("descriptions", replace(limits, floor_s=floor_s))
-
-    @property
-    def base(self) -> str:
-        """URL of the server, without a slash at the end."""
-        return self._endpoint.base
 
     async def close(self) -> None:
         self._circuits.close()
@@ -206,7 +196,7 @@ class HttpTransport:
                 pause_s = error.after_s
             except RemoteError as error:
                 if number == TRIES or not isinstance(error, TryAgain):
-                    raise RemoteError(error.fault, f"{self._endpoint.base}: {error}") from error
+                    raise RemoteError(error.fault, f"{self.base}: {error}") from error
                 usual_s = RETRY_S * 2 ** (number - 1) * random.uniform(0.5, 1.5)
                 pause_s = max(usual_s, min(error.after_s, MAX_RETRY_AFTER_S))
             self.counters.retries += 1
