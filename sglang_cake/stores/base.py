@@ -79,8 +79,9 @@ class LentBlock:
 class Store(ABC):
     """Async blocks by key, within one namespace.
 
-    Every method is safe to cancel: a cancelled `put` leaves either the whole block or nothing
-    visible, a cancelled `get_into` leaves `out` undefined and the store unchanged.
+    Every method is safe to cancel. A cancelled `put` leaves either the whole block or nothing
+    visible. A cancelled `get_into` leaves `out` undefined and the store unchanged. Once it has
+    returned, nothing writes `out`, which may have another owner then, or calls `progress`.
     """
 
     @abstractmethod
@@ -150,7 +151,8 @@ class Store(ABC):
         return
 
     async def put_first(self, key: BlockKey, data: memoryview) -> bool:
-        """As `put`, for a block with the first token of a prompt."""
+        """As `put`, for a block with the first token of a prompt. Codecs encode it in another way;
+        stores below a codec only see `put`."""
         return await self.put(key, data)
 
     def lend(self, key: BlockKey) -> LentBlock | None:

@@ -21,7 +21,7 @@ MOST_NAMESPACES = 128  # of one request
 MOST_ANNOUNCED = 65_536  # blocks that may be put or read soon
 ORDER_S = 1e-6  # between two blocks of a request; a float of seconds since 1970 resolves 2.4e-7
 CLOCK_BACK_S = 60.0  # smaller steps back of the clock do not change the order of requests
-READ_SOON_S = 60.0  # a read of an announced block within this time is no further access
+READ_SOON_S = 60.0  # a read so soon after the report of its request is not counted again
 
 
 @dataclass(slots=True)

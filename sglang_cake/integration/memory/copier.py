@@ -23,11 +23,11 @@ from sglang_cake.loading.loader import StagedBlock
 
 logger = logging.getLogger("sglang_cake")
 
-# While copies are under way, and no other is launched, the thread looks so often for complete ones.
-# Each look needs the interpreter; a block of 16 MiB takes 0.7 ms at 25 GB/s.
+# How often the thread looks for complete copies while no other is to be launched. Each look needs
+# the interpreter; a block of 16 MiB takes 0.7 ms at 25 GB/s.
 _LOOK_S = 0.002
-# The scheduler thread waits so long for copies that the copier has been given, and gives up those
-# that are not launched then. Other copies are launched before them, for 64 blocks in a few ms.
+# How long the scheduler thread waits for the launch of copies. It gives up those that are not
+# launched then. Other copies are launched before them, for 64 blocks in a few ms.
 PATIENCE_S = 2.0
 CLOSE_S = 5.0  # how long the end of the process may wait for copies
 

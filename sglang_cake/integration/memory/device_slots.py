@@ -54,7 +54,7 @@ class DeviceSlots:
         self._counters = counters
         self._ends = ends
         self._block_tokens = kv.layout.block_tokens
-        self._taken: list[Copy] = []  # copies that `take_slots` gave away, as far as they may run
+        self._taken: list[Copy] = []  # into slots that the tree has now; those that may still run
         self.block_bytes = kv.layout.block_bytes
         self.reclaimable_tokens = 0  # of reserved slots, and of slots that hold landed blocks
 
@@ -124,7 +124,7 @@ class DeviceSlots:
         return all(block in memory.slots for block in todo)
 
     def check_copies(self) -> None:
-        """Raises: the first error of a copy since the last call, but for want of device memory."""
+        """Raises: the first error of a copy since the last call, unless it lacked device memory."""
         self._taken = [copy for copy in self._taken if not copy.done()]
         self._copier.check()
 

@@ -88,9 +88,9 @@ class LocalLoads:
     `PromptLoads`. Times are of this rank's `time.monotonic()`.
 
     Attributes:
-        served_since_s: the start of the present wait: of the lookup, and then of the time in which
-            the link serves this prompt first. Each poll sets it anew while others are served first,
-            or the link is idle.
+        served_since_s: the start of the wait for the lookup, and after its answer of the time in
+            which the link serves this prompt first. Each poll sets it anew while others are served
+            first, or the link is idle.
         link_idle: the link reads nothing for this prompt, since it has read all, or there is no
             room for a block.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;

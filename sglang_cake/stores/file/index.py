@@ -508,7 +508,8 @@ class BlockIndex(IndexReader):
         """Mark a block as stored; returns its id, a new one. None if its row was removed.
 
         So the ids of stored blocks are in the order in which they were stored, whichever process
-        took longer to write: who has read all up to an id has not missed one.
+        took longer to write. A reader of all ids up to one has missed no block that was stored
+        before.
         """
         with self._transaction() as db:
             db.execute("UPDATE sqlite_sequence SET seq = seq + 1 WHERE name = 'blocks'")

@@ -1,4 +1,5 @@
-"""Opens, builds and repairs the index of a file store, in a background thread."""
+"""The background thread of a file store: it opens, builds and repairs the index, records accesses,
+elects the process that leads eviction, and evicts ahead of the need."""
 
 import contextlib
 import fcntl
