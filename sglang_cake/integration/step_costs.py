@@ -209,7 +209,7 @@ class StepCosts:
     def costs(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request's next part in the step being scheduled, which begins when
         the device is free."""
-        alone = self.alone(record)
+        alone = self.costs_alone(record)
         costs = replace(alone, backlog_s=self._agreed.busy_s, pipelined=self.pipelined)
         return costs.beside(self._work)
 
@@ -250,7 +250,7 @@ class StepCosts:
 
     def rest_of_loads_s(self, record: PromptRecord) -> float:
         """Predicted time until all wanted blocks of the request have landed."""
-        return loads_s(record.meet.view(), self.alone(record), record.progress)
+        return loads_s(record.meet.view(), self.costs_alone(record), record.progress)
 
     def blocks_ahead(self, record: PromptRecord) -> list[int]:
         """The blocks of the request that land next, the first one first: as many as the link brings
@@ -260,7 +260,7 @@ class StepCosts:
             return []
         view = record.meet.view()
         step_s = self.agreed.step_s(view.front, view.front + self.chunk_tokens)
-        landings = next_landings(view, self.alone(record), record.progress, 2 * step_s)
+        landings = next_landings(view, self.costs_alone(record), record.progress, 2 * step_s)
         return [block for block in landings if block >= least]
 
     def is_overdue(self, record: PromptRecord) -> bool:
@@ -290,14 +290,14 @@ class StepCosts:
         return look_ahead(
             record.meet.view(),
             chunk_tokens=self.chunk_tokens,
-            costs=self.alone(record),
+            costs=self.costs_alone(record),
             progress=record.progress,
         )
 
     def _waiting(self, record: PromptRecord, ahead: StepWork, busy_s: float) -> PromptCosts:
         """The agreed costs of a request in the queue: the device computes `ahead` before it, and
         requests that decode now go on."""
-        alone = replace(self.alone(record), pipelined=self.pipelined)
+        alone = replace(self.costs_alone(record), pipelined=self.pipelined)
         costs = alone.beside(StepWork(decodes=self._decodes))
         queue_s = costs.prefill.queue_s(ahead, self._waiting_chunk_tokens)
         return replace(costs, backlog_s=busy_s + queue_s)
@@ -306,7 +306,7 @@ class StepCosts:
     def _waiting_chunk_tokens(self) -> int:
         return max(1, self.chunk_tokens - self._decodes)
 
-    def alone(self, record: PromptRecord) -> PromptCosts:
+    def costs_alone(self, record: PromptRecord) -> PromptCosts:
         """The agreed costs of a request that has the device to itself."""
         agreed = record.agreed
         load = self._loader.cost  # until its lookup is done, nothing is decided on it

@@ -287,7 +287,7 @@ class Meet:
         return self._keep_run()
 
     def give_up(self) -> list[int]:
-        """Blocks that have not landed are computed."""
+        """Blocks that have not landed are GONE: steps will compute them."""
         self._ends = set()
         for block in (*range(len(self._states)), *self.end_indices):
             if self.state(block) is BlockState.WANTED:

@@ -235,7 +235,7 @@ class Runahead:
         record = self._record_of(req)
         if record is None or not record.loading:
             return None
-        cost = self._step_costs.alone(record).load
+        cost = self._step_costs.costs_alone(record).load
         return StoredTail(record.meet.view(), record.progress, cost)
 
     def _plan(self, req: "Req", span: Span, tail: StoredTail | None) -> ChainPlan | None:

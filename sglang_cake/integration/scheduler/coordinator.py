@@ -907,7 +907,7 @@ class Coordinator:
             total_s += rest_s
             has_memory = record.queue.has_memory is not False and not record.agreed.link_idle
             if rest_s and has_memory:
-                error = self.step_costs.alone(record).load.error
+                error = self.step_costs.costs_alone(record).load.error
                 yield record, total_s * (1 + error)
 
     def _link_order(self, serving: Sequence[str], chunked: str | None) -> list[PromptRecord]:
