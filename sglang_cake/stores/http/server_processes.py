@@ -342,6 +342,7 @@ class _Worker(Worker):
                 ssl_handshake_timeout=None if credentials.tls is None else HANDSHAKE_S,
             )
             self.booted = True
+            self.notify()  # gunicorn never kills a worker that has not reported yet
             self._tell(READY)
             self._announce()
             tasks = (

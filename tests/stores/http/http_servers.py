@@ -89,9 +89,10 @@ class OurServer:
     with exit status 0.
     """
 
-    def __init__(self, root, *options, port=None, limits=None):
+    def __init__(self, root, *options, port=None, limits=None, suspends=False):
+        """Args: suspends: as in `serve_process.start`."""
         options = serve_options(root, "--port", port or free_port(), *options)
-        self.process, self.prints = serve_process.start(root, options, limits)
+        self.process, self.prints = serve_process.start(root, options, limits, suspends=suspends)
         STARTED.append(self)
         line = self.prints.readline()
         assert " is served at " in line, f"{line!r}, exit status {self.process.exitcode}"
@@ -117,11 +118,10 @@ class OurServer:
 
     def kill(self):
         """All of it, as a power cut would."""
+        os.kill(self.process.pid, signal.SIGSTOP)  # it replaces no worker, and none sees its end
         workers = self.workers()
-        self.process.kill()
-        for pid in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in (*workers, self.process.pid):
+            os.kill(pid, signal.SIGKILL)
         until(lambda: not any(map(is_alive, workers)), "all of it is gone")
         return self.ended()
 
@@ -230,8 +230,10 @@ def metrics(server):
 
 
 def is_alive(pid):
+    """Also while a killed process has a thread, which holds its files and locks."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" or len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
     except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between open and read
         return False
 

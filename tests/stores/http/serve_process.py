@@ -3,6 +3,7 @@ a start."""
 
 import multiprocessing
 import os
+import signal
 import sys
 from functools import cache
 from multiprocessing import forkserver
@@ -27,16 +28,17 @@ def _context():
     return context
 
 
-def start(root, options, limits):
+def start(root, options, limits, *, suspends=False):
     """A server with the environment of this process, and what it prints.
 
     Args:
         options: of `sglang-cake store serve`.
         limits: further fields of `ServeSettings`, in place of options; or None.
+        suspends: the worker that announces the server is suspended right after, with `limits`.
     """
     reading, writing = os.pipe()
     streams = [Connection(fd, readable=False) for fd in (writing, os.dup(2))]
-    given = (root, options, limits, dict(os.environ), streams)
+    given = (root, options, limits, suspends, dict(os.environ), streams)
     process = _context().Process(target=_run, args=given, daemon=True)
     process.start()
     for stream in streams:
@@ -44,7 +46,7 @@ def start(root, options, limits):
     return process, os.fdopen(reading)
 
 
-def _run(root, options, limits, environment, streams):
+def _run(root, options, limits, suspends, environment, streams):
     os.environ.clear()
     os.environ.update(environment)
     for fd, stream in enumerate(streams, start=1):
@@ -55,4 +57,10 @@ def _run(root, options, limits, environment, streams):
         sys.exit(main(["store", "serve", *options]))
     source = FileSource(root, min_free_bytes=0)
     settings = ServeSettings(source, "127.0.0.1", 0, make_own_token(), **limits)
-    serve(settings, lambda url: print(f"{root} is served at {url}", flush=True))
+
+    def announce(url):
+        print(f"{root} is served at {url}", flush=True)
+        if suspends:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    serve(settings, announce)

@@ -227,6 +227,14 @@ def test_worker_pool_suspended_worker_is_killed_and_replaced(tmp_path):
     assert server.stop() == 0
 
 
+def test_worker_pool_worker_suspended_before_its_first_report_is_killed_and_replaced(tmp_path):
+    server = OurServer(tmp_path / "root", limits={"workers": 1, "hang_s": 2}, suspends=True)
+    victim = server.workers()[0]
+    until(lambda: not is_alive(victim), "it is killed", WAIT_S)
+    until(lambda: answers(server), "it is replaced")
+    assert server.stop() == 0
+
+
 def test_worker_pool_connections_to_a_suspended_worker_are_served_later(tmp_path):
     server = OurServer(tmp_path / "root", limits={"workers": 1, "hang_s": 1000})
     (worker,) = server.workers()
