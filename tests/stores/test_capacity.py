@@ -18,7 +18,7 @@ import pytest
 from filestore import evict, files_below, folder_of, nobody_evicts, waiting_for_the_index
 from killed_writers import FRAME
 from namespace_folder import NamespaceFolder
-from polling import until
+from polling import PATIENCE_S, until
 from system_calls import Disk, Held, failing, unlink_failing
 from test_crash import SINCE, KilledWriters
 from test_file_disk_faults import mounted
@@ -28,7 +28,7 @@ from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import TenantRules
 from sglang_cake.stores.file import nofollow
 from sglang_cake.stores.file.block_folder import MAX_SET_ASIDE
-from sglang_cake.stores.file.disk import FreeSpace
+from sglang_cake.stores.file.disk import Amount, FreeSpace
 from sglang_cake.stores.file.evictor import MOST_UNREMOVED
 from sglang_cake.stores.file.index import BlockIndex
 from sglang_cake.stores.file.index_supervisor import KEEP_ASIDE_S
@@ -186,6 +186,22 @@ def test_block_folder_block_in_use_survives_a_long_eviction_for_a_quota(tmp_path
         removing.go.set()
         until(lambda: not there(folder, [90]), "the quota is kept")
         assert there(folder, [70, 80, 90]) == [80]
+
+
+def test_block_folder_eviction_behind_the_puts_leaves_time_for_reuse_statistics(
+    tmp_path, monkeypatch
+):
+    evicting, refreshed = threading.Event(), threading.Event()
+
+    def free_ahead(index):
+        evicting.set()
+        return Amount(STORED_BYTES, 1)  # and others put as much meanwhile
+
+    with contextlib.closing(opened(tmp_path)) as folder:
+        monkeypatch.setattr(folder.evictor, "free_ahead", free_ahead)
+        assert evicting.wait(PATIENCE_S)
+        monkeypatch.setattr(folder.evictor, "refresh", lambda index: refreshed.set())
+        assert refreshed.wait(20.0)
 
 
 def test_block_folder_disk_filled_much_by_others_put_gives_up(tmp_path, monkeypatch):

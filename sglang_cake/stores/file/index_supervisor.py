@@ -263,12 +263,15 @@ class IndexSupervisor:
         return self._lead is not None and lock(self._lead, fcntl.LOCK_EX)
 
     def _free_ahead(self, index: BlockIndex) -> None:
-        # It may take minutes, and no block in use is to be evicted.
-        while not self._closing.is_set():
+        # It may take minutes, or as long as others put faster than this evicts, and no block in use
+        # is to be evicted.
+        until_s = time.monotonic() + TICK_S
+        while time.monotonic() < until_s:
             with _unless_full():
                 self.flush(index)
-            if not self._evictor.free_ahead(index):
+            if self._closing.is_set() or not self._evictor.free_ahead(index):
                 return
+        self._wake.set()  # to go on after the rest of a tick
 
     def _open(self) -> None:
         """Raises: OSError; sqlite3.Error; StoreUnavailable if the disk was unmounted."""
