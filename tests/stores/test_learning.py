@@ -206,6 +206,15 @@ def test_evictor_without_the_lead_that_needs_more_than_a_sample_spares_the_newes
         assert len([number for number in indexed(index) if number >= 19_900]) > 80
 
 
+def test_evictor_without_the_lead_that_needs_more_than_a_sample_spares_old_blocks_in_use(tmp_path):
+    random.seed(2)
+    with leading(tmp_path, 5_000) as (evictor, index):
+        index.touch([Touch(DIGEST, key_of(number), time.time(), 1) for number in range(300)])
+        evictor.restart(index, leads=False)
+        assert evictor.free(index, Amount(4 * LEARN_AT_ONCE * BYTES)).files == 4 * LEARN_AT_ONCE
+        assert len([number for number in indexed(index) if number < 300]) > 200
+
+
 @pytest.mark.parametrize("leads", [True, False])
 def test_evictor_without_the_lead_reads_the_newest_blocks_only(tmp_path, leads):
     with leading(tmp_path, 20) as (_, index):

@@ -215,10 +215,16 @@ class Evictor:
         return freed
 
     def _further_blocks(self, index: BlockIndex) -> Iterator[list[IndexedBlock]]:
-        """Batches of blocks that the policy may not have: new ones, or a sample in processes that
-        do not lead, and then all, since those of the sample may be in use."""
-        if not self.leads:
-            yield _with_past_times(index, index.sample(LEARN_AT_ONCE))
+        """Batches of blocks that the policy may not have: new ones, or samples in processes that do
+        not lead, and then all, since those of a sample may be in use."""
+        tried: set[int] = set()
+        while not self.leads:
+            sample = _with_past_times(index, index.sample(LEARN_AT_ONCE))
+            sample = [block for block in sample if block.id not in tried]
+            if not sample:
+                break
+            tried.update(block.id for block in sample)
+            yield sample
         for after in (self._seen, 0) if self.leads else (0,):
             while batch := _read_batch(index, after):
                 yield batch
