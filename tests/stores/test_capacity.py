@@ -414,6 +414,19 @@ def test_block_folder_block_that_is_corrupt_again_counts_once(folder, tmp_path):
     assert booked(folder) == 1
 
 
+def test_block_folder_corrupt_file_of_a_huge_size_counts_what_it_takes_on_the_disk(
+    folder, tmp_path
+):
+    for name in range(3):
+        put(folder, name)
+    os.truncate(NamespaceFolder(tmp_path, DIGEST).block(key_of(0)), 1 << 40)  # as a flipped bit
+    with pytest.raises(BlockCorrupt), folder.reading(DIGEST, key_of(0)):
+        raise BlockCorrupt("too long")
+    assert du_bytes(tmp_path) <= folder.stats().used_bytes < CAPACITY_BYTES
+    assert put(folder, 3)
+    assert there(folder, range(4)) == [1, 2, 3]
+
+
 def test_block_folder_corrupt_file_that_cannot_be_removed_keeps_no_index_closed(
     tmp_path, monkeypatch
 ):

@@ -424,8 +424,9 @@ class BlockFolder:
             self._log_corrupt(error, "set aside" if kept else "removed")
             with contextlib.suppress(StoreError), self.supervisor.open() as index:
                 if kept:  # first, since the index may count too much, and never too little
-                    size = on_disk_bytes(self._root, bad.st_size)
-                    file = ScannedFile(None, size, bad.st_mtime, bad.st_mtime)
+                    # A damaged inode may have any size.
+                    taken_bytes = on_disk_bytes(self._root, bad.st_blocks * 512)
+                    file = ScannedFile(None, taken_bytes, bad.st_mtime, bad.st_mtime)
                     index.add_found(digest, self.descriptions.own_bytes(digest), [file])
                 self._forget_in(index, digest, key)
 
