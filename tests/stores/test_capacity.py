@@ -427,6 +427,18 @@ def test_block_folder_corrupt_file_of_a_huge_size_counts_what_it_takes_on_the_di
     assert there(folder, range(4)) == [1, 2, 3]
 
 
+def test_index_rebuilt_beside_a_file_of_a_huge_size_evicts_nothing_for_it(tmp_path):
+    with contextlib.closing(opened(tmp_path)) as folder:
+        for name in range(3):
+            put(folder, name)
+    os.truncate(NamespaceFolder(tmp_path, DIGEST).block(key_of(0)), 1 << 40)
+    (tmp_path / "index.db").unlink()
+    with contextlib.closing(opened(tmp_path)) as folder:
+        assert du_bytes(tmp_path) <= folder.stats().used_bytes < CAPACITY_BYTES
+        assert put(folder, 3)
+        assert there(folder, [1, 2, 3]) == [1, 2, 3]
+
+
 def test_block_folder_corrupt_file_that_cannot_be_removed_keeps_no_index_closed(
     tmp_path, monkeypatch
 ):

@@ -106,8 +106,9 @@ def scanned_files_in(root: Path, digest: Digest) -> Iterator[ScannedFile]:
     """
 
     def found(key: BlockKey | None, status: os.stat_result) -> ScannedFile:
-        size = on_disk_bytes(root, status.st_size)
-        return ScannedFile(key, size, status.st_mtime, max(status.st_atime, status.st_mtime))
+        # A damaged inode may have any size.
+        taken_bytes = on_disk_bytes(root, status.st_blocks * 512)
+        return ScannedFile(key, taken_bytes, status.st_mtime, max(status.st_atime, status.st_mtime))
 
     for shard in shards_in(root, digest, remove_empty=True):
         remove_stale(root, *shard)
