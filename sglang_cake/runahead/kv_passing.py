@@ -31,6 +31,8 @@ from sglang_cake.runahead.messages import MAX_PART_BYTES, LayerPart
 logger = logging.getLogger("sglang_cake")
 
 _LOOK_S = 0.05  # how often a waiting thread checks whether it should go on waiting
+# How long a part that has arrived waits for the slots. A paused scheduler gives none.
+BIND_S = 30.0
 
 
 # Rows of the pool, one per token. Only `Rows` reads them; other code slices them by tokens.
@@ -106,10 +108,14 @@ class KvReceiver:
     Args:
         predecessors: the workers before this one, first of the chain first; their spans touch. The
             first worker of a chain has none, and receives nothing.
+        bind_s: how long a part that has arrived waits for `bind`.
     """
 
-    def __init__(self, rows: Rows, predecessors: Sequence[Predecessor]) -> None:
+    def __init__(
+        self, rows: Rows, predecessors: Sequence[Predecessor], *, bind_s: float = BIND_S
+    ) -> None:
         self._rows = rows
+        self._bind_s = bind_s
         self._predecessors = tuple(predecessors)
         spans = [each.span for each in predecessors] or [Span(0, 0)]
         self._span = span = Span(spans[0].start, spans[-1].stop)
@@ -138,7 +144,7 @@ class KvReceiver:
 
     def part(self, part: LayerPart, data: PartBytes) -> None:
         """Write a part that arrived; returns when it is in its slots. Waits for `bind`, and the
-        sender meanwhile. Raises: Broken."""
+        sender meanwhile. Raises: Broken, also if the forward does not begin in time."""
         span = Span(part.start, part.stop)
         inside = self._span.start <= span.start and span.stop <= self._span.stop
         if not inside or part.layer >= self._rows.layers:
@@ -146,8 +152,10 @@ class KvReceiver:
         if len(data) != span.tokens * self._rows.token_bytes:
             raise Broken(f"a part of {len(data)} bytes for {span.tokens} tokens", self.before)
         with self._changed:
-            self._changed.wait_for(lambda: self._slots is not None or self._closed)
-            if self._closed:
+            begun = self._changed.wait_for(
+                lambda: self._slots is not None or self._closed, self._bind_s
+            )
+            if self._closed or not begun:
                 raise Broken("the forward has ended, or did not begin")
             if self._got_of(part.layer, span):
                 raise Broken("a part that came before", self.before)

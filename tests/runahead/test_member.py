@@ -454,6 +454,13 @@ def test_inflow_takes_each_part_once_in_any_order_and_nothing_else(data: st.Data
         receiver.part(LayerPart("", 0, 10, 11), memoryview(bytes(5)))
 
 
+def test_inflow_part_of_a_forward_that_does_not_begin_is_refused() -> None:
+    rows = FakeRows(1)
+    receiver = KvReceiver(rows, [Predecessor(0, Span(0, 4))], bind_s=0.01)
+    with pytest.raises(Broken):
+        receiver.part(LayerPart("", 0, 0, 4), memoryview(bytes(4 * rows.token_bytes)))
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_inflow_close_waits_for_the_write_under_way(at_once: bool) -> None:
     from fake_pool import Done
