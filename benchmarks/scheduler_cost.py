@@ -45,6 +45,7 @@ class _Loader:
     cost = LoadCost(0.0, LOAD_S)
     tier_costs = (cost,) * MOST_TIERS
     tier_silence_s = (0.0,) * MOST_TIERS
+    measured_tiers = (True,) * MOST_TIERS
 
     def __init__(self) -> None:
         self.news: list[LoaderEvent] = []

@@ -142,7 +142,13 @@ class StepCosts:
     def shared(self) -> SharedCosts:
         """As measured by this rank."""
         loader = self._loader
-        return SharedCosts(self._fit.cost, self.busy_s, loader.tier_costs, loader.tier_silence_s)
+        return SharedCosts(
+            self._fit.cost,
+            self.busy_s,
+            loader.tier_costs,
+            loader.tier_silence_s,
+            loader.measured_tiers,
+        )
 
     def agree(self, shared: SharedCosts) -> None:
         """Decide on these numbers of all ranks."""

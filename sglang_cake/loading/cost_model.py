@@ -552,6 +552,12 @@ class LoadFits:
         known = [self.cost(tier, now_s) for tier in range(len(self._fits))]
         return (*known, *self._priors[len(known) :])
 
+    def measured_lately(self, now_s: float) -> tuple[bool, ...]:
+        """For each of MOST_TIERS tiers, whether it was measured, and read in the last DOUBT_S."""
+        fits = zip(self._fits, self._used_s, strict=False)
+        known = [fit.measured and now_s - used_s <= DOUBT_S for fit, used_s in fits]
+        return (*known, *[False] * (MOST_TIERS - len(known)))
+
     def limit_s(self, tier: int, now_s: float) -> float:
         """How long a read from a tier may take, with all reads that share the link with it."""
         if self.is_new(tier):

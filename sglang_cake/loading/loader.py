@@ -512,6 +512,11 @@ class Loader:
         return self._fits.by_tier(time.monotonic())
 
     @property
+    def measured_tiers(self) -> tuple[bool, ...]:
+        """For each tier, whether its cost was measured lately. Any thread."""
+        return self._fits.measured_lately(time.monotonic())
+
+    @property
     def tier_silence_s(self) -> tuple[float, ...]:
         """For each tier, how long no block has arrived from it while blocks were being read. Any
         thread."""

@@ -162,6 +162,21 @@ def test_rank_consensus_rank_that_has_all_blocks_leaves_the_wait_to_the_others()
         assert updates[0].fetched == (2,)
 
 
+def test_rank_consensus_link_is_idle_if_that_of_each_rank_that_lacks_a_block_is() -> None:
+    """Otherwise a rank without a buffer would wait for ever: it does not count as waiting."""
+    answer = (True, True, True)
+    has_all = record(3, arrived=(1, 2), answer=answer, known=True, waited_s=1000.0)
+    lacks_one = record(3, arrived=(2,), answer=answer, known=True, waited_s=2000.0)
+    for each in (has_all, lacks_one):
+        each.agreed.load_from = 1  # so the link of a rank that has all may not count as idle
+    for idle in (True, False):
+        lacks_one.local.link_idle = idle
+        for updates, *_ in agree([[has_all], [lacks_one]], [ANY] * 2):
+            assert updates[0].link_idle is idle
+    for updates, *_ in agree([[has_all], [copy.deepcopy(has_all)]], [ANY] * 2):
+        assert not updates[0].link_idle  # their links have no block to bring
+
+
 def test_rank_consensus_rank_whose_link_is_idle_leaves_the_wait_to_the_others() -> None:
     """It may be idle since its buffers have the blocks that another rank's link does not bring."""
     idle, waiting = record(1, waited_s=1000.0), record(1, waited_s=2000.0)

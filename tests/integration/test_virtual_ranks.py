@@ -1,15 +1,17 @@
 """Two ranks whose links differ, in virtual time. `Lockstep` checks that they decide alike."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from failing_store import FailingStore
 from virtual_ranks import virtual_ranks
 
+from sglang_cake.core.keys import BlockKey
 from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.scheduler_loop import prompt
-from sglang_cake.testing.virtual_gpu import LLAMA_70B
+from sglang_cake.testing.virtual_gpu import LLAMA_70B, VirtualStore
 
 MODEL = replace(LLAMA_70B, chunk_tokens=2048)
 TOKENS = 16384
@@ -44,6 +46,26 @@ def test_virtual_ranks_one_with_a_slower_link_is_near_its_optimum(
     link: float, share: float, known: bool
 ) -> None:
     assert ttft_s((link, link * share), known=known) <= 1.06 * MODEL.ideal_s(TOKENS, link * share)
+
+
+class OneTier(VirtualStore):
+    """Attributes: tier: that all blocks are in."""
+
+    tier = 0
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        return [self.tier] * len(keys)
+
+
+def test_virtual_ranks_one_that_never_reads_from_a_tier_leaves_its_cost_to_the_other() -> None:
+    link = 4e9  # a tier that nothing was read from counts with 1e9
+    with virtual_ranks(MODEL, (link, link), store=OneTier) as loop:
+        loop.other.store.tier = 1
+        for number in range(3):
+            req = prompt(number, TOKENS)
+            loop.store_on_both(req)
+            (run,) = loop.serve([(0.0, req)])
+    assert run.ttft_s <= 1.06 * MODEL.ideal_s(TOKENS, link)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -173,3 +173,11 @@ def test_load_fits_source_that_is_slow_each_time_is_not_taken_for_fast() -> None
         for _ in range(7):  # eight reads in flight end together
             fits.fetched(0, 0.0, 1.0, first=False)
     assert fits.cost(0, 2.0 + DOUBT_S).block_s > 0.1
+
+
+def test_load_fits_tier_is_measured_lately_until_nothing_was_read_from_it_for_a_while() -> None:
+    fits = LoadFits(PRIOR)
+    assert not any(fits.measured_lately(0.0))
+    fits.fetched(1, 0.5, 1.0, first=True)
+    assert fits.measured_lately(1.0 + DOUBT_S)[:3] == (False, True, False)
+    assert not any(fits.measured_lately(2.0 + DOUBT_S))

@@ -69,7 +69,7 @@ class LoadUpdate:
         elapsed_s: the longest wait of the ranks that lack a block and whose link is not idle, see
             `PromptRecord.local_elapsed_s`; 0: there is no such rank.
         now_s: a clock that all ranks share.
-        link_idle: all ranks' links are idle for the prompt.
+        link_idle: the links of the ranks that lack a block are idle for the prompt, one at least.
     """
 
     stored: tuple[bool, ...] | None
@@ -136,7 +136,7 @@ class AgreedLoads:
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
         asked: whether any block was ever worth loading, or has landed.
-        link_idle: at the last update all ranks' links were idle, and no block had been fetched: not
+        link_idle: at the last update it was so (`LoadUpdate`), and no block had been fetched: not
             even one that waited in its buffer for this update.
     """
 

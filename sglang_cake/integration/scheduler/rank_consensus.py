@@ -9,7 +9,8 @@ views of all ranks together:
   all ranks have it in one state, and whether one of them has news; whether a rank has failed.
 - `agree`, if a request awaits the loader: a block has landed when every rank has fetched it, and is
   lost when one rank lost it. So the costs of loads, and the time without progress, are those of the
-  slowest rank. Clocks and costs of steps are the smallest of all ranks, each number by itself.
+  slowest rank, of those that have read from the tier lately, if any has. Clocks and costs of steps
+  are the smallest of all ranks, each number by itself.
 
 Decisions on the result are deterministic, so the ranks stay alike.
 """
@@ -26,7 +27,7 @@ from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptReco
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 
-_HEAD = 4  # numbers of a request before those of its blocks
+_HEAD = 5  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
 
@@ -39,12 +40,14 @@ class SharedCosts(NamedTuple):
         busy_s: time until the device is free.
         tiers: of loads, by tier.
         silence_s: as of `TierLoads`.
+        measured: by tier, whether this rank has read from it lately; empty: from all of them.
     """
 
     prefill: PrefillCost
     busy_s: float
     tiers: tuple[LoadCost, ...]
     silence_s: tuple[float, ...] = ()
+    measured: tuple[bool, ...] = ()
 
 
 class Vote(NamedTuple):
@@ -150,13 +153,17 @@ class RankConsensus:
 
 
 def _pack_shared(shared: SharedCosts) -> list[float]:
-    """[time until the device is free, cost of steps..., silence by tier..., cost of loads by
-    tier...]. The last two are negative, so the largest ones count."""
+    """[time until the device is free, cost of steps..., silence by tier..., measured cost of loads
+    by tier..., cost of loads by tier...]. The last three are negative, so the largest ones count.
+    """
     numbers = [shared.busy_s, *shared.prefill.numbers]
     numbers += [-silence_s for silence_s in shared.silence_s]
-    for cost in shared.tiers:
-        numbers += [-number for number in astuple(cost)]
-    return numbers
+    costs = [[-number for number in astuple(cost)] for cost in shared.tiers]
+    measured = shared.measured or (True,) * len(costs)
+    # A guess is no slow link. A rank that never reads from a tier would keep its guess for ever.
+    for cost, counts in zip(costs, measured, strict=True):
+        numbers += cost if counts else [_NEUTRAL] * len(cost)
+    return numbers + [number for cost in costs for number in cost]
 
 
 def _unpack_shared(shared: SharedCosts, numbers: list[float]) -> SharedCosts:
@@ -165,7 +172,12 @@ def _unpack_shared(shared: SharedCosts, numbers: list[float]) -> SharedCosts:
     loads = [-number for number in numbers[prefill_end:]]
     silence_s = tuple(loads[: len(shared.silence_s)])
     size = len(fields(LoadCost))
-    tiers = (loads[at : at + size] for at in range(len(silence_s), len(loads), size))
+    costs = [loads[at : at + size] for at in range(len(silence_s), len(loads), size)]
+    count = len(shared.tiers)
+    tiers = (
+        some if math.isfinite(some[0]) else guesses
+        for some, guesses in zip(costs[:count], costs[count:], strict=True)
+    )
     return SharedCosts(
         prefill=shared.prefill.with_numbers(numbers[1:prefill_end]),
         busy_s=numbers[0],
@@ -212,12 +224,12 @@ def _blocks_size(record: PromptRecord) -> int:
 
 
 def _pack_head(record: PromptRecord) -> list[float]:
-    """[elapsed, now, lookup answered, link idle]. The first one is negative, so the largest one
-    counts: of the ranks that lack a block, or an answer."""
+    """[elapsed, now, lookup answered, link idle or done, link idle]. The first one is negative, so
+    the largest one counts: of the ranks that lack a block, or an answer. So is the last one."""
     local = record.local
-    waits = _awaits_block(record) and not local.link_idle
-    elapsed_s = -record.local_elapsed_s() if waits else _NEUTRAL
-    return [elapsed_s, time.monotonic(), local.stored is not None, local.link_idle]
+    idle, done = local.link_idle, record.agreed.lookup_done and not _awaits_block(record)
+    elapsed_s = _NEUTRAL if idle or done else -record.local_elapsed_s()
+    return [elapsed_s, time.monotonic(), local.stored is not None, idle or done, -idle]
 
 
 def _awaits_block(record: PromptRecord) -> bool:
@@ -252,7 +264,7 @@ def _pack_blocks(record: PromptRecord) -> list[float]:
 
 
 def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
-    elapsed_s, now_s, answered, idle = numbers[:_HEAD]
+    elapsed_s, now_s, answered, all_idle, one_idle = numbers[:_HEAD]
     blocks = record.meet.indices if len(numbers) > _HEAD else ()
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
@@ -267,5 +279,5 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
         elapsed_s=0.0 if elapsed_s == _NEUTRAL else -elapsed_s,
         now_s=now_s,
-        link_idle=bool(idle),
+        link_idle=bool(all_idle and one_idle),
     )
