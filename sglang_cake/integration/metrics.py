@@ -224,7 +224,7 @@ class StoreMetrics:
     def __init__(self, labels: dict[str, str], tiers: int) -> None:
         """Args: tiers: number of tiers of the first store; 1 is a store without tiers."""
         self._store: Store | None = None
-        self._counts: dict[Counter, int] = {}  # of that store, as published
+        self._counts: dict[object, int] = {}  # of that store, as published
         self._known_tiers = 0
         self._used = _gauge(
             "store_used_bytes",
@@ -283,18 +283,22 @@ class StoreMetrics:
         if store is not self._store:
             self._store = store
             self._counts = {}
-        self._count({self._events(name): count for name, count in store.events().items()})
+        for name, count in store.events().items():
+            self._count(self._events(name), count)
         if stats is None:
             return
         self._used.set(stats.used_bytes or 0)
         self._capacity.set(stats.capacity_bytes or 0)
-        evictions = {name: count for name, count in asdict(stats.evictions).items() if count}
-        self._count({self._evicted[name](stats.policy): n for name, n in evictions.items()})
+        for name, count in asdict(stats.evictions).items():
+            if count:
+                # Without its first tier, a tiered store names the policy of another one.
+                self._count(self._evicted[name](stats.policy), count, key=name)
         self._publish_tiers(stats.tiers)
 
     def _publish_tiers(self, tiers: Sequence[TierStats]) -> None:
         for number, tier in enumerate(tiers, 1):
-            self._count({self._of_tier(number, name): n for name, n in tier.counts.items()})
+            for name, count in tier.counts.items():
+                self._count(self._of_tier(number, name), count)
         self._known_tiers = max(self._known_tiers, len(tiers))
         for number in range(1, self._known_tiers + 1):
             known = tiers[number - 1] if number <= len(tiers) else None
@@ -313,11 +317,12 @@ class StoreMetrics:
             found = self._tier_failures(number, name)
         return found
 
-    def _count(self, counts: dict[Counter, int]) -> None:
-        """Add what the store has counted since the last call."""
-        for counter, count in counts.items():
-            counter.inc(max(0, count - self._counts.get(counter, 0)))
-        self._counts |= counts
+    def _count(self, counter: Counter, count: int, key: object = None) -> None:
+        """Add what the store has counted since the last call. Args: key: of the count; None: it is
+        always published in this counter."""
+        key = key or counter
+        counter.inc(max(0, count - self._counts.get(key, 0)))
+        self._counts[key] = count
 
 
 def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:

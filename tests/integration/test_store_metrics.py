@@ -16,6 +16,7 @@ from sglang_cake.integration.build import STATS_EVERY_S, CakeService
 from sglang_cake.integration.metrics import Metrics, StoreMetrics
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, PromptCosts
 from sglang_cake.stores.base import EvictionCounts, StoreStats
+from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.open_store import open_blocks, parse_sources
 from sglang_cake.stores.request_recording import RequestRecordingStore
 from sglang_cake.stores.tiers.tiered_store import TieredStore
@@ -99,6 +100,22 @@ def test_store_metrics_evictions_are_counted_once_by_policy(metrics):
         store_metrics.publish(store, stats)
     assert [of(name, "workload") for name in names] == [4096, 2, 17, 3]
     assert [of(name, "lru") for name in names] == [0, 0, 0, 0]
+
+
+def test_store_metrics_evictions_are_counted_once_when_the_policy_changes(metrics):
+    """As of a tiered store while its first tier is left out."""
+    store_metrics, registry = metrics
+
+    def all_blocks():
+        found = [sample(registry, "store_evicted_blocks_total", policy=each) for each in POLICIES]
+        return sum(found)
+
+    before = all_blocks()
+    store = MemoryStore()
+    for policy in ("workload", "lru", "workload"):
+        stats = StoreStats(policy=policy, evictions=EvictionCounts(4096, 2, 17, 3))
+        store_metrics.publish(store, stats)
+    assert all_blocks() - before == 2
 
 
 def test_counters_all_exist_from_the_start_and_are_published():
