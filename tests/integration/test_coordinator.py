@@ -797,7 +797,7 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
 # ---- another rank ----
 
 # Where the 4 blocks of the only request stand in what is reduced.
-LANDED_AT, KEPT_AT, STORED_AT = 67, 71, 75
+LANDED_AT, KEPT_AT, STORED_AT = 116, 120, 124
 
 
 def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(
