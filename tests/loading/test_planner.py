@@ -158,6 +158,31 @@ def test_planner_outlook_beside_others_rounds_loads_up_to_their_step() -> None:
 
 
 @given(st.data())
+def test_planner_outlook_random_fronts_and_limits_leave_each_token_of_a_hole_to_compute(
+    data: st.DataObject,
+) -> None:
+    states = data.draw(st.lists(st.sampled_from([WANTED, LANDED, GONE]), min_size=1, max_size=8))
+    size, prompt = 8, 8 * len(states) + data.draw(st.integers(1, 20))
+    limit = 8 * len(states) - data.draw(st.integers(0, 7))  # in the last block
+    front = data.draw(st.integers(0, prompt - 1))
+    first = min(front // size, len(states))
+    prefill = PrefillCost(0.0, 1.0, 0.01, error=0.0)
+    found = look_ahead(
+        View(front, first, bytes(states[first:]), size, prompt, limit),
+        chunk_tokens=data.draw(st.integers(1, 30)),
+        costs=PromptCosts(prefill, LoadCost(0.0, 0.0, error=0.0)),
+        progress=LoadProgress(),
+    )
+
+    def without_s(*held: BlockState) -> float:
+        there = [at < limit and states[at // size] in held for at in range(prompt)]
+        return sum(prefill.step_s(at, at + 1) for at in range(front, prompt) if not there[at])
+
+    assert found.compute_s == pytest.approx(without_s(LANDED))
+    assert found.load_s == pytest.approx(without_s(LANDED, WANTED))
+
+
+@given(st.data())
 def test_planner_outlook_random_prompts_find_the_best_border(data: st.DataObject) -> None:
     states = data.draw(st.lists(st.sampled_from([WANTED, LANDED, GONE]), max_size=12))
     if WANTED not in states:
