@@ -175,6 +175,11 @@ def test_rank_consensus_link_is_idle_if_that_of_each_rank_that_lacks_a_block_is(
             assert updates[0].link_idle is idle
     for updates, *_ in agree([[has_all], [copy.deepcopy(has_all)]], [ANY] * 2):
         assert not updates[0].link_idle  # their links have no block to bring
+    lacks_one.local.link_idle = True
+    for each in (has_all, lacks_one):
+        each.agreed.load_from = None
+    for updates, *_ in agree([[has_all], [lacks_one]], [ANY] * 2):
+        assert not updates[0].link_idle  # no block is worth a buffer
 
 
 def test_rank_consensus_rank_whose_link_is_idle_leaves_the_wait_to_the_others() -> None:

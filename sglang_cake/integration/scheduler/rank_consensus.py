@@ -224,10 +224,12 @@ def _blocks_size(record: PromptRecord) -> int:
 
 
 def _pack_head(record: PromptRecord) -> list[float]:
-    """[elapsed, now, lookup answered, link idle or done, link idle]. The first one is negative, so
-    the largest one counts: of the ranks that lack a block, or an answer. So is the last one."""
+    """[elapsed, now, lookup answered, no block is lacking or the link is idle, the link is idle
+    while a block is lacking]. The first and the last one are negative, so the largest ones count.
+    """
     local = record.local
-    idle, done = local.link_idle, record.agreed.lookup_done and not _awaits_block(record)
+    done = not _awaits_block(record)
+    idle = local.link_idle and not done
     elapsed_s = _NEUTRAL if idle or done else -record.local_elapsed_s()
     return [elapsed_s, time.monotonic(), local.stored is not None, idle or done, -idle]
 
