@@ -55,8 +55,9 @@ settings.register_profile("hours", max_examples=10_000, print_blob=True)
 NO_SKIPS = "CAKE_NO_SKIPS"
 MISSING = re.compile(r"not installed|cannot be loaded|could not import")
 
-# `make test` has two workers of pytest-xdist. A unit's tests run in one of them, in order, so that
-# they share what they start: a unit is a file, but these files share servers, and tests/gpu a GPU.
+# `make test` has several workers of pytest-xdist. A unit's tests run in one of them, in order, so
+# that they share what they start: a unit is a file, but these files share servers, and tests/gpu a
+# GPU.
 SHARED = "tests/e2e/"
 SHARING = {
     f"tests/e2e/test_{name}.py"

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-# Tests run in two workers, on machines with two cores: more threads would wait for each other.
+# Tests run in two or three workers, on machines with two cores: more threads would wait for each
+# other.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # SGLang's small compiled functions run as they are written: on a CPU, tracing and compiling them
 # takes longer than all that a test asks for.
