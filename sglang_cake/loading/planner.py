@@ -163,7 +163,7 @@ def look_ahead(
     def token(border: int) -> int:
         return max(view.front, (view.first + border) * view.block_tokens)
 
-    not_stored = _Computed(view, later, chunk_tokens, costs.prefill)
+    not_stored = _ToCompute(view, later, chunk_tokens, costs.prefill)
 
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return not_stored.span_s(x, view.prompt_tokens)
@@ -173,7 +173,7 @@ def look_ahead(
     def both_from(jumped: _Jumped, start_s: float) -> tuple[Callable[[int], float], int]:
         """The predicted time by border, and the best border, if the device begins at `start_s` and
         jumps over the blocks of `jumped`."""
-        computed = _Computed(view, jumped.marks, chunk_tokens, costs.prefill)
+        computed = _ToCompute(view, jumped.marks, chunk_tokens, costs.prefill)
 
         def ahead_s(x: int) -> float:  # until the device has computed up to x
             waits_s = (wait_s for at, wait_s in jumped.waits_s if at < x)
@@ -649,9 +649,9 @@ def _towards(meet: int, edge: int, view: View, costs: PromptCosts) -> StepPlan:
     return StepPlan(stop, load_from=load_from)
 
 
-class _Computed:
-    """The tokens right of the front that are not in marked blocks, and the time to compute them.
-    Sums are kept, since a plan asks for many spans and a prompt may have hundreds of holes."""
+class _ToCompute:
+    """The spans right of the front that are not in marked blocks, and the time to compute them.
+    Sums are kept: a plan asks for many borders, and a prompt may have hundreds of such spans."""
 
     def __init__(self, view: View, marked: bytes, chunk_tokens: int, cost: PrefillCost) -> None:
         self._cost = cost
@@ -665,7 +665,7 @@ class _Computed:
                 self._starts.append(at)
                 self._stops.append(begin)
             at = end
-        self._sums_s = [0.0]  # of the first holes; as far as they were asked for
+        self._sums_s = [0.0]  # of the first spans; as far as they were asked for
 
     def span_s(self, start: int, stop: int) -> float:
         """The time to compute what is in `[start, stop)`."""
@@ -686,18 +686,17 @@ class _Computed:
         return self._cost.span_s(start, stop, self._chunk_tokens)
 
     def _sum_s(self, count: int) -> float:
-        """The time to compute the first `count` holes."""
+        """The time to compute the first `count` spans."""
         while len(self._sums_s) <= count:
-            hole = len(self._sums_s) - 1
-            self._sums_s.append(
-                self._sums_s[-1] + self._one_s(self._starts[hole], self._stops[hole])
-            )
+            span = len(self._sums_s) - 1
+            span_s = self._one_s(self._starts[span], self._stops[span])
+            self._sums_s.append(self._sums_s[-1] + span_s)
         return self._sums_s[count]
 
 
 def _rest_s(view: View, chunk_tokens: int, cost: PrefillCost) -> float:
     """The time to compute what is right of the front and has not landed."""
-    computed = _Computed(view, _attachable(view), chunk_tokens, cost)
+    computed = _ToCompute(view, _attachable(view), chunk_tokens, cost)
     return computed.span_s(view.front, view.prompt_tokens)
 
 

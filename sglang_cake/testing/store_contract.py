@@ -79,7 +79,9 @@ def on_fresh_store(
     def run(self: Any, tmp_path: Path) -> None:
         self.run(tmp_path, lambda store: test(self, store))
 
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    # Not `functools.wraps`: pytest would ask for a fixture `store`.
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
     return run
 
 
