@@ -518,15 +518,18 @@ class Loader:
 
     @property
     def tier_silence_s(self) -> tuple[float, ...]:
-        """For each tier, how long no block has arrived from it while blocks were being read. Any
-        thread."""
-        link, now_s = self._link, time.monotonic()
-        if link is None:
-            return (0.0,) * MOST_TIERS
-        return tuple(
-            now_s - link.since_s.get(tier, now_s) if link.counts[tier] else 0.0
-            for tier in range(MOST_TIERS)
-        )
+        """For each of MOST_TIERS tiers, how long no block has arrived from it while blocks were
+        being read. Any thread."""
+        silence_s = [0.0] * MOST_TIERS
+        if (link := self._link) is None:
+            return tuple(silence_s)
+        now_s = time.monotonic()
+        for tier in list(link.counts):  # the I/O thread may add one meanwhile
+            if link.counts[tier]:
+                counted = min(tier, MOST_TIERS - 1)
+                since_s = link.since_s.get(tier, now_s)
+                silence_s[counted] = max(silence_s[counted], now_s - since_s)
+        return tuple(silence_s)
 
     def recall(self, costs: Sequence[LoadCost | None]) -> None:
         """Start from the costs that an earlier process measured, by tier."""

@@ -25,7 +25,7 @@ from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.core.layout import BlockLayout
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.loading.cost_model import LoadCost, TierLoads
+from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, TierLoads
 from sglang_cake.loading.loader import (
     ENDED_LOOKUP_S,
     BlockRead,
@@ -367,6 +367,26 @@ def test_loader_silence_of_a_tier_lasts_while_its_reads_bring_nothing(
     then = harness.loader.tier_silence_s
     assert then[0] == 0.0
     assert then[1] > first[1]
+    harness.open(*keys)
+    assert len(harness.landed()) == 2
+    assert set(harness.loader.tier_silence_s) == {0.0}
+
+
+def test_loader_silence_of_tiers_after_the_last_counted_one_counts_for_that_one(
+    harness: LoaderHarness,
+) -> None:
+    """As their costs do."""
+    tokens, keys = harness.stored(6)
+    store = TwoPlaces(harness.recorded, keys)
+    store.places = {key: MOST_TIERS + place for key, place in store.places.items()}
+    harness.loader = harness.new_loader(store, 1)
+    harness.begin("a", tokens)
+    assert harness.waiting() == [keys[5], keys[4]]
+    first = harness.loader.tier_silence_s
+    assert [silence_s > 0 for silence_s in first] == [False] * (MOST_TIERS - 1) + [True]
+    harness.open(*keys[:2], *keys[3:5])  # all of the first place
+    assert len(harness.landed()) == 4
+    assert harness.loader.tier_silence_s[-1] > first[-1]
     harness.open(*keys)
     assert len(harness.landed()) == 2
     assert set(harness.loader.tier_silence_s) == {0.0}
