@@ -189,7 +189,7 @@ class CakeRadixCache(UnifiedRadixCache):
             try:
                 self.forget(rid)
             except Exception:
-                logger.exception("cake: request %s could not be given up", rid)
+                logger.exception("cake: request %r could not be given up", rid)
         if coordinator.switch_off():
             self.let_go()
 
@@ -521,7 +521,8 @@ class CakeRadixCache(UnifiedRadixCache):
             req.to_finish = reason
         if self.overlap_runner is not None:
             self.overlap_runner.due = None
-        error = OverlapError(f"the step of {req.rid} ran past cake, without all of its KV", "lost")
+        told = f"the step of {req.rid!r} ran past cake, without all of its KV"
+        error = OverlapError(told, "lost")
         BOUNDARY.failed("CakeRadixCache.checkpoint", error, unsafe=True)
 
     def _overlapped_step(self, req: "Req") -> "OverlappedStep | None":

@@ -383,6 +383,6 @@ class OverlapRunner:
         self._coordinator.step_costs.do_not_measure()
         reason = error.reason if isinstance(error, OverlapError) else LAYERS
         self._counters.add("overlap_failures", label=reason)
-        logger.warning("cake: request %s: the last step is run again: %s", req.rid, error)
+        logger.warning("cake: request %r: the last step is run again: %s", req.rid, error)
         if reason == LAYERS:  # it would fail every time
             self._coordinator.step_costs.overlap_share = 0.0

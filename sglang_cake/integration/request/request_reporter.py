@@ -1,4 +1,7 @@
-"""Reports what happened to each request: a log line, metrics, and an optional trace file."""
+"""Reports what happened to each request: a log line, metrics, and an optional trace file.
+
+Clients choose the ids of requests. So log lines have them quoted and escaped (`%r`).
+"""
 
 import json
 import logging
@@ -61,7 +64,7 @@ class RequestReporter:
         if self._late_line_s is None or now_s - self._late_line_s >= LATE_EVERY_S:
             if self._speaks:
                 logger.warning(
-                    "cake: loads are overdue: no block came in %.2f s, so the rest of request %s "
+                    "cake: loads are overdue: no block came in %.2f s, so the rest of request %r "
                     "is computed (%d requests since the last such line)",
                     record.local_elapsed_s(),
                     record.rid,
@@ -94,7 +97,7 @@ class RequestReporter:
             return
         stats = record.stats
         logger.info(
-            "cake rid=%s prompt=%d matched=%d computed=%d loaded=%d meet=%s prefill_s=%s "
+            "cake rid=%r prompt=%d matched=%d computed=%d loaded=%d meet=%s prefill_s=%s "
             "wasted_bytes=%d",
             record.rid,
             len(record.tokens),

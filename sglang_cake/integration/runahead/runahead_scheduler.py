@@ -301,7 +301,7 @@ class Runahead:
         elif why is None and not owned.agreed and time.monotonic() - owned.began_s > self._answer_s:
             why = "no answer"
         if why is not None:
-            logger.info("cake runahead: request %s alone: %s", req.rid, why)
+            logger.info("cake runahead: request %r alone: %s", req.rid, why)
             self._drop(why)
             return "alone"
         return (owned.span.stop, owned.split - owned.span.start) if owned.agreed else "wait"
@@ -331,7 +331,7 @@ class Runahead:
     def _shared(self, req: "Req", owned: Owned, took_s: float) -> None:
         self._learn(owned)
         logger.info(
-            "cake runahead: request %s shared as %s: %.3f s, of which waited %.3f s",
+            "cake runahead: request %r shared as %s: %.3f s, of which waited %.3f s",
             req.rid,
             owned.partition.bounds,
             took_s,
