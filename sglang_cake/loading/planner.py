@@ -168,7 +168,10 @@ def look_ahead(
     def rest_s(x: int) -> float:  # computing the tokens right of x that are not stored
         return not_stored.span_s(x, view.prompt_tokens)
 
-    borders = range((present if view.end_wanted else wanted).rfind(1) + 2)
+    # A border before any other block gains nothing: no load depends on it. With end states, the
+    # device computes landed blocks left of the border.
+    candidates = present if view.end_blocks else wanted
+    borders = range(candidates.rfind(1) + 2)
 
     def both_from(jumped: _Jumped, start_s: float) -> tuple[Callable[[int], float], int]:
         """The predicted time by border, and the best border, if the device begins at `start_s` and
@@ -203,7 +206,8 @@ def look_ahead(
         best = min(near | around(planned_s) if plan_matters else near, key=both_s)
         if costs.others_s:
             least_s = both_s(best)
-            for border in range(min(near) - 1, -1, -1):
+            border = min(near)
+            while (border := candidates.rfind(1, 0, border)) >= 0:
                 if link_s(border) + costs.others_s * costs.pipelined >= least_s:
                     break
                 if (took_s := both_s(border)) < least_s:

@@ -890,3 +890,25 @@ def test_next_step_predictions_grow_no_faster_than_the_holes() -> None:
         )
         counts.append(CountedCost.predicted)
     assert counts[1] <= 6 * counts[0]
+
+
+def test_next_step_predictions_do_not_grow_with_the_length_of_a_prompt_without_its_head() -> None:
+    """Eviction takes the heads of long prompts first."""
+    cost = CountedCost(0.01, 1e-4, 1e-9)
+    counts = []
+    for blocks in (400, 3200):
+        size = 128
+        stop = blocks * size
+        load = LoadCost(0.01, cost.span_s(0, stop, 2048) / blocks / 2)
+        head = bytes([BlockState.GONE]) * (blocks // 2)
+        tail = bytes([BlockState.WANTED]) * (blocks // 2)
+        CountedCost.predicted = 0
+        next_step(
+            View(0, 0, head + tail, size, stop + 1, stop),
+            mode="auto",
+            chunk_tokens=2048,
+            costs=PromptCosts(cost, load, others_s=0.5, pipelined=True),
+            progress=LoadProgress(begun=True, load_from=0),
+        )
+        counts.append(CountedCost.predicted)
+    assert counts[1] <= counts[0] + 10
