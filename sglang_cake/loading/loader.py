@@ -291,7 +291,7 @@ class _Link:
     Attributes:
         depths: reads at once of each tier, and of those after the last one here.
         reads: those under way.
-        counts: of these, by tier.
+        counts: of these, by each tier that a prompt has blocks in.
         since_s: by tier, when the last block arrived from it, or when the reads began that are
             under way.
         last_fetched_s: by tier, when the last block arrived that was there when it was read.
@@ -340,7 +340,7 @@ class _PromptQueue:
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes the last one whose tier has a place.
         tiers: for each key, the tier that the block will be read from.
-        distinct_tiers: those in `tiers`, each once.
+        distinct_tiers: those of all blocks that were ever in `todo`.
         found_none: the last search of `todo` for a block in some tiers, if it found none: the
             length of `todo`, the place of `load_from` in it, and the tiers.
         reads: reads under way, by block. Written by the I/O thread.
@@ -375,6 +375,11 @@ class _PromptQueue:
     def store(self) -> Store:
         return self.link.store
 
+    def found_in(self, tiers: Iterable[int]) -> None:
+        """Blocks of the prompt will be read from these tiers."""
+        self.distinct_tiers.update(tiers)
+        self.link.counts.update(dict.fromkeys(self.distinct_tiers, 0))
+
     def key(self, block: int) -> BlockKey:
         """The key of a block, or of an end block of the target."""
         first = self.request.block_count
@@ -399,6 +404,7 @@ class _PromptQueue:
         todo = set(self.todo)
         self.todo = [block for block in wanted if block in todo or block not in self.ever_wanted]
         self.ever_wanted.update(wanted)
+        self.found_in(map(self.tier, self.todo))
         return wanted
 
     @property
@@ -661,8 +667,8 @@ class Loader:
             todo = []
             queue.run = range(0)
         queue.lookup = None
-        queue.distinct_tiers = set(queue.tiers)
         queue.todo = todo if queue in self._queues else []
+        queue.found_in(map(queue.tier, queue.todo))
         if queue.todo:
             usable = [b in queue.run for b in range(len(keys))] if request.end_blocks else stored
             if not request.loads_now(usable, self._loads_in(tiers)):
@@ -733,8 +739,13 @@ class Loader:
     def _next_block(self) -> tuple[_PromptQueue, int] | None:
         """The prompt that is served next, and the place in its `todo` of the block to start."""
         # Only one prompt may use the last quarter of the buffers.
+        places: dict[_Link, set[int]] = {}  # tiers that another read may begin from
         for queue in self._queues:
-            if not queue.has_next:
+            link = queue.link
+            if link not in places:
+                places[link] = set(filter(link.has_place, link.counts))
+            waits = queue.distinct_tiers.isdisjoint(places[link]) and not queue.lent
+            if waits or not queue.has_next:
                 continue
             may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
             # End blocks stay in their buffers until the front has reached the end.
@@ -777,7 +788,7 @@ class Loader:
             if queue.tiers[block] in tiers:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
                     (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
-                    queue.distinct_tiers.add(queue.tiers[block])
+                    queue.found_in([queue.tiers[block]])
                 if queue.tiers[block] in tiers:  # it has not moved up since
                     return place
         queue.found_none = search

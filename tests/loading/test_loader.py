@@ -793,6 +793,47 @@ class TwoTiers(WrapperStore):
         return [self._tiers[key] for key in keys]
 
 
+class OneCountedTier(WrapperStore):
+    """Blocks are in `tier`. Counts how often the tier of a block is looked at."""
+
+    tier = 0
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.given: list[CountedTiers] = []
+
+    def sources(self, keys: Sequence[BlockKey]) -> list[int]:
+        self.given.append(CountedTiers([self.tier] * len(keys)))
+        return self.given[-1]
+
+    @property
+    def looks(self) -> int:
+        return sum(tiers.looks for tiers in self.given)
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+def test_loader_with_all_reads_of_a_tier_looks_at_no_prompt_that_waits_for_it(
+    harness: LoaderHarness, tier: int
+) -> None:
+    """With hundreds of prompts, that would take longer than the read of a block. The other tier is
+    idle, or none."""
+    store = OneCountedTier(harness.recorded)
+    harness.loader = harness.new_loader(store, 2)
+    tokens, keys = harness.stored(2)
+    harness.begin("fast", tokens)
+    harness.open(*keys)
+    store.tier = tier
+    keys = harness.stored(6, name=1)[1]
+    for number in range(1, 41):
+        harness.begin(f"{number}", harness.stored(6, name=number)[0])
+    assert harness.waiting() == [keys[5], keys[4]]
+    before = store.looks
+    harness.open(keys[5])
+    assert harness.waiting() == [keys[4], keys[3]]
+    assert store.looks - before < 20
+    harness.open(keys[4], keys[3])
+
+
 def test_loader_each_tier_has_reads_of_its_own(harness: LoaderHarness) -> None:
     tokens, keys = harness.stored(12)
     harness.loader = harness.new_loader(TwoTiers(harness.recorded), 1, 3)
