@@ -321,8 +321,10 @@ class StoreMetrics:
         """Add what the store has counted since the last call. Args: key: of the count; None: it is
         always published in this counter."""
         key = key or counter
-        counter.inc(max(0, count - self._counts.get(key, 0)))
-        self._counts[key] = count
+        published = self._counts.get(key, 0)
+        if count > published:  # else a tier does not answer, whose counts come back with it
+            counter.inc(count - published)
+            self._counts[key] = count
 
 
 def scheduler_labels(ctx: "TreeCacheBuildContext") -> dict[str, str] | None:

@@ -118,6 +118,21 @@ def test_store_metrics_evictions_are_counted_once_when_the_policy_changes(metric
     assert all_blocks() - before == 2
 
 
+def test_store_metrics_evictions_of_a_tier_that_answers_again_are_counted_once(metrics):
+    """The statistics of a tiered store have the evictions of the tiers that answer."""
+    store_metrics, registry = metrics
+
+    def evicted_blocks():
+        return sample(registry, "store_evicted_blocks_total", policy="lru")
+
+    before = evicted_blocks()
+    store = MemoryStore()
+    for answering in (10 + 5, 5, 6, 12 + 7):
+        stats = StoreStats(policy="lru", evictions=EvictionCounts(evicted_blocks=answering))
+        store_metrics.publish(store, stats)
+    assert evicted_blocks() - before == 12 + 7
+
+
 def test_counters_all_exist_from_the_start_and_are_published():
     registry = pytest.importorskip("prometheus_client").REGISTRY
     counters = Counters()
