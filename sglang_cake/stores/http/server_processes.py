@@ -44,6 +44,7 @@ DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
 BACKLOG = 1024  # connections that wait in the system until a worker accepts them
 HANDSHAKE_S = 10.0
 BEAT_S = 1.0  # interval of a worker's reports to gunicorn
+COUNT_S = 1.0  # interval in which a worker counts evictions and corrupt blocks
 REFRESH_S = 1.0  # interval in which a worker reads the credentials again
 SETTLE_S = 0.2  # after the last accept: requests that have been sent are read in that time
 END_S = 20.0  # requests in progress may take so long when the server stops
@@ -68,7 +69,7 @@ class ServeSettings:
     namespace_quota_bytes: int | None = None
     workers: int = DEFAULT_WORKERS
     max_connections: int = 1024  # over all workers, in equal parts
-    hang_s: int = 20  # a worker whose event loop has not run for so long is killed
+    hang_s: int = 20  # a worker whose event loop has not run for so long, or at all, is killed
 
     def check(self) -> None:
         """Raises: ConfigError."""
@@ -277,6 +278,7 @@ class _Worker(Worker):
         self.started_s = time.monotonic()
         # Shared with the parent. No file, since a worker may not start because a disk is full.
         self._told = mmap.mmap(-1, mmap.PAGESIZE)
+        self.notify()  # gunicorn never kills a worker of which there is no report
 
     @property
     def told(self) -> str:
@@ -323,6 +325,7 @@ class _Worker(Worker):
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             loop.add_signal_handler(number, stopping.set)
+        tasks = [asyncio.create_task(self._report(stopping))]
         await asyncio.to_thread(credentials.refresh)  # read before the first fork
         folder = await asyncio.to_thread(settings.source.folder)
         try:
@@ -342,13 +345,10 @@ class _Worker(Worker):
                 ssl_handshake_timeout=None if credentials.tls is None else HANDSHAKE_S,
             )
             self.booted = True
-            self.notify()  # gunicorn never kills a worker that has not reported yet
             self._tell(READY)
             self._announce()
-            tasks = (
-                asyncio.create_task(self._report(store, stopping)),
-                asyncio.create_task(_refresh(credentials)),
-            )
+            tasks.append(asyncio.create_task(_count(store)))
+            tasks.append(asyncio.create_task(_refresh(credentials)))
             await stopping.wait()
             # Accept no more. `close` at once would drop connections that asyncio has accepted and
             # not yet set up.
@@ -382,14 +382,20 @@ class _Worker(Worker):
     def _parent_lives(self) -> bool:
         return bool(os.getppid() == self.ppid)
 
-    async def _report(self, store: "StoreServer", stopping: asyncio.Event) -> None:
-        """Every BEAT_S: report to gunicorn that the event loop runs, and count blocks."""
+    async def _report(self, stopping: asyncio.Event) -> None:
+        """Every BEAT_S: report to gunicorn that the event loop runs, also while a start is slow."""
         while True:
             self.notify()
-            store.count_blocks()
             if not self._parent_lives():
                 stopping.set()
             await asyncio.sleep(BEAT_S)
+
+
+async def _count(store: "StoreServer") -> None:
+    """Every COUNT_S: count blocks."""
+    while True:
+        store.count_blocks()
+        await asyncio.sleep(COUNT_S)
 
 
 async def _refresh(credentials: ServerCredentials) -> None:

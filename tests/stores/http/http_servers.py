@@ -89,10 +89,9 @@ class OurServer:
     with exit status 0.
     """
 
-    def __init__(self, root, *options, port=None, limits=None, suspends=False):
-        """Args: suspends: as in `serve_process.start`."""
+    def __init__(self, root, *options, port=None, limits=None):
         options = serve_options(root, "--port", port or free_port(), *options)
-        self.process, self.prints = serve_process.start(root, options, limits, suspends=suspends)
+        self.process, self.prints = serve_process.start(root, options, limits)
         STARTED.append(self)
         line = self.prints.readline()
         assert " is served at " in line, f"{line!r}, exit status {self.process.exitcode}"

@@ -1,11 +1,13 @@
 """The process of an `OurServer`, forked from one that has imported this module: imports are most of
 a start."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-from functools import cache
+import time
+from functools import cache, partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
@@ -16,6 +18,8 @@ from sglang_cake.stores.file import index_supervisor
 from sglang_cake.stores.file.file_store import FileSource
 from sglang_cake.stores.http.auth import make_own_token
 from sglang_cake.stores.http.server_processes import ServeSettings, serve
+
+SLOW_S = 5.0
 
 
 @cache
@@ -28,17 +32,39 @@ def _context():
     return context
 
 
-def start(root, options, limits, *, suspends=False):
+class SlowSource(FileSource):
+    """A process that finds the file `slow` beside the folder opens it after SLOW_S."""
+
+    def folder(self):
+        if _taken(self.path.parent / "slow"):
+            time.sleep(SLOW_S)
+        return super().folder()
+
+
+def _taken(file):
+    """Whether the file is there and empty. It has the id of this process then."""
+    with contextlib.suppress(FileNotFoundError):
+        if not file.read_text():
+            file.write_text(str(os.getpid()))
+            return True
+    return False
+
+
+def _suspend(file):
+    if _taken(file):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def start(root, options, limits):
     """A server with the environment of this process, and what it prints.
 
     Args:
         options: of `sglang-cake store serve`.
         limits: further fields of `ServeSettings`, in place of options; or None.
-        suspends: the worker that announces the server is suspended right after, with `limits`.
     """
     reading, writing = os.pipe()
     streams = [Connection(fd, readable=False) for fd in (writing, os.dup(2))]
-    given = (root, options, limits, suspends, dict(os.environ), streams)
+    given = (root, options, limits, dict(os.environ), streams)
     process = _context().Process(target=_run, args=given, daemon=True)
     process.start()
     for stream in streams:
@@ -46,7 +72,7 @@ def start(root, options, limits, *, suspends=False):
     return process, os.fdopen(reading)
 
 
-def _run(root, options, limits, suspends, environment, streams):
+def _run(root, options, limits, environment, streams):
     os.environ.clear()
     os.environ.update(environment)
     for fd, stream in enumerate(streams, start=1):
@@ -55,12 +81,7 @@ def _run(root, options, limits, suspends, environment, streams):
     index_supervisor.OPEN_WAIT_S = 60.0  # as in `patient`
     if limits is None:
         sys.exit(main(["store", "serve", *options]))
-    source = FileSource(root, min_free_bytes=0)
+    os.register_at_fork(after_in_child=partial(_suspend, root.parent / "suspend"))
+    source = SlowSource(root, min_free_bytes=0)
     settings = ServeSettings(source, "127.0.0.1", 0, make_own_token(), **limits)
-
-    def announce(url):
-        print(f"{root} is served at {url}", flush=True)
-        if suspends:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    serve(settings, announce)
+    serve(settings, lambda url: print(f"{root} is served at {url}", flush=True))

@@ -26,6 +26,7 @@ from http_servers import (
     start_request,
 )
 from polling import until
+from serve_process import SLOW_S
 from system_calls import failing
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -228,10 +229,25 @@ def test_worker_pool_suspended_worker_is_killed_and_replaced(tmp_path):
 
 
 def test_worker_pool_worker_suspended_before_its_first_report_is_killed_and_replaced(tmp_path):
-    server = OurServer(tmp_path / "root", limits={"workers": 1, "hang_s": 2}, suspends=True)
-    victim = server.workers()[0]
-    until(lambda: not is_alive(victim), "it is killed", WAIT_S)
-    until(lambda: answers(server), "it is replaced")
+    server = OurServer(tmp_path / "root", limits={"workers": 2, "hang_s": 2})
+    (suspend := tmp_path / "suspend").touch()
+    os.kill(server.workers()[0], signal.SIGKILL)
+    suspended = int(until(suspend.read_text, "its replacement is suspended"))
+    until(lambda: not is_alive(suspended), "it is killed")
+    until(lambda: len(server.workers()) == 2, "it is replaced")
+    until(lambda: all(answers(server) for _ in range(4)), "both answer")
+    assert server.stop() == 0
+
+
+def test_worker_pool_worker_that_takes_longer_to_start_than_a_hang_is_not_killed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = OurServer(tmp_path / "root", limits={"workers": 2, "hang_s": int(SLOW_S) - 2})
+    (slow := tmp_path / "slow").touch()
+    os.kill(server.workers()[0], signal.SIGKILL)
+    starting = int(until(slow.read_text, "its replacement starts"))
+    until(lambda: [*tmp_path.glob(f"*/ready-{starting}")], "it is ready", WAIT_S)
     assert server.stop() == 0
 
 
