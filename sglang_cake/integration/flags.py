@@ -16,7 +16,9 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -202,7 +204,7 @@ def _configure(record: Any, enable: bool, given: dict[str, Any], *, on_cli: bool
     compat.require()
     config = read_settings(given, spell)
     _refuse(reason_as_given(record, config, switch))
-    check_machine(config)
+    _refuse(next(machine_faults(config), None))
     for source in parse_sources(config.store, config.eviction_policy):
         source.check()
     if not _wants_cake(record):  # a sealed record refuses to be written, even with an equal value
@@ -290,17 +292,26 @@ def _set(record: Any, name: str, value: object) -> None:
     msgspec.Struct.__setattr__(record, name, value)
 
 
-def check_machine(config: CakeConfig) -> None:
-    """Check that the package of the codec is here, and the files that the settings name, except
-    those of stores. Raises: ConfigError."""
-    check_installed(config.codec)
+def machine_faults(config: CakeConfig) -> Iterator[str]:
+    """Why the settings cannot be used on this machine: the package of the codec is missing, or a
+    file that they name is not possible. Stores are not checked."""
+    checks: list[Callable[[], object]] = [partial(check_installed, config.codec)]
     if config.has_group_setting:
         from sglang_cake.runahead.group_setting import group_setting
 
-        group_setting(config)
-    for file in (config.trace_file, config.record_trace):
-        if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
-            raise ConfigError(f"trace file {file!r} cannot be written: no such folder, or a folder")
+        checks.append(partial(group_setting, config))
+    files = (config.trace_file, config.record_trace)
+    checks += [partial(_check_trace_file, file) for file in files if file is not None]
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _check_trace_file(file: str) -> None:
+    if Path(file).is_dir() or not Path(file).absolute().parent.is_dir():
+        raise ConfigError(f"trace file {file!r} cannot be written: no such folder, or a folder")
 
 
 def _refuse(reason: str | None) -> None:

@@ -103,12 +103,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[ServerArgs, CakeConfig]:
 def setting_faults(record: ServerArgs, config: CakeConfig) -> list[str]:
     """The faults of the settings, whatever the model and the store are."""
     reason = flags.reason_as_given(record, config)
-    found = [] if reason is None else [reason]
-    try:
-        flags.check_machine(config)
-    except ConfigError as error:
-        found.append(str(error))
-    return found
+    given = [] if reason is None else [reason]
+    return [*given, *flags.machine_faults(config)]
 
 
 def config_file(record: ServerArgs) -> Path | None:

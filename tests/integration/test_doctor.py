@@ -99,15 +99,16 @@ def test_doctor_reports_all_that_is_to_mend_at_once(tmp_path: Path) -> None:
     status, lines = ask(
         tmp_path,
         *("--model-path", model_folder(tmp_path / "m", LLAMA), "--device", "cpu", "--pp-size", "2"),
-        *("--cake-trace-file", "/none/trace"),
+        *("--cake-trace-file", "/none/trace", "--cake-record-trace", "/none/requests"),
         *("--cake-store", f"file://{tmp_path}/other,file://{tmp_path}/kv?min_free=0"),
         SGLANG_PLUGINS="another",
     )
     assert status == 1
     assert lines["plug-in"] == [("mend", "SGLANG_PLUGINS=another leaves cake out: add cake to it")]
-    assert [state for state, _ in lines["settings"]] == ["mend", "mend"]
+    assert [state for state, _ in lines["settings"]] == ["mend"] * 3
     assert "set --pp-size 1" in lines["settings"][0][1]
     assert "'/none/trace' cannot be written" in lines["settings"][1][1]
+    assert "'/none/requests' cannot be written" in lines["settings"][2][1]
     assert lines["model"] == [("note", "was not checked: settings are refused")]
     assert lines["store"][0][0] == "mend"
     assert "neither empty nor a store" in lines["store"][0][1]
