@@ -4,6 +4,7 @@ store that is opened by its first call."""
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.buffers import TellBytes
@@ -130,6 +131,7 @@ class LazyStore(_PassingStore):
         self._frame = frame
         self._depth = depth
         self._attempt: asyncio.Future[Store] | None = None  # the last one to open it
+        self._given_up: asyncio.Future[Any] | None = None  # done when no call waits for that
         self.opened: Store | None = None
         self._closed = False
 
@@ -143,30 +145,39 @@ class LazyStore(_PassingStore):
         return {} if self.opened is None else self.opened.events()
 
     async def close(self) -> None:
-        """Waits for an opening in progress, CLOSE_S at most. A store that opens later is closed."""
+        """Waits for an opening in progress, CLOSE_S at most. Calls that wait for it fail then. A
+        store that opens later is closed."""
         self._closed = True
         if self._attempt is not None and not self._attempt.done():
             await asyncio.wait([self._attempt], timeout=CLOSE_S)
+        if self._given_up is not None and not self._given_up.done():
+            self._given_up.set_result(None)
         store = self.opened
         self.opened = None
         if store is not None:
             await store.close()
 
     async def _opened(self) -> Store:
-        # Shielded, since a cancelled caller must not leave an open store behind.
         if self.opened is not None:
             return self.opened
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        if self._given_up is None:
+            self._given_up = asyncio.get_running_loop().create_future()
         if self._attempt is None or self._attempt.done():
             self._attempt = asyncio.ensure_future(self._open())
             # Retrieved here, since all callers may have been cancelled.
             self._attempt.add_done_callback(
                 lambda attempt: attempt.cancelled() or attempt.exception()
             )
-        return await asyncio.shield(self._attempt)
+        attempt = self._attempt
+        # A cancelled caller does not cancel it, which would leave an open store behind.
+        await asyncio.wait([attempt, self._given_up], return_when=asyncio.FIRST_COMPLETED)
+        if not attempt.done():
+            raise StoreUnavailable("the store is closed")
+        return attempt.result()
 
     async def _open(self) -> Store:
-        if self._closed:
-            raise StoreUnavailable("the store is closed")
         try:
             store = await run_in_own_thread(self._source.open, self._frame, depth=self._depth)
         except StoreError:

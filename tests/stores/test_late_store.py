@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from polling import async_until
+from polling import PATIENCE_S, async_until
 
 from sglang_cake.core.errors import ConfigError, StoreUnavailable
 from sglang_cake.stores import wrapper_store
@@ -97,17 +97,23 @@ async def test_lazy_store_cancelled_opening_leaves_no_open_store():
     assert source.asked == 1
 
 
-async def test_lazy_store_close_does_not_wait_for_an_opening_that_hangs(monkeypatch):
+class ClosableStore(MemoryStore):
+    is_closed = False
+
+    async def close(self):
+        self.is_closed = True
+
+
+async def test_lazy_store_close_ends_calls_that_wait_for_an_opening_that_hangs(monkeypatch):
     monkeypatch.setattr(wrapper_store, "CLOSE_S", 0.001)
-    source = Source()
+    source = Source(kind=ClosableStore)
     source.gate.clear()
     store = LazyStore(source, FRAME, depth=1)
     call = asyncio.create_task(store.contains([]))
     await async_until(lambda: source.asked)
     await store.close()
+    for late in (call, store.contains([])):
+        with pytest.raises(StoreUnavailable, match="is closed"):
+            await asyncio.wait_for(late, PATIENCE_S)
     source.gate.set()
-    with pytest.raises(StoreUnavailable, match="is closed"):
-        await call
-    (opened,) = source.stores
-    with pytest.raises(StoreUnavailable):
-        await opened.contains([])
+    await async_until(lambda: source.stores and source.stores[0].is_closed)

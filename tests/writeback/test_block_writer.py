@@ -10,14 +10,18 @@ import pytest
 from faulty_stores import FaultyStore, RecordingStore
 from polling import until
 
+from sglang_cake.codecs.frame import BlockFrame
 from sglang_cake.core.buffers import Buffer, BufferPool, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import StoreUnavailable
 from sglang_cake.core.io_thread import IoThread
 from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed, end_keys
+from sglang_cake.stores import wrapper_store
+from sglang_cake.stores.base import Store, StoredNamespace
 from sglang_cake.stores.request_facts import RequestFacts
-from sglang_cake.stores.wrapper_store import WrapperStore
+from sglang_cake.stores.wrapper_store import LazyStore, WrapperStore
 from sglang_cake.testing.memory_store import MemoryStore
+from sglang_cake.testing.store_contract import FRAME
 from sglang_cake.writeback.block_writer import WriteJob, Writer
 
 BLOCK, BYTES, CAPACITY, PATIENCE_S = 4, 24, 6, 60.0
@@ -314,6 +318,41 @@ def test_block_writer_store_that_hangs_keeps_the_buffers_of_its_puts_and_no_othe
     harness.io.post(hung.go.set)
     harness.drain()
     assert harness.pool.free == CAPACITY
+
+
+class HungSource:
+    """Opens a store as the folder of a disk that is gone: not before `go`."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def open(self, frame: BlockFrame, *, depth: int) -> Store:
+        self.begun.set()
+        self.go.wait()
+        raise StoreUnavailable("gone")
+
+    def check(self) -> None: ...
+
+    async def namespaces(self) -> list[StoredNamespace]:
+        return []
+
+
+def test_block_writer_closed_store_whose_opening_hangs_keeps_no_buffer(
+    harness: BlockWriterHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrapper_store, "CLOSE_S", 0.001)
+    source = HungSource()
+    hung = LazyStore(source, FRAME, depth=4)
+    harness.writer.use(hung)
+    harness.offer(TOKENS, (0, 1, 2), facts=RequestFacts("r1", len(TOKENS)))
+    harness.offer(TOKENS, (3, 4, 0))
+    assert source.begun.wait(PATIENCE_S)
+    harness.writer.use(MemoryStore())
+    harness.io.run(harness.writer.drained(0.0), PATIENCE_S)
+    harness.io.run(hung.close(), PATIENCE_S)
+    until(lambda: harness.pool.free == CAPACITY, "buffers come back", PATIENCE_S)
+    assert harness.count("unstored_blocks", "unavailable") == CAPACITY
+    source.go.set()
 
 
 def test_block_writer_drained_does_not_wait_for_jobs_offered_later(
