@@ -13,7 +13,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -32,7 +32,14 @@ from sglang_cake.core.errors import (
 )
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.namespace import digest_of, read_fields
-from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
+from sglang_cake.stores.base import (
+    BlockInfo,
+    EvictionCounts,
+    Store,
+    StoredNamespace,
+    StoreLayer,
+    StoreStats,
+)
 from sglang_cake.stores.circuit_breaker import Circuit, TimeoutLimits
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.http import protocol
@@ -347,10 +354,11 @@ class HttpStore(Store):
             response.close()
 
     async def stats(self) -> StoreStats:
-        """As in `Store`; all fields are unknown on a plain server."""
+        """As in `Store`; all fields are unknown on a plain server. Evictions are those of the
+        server's processes, none of this one."""
         accepted = (200, *NOT_OURS)
         found = await self._small("GET", protocol.STATS, accepted, protocol.read_stats)
-        return found or StoreStats()
+        return replace(found or StoreStats(), evictions=EvictionCounts())
 
     async def close(self) -> None:
         await self._reports.end_all()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import json
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from polling import async_until
 from sglang_cake.codecs.frame import HEADER_BYTES, BlockFrame
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreFull, StoreUnavailable
 from sglang_cake.core.namespace import Namespace
+from sglang_cake.stores.base import EvictionCounts, StoreStats
 from sglang_cake.stores.circuit_breaker import FAILURES, AdaptiveTimeout
 from sglang_cake.stores.http.http_store import (
     ASK_AGAIN_FIRST_S,
@@ -26,6 +28,7 @@ from sglang_cake.stores.http.protocol import (
     MAX_ANSWER_BYTES,
     block_path,
     touched_path,
+    write_stats,
 )
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.testing.store_contract import FRAME, LAYOUT, block_of, key_of, read
@@ -347,6 +350,14 @@ async def test_http_store_malformed_stats_are_unavailable(body):
     async with client_and_server(answers(200, body)) as (store, _):
         with pytest.raises(StoreUnavailable):
             await store.stats()
+
+
+async def test_http_store_stats_have_no_evictions_of_the_server():
+    """They are no work of this process, and each client would count them."""
+    stats = StoreStats(blocks=7, evictions=EvictionCounts(4096, 2, 17, 3), policy="lru")
+    body = json.dumps(write_stats(stats)).encode()
+    async with client_and_server(answers(200, body)) as (store, _):
+        assert await store.stats() == StoreStats(blocks=7, policy="lru")
 
 
 async def test_http_store_stats_above_the_size_limit_are_unavailable():
