@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Final, Protocol
 
 from sglang_cake.codecs.frame import BlockFrame
@@ -44,6 +44,11 @@ class EvictionCounts:
     evicted_blocks: int = 0
     evicting_us: int = 0  # time in which the policy chose these blocks
     skipped_blocks: int = 0  # blocks that admission rejected
+
+    @classmethod
+    def total(cls, counts: Iterable["EvictionCounts"]) -> "EvictionCounts":
+        """The sums of several."""
+        return cls(*map(sum, zip(*map(astuple, counts), strict=True)))
 
 
 EVICTION_COUNTS: Final = tuple(field.name for field in fields(EvictionCounts))

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import BlockInfo, Store, StoreStats
+from sglang_cake.stores.base import BlockInfo, EvictionCounts, Store, StoreStats
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 
@@ -129,8 +130,9 @@ class HeadSliceStore(Store):
         await _all(store.remove_description() for store in self._stores)
 
     async def stats(self) -> StoreStats:
-        """Of the store of the first slice: all slices share its capacity."""
-        return await self._stores[0].stats()
+        """Of the store of the first slice: all slices share its capacity. Each evicts by itself."""
+        found = await _all(store.stats() for store in self._stores)
+        return replace(found[0], evictions=EvictionCounts.total(each.evictions for each in found))
 
     async def close(self) -> None:
         """Calls that have not reached the slices fail."""

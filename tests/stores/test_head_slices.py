@@ -17,7 +17,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import Store
+from sglang_cake.stores.base import EvictionCounts, Store, StoreStats
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.settings import FolderSettings
@@ -90,6 +90,37 @@ class TestSlicedMemory(SlicedContract):
     def open(self, folder: Path) -> Store:
         sources = parse_sources("memory://1MB")
         return open_blocks(sources, namespaces(0, 2), LAYOUT, depth=2, codec="raw")
+
+
+class EvictingStore(MemoryStore):
+    """A folder of which this process evicted some blocks."""
+
+    def __init__(self, counts: EvictionCounts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    async def stats(self) -> StoreStats:
+        return StoreStats(blocks=9, evictions=self.counts)
+
+
+async def test_head_slices_evictions_are_those_of_all_slices() -> None:
+    counts = EvictionCounts(4096, 1, 5, 0), EvictionCounts(8192, 2, 7, 3)
+    store = HeadSliceStore([*map(EvictingStore, counts)], LAYOUT, depth=1)
+    expected = StoreStats(blocks=9, evictions=EvictionCounts(4096 + 8192, 1 + 2, 5 + 7, 0 + 3))
+    assert await store.stats() == expected
+    await store.close()
+
+
+async def test_head_slices_in_one_memory_count_each_eviction_once() -> None:
+    layout = BlockLayout.plain(2, (("k", (2, 64)), ("v", (2, 64))), "bfloat16", 128)
+    sources = parse_sources("memory://1MiB")
+    store = open_blocks(sources, namespaces(0, 2), layout, depth=2, codec="raw")
+    for name in range(20):
+        await store.put(key_of(name), block_of(name, layout))
+    stats = await store.stats()
+    await store.close()
+    assert stats.blocks == 16
+    assert stats.evictions.evicted_blocks == 2 * 20 - 16
 
 
 def of_heads(layout: BlockLayout, heads: dict[str, np.ndarray], of: slice) -> bytes:

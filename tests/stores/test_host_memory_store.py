@@ -210,6 +210,21 @@ async def test_memory_closed_while_another_one_is_pinned_holds_no_other_call():
     assert ended == [True]
 
 
+async def test_memory_that_is_opened_again_counts_evictions_from_then_on():
+    """As for new weights, before the store of the old ones is closed."""
+
+    async def evicted_blocks(store, names):
+        for name in names:
+            await store.put(key_of(name), block_of(name))
+        return (await store.stats()).evictions.evicted_blocks
+
+    async with closing(opened("memory://32KiB")) as old, closing(opened("memory://32KiB")) as held:
+        assert await evicted_blocks(old, range(20)) == 12
+        assert await evicted_blocks(held, ()) == 0
+        async with closing(opened("memory://32KiB")) as new:
+            assert await evicted_blocks(new, range(20, 25)) == 5
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_memory_of_any_policy_keeps_its_capacity_and_its_bytes(policy):
     async with closing(opened(f"memory://32KiB?policy={policy}")) as store:
@@ -463,7 +478,6 @@ def test_memory_promoted_block_that_the_policy_values_least_stays_outside():
             touch(memory, name, (name, request))
     assert not stored(memory, "c", must_earn_place=True)
     assert names_in(memory, "abc") == ["a", "b"]
-    assert memory.stats().evictions.evicted_blocks == 0
 
 
 def test_memory_promoted_block_counts_the_read_that_promoted_it():

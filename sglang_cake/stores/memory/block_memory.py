@@ -12,7 +12,7 @@ from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.errors import StoreFull
 from sglang_cake.core.host_memory import HostArena, Pin, whole_pages
 from sglang_cake.core.keys import BlockKey, Digest
-from sglang_cake.stores.base import BlockInfo, EvictionCounts, LentBlock, StoreStats
+from sglang_cake.stores.base import BlockInfo, LentBlock, StoreStats
 from sglang_cake.stores.eviction import new_policy
 from sglang_cake.stores.eviction.benefit import Benefit
 from sglang_cake.stores.eviction.policy import Usage, ident_of
@@ -57,6 +57,15 @@ class HeldBlock:
     def data(self) -> memoryview:
         """The payload."""
         return self.buffer.view[: self.size_bytes]
+
+
+@dataclass(slots=True)
+class EvictionTally:
+    """Evictions for the blocks of one store. The memory changes it under its lock."""
+
+    evicted_blocks: int = 0
+    evicted_bytes: int = 0
+    choosing_ns: int = 0
 
 
 class BlockMemory:
@@ -104,8 +113,6 @@ class BlockMemory:
         self._accesses = ReportedAccesses()
         self._benefit: Benefit | None = None
         self._refreshed_s = time.monotonic()
-        self._evicted_blocks = 0
-        self._choosing_ns = 0
         self._closed = False
 
     def close(self) -> None:
@@ -178,7 +185,13 @@ class BlockMemory:
         return None
 
     def add(
-        self, digest: Digest, key: BlockKey, size_bytes: int, *, must_earn_place: bool
+        self,
+        digest: Digest,
+        key: BlockKey,
+        size_bytes: int,
+        *,
+        must_earn_place: bool,
+        tally: EvictionTally | None = None,
     ) -> HeldBlock | None:
         """A new block, to be filled and then committed. None if there is one already, or one that
         is being filled. Others may be evicted.
@@ -186,10 +199,12 @@ class BlockMemory:
         Args:
             must_earn_place: None as well if the policy would evict this block before others, or
                 only blocks that are not written below could be evicted for it.
+            tally: of the evictions for it.
 
         Raises: StoreFull if all blocks that could be evicted for it are in use.
         """
         now_s = time.monotonic()
+        tally = tally or EvictionTally()
         if (digest, key) in self._blocks:
             return None
         # Without the lock, since it waits for a long report.
@@ -208,22 +223,25 @@ class BlockMemory:
             number = next(self._numbers)
             if must_earn_place and not self._free:
                 self._policy.add(number, usage)
-                if not self._evict(now_s, own=access.context.tenant, before=number):
+                if not self._evict(now_s, tally, own=access.context.tenant, before=number):
                     self._policy.remove(number)
                     return None
-            elif not self._free and not self._evict(now_s, own=access.context.tenant):
+            elif not self._free and not self._evict(now_s, tally, own=access.context.tenant):
                 raise StoreFull("all blocks of the memory that may be evicted are in use")
             block = HeldBlock(number, digest, key, self._free.pop(), size_bytes)
             self._by_number[number] = self._blocks[digest, key] = block
             self._policy.add(number, usage)
             return block
 
-    def commit(self, block: HeldBlock) -> bool:
-        """The block has all its bytes; False if it was deleted meanwhile."""
+    def commit(self, block: HeldBlock, tally: EvictionTally | None = None) -> bool:
+        """The block has all its bytes; False if it was deleted meanwhile. Args: tally: as in
+        `add`."""
+        tally = tally or EvictionTally()
         with self._lock:
             block.whole = not block.gone
             self._leave(block)
-            while self._policy.over_quota_bytes() and self._evict(time.monotonic(), in_order=True):
+            now_s = time.monotonic()
+            while self._policy.over_quota_bytes() and self._evict(now_s, tally, in_order=True):
                 pass
             return block.whole
 
@@ -278,7 +296,7 @@ class BlockMemory:
             ]
 
     def stats(self) -> StoreStats:
-        """How full it is."""
+        """How full it is. Each store has the evictions for its blocks."""
         with self._lock:
             used_bytes = len(self._by_number) * self._stride_bytes
             return StoreStats(
@@ -287,11 +305,6 @@ class BlockMemory:
                 used_bytes=used_bytes,
                 capacity_bytes=self._capacity_bytes,
                 policy=self._policy_name,
-                evictions=EvictionCounts(
-                    evicted_bytes=self._evicted_blocks * self._stride_bytes,
-                    evicted_blocks=self._evicted_blocks,
-                    evicting_us=self._choosing_ns // 1000,
-                ),
             )
 
     # ---- with the lock held ----
@@ -299,6 +312,7 @@ class BlockMemory:
     def _evict(
         self,
         now_s: float,
+        tally: EvictionTally,
         *,
         own: int | None = None,
         before: int | None = None,
@@ -353,8 +367,9 @@ class BlockMemory:
                 self._policy.give_back(number, usage)
         if victim is not None:
             self._remove(victim)
-            self._evicted_blocks += 1
-        self._choosing_ns += time.perf_counter_ns() - began_ns
+            tally.evicted_blocks += 1
+            tally.evicted_bytes += self._stride_bytes
+        tally.choosing_ns += time.perf_counter_ns() - began_ns
         return victim is not None
 
     def _remove(self, block: HeldBlock) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sglang_cake.codecs.frame import BlockFrame
@@ -18,6 +18,7 @@ from sglang_cake.core.host_memory import Pin, available_bytes, mib, whole_pages
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import (
     BlockInfo,
+    EvictionCounts,
     LentBlock,
     Store,
     StoredNamespace,
@@ -26,7 +27,7 @@ from sglang_cake.stores.base import (
 )
 from sglang_cake.stores.eviction import POLICIES
 from sglang_cake.stores.eviction.tenants import NO_TENANT_RULES, TenantRules
-from sglang_cake.stores.memory.block_memory import BlockMemory, Unwritten
+from sglang_cake.stores.memory.block_memory import BlockMemory, EvictionTally, Unwritten
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 from sglang_cake.stores.url import DEFAULT_POLICY, StoreUrl, one_of, parse_quota, parse_size
@@ -55,6 +56,7 @@ class HostMemoryStore(Store):
         self._memory: BlockMemory | None = memory
         self._frame = frame
         self._reads_count = reads_count
+        self._tally = EvictionTally()
         self._readers = DaemonPool(threads, "cake-memory-read")
         self._writers = DaemonPool(threads, "cake-memory-write")
 
@@ -106,7 +108,11 @@ class HostMemoryStore(Store):
             yield block
 
     async def stats(self) -> StoreStats:
-        return self._opened().stats()
+        tally = self._tally
+        evictions = EvictionCounts(
+            tally.evicted_bytes, tally.evicted_blocks, tally.choosing_ns // 1000
+        )
+        return replace(self._opened().stats(), evictions=evictions)
 
     async def close(self) -> None:
         """Calls that wait for a thread fail. The memory is freed with its last open store."""
@@ -155,7 +161,13 @@ class HostMemoryStore(Store):
         stop: threading.Event,
     ) -> bool:
         check_stop(stop)
-        block = memory.add(self._frame.digest, key, len(data), must_earn_place=must_earn_place)
+        block = memory.add(
+            self._frame.digest,
+            key,
+            len(data),
+            must_earn_place=must_earn_place,
+            tally=self._tally,
+        )
         if block is None:
             return False
         try:
@@ -163,7 +175,7 @@ class HostMemoryStore(Store):
         except BaseException:
             memory.release(block)
             raise
-        return memory.commit(block)
+        return memory.commit(block, self._tally)
 
 
 @dataclass(frozen=True, slots=True)

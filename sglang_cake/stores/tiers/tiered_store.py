@@ -20,7 +20,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from sglang_cake.core.buffers import BufferPool, TellBytes
@@ -383,13 +383,12 @@ class TieredStore(Store):
         by_index = {tier.index: stats for tier, stats in answers}
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
         capacity = [s.capacity_bytes for s in stats if s.capacity_bytes is not None]
-        counts = [astuple(s.evictions) for s in stats]
         bounded = len(capacity) == len(self.tiers)
         return StoreStats(
             used_bytes=sum(used) if used else None,
             capacity_bytes=sum(capacity) if bounded else None,
             policy=next((s.policy for s in stats if s.policy), ""),
-            evictions=EvictionCounts(*map(sum, zip(*counts, strict=True))),
+            evictions=EvictionCounts.total(s.evictions for s in stats),
             tiers=tuple(
                 TierStats(
                     by_index.get(tier.index),
