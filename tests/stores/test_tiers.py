@@ -531,9 +531,20 @@ async def test_tiered_store_stats_sum_known_values_and_list_each_tier():
         stats = await tiers.store.stats()
         assert stats.used_bytes == BLOCK
         assert stats.tiers[1].stats is None
-        tiers.outage[0].error = DOWN
-        with pytest.raises(StoreUnavailable):
-            await tiers.store.stats()
+
+
+async def test_tiered_store_stats_while_no_tier_answers_tell_that_all_are_left_out():
+    """An alert is made of them."""
+    async with opened_tiers() as tiers:
+        for outage in tiers.outage:
+            outage.error = DOWN
+        for _ in range(FAILURES_IN_A_ROW):
+            stats = await tiers.store.stats()
+            assert [tier.stats for tier in stats.tiers] == [None, None]
+            assert (stats.used_bytes, stats.capacity_bytes) == (None, None)
+        stats = await tiers.store.stats()
+        assert not any(tier.reading for tier in stats.tiers)
+        assert all(tier.counts["left_out"] == 1 for tier in stats.tiers)
 
 
 # ---- opening ----

@@ -373,12 +373,15 @@ class TieredStore(Store):
 
     async def stats(self) -> StoreStats:
         """As in `Store`. Bytes are summed over the tiers that know them. The number of blocks is
-        unknown, since most are in several tiers."""
+        unknown, since most are in several tiers. Without an answer of any tier, the states and
+        counts of all of them are left."""
         self._check_open()
         now_s = self._clock()
         free = [tier for tier in self.tiers if tier.index not in self._given_up]
         asked = [tier for tier in free if tier.asking.may_call(now_s)]
-        answers = await self._ask(asked, Tier.stats)
+        answers: list[_Answer[StoreStats]] = []
+        with contextlib.suppress(StoreUnavailable):
+            answers = await self._ask(asked, Tier.stats)
         stats = [stats for _, stats in answers]
         by_index = {tier.index: stats for tier, stats in answers}
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
