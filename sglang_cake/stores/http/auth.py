@@ -109,6 +109,8 @@ class ServerCredentials:
         self._read_token_file = read_token_file
         self._tls_files = tls_files
         self._file_certificate: list[bytes] = []
+        self._tokens: list[str] = []
+        self._read_tokens: list[str] = []
         self.tokens = AcceptedTokens()
         # For listening sockets; None without TLS. New connections use the latest certificate.
         self.tls: ssl.SSLContext | None = None
@@ -117,14 +119,30 @@ class ServerCredentials:
     def refresh(self) -> None:
         """Read the files again; may block on a disk.
 
-        Raises: ConfigError. The former content of an unusable file stays in force.
+        Raises: ConfigError, after all were read. The former content of an unusable file stays in
+            force.
         """
-        read_tokens = [] if self._read_token_file is None else load_tokens(self._read_token_file)
-        self.tokens = AcceptedTokens(load_tokens(self._token_file), read_tokens)
-        if self._tls_files is not None:
-            self._refresh_certificate(*self._tls_files)
+        faults: list[ConfigError] = []
+        for refresh in (self._refresh_tokens, self._refresh_read_tokens, self._refresh_certificate):
+            try:
+                refresh()
+            except ConfigError as error:
+                faults.append(error)
+        self.tokens = AcceptedTokens(self._tokens, self._read_tokens)
+        if faults:
+            raise faults[0]
 
-    def _refresh_certificate(self, cert: Path, key: Path) -> None:
+    def _refresh_tokens(self) -> None:
+        self._tokens = load_tokens(self._token_file)
+
+    def _refresh_read_tokens(self) -> None:
+        if self._read_token_file is not None:
+            self._read_tokens = load_tokens(self._read_token_file)
+
+    def _refresh_certificate(self) -> None:
+        if self._tls_files is None:
+            return
+        cert, key = self._tls_files
         try:
             found = [cert.read_bytes(), key.read_bytes()]
             if found == self._file_certificate:

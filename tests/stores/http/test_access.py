@@ -30,8 +30,8 @@ from polling import until
 from private_files import write_private
 from system_calls import Held
 
-from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.http.auth import own_token_path
+from sglang_cake.core.errors import ConfigError, StoreUnavailable
+from sglang_cake.stores.http.auth import ServerCredentials, own_token_path
 from sglang_cake.stores.http.protocol import (
     FACTS_HEADER,
     STATS,
@@ -47,6 +47,7 @@ from sglang_cake.testing.store_contract import FRAME, block_of, read
 
 PATH = block_path(FRAME.digest, A)
 OTHER = "another-token-of-enough-characters"
+READING = "a-token-of-those-who-only-read"
 
 
 @pytest.fixture
@@ -194,6 +195,26 @@ def test_store_serve_replaced_token_file_takes_effect_unless_invalid(tmp_path, c
         assert f"token file {path} is open to others" in "".join(said)
         assert OTHER not in "".join(said)
         assert are_let_in(OTHER)
+
+
+def test_server_credentials_removed_token_is_refused_while_another_file_is_invalid(tmp_path):
+    for name in ("reading", "tls"):
+        (tmp_path / name).mkdir()
+    path, read_path = write_token(tmp_path), write_token(tmp_path / "reading", READING)
+    cert, key = make_certificate(tmp_path / "tls")
+    credentials = ServerCredentials(path, read_path, tls_files=(cert, key))
+    for invalid in (read_path, cert):
+        replace_token(path, f"{TOKEN}\n")
+        credentials.refresh()
+        before = invalid.read_text()
+        write_private(invalid, "no token")
+        replace_token(path, f"{OTHER}\n")
+        with pytest.raises(ConfigError):
+            credentials.refresh()
+        assert not credentials.tokens.may_write(f"Bearer {TOKEN}")
+        assert credentials.tokens.may_write(f"Bearer {OTHER}")
+        assert credentials.tokens.may_read(f"Bearer {READING}"), "what was valid stays in force"
+        write_private(invalid, before)
 
 
 async def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
