@@ -14,7 +14,7 @@ from sglang_cake.core.buffers import TellBytes, on_page
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import BlockKey
 from sglang_cake.core.layout import BlockLayout
-from sglang_cake.stores.base import BlockInfo, EvictionCounts, Store, StoreStats
+from sglang_cake.stores.base import BlockInfo, EvictionCounts, Store, StoreStats, TierStats
 from sglang_cake.stores.request_facts import RequestFacts
 from sglang_cake.stores.threads import DaemonPool, check_stop, run_stoppable
 
@@ -130,9 +130,14 @@ class HeadSliceStore(Store):
         await _all(store.remove_description() for store in self._stores)
 
     async def stats(self) -> StoreStats:
-        """Of the store of the first slice: all slices share its capacity. Each evicts by itself."""
+        """Of the store of the first slice: all slices share its capacity. Each evicts by itself,
+        and calls its tiers by itself."""
         found = await _all(store.stats() for store in self._stores)
-        return replace(found[0], evictions=EvictionCounts.total(each.evictions for each in found))
+        return replace(
+            found[0],
+            evictions=EvictionCounts.total(each.evictions for each in found),
+            tiers=tuple(map(_tier, zip(*(each.tiers for each in found), strict=True))),
+        )
 
     async def close(self) -> None:
         """Calls that have not reached the slices fail."""
@@ -169,6 +174,18 @@ class HeadSliceStore(Store):
                         in_block[:] = in_slice
 
         await run_stoppable(self._threads, run)
+
+
+def _tier(slices: tuple[TierStats, ...]) -> TierStats:
+    """One tier, of all slices. Of their blocks, only those of the first slice count."""
+    first = slices[0]
+    counts = {
+        name: count if name.endswith("_blocks") else sum(each.counts[name] for each in slices)
+        for name, count in first.counts.items()
+    }
+    reading = all(each.reading for each in slices)
+    writing = all(each.writing for each in slices)
+    return TierStats(first.stats, reading, writing, counts)
 
 
 def _both(one: BlockInfo, other: BlockInfo) -> BlockInfo:

@@ -17,7 +17,7 @@ from sglang_cake.core.counters import Counters
 from sglang_cake.core.errors import BlockCorrupt, BlockMissing, StoreUnavailable
 from sglang_cake.core.layout import DTYPE_BYTES, BlockLayout, PlaneGroup
 from sglang_cake.core.namespace import Namespace
-from sglang_cake.stores.base import EvictionCounts, Store, StoreStats
+from sglang_cake.stores.base import EvictionCounts, Store, StoreStats, TierStats
 from sglang_cake.stores.file.block_folder import BlockFolder
 from sglang_cake.stores.file.file_store import FileStore
 from sglang_cake.stores.file.settings import FolderSettings
@@ -92,23 +92,39 @@ class TestSlicedMemory(SlicedContract):
         return open_blocks(sources, namespaces(0, 2), LAYOUT, depth=2, codec="raw")
 
 
-class EvictingStore(MemoryStore):
-    """A folder of which this process evicted some blocks."""
+class ToldStore(MemoryStore):
+    """A store with the statistics of a test."""
 
-    def __init__(self, counts: EvictionCounts) -> None:
+    def __init__(self, told: StoreStats) -> None:
         super().__init__()
-        self.counts = counts
+        self.told = told
 
     async def stats(self) -> StoreStats:
-        return StoreStats(blocks=9, evictions=self.counts)
+        return self.told
+
+
+async def stats_of_slices(*told: StoreStats) -> StoreStats:
+    store = HeadSliceStore([*map(ToldStore, told)], LAYOUT, depth=1)
+    stats = await store.stats()
+    await store.close()
+    return stats
 
 
 async def test_head_slices_evictions_are_those_of_all_slices() -> None:
     counts = EvictionCounts(4096, 1, 5, 0), EvictionCounts(8192, 2, 7, 3)
-    store = HeadSliceStore([*map(EvictingStore, counts)], LAYOUT, depth=1)
-    expected = StoreStats(blocks=9, evictions=EvictionCounts(4096 + 8192, 1 + 2, 5 + 7, 0 + 3))
-    assert await store.stats() == expected
-    await store.close()
+    stats = await stats_of_slices(*(StoreStats(blocks=9, evictions=each) for each in counts))
+    total = EvictionCounts(4096 + 8192, 1 + 2, 5 + 7, 0 + 3)
+    assert stats == StoreStats(blocks=9, evictions=total)
+
+
+async def test_head_slices_tier_that_one_slice_leaves_out_is_left_out() -> None:
+    """And its bytes are those of all slices, whose blocks are one."""
+    held = StoreStats(blocks=4)
+    first = TierStats(held, True, True, {"read_blocks": 3, "read_bytes": 300, "left_out": 0})
+    other = TierStats(held, False, True, {"read_blocks": 2, "read_bytes": 200, "left_out": 1})
+    stats = await stats_of_slices(StoreStats(tiers=(first,)), StoreStats(tiers=(other,)))
+    counts = {"read_blocks": 3, "read_bytes": 300 + 200, "left_out": 0 + 1}
+    assert stats.tiers == (TierStats(held, False, True, counts),)
 
 
 async def test_head_slices_in_one_memory_count_each_eviction_once() -> None:
