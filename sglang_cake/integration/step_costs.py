@@ -33,6 +33,7 @@ from sglang_cake.loading.planner import (
     Mode,
     Outlook,
     is_overdue,
+    is_stalled,
     loads_s,
     look_ahead,
     next_landings,
@@ -273,6 +274,10 @@ class StepCosts:
         """Whether a block of the request should have landed by now."""
         return is_overdue(record.meet.view(), self.costs(record), record.progress)
 
+    def is_stalled(self, record: PromptRecord) -> bool:
+        """Whether the loads of the request have stalled."""
+        return is_stalled(record.meet.view(), self.costs_alone(record), record.progress)
+
     def passing_tokens(
         self, rest: Span, chunk_tokens: int, ends_s: Sequence[float], waiting: int
     ) -> int | None:
@@ -316,10 +321,12 @@ class StepCosts:
         """The agreed costs of a request that has the device to itself."""
         agreed = record.agreed
         load = self._loader.cost  # until its lookup is done, nothing is decided on it
+        silence_s = 0.0
         if agreed.tiers and agreed.tier is not None:  # the usual case
             load = self._agreed.tiers[agreed.tier]
+            silence_s = self._agreed.silence_s[agreed.tier]
         share = self.overlap_share if record.may_overlap else 0.0
-        costs = PromptCosts(self.agreed, load, overlap_share=share)
+        costs = PromptCosts(self.agreed, load, silence_s=silence_s, overlap_share=share)
         if agreed.tier is not None:
             return costs
         loads = TierLoads(agreed.tiers, self._agreed.tiers, self._agreed.silence_s)

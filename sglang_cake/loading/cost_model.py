@@ -301,6 +301,11 @@ class LoadCost:
         """Whether a block was predicted to be here by now. Args as of `load_s`."""
         return since_s > self._next_s(begun)
 
+    def is_stalled(self, since_s: float) -> bool:
+        """Whether twice the time has passed in which all reads in flight should have landed. Blocks
+        that are read side by side may arrive together, after times without any."""
+        return since_s > 2 * (self.latency_s + self.depth * self.block_s)
+
     def _next_s(self, begun: bool) -> float:
         return self.block_s if begun else self.latency_s + self.block_s
 
@@ -328,6 +333,7 @@ class PromptCosts:
     Attributes:
         load: of an average block.
         tiers: None: all its blocks are in one tier.
+        silence_s: of that tier, as of `TierLoads`.
         others_s: time of a step that does the other requests' part of these steps alone; 0: there
             is no such part, and the device is idle while this prompt waits.
         others_wait: other prompts wait, which fill a short step of this one.
@@ -341,6 +347,7 @@ class PromptCosts:
     prefill: PrefillCost
     load: LoadCost
     tiers: "TierLoads | None" = None
+    silence_s: float = 0.0
     others_s: float = 0.0
     others_wait: bool = False
     backlog_s: float = 0.0

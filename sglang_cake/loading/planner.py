@@ -248,7 +248,9 @@ def with_loads(costs: PromptCosts, view: View, tiers: TierLoads) -> PromptCosts:
     wanted = tiers.tiers_of(view.states.translate(_WANTED + _PAD), view.first)
     present = tiers.tiers_of(view.states.translate(_TO_BE_PRESENT + _PAD), view.first)
     several = len({*present} - {NO_TIER}) > 1
-    return replace(costs, load=tiers.average(wanted), tiers=tiers if several else None)
+    silence_s = max((tiers.silence_s[tier] for tier in {*wanted} - {NO_TIER}), default=0.0)
+    load = tiers.average(wanted)
+    return replace(costs, load=load, silence_s=silence_s, tiers=tiers if several else None)
 
 
 def loads_s(view: View, costs: PromptCosts, progress: LoadProgress) -> float:
@@ -284,19 +286,23 @@ class _Loads:
         wanted = view.states.translate(_WANTED + _PAD)
         if costs.tiers is None:
             self._costs: Sequence[LoadCost] = (costs.load,)
-            self._since_s: Sequence[float] = (progress.since_s,)
+            silence_s: Sequence[float] = (costs.silence_s,)
             self.where = wanted.translate(_IN_TIER_0)
             self._begun = b"\x00" if progress.begun else b""
         else:
             self._costs = costs.tiers.costs
-            # A tier may have failed although it is not being read, or brings other prompts' blocks.
-            self._since_s = [max(each, progress.since_s) for each in costs.tiers.silence_s]
+            silence_s = costs.tiers.silence_s
             self.where = costs.tiers.tiers_of(wanted, view.first)
             # Within a tier, landed blocks are right of all that are wanted.
             landed = view.states.translate(_PRESENT + _PAD)
             self._begun = costs.tiers.tiers_of(landed, view.first) if progress.begun else b""
             if self._ends:
                 self._end_tier = costs.tiers.tiers[view.first + self._present.rfind(1)]
+        # A tier may have stalled although it is not being read for this prompt.
+        self._since_s = [
+            max(progress.since_s, since_s if cost.is_stalled(since_s) else 0.0)
+            for cost, since_s in zip(self._costs, silence_s, strict=False)
+        ]
         self.tiers = [tier for tier in range(len(self._costs)) if tier in self.where]
         if self._ends and self._end_tier not in self.tiers:
             self.tiers.append(self._end_tier)
@@ -342,6 +348,11 @@ class _Loads:
             self._costs[tier].is_overdue(self._since_s[tier], begun=tier in self._begun)
             for tier in self.tiers
         )
+
+    @property
+    def stalled(self) -> bool:
+        """Whether no block has come for far longer than predicted."""
+        return any(self._costs[tier].is_stalled(self._since_s[tier]) for tier in self.tiers)
 
     def waits_s(self, costs: PromptCosts) -> list[float]:
         """When the device can begin if it waits first for all blocks of a tier, but not of all."""
@@ -470,7 +481,9 @@ def next_step(
         return StepPlan(edge, load_from=None, overdue=is_overdue(view, costs, progress))
     edge = edge_of(loads=True)
     left_s = patience_s(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
-    if mode == "auto" and left_s <= 0:
+    # Others would fill the step that this prompt leaves out, and the next one.
+    stalled = costs.others_wait and is_stalled(view, costs, progress)
+    if mode == "auto" and (left_s <= 0 or stalled):
         return StepPlan(edge, load_from=view.first)
     meet = outlook.meet_token
     slack = LOAD_SLACK if mode == "auto" else 0.0
@@ -485,9 +498,7 @@ def next_step(
         # computing is predicted to be quicker.
         wait_s = outlook.wait_s if meet == view.front else math.inf
         return StepPlan(view.front, wait=True, wait_s=wait_s, load_from=view.first)
-    # A short step makes one more step necessary. Where others fill both, that takes a whole step.
-    filled = costs.others_wait and is_overdue(view, costs, progress)
-    if mode == "auto" and (filled or left_s < costs.prefill.fixed_s):
+    if mode == "auto" and left_s < costs.prefill.fixed_s:  # a short step makes one more necessary
         return StepPlan(edge, load_from=view.first)
     return _towards(meet, edge, view, costs)
 
@@ -538,6 +549,11 @@ def is_overdue(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:
     """Whether a block of the prompt was predicted to land by now, and has not."""
     overdue = _Loads(view, costs, progress).overdue
     return overdue and is_asked(view, progress.load_from)
+
+
+def is_stalled(view: View, costs: PromptCosts, progress: LoadProgress) -> bool:
+    """Whether the prompt waits for a block, and its loads have stalled."""
+    return is_asked(view, progress.load_from) and _Loads(view, costs, progress).stalled
 
 
 def is_asked(view: View, load_from: int | None) -> bool:

@@ -3,10 +3,12 @@
 The order is Cake's adaptive scheduling (arXiv 2410.03065, section 4, part 3), as derived in
 docs/theory.md:
 
-1. Prompts of which nothing is being loaded, in SGLang's order. Of equal age, as all are that
-   arrive during one step, prompts whose loads are over and whose rest fits one step come first.
-2. Prompts that are being loaded, the one with the smallest remaining T* first. They get what the
-   others leave of a step's budget, which may be nothing, while their loads go on.
+1. Prompts of which nothing is being loaded, or whose loads have stalled, in SGLang's order. Of
+   equal age, as all are that arrive during one step, prompts whose loads are over and whose rest
+   fits one step come first.
+2. Prompts whose blocks arrive as predicted, the one with the smallest remaining T* first. They get
+   what the others leave of a step's budget, which may be nothing, while their loads go on. A prompt
+   whose loads have stalled would gain nothing by that.
 
 A prompt whose loads take longer than computing it is passed by later prompts of class 1 only if
 these are short (`PASSING_LIMIT`). Otherwise it would be far later than if nothing of it were
@@ -48,8 +50,9 @@ MOST_TENANTS = 4096
 # shortest prompt goes first. With a smaller span they would alternate at every step.
 TURN_TOKENS = 4096
 
-# Level, turn, aged remaining time, neither nearly done nor prefill due: the lowest goes first.
-SortKey = tuple[int, int, float, bool]
+# Level, turn, aged remaining time, neither nearly done nor prefill due, arrival: the lowest goes
+# first.
+SortKey = tuple[int, int, float, bool, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,16 @@ class QueueEntry:
         waited_s: time since it arrived, by a clock that all ranks share.
         compute_s: predicted time to compute the rest of it alone.
         needs_device: it is being loaded, which alone takes longer than `compute_s`.
+        stalled: its loads have stalled.
         loads_over: blocks of it were asked for once, and none is being loaded.
-        nearly_done: its loads are over, and the rest fits one step.
+        nearly_done: its loads are over or stalled, and the rest fits one step.
         turn: that of its tenant, lowest first; equal for all where tenants do not count.
         level: that of its priority, lowest first; equal for all where priorities do not count.
         yielded: it could have had the device, and waited for its loads instead.
         prefill_due: without loads, its prefill would run by now: it was first by all priorities and
             let others go first, or it went back between two chunks. Its priority does not count
             any more.
+        arrival: its number in the order of arrival; 0: not known.
     """
 
     rid: str
@@ -76,12 +81,14 @@ class QueueEntry:
     waited_s: float = 0.0
     compute_s: float = math.inf
     needs_device: bool = False
+    stalled: bool = False
     loads_over: bool = False
     nearly_done: bool = False
     turn: int = 0
     level: int = 0
     yielded: bool = False
     prefill_due: bool = False
+    arrival: int = 0
 
     @classmethod
     def of(
@@ -90,6 +97,7 @@ class QueueEntry:
         view: View,
         *,
         loads: bool,
+        stalled: bool,
         outlook: Callable[[], Outlook],
         mode: Mode,
         waited_s: float,
@@ -100,23 +108,32 @@ class QueueEntry:
 
         Args:
             loads: whether wanted blocks are being loaded now.
+            stalled: as `planner.is_stalled`.
             outlook: predicts the rest of its prefill alone; called only if it is being loaded.
             asked: whether any block of it was ever worth loading.
             chunk_tokens: the most that one step computes.
         """
-        if loads and view.wanted:
-            now = outlook()
-            return cls(
-                rid,
-                now.best_s,
-                waited_s,
-                compute_s=now.compute_s,
-                needs_device=mode == "auto" and now.needs_device,
-            )
         landed_tokens = view.attachable * view.block_tokens
         rest_tokens = view.prompt_tokens - view.front - landed_tokens
         nearly_done = asked and rest_tokens <= chunk_tokens
-        return cls(rid, None, waited_s, loads_over=asked, nearly_done=nearly_done)
+        if not (loads and view.wanted):
+            return cls(rid, None, waited_s, loads_over=asked, nearly_done=nearly_done)
+        now = outlook()
+        stalled &= mode == "auto"
+        return cls(
+            rid,
+            now.best_s,
+            waited_s,
+            compute_s=now.compute_s,
+            needs_device=mode == "auto" and now.needs_device,
+            stalled=stalled,
+            nearly_done=stalled and nearly_done,
+        )
+
+    @property
+    def waits_for_loads(self) -> bool:
+        """Whether blocks of it are being loaded, and arrive as predicted (class 2)."""
+        return self.remaining_s is not None and not self.stalled
 
     @property
     def only_computed(self) -> bool:
@@ -128,34 +145,39 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     """Indices into `entries`, in the order of service. Stable.
 
     Prompts that are only computed stay in the given order, but for those whose prefill is due. Each
-    is sorted by the shortest waiting time among itself and those before it. Otherwise an old prompt
-    late in the given order would pull the newer ones before it ahead of a loaded prompt.
+    is sorted as if it had come with the last one among itself and those before it. Otherwise an old
+    prompt late in the given order would pull the newer ones before it ahead of a loaded prompt.
 
     A prompt that needs the device stands before the first later prompt of class 1 that is too long
     to pass it.
     """
     entries = _levelled(entries)
-    youngest_s: dict[tuple[int, int], float] = {}
+    last: dict[tuple[int, int], QueueEntry] = {}
 
     def first_key(each: QueueEntry) -> SortKey:
         if each.prefill_due or not each.only_computed:
-            return sort_key(each)
+            return _device_key(each)
         group = (each.level, each.turn)
-        youngest_s[group] = min(youngest_s.get(group, each.waited_s), each.waited_s)
-        return sort_key(replace(each, waited_s=youngest_s[group]))
+        before = last.get(group, each)
+        last[group] = replace(
+            each,
+            waited_s=min(before.waited_s, each.waited_s),
+            arrival=max(before.arrival, each.arrival),
+        )
+        return _device_key(last[group])
 
     keys = [first_key(each) for each in entries]
     passing = sorted(
-        (keys[i], each.compute_s) for i, each in enumerate(entries) if each.remaining_s is None
+        (keys[i], each.compute_s) for i, each in enumerate(entries) if not each.waits_for_loads
     )
     for i, each in enumerate(entries):
-        if each.needs_device:
-            own = sort_key(replace(each, remaining_s=None, nearly_done=True))
+        if each.needs_device and each.waits_for_loads:
+            own = _device_key(replace(each, remaining_s=None, nearly_done=True))
             left_s = PASSING_LIMIT * each.compute_s
             for found, compute_s in passing[bisect_left(passing, (own, 0.0)) :]:
                 left_s -= compute_s
                 if left_s < 0 or found > keys[i]:
-                    keys[i] = min(keys[i], (*found[:3], False))
+                    keys[i] = min(keys[i], (*found[:3], False, each.arrival))
                     break
     return sorted(range(len(entries)), key=keys.__getitem__)
 
@@ -166,16 +188,16 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
 
     | running | waiting | preempted when |
     |---|---|---|
-    | being loaded | any | the waiting prompt is first in `order` |
+    | of class 2 | any | the waiting prompt is first in `order` |
     | any other | another priority | it is first in `order`, and had yielded the device |
     | any other | only computed | never |
     | nearly done | any | never |
-    | only computed, or loads over | nearly done | its tenant's turn is not later |
-    | the same | loads over, or being loaded | it is first in `order`, and of the same turn |
+    | other than nearly done | nearly done | its tenant's turn is not later |
+    | the same | any other | it is first in `order`, and of the same turn |
     """
     running, waiting = _levelled([running, waiting])
     first = order([running, waiting])[0] == 1
-    if running.remaining_s is not None:
+    if running.waits_for_loads:
         return first
     if waiting.level != running.level:
         return first and waiting.yielded
@@ -193,11 +215,21 @@ def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
     return [replace(each, level=first) if each.prefill_due else each for each in entries]
 
 
-def sort_key(entry: QueueEntry) -> SortKey:
-    """The place of a waiting prompt, lowest first: on the link, and on the device where no prompt
-    needs it."""
-    aged_s = (entry.remaining_s or 0.0) - AGEING * entry.waited_s
-    return entry.level, entry.turn, aged_s, not (entry.nearly_done or entry.prefill_due)
+def link_key(entry: QueueEntry) -> SortKey:
+    """The place of a prompt on the link, lowest first. One that has stalled lets those whose blocks
+    are predicted to come sooner go first."""
+    return _key(entry, entry.remaining_s or 0.0)
+
+
+def _device_key(entry: QueueEntry) -> SortKey:
+    """The place of a waiting prompt on the device, lowest first, where no prompt needs it."""
+    return _key(entry, 0.0 if entry.stalled else entry.remaining_s or 0.0)
+
+
+def _key(entry: QueueEntry, remaining_s: float) -> SortKey:
+    aged_s = remaining_s - AGEING * entry.waited_s
+    first_of_its_age = entry.nearly_done or entry.prefill_due
+    return entry.level, entry.turn, aged_s, not first_of_its_age, entry.arrival
 
 
 class TenantTokens:

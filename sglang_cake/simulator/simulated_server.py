@@ -29,13 +29,14 @@ from sglang_cake.loading.planner import (
     StepPlan,
     device_work,
     is_overdue,
+    is_stalled,
     look_ahead,
     next_step,
     overlap_span,
     passing_tokens,
     should_load,
 )
-from sglang_cake.loading.priority import QueueEntry, SortKey, order, sort_key
+from sglang_cake.loading.priority import QueueEntry, SortKey, link_key, order
 from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
@@ -148,7 +149,7 @@ class LivePrompt:
     relied_since_s: float = 0.0
     decoded: int = 0
     reading: set[int] = field(default_factory=set)
-    link_key: SortKey = (0, 0, 0.0, False)
+    link_key: SortKey = (0, 0, 0.0, False, 0)
 
     def progress(self, now: float) -> LoadProgress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
@@ -447,15 +448,14 @@ class SimulatedServer:
             rest_s = self._costs.prefill.span_s(live.meet.front, prompt.prompt_tokens, self._chunk)
             return QueueEntry(prompt.rid, None, waited_s, compute_s=rest_s)
 
+        progress = live.progress(now)
         entry = QueueEntry.of(
             prompt.rid,
             view,
             loads=live.load_from is not None,
+            stalled=is_stalled(view, self._costs, progress),
             outlook=lambda: look_ahead(
-                view,
-                chunk_tokens=self._chunk,
-                costs=self._costs,
-                progress=live.progress(now),
+                view, chunk_tokens=self._chunk, costs=self._costs, progress=progress
             ),
             mode=self._mode,
             waited_s=waited_s,
@@ -465,7 +465,7 @@ class SimulatedServer:
         if entry.remaining_s is None:
             compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
             entry = replace(entry, compute_s=compute_s)
-        live.link_key = sort_key(entry)
+        live.link_key = link_key(entry)
         return entry
 
     def _feed(self) -> None:

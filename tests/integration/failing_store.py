@@ -9,10 +9,14 @@ from sglang_cake.testing.virtual_gpu import VirtualStore
 
 
 class FailingStore(VirtualStore):
-    """Attributes: fault: of all reads but the first 10."""
+    """Attributes:
+    fault: of all reads but the first 10.
+    pause_s: with the fault "paused", reads that begin in this time end after it.
+    """
 
     fault = ""
     reads = 0
+    pause_s = (0.0, 0.0)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None
@@ -21,5 +25,10 @@ class FailingStore(VirtualStore):
         if self.fault and self.reads > 10:
             if self.fault == "silent":
                 await asyncio.Event().wait()
+            if self.fault == "paused":
+                begin_s, end_s = self.pause_s
+                if begin_s <= self._io.now_s:
+                    await asyncio.sleep(end_s - self._io.now_s)
+                return await super().get_into(key, out, progress)
             raise BlockMissing("evicted") if self.fault == "lost" else StoreUnavailable("broken")
         return await super().get_into(key, out, progress)

@@ -29,6 +29,7 @@ from sglang_cake.loading.planner import (
     StepPlan,
     device_work,
     is_overdue,
+    is_stalled,
     look_ahead,
     next_step,
     overlap_span,
@@ -657,9 +658,9 @@ def test_planner_step_waits_before_landed_blocks_whose_end_is_near() -> None:
 
 @pytest.mark.parametrize(
     ("since_s", "others_wait", "stop"),
-    [(110, False, 500), (90, True, 500), (110, True, 1050)],
+    [(210, False, 500), (190, True, 500), (210, True, 1050)],
 )
-def test_planner_step_is_whole_where_others_would_fill_it_and_a_block_is_overdue(
+def test_planner_step_is_whole_where_others_would_fill_it_and_loads_have_stalled(
     since_s: float, others_wait: bool, stop: int
 ) -> None:
     step = next_step(
@@ -670,6 +671,31 @@ def test_planner_step_is_whole_where_others_would_fill_it_and_a_block_is_overdue
         progress=LoadProgress(since_s, begun=True, load_from=0),
     )
     assert step.stop == stop
+
+
+def test_planner_prompt_whose_loads_have_stalled_waits_only_if_no_other_prompt_does() -> None:
+    progress = LoadProgress(210.0, begun=True, load_from=0)
+    for others_wait in (False, True):
+        step = next_step(
+            view_of([WANTED]),
+            mode="auto",
+            chunk_tokens=10_000,
+            costs=replace(costs(100, token_s=10.0), others_wait=others_wait),
+            progress=progress,
+        )
+        assert step.wait != others_wait
+
+
+def test_planner_silence_of_a_store_counts_for_prompts_behind_the_first_when_it_has_stalled() -> (
+    None
+):
+    view, progress = view_of([WANTED] * 10), LoadProgress(load_from=0)
+    healthy = look_ahead(view, chunk_tokens=500, costs=costs(10), progress=progress)
+    for silence_s, stalled in ((19.0, False), (21.0, True)):
+        silent = replace(costs(10), silence_s=silence_s)
+        outlook = look_ahead(view, chunk_tokens=500, costs=silent, progress=progress)
+        assert is_stalled(view, silent, progress) is stalled
+        assert (outlook.load_s > healthy.load_s) is stalled
 
 
 @pytest.mark.parametrize("mode", ["auto", "both"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import Outlook
-from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts, sort_key
+from sglang_cake.loading.priority import AGEING, QueueEntry, link_key, order, preempts
 
 
 def names(*claimants: QueueEntry) -> str:
@@ -45,7 +45,7 @@ def test_priority_prompt_that_needs_the_device_is_passed_by_short_ones_only() ->
     assert preempts(stored, later)
     assert not preempts(later, stored)
     assert preempts(earlier, stored)
-    assert sort_key(short) < sort_key(stored)
+    assert link_key(short) < link_key(stored)
 
 
 def test_priority_computed_prompts_keep_their_given_order() -> None:
@@ -72,16 +72,24 @@ def test_priority_due_prefill_keeps_its_place_against_higher_priorities() -> Non
     assert names(replace(urgent[0], waited_s=9.0), had) == "hu"  # they came between two polls
 
 
+def is_possible(entry: QueueEntry) -> bool:
+    loaded = entry.remaining_s is not None
+    return (
+        entry.stalled <= loaded
+        and entry.loads_over <= (not loaded)
+        and entry.nearly_done <= (entry.loads_over or entry.stalled)
+    )
+
+
 claimants = st.builds(
     QueueEntry,
     rid=st.just("x"),
     remaining_s=st.none() | st.floats(0, 100),
     waited_s=st.floats(0, 1000),
+    stalled=st.booleans(),
     loads_over=st.booleans(),
     nearly_done=st.booleans(),
-).filter(
-    lambda c: c.loads_over >= c.nearly_done and not (c.loads_over and c.remaining_s is not None)
-)
+).filter(is_possible)
 
 
 @given(st.lists(claimants, max_size=20))
@@ -105,11 +113,14 @@ def seen(*states: BlockState, front: int = 0, prompt_tokens: int = 70) -> View:
     return View(front, 0, bytes(states), 16, prompt_tokens, prompt_tokens - 1)
 
 
-def claimant(view: View, *, asked: bool = True, loads: bool = True) -> QueueEntry:
+def claimant(
+    view: View, *, asked: bool = True, loads: bool = True, stalled: bool = False
+) -> QueueEntry:
     return QueueEntry.of(
         "x",
         view,
         loads=loads,
+        stalled=stalled,
         outlook=lambda: Outlook(4.0, 5.0, 3.0, 0),
         mode="auto",
         waited_s=1.0,
@@ -130,6 +141,34 @@ def test_queue_entry_is_derived_from_the_block_states() -> None:
     assert claimant(seen(G, L, L, L)) == claimant(seen(A, A, A, L, front=30)) == done
     assert not claimant(seen(A, A, A, L)).nearly_done
     assert not claimant(seen(A, front=60), asked=False).nearly_done  # it never had anything
+    # Blocks of loads that have stalled are computed, as far as known.
+    assert not claimant(seen(A, L, W, L), stalled=True).nearly_done
+    assert claimant(seen(A, L, W, L, front=30), stalled=True).nearly_done
+    assert not claimant(seen(A, L, W, L, front=30)).nearly_done
+
+
+def test_priority_prompt_with_stalled_loads_is_served_as_if_it_were_not_stored() -> None:
+    """Others do not pass it on the device, since its loads gain nothing by that. On the link it
+    stays behind those whose blocks come."""
+    late = QueueEntry("s", 9.0, 5.0, compute_s=8.0, needs_device=True, stalled=True)
+    short, before, after = (
+        QueueEntry("t", 1.0, 5.0),
+        QueueEntry("b", None, 6.0),
+        QueueEntry("a", None),
+    )
+    assert names(before, short, late, after) == "bsta"
+    assert link_key(short) < link_key(late)
+    assert preempts(late, after)
+    assert not preempts(before, replace(late, waited_s=7.0))
+    assert not preempts(short, late)
+
+
+def test_priority_prompts_of_equal_age_whose_loads_have_stalled_keep_the_order_of_arrival() -> None:
+    """Prompts that were being loaded stand behind those that passed them."""
+    one, three = (QueueEntry(str(n), 4.0 - n, stalled=True, arrival=n) for n in (1, 3))
+    new = [QueueEntry(str(n), None, arrival=n) for n in (2, 4)]
+    assert names(*new, three, one) == "1234"
+    assert names(*new[::-1], three, one) == "1342"  # SGLang's order of prompts that are not stored
 
 
 def test_preemption_of_loading_and_computed_prompts_follows_the_order() -> None:
@@ -194,14 +233,13 @@ possible = st.builds(
     rid=st.just("x"),
     remaining_s=st.none() | st.floats(0, 100),
     waited_s=st.floats(0, 1000),
+    stalled=st.booleans(),
     loads_over=st.booleans(),
     nearly_done=st.booleans(),
     turn=st.integers(0, 2),
     level=st.integers(0, 2),
     yielded=st.booleans(),
-).filter(
-    lambda c: c.loads_over >= c.nearly_done and not (c.loads_over and c.remaining_s is not None)
-)
+).filter(is_possible)
 
 
 @given(possible, possible)

@@ -48,7 +48,7 @@ from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
-from sglang_cake.loading.priority import QueueEntry, TenantTokens, sort_key
+from sglang_cake.loading.priority import QueueEntry, TenantTokens, link_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -698,13 +698,13 @@ class Coordinator:
                 req.rid,
                 record.meet.view(),
                 loads=record.agreed.load_from is not None,
+                stalled=self.step_costs.is_stalled(record),
                 outlook=lambda: self._outlook(record),
                 mode=self._config.mode,
                 waited_s=now_s - since_s,
                 asked=record.agreed.asked,
                 chunk_tokens=self.step_costs.chunk_tokens,
             )
-            entry = replace(entry, yielded=record.queue.yielded)
         if entry.remaining_s is None:
             work = self._work_without_keys(req.rid) if record is None else record.device_work
             compute_s = self.step_costs.queue_s(work) if work.tokens else math.inf
@@ -712,9 +712,16 @@ class Coordinator:
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
-        entry = replace(entry, turn=turn, level=level, prefill_due=self.prefill_due(req))
+        entry = replace(entry, turn=turn, level=level)
         if record is not None:
-            record.queue.link_key = sort_key(entry)
+            queue = record.queue
+            entry = replace(
+                entry,
+                yielded=queue.yielded,
+                prefill_due=queue.prefill_due,
+                arrival=record.arrival,
+            )
+            queue.link_key = link_key(entry)
         return entry
 
     # ---- parts of `poll` ----
@@ -920,7 +927,7 @@ class Coordinator:
             for rids in (serving[:first], serving[first:])
         )
         if self.adaptive:
-            last = (sys.maxsize, 0, 0.0, False)
+            last = (sys.maxsize, 0, 0.0, False, 0)
             queued.sort(key=lambda record: record.queue.link_key or last)
         return fixed + queued
 

@@ -86,9 +86,7 @@ def serving(
         waiting = [
             _queue_entry(req, coordinator, policy) for req in queue if coordinator.loading(req)
         ]
-        ahead = [
-            each.rid for each in waiting if each.remaining_s is not None and preempts(each, running)
-        ]
+        ahead = [each.rid for each in waiting if each.waits_for_loads and preempts(each, running)]
     first = {*ahead, chunked.rid}
     return [*ahead, chunked.rid, *(req.rid for req in queue if req.rid not in first)]
 
@@ -103,7 +101,7 @@ def find_preemptor(
     """The waiting request that goes before the request that is being chunked, which may go back,
     and can compute now."""
     running = _queue_entry(req, coordinator, policy)
-    only_stored = running.remaining_s is None or not coordinator.adaptive
+    only_stored = not running.waits_for_loads or not coordinator.adaptive
 
     def goes_first(each: "Req") -> bool:
         if only_stored and not coordinator.uses_store(each):

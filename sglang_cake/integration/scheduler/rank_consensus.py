@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptRecord
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 
 _HEAD = 5  # numbers of a request before those of its blocks
@@ -46,7 +46,7 @@ class SharedCosts(NamedTuple):
     prefill: PrefillCost
     busy_s: float
     tiers: tuple[LoadCost, ...]
-    silence_s: tuple[float, ...] = ()
+    silence_s: tuple[float, ...] = (0.0,) * MOST_TIERS
     measured: tuple[bool, ...] = ()
 
 

@@ -1,0 +1,77 @@
+"""Random streams of prompts that share a device and a failing store, in virtual time."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from failing_store import FailingStore
+
+from sglang_cake.loading.planner import Mode
+from sglang_cake.testing.scheduler_loop import PromptRun, prompt
+from sglang_cake.testing.virtual_gpu import LLAMA_70B, virtual_scheduler
+
+
+class Stream:
+    """Attributes: last_step_s: the time of a whole step at the end of the longest prompt."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self._model = replace(LLAMA_70B, chunk_tokens=draw.choice([1024, 2048, 8192]))
+        self._link_bytes_per_s = draw.choice([5e8, 1e9, 2e9, 4e9, 8e9])
+        self._overlap = draw.random() < 0.6
+        self._known = draw.random() < 0.8
+        begin_s = draw.random()
+        self._pause_s = begin_s, begin_s + draw.choice([0.1, 0.3, 1.0, 3.0])
+        self._prompts = []  # when it arrives, its tokens, and whether it is stored
+        at_s = 0.0
+        for _ in range(draw.randint(2, 8)):
+            self._prompts.append((at_s, draw.randrange(2000, 30000), draw.random() < 0.7))
+            at_s += draw.uniform(0.0, 0.3)
+        longest = max(tokens for _, tokens, _ in self._prompts)
+        begin = max(0, longest - self._model.chunk_tokens)
+        self.last_step_s = self._model.prefill.step_s(begin, longest)
+
+    def serve(self, mode: Mode, fault: str) -> list[PromptRun]:
+        with virtual_scheduler(
+            self._model,
+            link_bytes_per_s=self._link_bytes_per_s,
+            mode=mode,
+            overlap=self._overlap,
+            store=FailingStore,
+        ) as loop:
+            if self._known:
+                loop.knows_costs()
+            arrivals = []
+            for number, (at_s, tokens, stored) in enumerate(self._prompts):
+                req = prompt(number, tokens)
+                if stored:
+                    loop.store.keys |= set(loop.keys(req.origin_input_ids))
+                arrivals.append((at_s, req))
+            loop.store.fault = fault
+            begin_s, end_s = self._pause_s
+            loop.store.pause_s = loop.io.now_s + begin_s, loop.io.now_s + end_s
+            return loop.serve(arrivals)
+
+
+@pytest.mark.parametrize("fault", ["silent", "paused", "lost"])
+def test_virtual_stream_of_a_failing_store_makes_no_prompt_much_later_than_computing(
+    fault: str,
+) -> None:
+    for seed in range(20):
+        stream = Stream(seed)
+        runs = zip(stream.serve("auto", fault), stream.serve("compute", fault), strict=True)
+        for auto, computed in runs:
+            assert auto.ttft_s <= 1.02 * computed.ttft_s + 2 * stream.last_step_s, seed
+
+
+def test_virtual_stream_prompts_behind_the_first_are_loaded_after_a_pause_of_the_store() -> None:
+    model = replace(LLAMA_70B, chunk_tokens=2048)
+    with virtual_scheduler(model, link_bytes_per_s=4e9, store=FailingStore) as loop:
+        loop.knows_costs()
+        prompts = [prompt(number, 16384) for number in range(8)]
+        for req in prompts:
+            loop.store.keys |= set(loop.keys(req.origin_input_ids))
+        loop.store.fault = "paused"
+        loop.store.pause_s = loop.io.now_s, loop.io.now_s + 0.5
+        _, *behind = loop.serve([(0.0, req) for req in prompts])
+        assert all(run.report["loaded_tokens"] > 8192 for run in behind)
