@@ -275,7 +275,13 @@ class StepCosts:
         return is_overdue(record.meet.view(), self.costs(record), record.progress)
 
     def is_stalled(self, record: PromptRecord) -> bool:
-        """Whether the loads of the request have stalled."""
+        """Whether the loads of the request have stalled. Asked of all waiting requests, so the
+        usual case, blocks in one tier that has not stalled, costs little."""
+        agreed, shared = record.agreed, self._agreed
+        if agreed.tiers and agreed.tier is not None:
+            since_s = max(agreed.elapsed_s, shared.silence_s[agreed.tier])
+            if not shared.tiers[agreed.tier].is_stalled(since_s):
+                return False
         return is_stalled(record.meet.view(), self.costs_alone(record), record.progress)
 
     def passing_tokens(
