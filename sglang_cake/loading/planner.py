@@ -298,7 +298,7 @@ class _Loads:
             self._begun = costs.tiers.tiers_of(landed, view.first) if progress.begun else b""
             if self._ends:
                 self._end_tier = costs.tiers.tiers[view.first + self._present.rfind(1)]
-        # A tier may have stalled although it is not being read for this prompt.
+        # A tier may have stalled while it was read for other prompts.
         self._since_s = [
             max(progress.since_s, since_s if cost.is_stalled(since_s) else 0.0)
             for cost, since_s in zip(self._costs, silence_s, strict=False)

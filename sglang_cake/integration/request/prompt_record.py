@@ -96,7 +96,8 @@ class LocalLoads:
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         failed: blocks that could not be fetched.
-        late: its loads were given up, since a block was overdue.
+        late: a read was late, or the loads ended for good since a block was overdue. The log says
+            so once.
         stored: the answer of the lookup; None: under way.
         ends: after which full blocks an end state is stored, as far as the lookup says.
         tiers: of each full block, as of `LookedUp`.
