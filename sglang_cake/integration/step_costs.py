@@ -276,12 +276,12 @@ class StepCosts:
 
     def is_stalled(self, record: PromptRecord) -> bool:
         """Whether the loads of the request have stalled. Asked of all waiting requests, so the
-        usual case, blocks in one tier that has not stalled, costs little."""
+        usual case, no tier that has stalled, costs little."""
         agreed, shared = record.agreed, self._agreed
-        if agreed.tiers and agreed.tier is not None:
-            since_s = max(agreed.elapsed_s, shared.silence_s[agreed.tier])
-            if not shared.tiers[agreed.tier].is_stalled(since_s):
-                return False
+        tiers = slice(None) if agreed.tier is None else slice(agreed.tier, agreed.tier + 1)
+        loads = zip(shared.tiers[tiers], shared.silence_s[tiers], strict=False)
+        if not any(cost.is_stalled(max(agreed.elapsed_s, silent_s)) for cost, silent_s in loads):
+            return False
         return is_stalled(record.meet.view(), self.costs_alone(record), record.progress)
 
     def passing_tokens(

@@ -94,6 +94,24 @@ def test_step_costs_decoding_requests_make_loading_worth_it(step_costs: StepCost
     assert step_costs.decision_at_arrival(live, AUTO, NOTHING)(stored, loads)
 
 
+def test_step_costs_no_tier_stalled_is_told_without_a_look_at_blocks_of_several_tiers(
+    step_costs: StepCosts,
+) -> None:
+    """It is asked of hundreds of waiting requests in each step."""
+    live = record_of(4, block=16)
+    live.meet.found((True,) * 4)
+    live.agreed.tiers, live.agreed.tier = bytes([0, 0, 1, 1]), None
+    live.agreed.load_from = 0
+    unseen = replace(live, meet=Mock(view=Mock(side_effect=AssertionError)))
+    costs = SharedCosts(COST, 0.0, (LoadCost(0.0, 0.05),) * 3)
+    step_costs.agree(costs._replace(silence_s=(0.1, 0.1, 0.1)))
+    assert not step_costs.is_stalled(unseen)
+    step_costs.agree(costs._replace(silence_s=(0.0, 0.11, 0.0)))
+    assert step_costs.is_stalled(live)
+    step_costs.agree(costs._replace(silence_s=(0.0, 0.0, 0.11)))  # it has no block there
+    assert not step_costs.is_stalled(live)
+
+
 @dataclass
 class Timer:
     """A forward that ends when the test says."""
