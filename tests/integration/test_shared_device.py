@@ -274,6 +274,19 @@ def test_mode_auto_loads_given_up_as_late_are_one_log_line(
     assert sum("loads are overdue" in each.message for each in caplog.records) == lines
 
 
+def test_mode_auto_log_line_of_a_prompt_behind_the_first_tells_how_long_no_block_came(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cost = PrefillCost(1e-2, 1e-3, 1e-7, error=0.02)
+    load = LoadCost(0.0, BLOCK * 1e-4, error=0.02, depth=DEPTH)
+    prompts = [(0.0, 20 * BLOCK), (0.01, 40 * BLOCK)]
+    with caplog.at_level(logging.WARNING, "sglang_cake"):
+        ttfts_s("auto", cost, load, prompts, fault="silent")
+    (line,) = [each.message for each in caplog.records if "loads are overdue" in each.message]
+    told_s = float(line.split("no block came in ")[1].split(" s")[0])
+    assert told_s > 2 * DEPTH * load.block_s  # a shorter silence counts for the first prompt alone
+
+
 @pytest.mark.parametrize(("busy", "at_most"), [(0.8, 0.95), (0.95, 0.88), (1.2, 0.5)])
 def test_mode_auto_queued_short_prompts_have_lower_ttft_than_compute(
     busy: float, at_most: float

@@ -56,9 +56,9 @@ class RequestReporter:
         if self._metrics is not None:
             self._metrics.publish(step_overhead_s=overhead_s, costs=costs)
 
-    def late(self, record: PromptRecord) -> None:
-        """The loads of the request are given up, since a block is overdue. Of many such requests in
-        LATE_EVERY_S, only the first one gets a log line."""
+    def late(self, record: PromptRecord, silent_s: float) -> None:
+        """The loads of the request are given up, since no block came in `silent_s`. Of many such
+        requests in LATE_EVERY_S, only the first one gets a log line."""
         self._late += 1
         now_s = time.monotonic()
         if self._late_line_s is None or now_s - self._late_line_s >= LATE_EVERY_S:
@@ -66,7 +66,7 @@ class RequestReporter:
                 logger.warning(
                     "cake: loads are overdue: no block came in %.2f s, so the rest of request %r "
                     "is computed (%d requests since the last such line)",
-                    record.local_elapsed_s(),
+                    silent_s,
                     record.rid,
                     self._late,
                 )

@@ -174,7 +174,10 @@ class PromptLoads:
     def _late(self, record: PromptRecord) -> None:
         if not record.local.late:
             record.local.late = True
-            self._reporter.late(record)
+            # The link may serve another prompt first, whose blocks do not come either.
+            silence_s = self._loader.tier_silence_s
+            silent_s = [silence_s[tier] for tier in set(record.local.tiers)]
+            self._reporter.late(record, max([record.local_elapsed_s(), *silent_s]))
 
     def _receive(self, event: LoaderEvent) -> None:
         record = self._records.get(event.load_id)
