@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from faulty_stores import FaultyStore, SlowStore
-from polling import async_until
+from polling import PATIENCE_S, async_until
 from storetools import flip, write_key_file
 from tiering import BLOCK, Clock, Tiers, opened_tiers
 
@@ -545,6 +545,17 @@ async def test_tiered_store_stats_while_no_tier_answers_tell_that_all_are_left_o
         stats = await tiers.store.stats()
         assert not any(tier.reading for tier in stats.tiers)
         assert all(tier.counts["left_out"] == 1 for tier in stats.tiers)
+
+
+async def test_tiered_store_stats_while_one_tier_hangs_tell_that_the_other_is_left_out():
+    async with opened_tiers() as tiers:
+        tiers.store.stats_s = 0.001
+        tiers.outage[1].error = DOWN
+        for _ in range(FAILURES_IN_A_ROW):
+            await tiers.store.contains([key_of("a")])
+        tiers.outage[0].hangs = True
+        stats = await asyncio.wait_for(tiers.store.stats(), PATIENCE_S)
+        assert [tier.reading for tier in stats.tiers] == [True, False]
 
 
 # ---- opening ----

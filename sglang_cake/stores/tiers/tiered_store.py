@@ -150,10 +150,12 @@ class TieredStore(Store):
         tiers: fastest first; closed with this store.
         late_answer_s: time that other tiers have for a lookup after the first answer.
         drain_s: time that `close` goes on copying.
+        stats_s: time that `stats` waits for a first answer.
     """
 
     late_answer_s = 1.0
     drain_s = 10.0
+    stats_s = 2.0
 
     def __init__(
         self,
@@ -193,6 +195,7 @@ class TieredStore(Store):
         self._rereads = PromoteOnSecondRead()
         self._given_up: dict[int, set[asyncio.Task[Any]]] = {}  # by tier
         self._probes: dict[int, asyncio.Task[None]] = {}  # reads in the background, by tier
+        self._stats: asyncio.Task[list[_Answer[StoreStats]]] | None = None  # under way
         self._deletes = 0
         self._closed = False
 
@@ -377,11 +380,19 @@ class TieredStore(Store):
         counts of all of them are left."""
         self._check_open()
         now_s = self._clock()
-        free = [tier for tier in self.tiers if tier.index not in self._given_up]
-        asked = [tier for tier in free if tier.asking.may_call(now_s)]
+        if self._stats is None:
+            free = [tier for tier in self.tiers if tier.index not in self._given_up]
+            asked = [tier for tier in free if tier.asking.may_call(now_s)]
+            self._stats = asyncio.ensure_future(self._ask(asked, Tier.stats))
+            self._stats.add_done_callback(_failed)  # retrieves the exception
+        asking = self._stats
+        await asyncio.wait([asking], timeout=self.stats_s)  # a tier may hang while others fail
+        self._check_open()
         answers: list[_Answer[StoreStats]] = []
-        with contextlib.suppress(StoreUnavailable):
-            answers = await self._ask(asked, Tier.stats)
+        if asking.done():
+            self._stats = None if self._stats is asking else self._stats
+            with contextlib.suppress(StoreUnavailable):
+                answers = asking.result()
         stats = [stats for _, stats in answers]
         by_index = {tier.index: stats for tier, stats in answers}
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
@@ -414,6 +425,7 @@ class TieredStore(Store):
                 tier.counts.dropped_blocks += dropped
             given_up = [task for tasks in self._given_up.values() for task in tasks]
             given_up += self._probes.values()
+            given_up += [] if self._stats is None else [self._stats]
             for task in given_up:
                 task.cancel()
             if given_up:
