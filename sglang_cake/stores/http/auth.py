@@ -119,8 +119,8 @@ class ServerCredentials:
     def refresh(self) -> None:
         """Read the files again; may block on a disk.
 
-        Raises: ConfigError, after all were read. The former content of an unusable file stays in
-            force.
+        Raises: ConfigError with all faults, after all were read. The former content of an unusable
+            file stays in force.
         """
         faults: list[ConfigError] = []
         for refresh in (self._refresh_tokens, self._refresh_read_tokens, self._refresh_certificate):
@@ -130,7 +130,7 @@ class ServerCredentials:
                 faults.append(error)
         self.tokens = AcceptedTokens(self._tokens, self._read_tokens)
         if faults:
-            raise faults[0]
+            raise ConfigError("; ".join(map(str, faults)))
 
     def _refresh_tokens(self) -> None:
         self._tokens = load_tokens(self._token_file)

@@ -409,4 +409,4 @@ async def _refresh(credentials: ServerCredentials) -> None:
         except ConfigError as error:
             if warned != str(error):
                 warned = str(error)
-                logger.warning("%s; its former content stays in force", warned)
+                logger.warning("%s; the former content stays in force", warned)

@@ -217,6 +217,18 @@ def test_server_credentials_removed_token_is_refused_while_another_file_is_inval
         write_private(invalid, before)
 
 
+def test_server_credentials_several_invalid_files_are_all_named(tmp_path):
+    (tmp_path / "reading").mkdir()
+    path, read_path = write_token(tmp_path), write_token(tmp_path / "reading", READING)
+    credentials = ServerCredentials(path, read_path)
+    for invalid in (path, read_path):
+        write_private(invalid, "no token")
+    with pytest.raises(ConfigError) as refused:
+        credentials.refresh()
+    assert str(path) in str(refused.value)
+    assert str(read_path) in str(refused.value)
+
+
 async def test_http_store_refused_token_is_read_again_from_its_file(tmp_path):
     served, known = tmp_path / "served", tmp_path / "known"
     for folder in (served, known):
