@@ -133,6 +133,9 @@ class Breaker:
     A caller begins every call, and reports its result with the ticket that it got. Reports with a
     ticket from before the last change of state are outdated, and ignored. Times are seconds of any
     monotonic clock.
+
+    Attributes:
+        ticket: of calls that begin now.
     """
 
     def __init__(self, *, failures: int, calls_may_hang: bool = False) -> None:
@@ -145,7 +148,7 @@ class Breaker:
         self._limit = failures
         self._backoff = Backoff(FIRST_S, LAST_S)
         self._calls_may_hang = calls_may_hang
-        self._ticket = 0
+        self.ticket = 0
         self._failures = 0
         self._given_up_s = -math.inf
         self._probing = False  # the next probe waits for the end of this one
@@ -157,28 +160,28 @@ class Breaker:
         return self.is_closed or not (self._probing or self._backoff.left_s(now_s))
 
     def begin(self, now_s: float) -> int:
-        """Ticket for a call that starts now. While the breaker is open, the call is a probe."""
+        """The ticket of a call that starts now. While the breaker is open, it is a probe."""
         if not self.is_closed:
             if self._calls_may_hang:
                 self._backoff.repeat(now_s)
             else:
                 self._probing = True
-        return self._ticket
+        return self.ticket
 
     def succeeded(self, ticket: int) -> None:
         """The call was answered."""
-        if ticket != self._ticket and not self._calls_may_hang:
+        if ticket != self.ticket and not self._calls_may_hang:
             return
         self._failures = 0
         if not self.is_closed:
             self.is_closed = True
             self._probing = False
             self._backoff.reset()
-            self._ticket += 1
+            self.ticket += 1
 
     def failed(self, ticket: int, now_s: float) -> None:
         """The call was not answered, or with a useless answer."""
-        if ticket != self._ticket:
+        if ticket != self.ticket:
             return
         self._failures += 1
         if not self.is_closed or self._failures >= self._limit:
@@ -186,7 +189,7 @@ class Breaker:
             self._failures = 0
             self._probing = False
             self._backoff.start(now_s)
-            self._ticket += 1
+            self.ticket += 1
             self.openings += 1
 
     def given_up(self, started_s: float, now_s: float, usual_s: float) -> bool:
@@ -203,9 +206,9 @@ class Breaker:
 
     def abandoned(self, ticket: int) -> None:
         """The call was cancelled. If it was the probe, the next call is the probe."""
-        if ticket == self._ticket and self._probing:
+        if ticket == self.ticket and self._probing:
             self._probing = False
-            self._ticket += 1
+            self.ticket += 1
 
 
 class Fault(StrEnum):

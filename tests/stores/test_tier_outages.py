@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from polling import async_until
+from polling import PATIENCE_S, async_until
 from tiering import opened_tiers
 
 from sglang_cake.core.errors import StoreUnavailable
@@ -38,6 +38,35 @@ async def test_tiered_store_failing_tier_is_left_out_until_it_recovers(down):
         stats = await tiers.store.stats()
         assert [tier.reading for tier in stats.tiers] == [True, True]
         assert stats.tiers[down].counts["left_out"] == 1
+
+
+@pytest.mark.parametrize("other", ["hangs", "fails"])
+@pytest.mark.parametrize("at_once", [1, 10])
+async def test_tiered_store_tier_that_hangs_is_left_out_although_no_other_answers(other, at_once):
+    """It is tried again after the first pause, also if many lookups were late."""
+    async with opened_tiers(late_answer_s=0.001) as tiers:
+        await tiers.fill(0, "a")
+        tiers.outage[0].hangs = True
+        tiers.outage[1].hangs = other == "hangs"
+        tiers.outage[1].error = DOWN if other == "fails" else None
+        while tiers.store.tiers[0].serves:
+            lookups = [tiers.store.contains([key_of("a")]) for _ in range(at_once)]
+            failed = await asyncio.wait_for(
+                asyncio.gather(*lookups, return_exceptions=True), PATIENCE_S
+            )
+            assert {*map(type, failed)} == {StoreUnavailable}
+            await async_until(lambda: not tiers.store.given_up_calls)
+        asked = [len(calls.keys_of("contains")) for calls in tiers.calls]
+        assert asked == [max(at_once, FAILURES_IN_A_ROW)] * 2
+        with pytest.raises(StoreUnavailable):
+            await tiers.store.contains([key_of("a")])
+        assert [len(calls.keys_of("contains")) for calls in tiers.calls] == asked
+        assert [tier.reading for tier in (await tiers.store.stats()).tiers] == [False, False]
+
+        tiers.outage[0].hangs = False
+        tiers.clock.now_s += FIRST_S
+        assert await tiers.store.contains([key_of("a")]) == [True]
+        assert tiers.store.tiers[0].serves
 
 
 @pytest.mark.parametrize("late_s", [OVERDUE_S, UNKNOWN_S], ids=["measured", "unknown"])

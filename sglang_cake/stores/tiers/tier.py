@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sglang_cake.core.buffers import Buffer, BufferPool, TellBytes, copy_in_pieces
 from sglang_cake.core.errors import (
@@ -239,6 +239,7 @@ class Tier:
 
     Attributes:
         asking: of lookups and statistics.
+        given_up: its running calls whose result is not awaited any more.
     """
 
     def __init__(
@@ -268,6 +269,7 @@ class Tier:
         self.speed = LinkSpeed(clock)
         self.link = self.speed.read
         self.counts = TierCounts()
+        self.given_up: set[asyncio.Task[Any]] = set()
         self.copies = CopyQueue(self._write_copy, buffers, threads, puts_at_once(depth))
 
     @property
@@ -278,11 +280,15 @@ class Tier:
     @property
     def serves(self) -> bool:
         """Whether neither lookups nor reads are left out."""
-        return self.asking.is_closed and self.reading.is_closed
+        return not self.given_up and self.asking.is_closed and self.reading.is_closed
 
     def may_serve(self, now_s: float) -> bool:
         """Whether the tier serves, or a probe is due."""
-        return self.asking.may_call(now_s) and self.reading.may_call(now_s)
+        return self.may_ask(now_s) and self.reading.may_call(now_s)
+
+    def may_ask(self, now_s: float) -> bool:
+        """Whether it may be asked. It gets no further question until one given up has ended."""
+        return not self.given_up and self.asking.may_call(now_s)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await self._watched(self.asking, self._contains(keys))
@@ -390,10 +396,9 @@ class Tier:
             await self.put(key, data)
             self._copied(self, key)
 
-    def late(self) -> None:
-        """Record a lookup that was given up after other tiers had answered."""
+    def late(self, ticket: int) -> None:
+        """Record a lookup that was given up. Args: ticket: `asking.ticket` when it began."""
         self.counts.late_answers += 1
-        ticket = self.asking.begin(self._clock())
         self._failed(self.asking, ticket, "it answers too late")
 
     async def _watched(

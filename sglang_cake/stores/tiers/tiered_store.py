@@ -56,6 +56,8 @@ FormOf = Callable[[int], Awaitable[memoryview]]
 # there now.
 Unpack = Callable[[memoryview, int], Awaitable[int]]
 
+# Times `late_answer_s`. So a lookup is late before it is cancelled (`loader.ENDED_LOOKUP_S`).
+NO_ANSWER = 3
 COPY_BYTES = 128 * 2**20  # host memory for the copies of each tier, allocated when first used
 MIN_COPY_BLOCKS, MAX_COPY_BLOCKS = 2, 4096
 MAX_KEYS = 1 << 16  # about 20 MB
@@ -148,14 +150,13 @@ class TieredStore(Store):
 
     Attributes:
         tiers: fastest first; closed with this store.
-        late_answer_s: time that other tiers have for a lookup after the first answer.
+        late_answer_s: time that other tiers have for a lookup after the first answer. Before it,
+            all of them have NO_ANSWER times as long.
         drain_s: time that `close` goes on copying.
-        stats_s: time that `stats` waits for a first answer.
     """
 
     late_answer_s = 1.0
     drain_s = 10.0
-    stats_s = 2.0
 
     def __init__(
         self,
@@ -193,22 +194,19 @@ class TieredStore(Store):
         ]
         self._locations = TierLocations()
         self._rereads = PromoteOnSecondRead()
-        self._given_up: dict[int, set[asyncio.Task[Any]]] = {}  # by tier
         self._probes: dict[int, asyncio.Task[None]] = {}  # reads in the background, by tier
-        self._stats: asyncio.Task[list[_Answer[StoreStats]]] | None = None  # under way
         self._deletes = 0
         self._closed = False
 
     @property
     def given_up_calls(self) -> int:
         """Number of running calls whose result is not awaited any more."""
-        return sum(map(len, self._given_up.values())) + len(self._probes)
+        return sum(len(tier.given_up) for tier in self.tiers) + len(self._probes)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         self._check_open()
         now_s = self._clock()
-        free = [tier for tier in self.tiers if tier.index not in self._given_up]
-        usable = [tier for tier in free if tier.may_serve(now_s)]
+        usable = [tier for tier in self.tiers if tier.may_serve(now_s)]
         well = [tier for tier in usable if tier.serves]
         for tier in usable if well else ():
             if not tier.serves:
@@ -380,19 +378,10 @@ class TieredStore(Store):
         counts of all of them are left."""
         self._check_open()
         now_s = self._clock()
-        if self._stats is None:
-            free = [tier for tier in self.tiers if tier.index not in self._given_up]
-            asked = [tier for tier in free if tier.asking.may_call(now_s)]
-            self._stats = asyncio.ensure_future(self._ask(asked, Tier.stats))
-            self._stats.add_done_callback(_failed)  # retrieves the exception
-        asking = self._stats
-        await asyncio.wait([asking], timeout=self.stats_s)  # a tier may hang while others fail
-        self._check_open()
         answers: list[_Answer[StoreStats]] = []
-        if asking.done():
-            self._stats = None if self._stats is asking else self._stats
-            with contextlib.suppress(StoreUnavailable):
-                answers = asking.result()
+        with contextlib.suppress(StoreUnavailable):
+            asked = [tier for tier in self.tiers if tier.may_ask(now_s)]
+            answers = await self._ask(asked, Tier.stats)
         stats = [stats for _, stats in answers]
         by_index = {tier.index: stats for tier, stats in answers}
         used = [s.used_bytes for s in stats if s.used_bytes is not None]
@@ -423,9 +412,8 @@ class TieredStore(Store):
             copies = (tier.copies.close(self.drain_s) for tier in self.tiers)
             for tier, dropped in zip(self.tiers, await asyncio.gather(*copies), strict=True):
                 tier.counts.dropped_blocks += dropped
-            given_up = [task for tasks in self._given_up.values() for task in tasks]
+            given_up = [task for tier in self.tiers for task in tier.given_up]
             given_up += self._probes.values()
-            given_up += [] if self._stats is None else [self._stats]
             for task in given_up:
                 task.cancel()
             if given_up:
@@ -535,17 +523,18 @@ class TieredStore(Store):
     async def _ask(
         self, tiers: Sequence[Tier], question: Callable[[Tier], Coroutine[Any, Any, T]]
     ) -> list[_Answer[T]]:
-        """The answers of some tiers, in order. After the first answer the others have
-        `late_answer_s`, so that a tier that hangs does not delay a fast one.
+        """The answers of some tiers, in order. A tier that hangs does not delay a fast one, and is
+        left out in the end, whether others answer or not (`late_answer_s`).
 
         Raises: StoreUnavailable if none answers.
         """
+        tickets = [tier.asking.ticket for tier in tiers]
         tasks = [asyncio.ensure_future(question(tier)) for tier in tiers]
         await _until_answered(tasks, self.late_answer_s)
         answers: list[_Answer[T]] = []
-        for tier, task in zip(tiers, tasks, strict=True):
+        for tier, ticket, task in zip(tiers, tickets, tasks, strict=True):
             if not task.done():
-                tier.late()
+                tier.late(ticket)
                 self._give_up(tier, task)
                 task.cancel()
             elif task.exception() is None:
@@ -560,14 +549,12 @@ class TieredStore(Store):
         """Stop waiting for a call. The tier gets no further lookup until the call has ended."""
 
         def done(task: "asyncio.Task[Any]") -> None:
-            tasks.discard(task)
-            if not tasks:
-                self._given_up.pop(tier.index, None)
+            tier.given_up.discard(task)
             if not task.cancelled() and isinstance(task.exception(), TimeoutError):
-                tier.late()  # of a probe
+                tier.late(ticket)  # of a probe
 
-        tasks = self._given_up.setdefault(tier.index, set())
-        tasks.add(task)
+        ticket = tier.asking.ticket
+        tier.given_up.add(task)
         task.add_done_callback(done)
 
     def _check_open(self) -> None:
@@ -576,14 +563,17 @@ class TieredStore(Store):
 
 
 async def _until_answered(tasks: list["asyncio.Task[T]"], patience_s: float) -> None:
-    """Return when all tasks are done, or `patience_s` after the first that succeeded.
+    """Return when all tasks are done, or `patience_s` after the first that succeeded, or
+    NO_ANSWER times as long after the start, if none has.
 
     Cancellation: returns once all tasks are done.
     """
     pending = set(tasks)
     try:
-        while pending and all(_failed(task) for task in tasks if task not in pending):
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout((NO_ANSWER - 1) * patience_s):
+                while pending and all(_failed(task) for task in tasks if task not in pending):
+                    _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:
             await asyncio.wait(pending, timeout=patience_s)
     except asyncio.CancelledError:
