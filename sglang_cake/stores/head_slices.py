@@ -131,11 +131,17 @@ class HeadSliceStore(Store):
 
     async def stats(self) -> StoreStats:
         """Of the store of the first slice: all slices share its capacity. Each evicts by itself,
-        and calls its tiers by itself."""
+        so that as many evicted slices as a block has count as a block. Each calls its tiers by
+        itself."""
         found = await _all(store.stats() for store in self._stores)
+        total = EvictionCounts.total(each.evictions for each in found)
         return replace(
             found[0],
-            evictions=EvictionCounts.total(each.evictions for each in found),
+            evictions=replace(
+                total,
+                evicted_blocks=total.evicted_blocks // len(found),
+                skipped_blocks=total.skipped_blocks // len(found),
+            ),
             tiers=tuple(map(_tier, zip(*(each.tiers for each in found), strict=True))),
         )
 
