@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 BENCH_BYTES = 64 << 20
 BENCH_S = 30.0
+HANG_S = 30.0  # after that, for what cannot be cancelled
 LARGEST_BLOCK_BYTES = 64 << 20  # that is measured
 UNKNOWN_BLOCK_BYTES = 1 << 20  # measured if the model is not known
 NO_LIMIT = 2**40
@@ -305,6 +306,7 @@ async def store_findings(
     *,
     bench_bytes: int = BENCH_BYTES,
     bench_s: float = BENCH_S,
+    hang_s: float = HANG_S,
 ) -> tuple[list[Finding], float | None]:
     """Whether a store can be reached and used, and how many bytes per second it reads.
 
@@ -312,7 +314,20 @@ async def store_findings(
         kv: None if the model is not known.
         bench_bytes: written and read.
         bench_s: limit for that.
+        hang_s: further time, in which calls end that cannot be cancelled.
     """
+    measuring = _measured(store, depth, kv, bench_bytes, bench_s)
+    try:
+        async with asyncio.timeout(bench_s + hang_s):
+            return await run_in_own_thread(asyncio.run, measuring)
+    except TimeoutError:
+        text = f"{store.url}: a call has hung for {hang_s:g} s: see that the disk or server answers"
+        return [Finding("mend", "store", text)], None
+
+
+async def _measured(
+    store: NamedStore, depth: int, kv: KvSizes | None, bench_bytes: int, bench_s: float
+) -> tuple[list[Finding], float | None]:
     block_bytes = UNKNOWN_BLOCK_BYTES if kv is None else kv.block_bytes
     block_bytes = max(4096, min(block_bytes, LARGEST_BLOCK_BYTES))
     try:

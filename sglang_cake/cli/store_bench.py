@@ -1,7 +1,6 @@
 """`sglang-cake store bench`: speed of a store, and of a model that loads from it."""
 
 import argparse
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -38,6 +37,7 @@ from sglang_cake.core.namespace import LABEL, Namespace
 from sglang_cake.simulator.shapes import find_shape
 from sglang_cake.stores.base import Store, StoreStats
 from sglang_cake.stores.file.paths import block_names
+from sglang_cake.stores.threads import run_in_own_thread
 from sglang_cake.stores.url import parse_size
 
 DEFAULT_SIZES = "256KiB,1MiB,4MiB,16MiB"
@@ -241,7 +241,7 @@ async def _measure(
     except StoreFull as error:
         raise ConfigError(f"{named.url}: no room to measure: {error}") from None
     bar.update(1)
-    await asyncio.to_thread(_drop_cache, named, frame, keys)
+    await run_in_own_thread(_drop_cache, named, frame, keys)
     before = fetched_bytes()
     read_s = await _timed(blocks, get, at_once)
     bar.update(1)

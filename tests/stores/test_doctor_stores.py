@@ -10,12 +10,11 @@ from moto_process import moto
 from storetools import ALICE, fill, held, url_of
 from system_calls import reads_of_this_process
 
-from sglang_cake.cli.doctor import BENCH_S, KvSizes, store_findings, stores_of
+from sglang_cake.cli.doctor import KvSizes, store_findings, stores_of
 from sglang_cake.cli.named_stores import NamedStore
 from sglang_cake.config import CakeConfig
 from sglang_cake.demo.sglang_server import free_port
 from sglang_cake.testing.memory_store import MemoryStore
-from sglang_cake.testing.virtual_time import in_virtual_time
 
 MODEL = KvSizes(block_bytes=2 << 20, end_blocks=0, stored_token_bytes=1000)
 
@@ -112,8 +111,9 @@ def test_doctor_slow_store_is_given_up_and_cleaned():
 
     store = FullHourStore()
     source = SimpleNamespace(check=lambda: None, open=lambda frame, depth: store)
-    text = refusal_of(in_virtual_time(store_findings(NamedStore("slow://", source), 2, MODEL)))
-    assert f"{BENCH_S:g} s were not enough" in text
+    findings = store_findings(NamedStore("slow://", source), 2, MODEL, bench_s=0.05, hang_s=600.0)
+    text = refusal_of(asyncio.run(findings))
+    assert "0.05 s were not enough" in text
     assert not store.blocks, "what it wrote is deleted"
 
 
@@ -127,6 +127,22 @@ def test_doctor_store_that_hangs_is_given_up(call):
     assert not went_on
     go.set()
     assert "0.05 s were not enough" in text
+
+
+def test_doctor_store_whose_call_cannot_be_cancelled_is_given_up():
+    go, went_on = threading.Event(), []
+
+    class HungStore(MemoryStore):
+        async def put(self, key, data):
+            went_on.append(go.wait(10))
+
+    source = SimpleNamespace(check=lambda: None, open=lambda frame, depth: HungStore())
+    store = NamedStore("hangs://", source)
+    findings = store_findings(store, 2, MODEL, bench_s=0.05, hang_s=0.05)
+    text = refusal_of(asyncio.run(findings))
+    assert not went_on
+    go.set()
+    assert text.startswith("hangs://: a call has hung for 0.05 s: see that")
 
 
 def test_doctor_closed_port_is_to_mend():
