@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import threading
 
 import pytest
 
@@ -15,7 +16,7 @@ from filestore import closing
 from mooncake_process import FRAME as LARGE_FRAME
 from mooncake_process import LAYOUT as LARGE
 from mooncake_process import Client, Master, free_ports, how_it_ends
-from polling import async_answer, async_until, until
+from polling import PATIENCE_S, async_answer, async_until, until
 from storetools import refusal_in_new_process, refusal_of, write_key_file
 from system_calls import stop_child
 
@@ -28,6 +29,7 @@ from sglang_cake.core.errors import (
     StoreUnavailable,
 )
 from sglang_cake.core.layout import BlockLayout
+from sglang_cake.stores.mooncake import mooncake_store
 from sglang_cake.stores.mooncake.mooncake_store import HASH_BYTES
 from sglang_cake.stores.open_store import parse_sources
 from sglang_cake.testing.store_contract import (
@@ -312,6 +314,31 @@ async def test_mooncake_store_absent_master_is_unavailable_until_started():
             await store.close()
         finally:
             master.kill()
+
+
+async def test_mooncake_store_close_does_not_wait_for_a_setup_that_hangs(monkeypatch):
+    go, left = threading.Event(), threading.Event()
+
+    class HungClient:
+        def __init__(self, place, memory):
+            go.wait(PATIENCE_S)
+
+        def close(self):
+            left.set()
+
+    monkeypatch.setattr(mooncake_store, "MooncakeClient", HungClient)
+    (source,) = parse_sources("mooncake://127.0.0.1:1")
+    store = dataclasses.replace(source, patience_s=0.01).open(FRAME, depth=1)
+    try:
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            await store.contains([A])
+        closing = asyncio.create_task(store.close())
+        await asyncio.wait((closing,), timeout=30)
+        assert closing.done()
+        assert not left.is_set()
+    finally:
+        go.set()
+    await async_until(left.is_set)
 
 
 async def test_mooncake_store_cancelled_call_leaves_its_buffers_alone(master):

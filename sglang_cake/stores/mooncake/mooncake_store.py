@@ -18,7 +18,13 @@ from sglang_cake.core.keys import BlockKey
 from sglang_cake.stores.base import BlockInfo, Store, StoredNamespace, StoreLayer, StoreStats
 from sglang_cake.stores.corrupt_reports import CorruptReports
 from sglang_cake.stores.mooncake.mooncake_client import MooncakeClient, MooncakePlace
-from sglang_cake.stores.threads import DaemonPool, Stopped, submit, wait_uncancelled
+from sglang_cake.stores.threads import (
+    DaemonPool,
+    Stopped,
+    run_in_own_thread,
+    submit,
+    wait_uncancelled,
+)
 from sglang_cake.stores.url import StoreUrl, matching, one_of, parse_size, redacted
 
 T = TypeVar("T")
@@ -208,7 +214,8 @@ class MooncakeStore(Store):
         return StoreStats()
 
     async def close(self) -> None:
-        """Waits for calls in flight, for about 30 s if a peer hangs.
+        """Waits for calls in flight, for about 30 s if a peer hangs, and for `patience_s` at most
+        to leave the store. If it is being joined, it is left once that has ended.
 
         The memory that this process lent to the store is taken back, with the blocks in it.
         """
@@ -221,8 +228,12 @@ class MooncakeStore(Store):
         joining = self._joining
         self._joining = None
         if joining is not None:
-            with contextlib.suppress(StoreUnavailable):
-                await asyncio.to_thread((await joining).close)
+            leaving = asyncio.create_task(self._leave(joining))
+            await asyncio.wait((leaving,), timeout=self._patience_s)
+
+    async def _leave(self, joining: asyncio.Task[MooncakeClient]) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await asyncio.to_thread((await joining).close)
 
     async def _call(self, threads: CallThreads, work: Callable[[MooncakeClient, Hold], T]) -> T:
         client = await self._joined()
@@ -235,7 +246,7 @@ class MooncakeStore(Store):
         failed = self._joining is not None and self._joining.done() and self._joining.exception()
         if self._joining is None or (failed and now_s >= self._joining_since_s + self._retry_s):
             self._joining_since_s = now_s
-            joining = asyncio.to_thread(MooncakeClient, self._place, self._memory)
+            joining = run_in_own_thread(MooncakeClient, self._place, self._memory)
             self._joining = asyncio.create_task(joining)
         if not self._joining.done():
             left_s = max(0.0, self._joining_since_s + self._patience_s - now_s)
