@@ -207,8 +207,11 @@ def look_ahead(
         if costs.others_s:
             least_s = both_s(best)
             border = min(near)
+            # Further left loads end no sooner, and as much is computed after them.
+            after_s = costs.others_s * costs.pipelined
+            after_s += rest_s(_next_run(view, later, token(border))[1])
             while (border := candidates.rfind(1, 0, border)) >= 0:
-                if link_s(border) + costs.others_s * costs.pipelined >= least_s:
+                if link_s(border) + after_s >= least_s:
                     break
                 if (took_s := both_s(border)) < least_s:
                     best = border

@@ -895,27 +895,33 @@ class CountedCost(PrefillCost):
         return super().span_s(start, stop, chunk_tokens)
 
 
+def predictions_with_holes(blocks: int, *, others_s: float) -> int:
+    """How many spans are predicted to plan a step of a prompt that lacks random blocks."""
+    draw = random.Random(0)
+    states = [BlockState.WANTED, BlockState.GONE, BlockState.LANDED]
+    size = 128
+    CountedCost.predicted = 0
+    next_step(
+        View(0, 0, bytes(draw.choices(states, k=blocks)), size, blocks * size + 1, blocks * size),
+        mode="auto",
+        chunk_tokens=2048,
+        costs=PromptCosts(
+            CountedCost(0.01, 1e-4, 1e-9), LoadCost(0.01, 0.02), others_s=others_s, pipelined=True
+        ),
+        progress=LoadProgress(begun=True, load_from=0),
+    )
+    return CountedCost.predicted
+
+
 def test_next_step_predictions_grow_no_faster_than_the_holes() -> None:
     """A store that has lost random blocks of a long prompt does not hold up the scheduler."""
-    cost = CountedCost(0.01, 1e-4, 1e-9)
-    counts = []
-    for blocks in (200, 800):
-        draw = random.Random(0)
-        states = [BlockState.WANTED, BlockState.GONE, BlockState.LANDED]
-        size = 128
-        view = View(
-            0, 0, bytes(draw.choices(states, k=blocks)), size, blocks * size + 1, blocks * size
-        )
-        CountedCost.predicted = 0
-        next_step(
-            view,
-            mode="auto",
-            chunk_tokens=2048,
-            costs=PromptCosts(cost, LoadCost(0.01, 0.02), others_s=0.05, pipelined=True),
-            progress=LoadProgress(begun=True, load_from=0),
-        )
-        counts.append(CountedCost.predicted)
-    assert counts[1] <= 6 * counts[0]
+    few, many = (predictions_with_holes(blocks, others_s=0.05) for blocks in (200, 800))
+    assert many <= 6 * few
+
+
+def test_next_step_beside_others_needs_hardly_more_predictions_with_holes_than_alone() -> None:
+    alone, beside = (predictions_with_holes(800, others_s=others_s) for others_s in (0.0, 0.05))
+    assert beside <= 1.2 * alone
 
 
 def test_next_step_predictions_do_not_grow_with_the_length_of_a_prompt_without_its_head() -> None:
