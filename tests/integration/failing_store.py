@@ -1,6 +1,7 @@
 """A virtual store that fails after its first reads."""
 
 import asyncio
+from collections.abc import Sequence
 
 from sglang_cake.core.buffers import TellBytes
 from sglang_cake.core.errors import BlockMissing, StoreUnavailable
@@ -12,11 +13,18 @@ class FailingStore(VirtualStore):
     """Attributes:
     fault: of all reads but the first 10.
     pause_s: with the fault "paused", reads that begin in this time end after it.
+    lookups_hang: lookups do not end.
     """
 
     fault = ""
     reads = 0
     pause_s = (0.0, 0.0)
+    lookups_hang = False
+
+    async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if self.lookups_hang:
+            await asyncio.Event().wait()
+        return await super().contains(keys)
 
     async def get_into(
         self, key: BlockKey, out: memoryview, progress: TellBytes | None = None

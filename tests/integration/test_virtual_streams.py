@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from failing_store import FailingStore
 
+from sglang_cake.integration.request.prompt_record import LOOKUP_PATIENCE_S
 from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.scheduler_loop import PromptRun, prompt
 from sglang_cake.testing.virtual_gpu import LLAMA_70B, virtual_scheduler
@@ -75,3 +76,16 @@ def test_virtual_stream_prompts_behind_the_first_are_loaded_after_a_pause_of_the
         loop.store.pause_s = loop.io.now_s, loop.io.now_s + 0.5
         _, *behind = loop.serve([(0.0, req) for req in prompts])
         assert all(run.report["loaded_tokens"] > 8192 for run in behind)
+
+
+def test_virtual_stream_only_the_first_prompt_waits_for_lookups_that_hang() -> None:
+    with virtual_scheduler(LLAMA_70B, link_bytes_per_s=4e9, store=FailingStore) as loop:
+        loop.store.lookups_hang = True
+        first, *others = [loop.serve([(0.0, prompt(n, 2048))])[0].ttft_s for n in range(4)]
+        assert max(others) < first - 0.9 * LOOKUP_PATIENCE_S
+        loop.store.lookups_hang = False
+        for number in 8, 9:  # the first of them is not waited for, and says that all is well again
+            req = prompt(number, 16384)
+            loop.store.keys |= set(loop.keys(req.origin_input_ids))
+            [run] = loop.serve([(0.0, req)])
+        assert run.report["meet_token"] < 8192 < run.report["loaded_tokens"]

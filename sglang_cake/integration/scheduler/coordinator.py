@@ -455,7 +455,7 @@ class Coordinator:
         """Whether a waiting request stays in the queue while its lookup is under way; with several
         ranks, also until they have agreed that all of them have its record."""
         record = self.record(req)
-        waits = record is not None and record.awaits_lookup(self._config.mode)
+        waits = record is not None and self._awaits_lookup(record)
         waits |= not self._consensus.alone and req.rid not in self._polled
         self.waiting |= waits
         return waits
@@ -652,7 +652,7 @@ class Coordinator:
         if self.passing_tokens(req, chunk_tokens) == 0:
             return True
         if not record.agreed.lookup_done or not record.loading:
-            return record.awaits_lookup(self._config.mode)
+            return self._awaits_lookup(record)
         if record.meet.island() is not None:
             return False  # the island joins the tree in that step
         step = self._next_step(record, chunk_tokens, self.step_costs.costs(record))
@@ -800,6 +800,7 @@ class Coordinator:
         self._unrecorded_since_s.clear()
         self._reconsidered = 0
         self.prompt_loads.now_s = 0.0
+        self.prompt_loads.lookups_late = False
 
     def _agree(
         self, open_records: Sequence[PromptRecord], news: Sequence[bool]
@@ -954,6 +955,9 @@ class Coordinator:
                 self.release(record.rid)
 
     # ---- inside ----
+
+    def _awaits_lookup(self, record: PromptRecord) -> bool:
+        return record.awaits_lookup(self._config.mode) and not self.prompt_loads.lookups_late
 
     def _is_taken(self, req: "Req") -> bool:
         """Whether another live request has a record under the id of this one, which gets none."""

@@ -23,6 +23,7 @@ class PromptLoads:
 
     Attributes:
         now_s: the ranks' shared clock, as of the last update.
+        lookups_late: a prompt has waited for its lookup in vain, and none has been answered since.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class PromptLoads:
         self._may_use_all_buffers: PromptRecord | None = None  # it may use all of the host memory
         self._went_on_s = 0.0  # when its link was last not idle
         self.now_s = 0.0
+        self.lookups_late = False
 
     # ---- events ----
 
@@ -64,8 +66,10 @@ class PromptLoads:
     def apply(self, record: PromptRecord, update: LoadUpdate) -> None:
         """Bring the record up to date with what all ranks agreed on."""
         self.now_s = update.now_s
+        waited = record.awaits_lookup(self._config.mode)
         record.agreed.apply(update)
         if update.stored is not None:
+            self.lookups_late = False
             usable = record.meet.usable(update.stored, update.ends)
             view = record.meet.view()
             if self._config.allows_loading(usable[view.first :], view.block_tokens):
@@ -73,6 +77,8 @@ class PromptLoads:
             else:  # too little is stored, on one rank at least, or right of the front
                 self.stop_loading(record, "peer")
                 return
+        elif waited and not record.awaits_lookup(self._config.mode):
+            self.lookups_late = True
         for block in update.fetched:
             staged = record.local.fetched.pop(block)
             if record.meet.landed(block):
