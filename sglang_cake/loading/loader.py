@@ -169,7 +169,7 @@ class BlockRead:
         self._changed = threading.Condition() if changed is None else changed
         self._bytes = 0
         self._starts = 0  # how often the read started from its first byte
-        self._begun_s = 0.0  # when it did last
+        self._started_s = 0.0  # when it did last
         self._used: int | None = None  # the start whose bytes were used
         self._whole: bool | None = None  # None: under way
 
@@ -178,7 +178,7 @@ class BlockRead:
         with self._changed:
             if count == 0:
                 self._starts += 1
-                self._begun_s = time.monotonic()
+                self._started_s = time.monotonic()
             self._bytes = count
             self._changed.notify_all()
 
@@ -191,7 +191,7 @@ class BlockRead:
             self._changed.notify_all()
 
     @property
-    def begun(self) -> bool:
+    def is_coming(self) -> bool:
         """Whether the read is under way, and the store reports its progress."""
         with self._changed:
             return self._starts > 0 and self._whole is None
@@ -211,7 +211,7 @@ class BlockRead:
     def coming_s(self) -> float:
         """Time since the first byte arrived; 0 if the store does not report its progress."""
         with self._changed:
-            return time.monotonic() - self._begun_s if self._starts else 0.0
+            return time.monotonic() - self._started_s if self._starts else 0.0
 
     def has(self, count: int) -> bool:
         """Whether `count` leading bytes have arrived."""
@@ -292,7 +292,7 @@ class _Link:
         depths: reads at once of each tier, and of those after the last one here.
         reads: those under way.
         counts: of these, by each tier that a prompt has blocks in.
-        since_s: by tier, when the last block arrived from it, or when the reads began that are
+        since_s: by tier, when the last block arrived from it, or when the reads started that are
             under way.
         last_fetched_s: by tier, when the last block arrived that was there when it was read.
     """
@@ -308,22 +308,19 @@ class _Link:
         """The most reads of a tier under way at once."""
         return self.depths[min(tier, len(self.depths) - 1)]
 
-    def has_place(self, tier: int) -> bool:
-        """Whether another read of a tier may be under way. Any thread."""
+    def may_read(self, tier: int) -> bool:
+        """Whether another read of a tier may start. Any thread."""
         return self.counts[tier] < self.depth(tier)
 
-    def is_full(self, tiers: Iterable[int]) -> bool:
-        """Whether none of these tiers has a place."""
-        return not any(map(self.has_place, tiers))
-
-    def begin(self, read: "_SharedRead") -> None:
+    def add(self, read: "_SharedRead") -> None:
+        """The read starts."""
         self.reads[read.key] = read
         if not self.counts[read.tier]:
             self.since_s[read.tier] = time.monotonic()
         self.counts[read.tier] += 1
 
-    def end(self, read: "_SharedRead") -> None:
-        """May be called again."""
+    def discard(self, read: "_SharedRead") -> None:
+        """The read is over, or no prompt may join it any more. May be called again."""
         if self.reads.get(read.key) is read:
             del self.reads[read.key]
             self.counts[read.tier] -= 1
@@ -338,11 +335,11 @@ class _PromptQueue:
             gate.
         load_from: blocks from this one on are worth loading. Written by the scheduler thread
             once the lookup has answered.
-        todo: blocks to read, ascending; the loader takes the last one whose tier has a place.
+        todo: blocks to read, ascending; the loader takes the last one whose tier may be read.
         tiers: for each key, the tier that the block will be read from.
         distinct_tiers: those of all blocks that were ever in `todo`.
         found_none: the last search of `todo` for a block in some tiers, if it found none: the
-            length of `todo`, the place of `load_from` in it, and the tiers.
+            length of `todo`, the position of `load_from` in it, and the tiers.
         reads: reads under way, by block. Written by the I/O thread.
         run: with end states, the blocks to load up to the target. Written by the I/O thread until
             the lookup has answered, and by the scheduler thread from then on.
@@ -420,7 +417,7 @@ class _SharedRead:
 
     key: BlockKey
     link: _Link
-    tier: int  # that it takes a place of
+    tier: int  # among whose reads it counts
     block_read: BlockRead
     waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
@@ -485,7 +482,6 @@ class Loader:
         self._wake = wake
         self._closed = False
         self._order: tuple[str | None, ...] = ()  # scheduler thread only
-        self._places: dict[str, int] = {}  # in the order of service; I/O thread only
         self._may_use_all_buffers: str | None = None  # I/O thread only
         # Prompts that took lent blocks in the present `_start_reads`; I/O thread only.
         self._borrowers: set[_PromptQueue] = set()
@@ -500,7 +496,7 @@ class Loader:
         assert self._link is not None
         queue = _PromptQueue(request, self._link, first_loadable=request.first_block)
         self._by_id[request.load_id] = queue
-        self._io.post(self._open, queue)
+        self._io.post(self._begin, queue)
 
     @property
     def cost(self) -> LoadCost:
@@ -578,7 +574,7 @@ class Loader:
             self._io.post(self._set_run, queue, run)
 
     def under_way(self, load_id: str) -> dict[int, BlockRead]:
-        """The prompt's reads that have begun and are not over, by block."""
+        """The prompt's reads that have started and are not over, by block."""
         queue = self._by_id.get(load_id)
         return {} if queue is None else queue.reads.copy()
 
@@ -589,7 +585,7 @@ class Loader:
         if queue is None or queue.reads:
             return False
         last = queue.todo[-1:]
-        return not last or (queue.link.has_place(queue.tier(last[0])) and queue.has_next)
+        return not last or (queue.link.may_read(queue.tier(last[0])) and queue.has_next)
 
     def order(self, load_ids: Sequence[str], *, may_use_all_buffers: str | None) -> None:
         """The link serves these prompts in this order. Only `may_use_all_buffers` may use every
@@ -604,7 +600,7 @@ class Loader:
         """The prompt needs no further block; reads for it alone are cancelled."""
         queue = self._by_id.pop(load_id, None)
         if queue is not None:
-            self._io.post(self._close, queue)
+            self._io.post(self._end, queue)
 
     @property
     def stats(self) -> LoaderStats:
@@ -633,7 +629,7 @@ class Loader:
 
     # ---- I/O thread ----
 
-    def _open(self, queue: _PromptQueue) -> None:
+    def _begin(self, queue: _PromptQueue) -> None:
         self._queues.append(queue)
         queue.lookup = asyncio.ensure_future(self._look_up(queue))
         queue.lookup.add_done_callback(_log_failure)
@@ -725,27 +721,27 @@ class Loader:
         found = self._next_block()
         if found is None:
             return False
-        queue, place = found
+        queue, position = found
         with self._gate:
-            if queue.todo[place] < queue.first_loadable:
-                del queue.todo[: place + 1]
-            elif self._start(queue, queue.todo[place]):
-                del queue.todo[place]
+            if queue.todo[position] < queue.first_loadable:
+                del queue.todo[: position + 1]
+            elif self._start(queue, queue.todo[position]):
+                del queue.todo[position]
             else:
                 self._awaits_memory = True
                 return False
         return True
 
     def _next_block(self) -> tuple[_PromptQueue, int] | None:
-        """The prompt that is served next, and the place in its `todo` of the block to start."""
+        """The prompt that is served next, and the position in its `todo` of the block to start."""
         # Only one prompt may use the last quarter of the buffers.
-        places: dict[_Link, set[int]] = {}  # tiers that another read may begin from
+        readable: dict[_Link, set[int]] = {}  # tiers that may be read
         for queue in self._queues:
             link = queue.link
-            if link not in places:
-                places[link] = set(filter(link.has_place, link.counts))
-            waits = queue.distinct_tiers.isdisjoint(places[link]) and not queue.lent
-            if waits or not queue.has_next:
+            if link not in readable:
+                readable[link] = set(filter(link.may_read, link.counts))
+            tiers = queue.distinct_tiers & readable[link]
+            if not (tiers or queue.lent) or not queue.has_next:
                 continue
             may_use_all_buffers = queue.request.load_id == self._may_use_all_buffers
             # End blocks stay in their buffers until the front has reached the end.
@@ -753,16 +749,18 @@ class Loader:
             left = self._staging.free - ends
             has_buffers = may_use_all_buffers or left > self._staging.capacity // 4
             # Only then: with hundreds of prompts, to search all of them takes longer than a read.
-            place = self._next_place(queue) if has_buffers else None
-            if place is not None:
-                return queue, place
-            if queue.lent or not (has_buffers or queue.link.is_full(queue.distinct_tiers)):
+            position = self._next_position(queue, tiers) if has_buffers else None
+            if position is not None:
+                return queue, position
+            if queue.lent or not has_buffers:
                 self._awaits_memory = True
         return None
 
-    def _next_place(self, queue: _PromptQueue) -> int | None:
-        """The place in `todo` of the block of a prompt to start next: the last one; if its tier has
-        all its reads, the last one of a tier that has not. None: there is none.
+    def _next_position(self, queue: _PromptQueue, tiers: set[int]) -> int | None:
+        """The position in `todo` of the block of a prompt to start next: the last one; if its tier
+        may not be read, the last one of a tier that may be. None: there is none.
+
+        Args: tiers: those of its blocks that may be read.
 
         While enough lent blocks wait for their copies, it is one that is not in memory. Without
         this bound all blocks in memory would be there at once, and the device would wait for their
@@ -772,33 +770,31 @@ class Loader:
         last = len(todo) - 1
         if todo[last] >= queue.request.block_count:
             # End blocks are not copied before the last of them is there, and nothing goes before.
-            return last if queue.link.has_place(queue.tier(todo[last])) else None
+            return last if queue.tier(todo[last]) in tiers else None
         ahead = LENT_AHEAD_S / (self.cost.copy_s or LENT_AHEAD_S)
-        tiers = {tier for tier in queue.distinct_tiers if queue.link.has_place(tier)}
         if queue.lent >= max(queue.link.depth(queue.lender), ahead):
-            tiers.discard(queue.lender)
+            tiers = tiers - {queue.lender}
         elif queue.tiers[todo[last]] in tiers:
             return last
         first_asked = bisect_left(todo, queue.load_from)
         search = (len(todo), first_asked, tiers)
         if not tiers or queue.found_none == search:
             return None
-        for place in range(last, first_asked - 1, -1):
-            block = todo[place]
+        for position in range(last, first_asked - 1, -1):
+            block = todo[position]
             if queue.tiers[block] in tiers:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
                     (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
                     queue.found_in([queue.tiers[block]])
                 if queue.tiers[block] in tiers:  # it has not moved up since
-                    return place
+                    return position
         queue.found_none = search
         return None
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
         self._may_use_all_buffers = may_use_all_buffers
-        self._places = {queue.request.load_id: place for place, queue in enumerate(queues)}
-        last = len(queues)
-        self._queues.sort(key=lambda queue: self._places.get(queue.request.load_id, last))
+        ranks = {queue: rank for rank, queue in enumerate(queues)}
+        self._queues.sort(key=lambda queue: ranks.get(queue, len(queues)))
         self._start_reads()
 
     def _start(self, queue: _PromptQueue, block: int) -> bool:
@@ -819,7 +815,7 @@ class Loader:
             return False
         read = _SharedRead(key, queue.link, queue.tier(block), BlockRead(buffer))
         read.join(queue, block)
-        queue.link.begin(read)
+        queue.link.add(read)
         read.task = asyncio.ensure_future(self._fetch(read, buffer))
         read.task.add_done_callback(lambda task: self._done(read, buffer, task))
         return True
@@ -908,7 +904,7 @@ class Loader:
         read.waiters = []  # they have been told
 
     def _over(self, read: _SharedRead) -> None:
-        read.link.end(read)
+        read.link.discard(read)
         self._start_reads()
         if not all(queue.reads or queue.has_next for queue, _ in read.waiters):
             self._wake()
@@ -950,10 +946,9 @@ class Loader:
             self._counters.add("load_failures", label=reason)
             for queue, block in read.waiters:
                 lost = [block]
-                if reason == LATE:  # the tier is stuck: all its blocks now, not one after another
-                    stuck = [each for each in queue.todo if queue.tier(each) == read.tier]
+                if reason == LATE:  # all blocks of the tier now, not one after another
+                    lost += [each for each in queue.todo if queue.tier(each) == read.tier]
                     queue.todo = [each for each in queue.todo if queue.tier(each) != read.tier]
-                    lost += stuck
                 self._outbox.extend(Lost(queue.request.load_id, each, reason) for each in lost)
         read.end(whole=False)  # before the buffer gets another owner
 
@@ -1010,11 +1005,11 @@ class Loader:
             before = len(read.waiters)
             read.waiters = [(q, b) for q, b in read.waiters if q is not queue or b in blocks]
             if before and not read.waiters and read.task is not None:
-                read.link.end(read)  # at once: no prompt may join a cancelled read
+                read.link.discard(read)  # at once: no prompt may join a cancelled read
                 read.task.cancel()
         self._start_reads()
 
-    def _close(self, queue: _PromptQueue) -> None:
+    def _end(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)
         if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first
             asyncio.get_running_loop().call_later(ENDED_LOOKUP_S, queue.lookup.cancel)

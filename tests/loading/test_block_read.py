@@ -94,7 +94,7 @@ def test_block_read_wait_returns_once_the_bytes_have_come() -> None:
 
 def test_block_read_without_progress_reports_wait_returns_at_the_end() -> None:
     reading = new_reading()
-    assert not reading.begun
+    assert not reading.is_coming
     one = waiter(reading, 1)
     reading.end(whole=True)
     assert one.ended()
@@ -102,17 +102,17 @@ def test_block_read_without_progress_reports_wait_returns_at_the_end() -> None:
     assert reading.wait_whole(NOW_S)
 
 
-def test_block_read_has_and_begun_follow_the_bytes_that_came() -> None:
+def test_block_read_has_and_is_coming_follow_the_bytes_that_came() -> None:
     reading = new_reading()
-    assert (reading.begun, reading.has(1)) == (False, False)
+    assert (reading.is_coming, reading.has(1)) == (False, False)
     reading.received(0)
-    assert (reading.begun, reading.has(1)) == (True, False)
+    assert (reading.is_coming, reading.has(1)) == (True, False)
     reading.received(10)
-    assert (reading.begun, reading.has(10), reading.has(11)) == (True, True, False)
+    assert (reading.is_coming, reading.has(10), reading.has(11)) == (True, True, False)
     reading.received(0)
-    assert (reading.begun, reading.has(1)) == (True, False)
+    assert (reading.is_coming, reading.has(1)) == (True, False)
     reading.end(whole=True)
-    assert (reading.begun, reading.has(BYTES)) == (False, True)
+    assert (reading.is_coming, reading.has(BYTES)) == (False, True)
 
 
 def test_block_read_that_failed_has_no_bytes() -> None:
@@ -120,7 +120,7 @@ def test_block_read_that_failed_has_no_bytes() -> None:
     reading.received(0)
     reading.received(BYTES)
     reading.end(whole=False)
-    assert (reading.begun, reading.has(1)) == (False, False)
+    assert (reading.is_coming, reading.has(1)) == (False, False)
     assert not reading.wait(1, NOW_S)
     assert not reading.wait_whole(NOW_S)
 
@@ -281,7 +281,7 @@ class Uses(RuleBasedStateMachine):
         if not hasattr(self, "reading"):
             return
         under_way = self._is_under_way()
-        assert self.reading.begun is (under_way and self.turn > 0)
+        assert self.reading.is_coming is (under_way and self.turn > 0)
         for count in (1, self.come, self.come + 1):
             there = self.whole is True or (under_way and self.come >= count > 0)
             assert self.reading.has(count) is there

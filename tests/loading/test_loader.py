@@ -1111,11 +1111,11 @@ def test_loader_under_way_shows_the_bytes_of_each_open_read(harness: LoaderHarne
     assert harness.waiting() == [keys[2], keys[1]]
     readings = harness.loader.under_way("a")
     assert readings.keys() == {2, 1}, "block 0 waits for its turn"
-    assert not any(reading.begun for reading in readings.values())
+    assert not any(reading.is_coming for reading in readings.values())
     store.told[keys[2]](0)
     store.told[keys[2]](8)
-    assert (readings[2].begun, readings[2].has(8), readings[2].has(9)) == (True, True, False)
-    assert not readings[1].begun
+    assert (readings[2].is_coming, readings[2].has(8), readings[2].has(9)) == (True, True, False)
+    assert not readings[1].is_coming
     harness.open(keys[2])
     assert harness.loader.under_way("a").keys() == {1, 0}
     assert readings[2].wait_whole(NOW_S)

@@ -189,16 +189,16 @@ class OverlapRunner:
         if not costs.overlap_share:
             return None
         reads = self._loader.under_way(record.load_id)
-        begun = {block: block_read for block, block_read in reads.items() if block_read.begun}
+        coming = {block: read for block, read in reads.items() if read.is_coming}
         span = overlap_span(
             record.meet.view(),
-            missing_shares={block: block_read.missing_share for block, block_read in begun.items()},
+            missing_shares={block: read.missing_share for block, read in coming.items()},
             chunk_tokens=chunk_tokens,
             costs=costs,
         )
         if span is None:
             return None
-        needed = {b: begun[b] for b in record.meet.blocks_of(span) if b in begun}
+        needed = {b: coming[b] for b in record.meet.blocks_of(span) if b in coming}
         handed_out = self._device_slots.hand_out(record, span, needed)
         if handed_out is None:
             return None
