@@ -32,7 +32,7 @@ READS = "reads"  # a kind of calls
 READ_SHARE = 0.9
 # A call that its caller cancels counts as late after SLACK times its expected duration, and after
 # this: prompts are computed, and their reads cancelled, long before any limit ends a read.
-OVERDUE_S = 0.25
+LATE_S = 0.25
 SLACK = 8.0
 FAILURES = 5  # in a row, until the breaker opens
 FIRST_S = 1.0  # first pause of an open breaker
@@ -195,7 +195,7 @@ class Breaker:
     def given_up(self, started_s: float, now_s: float, usual_s: float) -> bool:
         """A call was cancelled that rarely takes longer than `usual_s`. Returns whether that is a
         failure: it took longer. Of calls that were under way at the same time, one counts."""
-        late = now_s - started_s > max(OVERDUE_S, usual_s) and started_s >= self._given_up_s
+        late = now_s - started_s > max(LATE_S, usual_s) and started_s >= self._given_up_s
         if late:
             self._given_up_s = now_s
         return late

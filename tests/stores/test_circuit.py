@@ -11,7 +11,7 @@ from sglang_cake.stores.circuit_breaker import (
     FAILURES,
     FIRST_S,
     LAST_S,
-    OVERDUE_S,
+    LATE_S,
     READ_SHARE,
     READS,
     SLACK,
@@ -84,7 +84,7 @@ def test_circuit_reads_given_up_later_than_usual_open_the_breaker(usual_s, at_on
         circuit = reads(at_once)
         for _ in range(50):
             await answer(circuit, usual_s)
-        late_s = max(OVERDUE_S, SLACK * usual_s) * 1.01
+        late_s = max(LATE_S, SLACK * usual_s) * 1.01
         for _ in range(FAILURES - 1):
             await asyncio.gather(*(give_up(circuit, late_s) for _ in range(8)))  # of one prompt
             await give_up(circuit, 0.9 * late_s)

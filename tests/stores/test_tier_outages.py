@@ -7,7 +7,7 @@ from polling import PATIENCE_S, async_until
 from tiering import opened_tiers
 
 from sglang_cake.core.errors import StoreUnavailable
-from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, OVERDUE_S
+from sglang_cake.stores.circuit_breaker import FIRST_S, LAST_S, LATE_S
 from sglang_cake.stores.tiers.tier import FAILURES_IN_A_ROW, UNKNOWN_S
 from sglang_cake.stores.wrapper_store import WrapperStore
 from sglang_cake.testing.store_contract import key_of, read
@@ -69,7 +69,7 @@ async def test_tiered_store_tier_that_hangs_is_left_out_although_no_other_answer
         assert tiers.store.tiers[0].serves
 
 
-@pytest.mark.parametrize("late_s", [OVERDUE_S, UNKNOWN_S], ids=["measured", "unknown"])
+@pytest.mark.parametrize("late_s", [LATE_S, UNKNOWN_S], ids=["measured", "unknown"])
 async def test_tiered_store_tier_whose_reads_are_given_up_is_left_out(late_s):
     """Its lookups answer, and prompts cancel reads before any limit ends them."""
 
@@ -82,7 +82,7 @@ async def test_tiered_store_tier_whose_reads_are_given_up_is_left_out(late_s):
         for tier in (0, 1):
             await tiers.fill(tier, "a")
         await tiers.store.contains([key_of("a")])
-        if late_s == OVERDUE_S:
+        if late_s == LATE_S:
             await tiers.read("a")  # how long that takes is known now
         tiers.store.tiers[0].store = Hung(tiers.calls[0])
         for turn in range(2 * FAILURES_IN_A_ROW):
