@@ -137,7 +137,7 @@ def _decisions_s() -> list[float]:
             mode="auto",
             chunk_tokens=CHUNK,
             costs=costs_known,
-            progress=LoadProgress(begun=True),
+            progress=LoadProgress(any_landed=True),
         )
         meet.claim(step.stop)
         last -= 1

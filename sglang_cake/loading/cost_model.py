@@ -297,29 +297,29 @@ class LoadCost:
         """
         return min(self.coming_s, (self.coming_s + self.block_s) / 2)
 
-    def is_overdue(self, since_s: float, *, begun: bool) -> bool:
+    def is_overdue(self, since_s: float, *, any_landed: bool) -> bool:
         """Whether a block was predicted to be here by now. Args as of `load_s`."""
-        return since_s > self._next_s(begun)
+        return since_s > self._next_s(any_landed)
 
     def is_stalled(self, since_s: float) -> bool:
         """Whether twice the time has passed in which all reads in flight should have landed. Blocks
         that are read side by side may arrive together, after times without any."""
         return since_s > 2 * (self.latency_s + self.depth * self.block_s)
 
-    def _next_s(self, begun: bool) -> float:
-        return self.block_s if begun else self.latency_s + self.block_s
+    def _next_s(self, any_landed: bool) -> float:
+        return self.block_s if any_landed else self.latency_s + self.block_s
 
-    def load_s(self, blocks: int, *, since_s: float = 0.0, begun: bool = False) -> float:
+    def load_s(self, blocks: int, *, since_s: float = 0.0, any_landed: bool = False) -> float:
         """Time until `blocks` more have landed.
 
         Args:
             since_s: time since the last block landed, or since the first read began. If that is
                 longer than predicted, the link is slower than it was.
-            begun: a block has landed, so the latency is over.
+            any_landed: a block has landed, so the latency is over.
         """
         if blocks <= 0:
             return 0.0
-        first_s = self._next_s(begun)
+        first_s = self._next_s(any_landed)
         # An overdue block is predicted to take as long again, so that no prompt waits for ever.
         next_s = abs(first_s - since_s)
         block_s = max(self.block_s, (since_s - first_s) / self.depth)
@@ -530,10 +530,6 @@ class LoadFits:
         """The costs by tier; None: not known."""
         return [fit.cost if fit.measured else None for fit in self._fits]
 
-    def is_new(self, tier: int) -> bool:
-        """Whether nothing was measured of the tier."""
-        return not self._fits[self._index(tier)].measured
-
     def recall(self, costs: Sequence[LoadCost | None], now_s: float) -> None:
         """The costs that an earlier process learned (`all`) replace the prior."""
         for tier, cost in enumerate(costs[:MOST_TIERS]):
@@ -567,7 +563,7 @@ class LoadFits:
 
     def limit_s(self, tier: int, now_s: float) -> float:
         """How long a read from a tier may take, with all reads that share the link with it."""
-        if self.is_new(tier):
+        if not self._fits[self._index(tier)].measured:
             return FIRST_LIMIT_S
         cost = self.cost(tier, now_s)
         return max(self._least_limit_s, LIMIT_TIMES * (cost.latency_s + cost.depth * cost.block_s))

@@ -273,7 +273,7 @@ class Meet:
         return [block in run for block in range(self.block_count)]
 
     def landed(self, block: int) -> bool:
-        """Every rank has fetched the block. False: too late, discard its bytes."""
+        """Every rank has fetched the block. False: it is not wanted any more, discard its bytes."""
         return self._apply(block, Event.LAND) is BlockState.LANDED
 
     def lost(self, block: int) -> list[int]:

@@ -52,7 +52,7 @@ from sglang_cake.loading.meet import BlockState, View
 Mode = Literal["auto", "both", "compute", "load"]
 
 # Loads begin only if computing alone takes longer than the best way with loads by more than this
-# share. Loads that have begun go on unless computing alone is quicker.
+# share. Loads under way go on unless computing alone is quicker.
 COMPUTE_SLACK = 0.015
 TIE = 1e-9  # two sums of the same steps differ by less
 # Loading alone may take longer than both by this share, since it leaves the device to others.
@@ -76,7 +76,7 @@ class LoadProgress:
 
     Attributes:
         since_s: time since the last block landed, or since the link began to serve the prompt.
-        begun: whether a block has landed.
+        any_landed: whether a block has landed.
         load_from: as of the last `StepPlan`: blocks from this one on are read; None: no block is.
         relied_from: the front at the first step that was shortened or left out because loads were
             expected; None: there was none.
@@ -84,7 +84,7 @@ class LoadProgress:
     """
 
     since_s: float = 0.0
-    begun: bool = False
+    any_landed: bool = False
     load_from: int | None = None
     relied_from: int | None = None
     relied_s: float = 0.0
@@ -127,15 +127,14 @@ class StepPlan:
         wait: compute nothing; `stop` is the front.
         wait_s: of a wait for some of the loads, its predicted end; infinite: for all of them.
         load_from: blocks from this one on are worth loading; None: no block is.
-        overdue: with `load_from` None: a block should have landed by now, so none is asked for
-            again.
+        ends_loads: with `load_from` None: a block is overdue, so the loads end for good.
     """
 
     stop: int
     wait: bool = False
     wait_s: float = math.inf
     load_from: int | None = 0
-    overdue: bool = False
+    ends_loads: bool = False
 
 
 def look_ahead(
@@ -191,7 +190,7 @@ def look_ahead(
             x = token(border)
             loads_s, device_s = link_s(border), ahead_s(x)
             if costs.others_s and (loads_s > device_s or loads_s > planned_s(x)):
-                return _late_step_s(loads_s, device_s, costs) + rest_s(x)
+                return _delayed_step_s(loads_s, device_s, costs) + rest_s(x)
             return max(loads_s, device_s) + rest_s(x)
 
         def around(ready_s: Callable[[int], float]) -> set[int]:  # where loads end at `ready_s`
@@ -291,14 +290,16 @@ class _Loads:
             self._costs: Sequence[LoadCost] = (costs.load,)
             silence_s: Sequence[float] = (costs.silence_s,)
             self.where = wanted.translate(_IN_TIER_0)
-            self._begun = b"\x00" if progress.begun else b""
+            self._landed_tiers = b"\x00" if progress.any_landed else b""
         else:
             self._costs = costs.tiers.costs
             silence_s = costs.tiers.silence_s
             self.where = costs.tiers.tiers_of(wanted, view.first)
             # Within a tier, landed blocks are right of all that are wanted.
             landed = view.states.translate(_PRESENT + _PAD)
-            self._begun = costs.tiers.tiers_of(landed, view.first) if progress.begun else b""
+            self._landed_tiers = (
+                costs.tiers.tiers_of(landed, view.first) if progress.any_landed else b""
+            )
             if self._ends:
                 self._end_tier = costs.tiers.tiers[view.first + self._present.rfind(1)]
         # A tier may have stalled while it was read for other prompts.
@@ -321,7 +322,7 @@ class _Loads:
         if tier == self._end_tier and self._ends and self._present.find(1, border) >= 0:
             blocks += self._ends
         return self._costs[tier].load_s(
-            blocks, since_s=self._since_s[tier], begun=tier in self._begun
+            blocks, since_s=self._since_s[tier], any_landed=tier in self._landed_tiers
         )
 
     def landing_s(self) -> FloatArray:
@@ -348,7 +349,7 @@ class _Loads:
     def overdue(self) -> bool:
         """Whether a block was predicted to land by now, and has not."""
         return any(
-            self._costs[tier].is_overdue(self._since_s[tier], begun=tier in self._begun)
+            self._costs[tier].is_overdue(self._since_s[tier], any_landed=tier in self._landed_tiers)
             for tier in self.tiers
         )
 
@@ -362,7 +363,7 @@ class _Loads:
         ends_s = [self.tier_s(tier) for tier in self.tiers]
         waits_s = [each for each in ends_s if costs.backlog_s < each < max(ends_s)]
         if costs.others_s:
-            return [_late_step_s(each, costs.backlog_s, costs) for each in waits_s]
+            return [_delayed_step_s(each, costs.backlog_s, costs) for each in waits_s]
         return waits_s
 
 
@@ -433,8 +434,8 @@ def _overlap_gain(
     return later.rfind(0, 0, stop) + 1, costs.overlap_share * min(costs.load.last_s, last_s)
 
 
-def _late_step_s(loads_s: float, device_s: float, costs: PromptCosts) -> float:
-    """When a step begins for which loads are too late: they end after its plan was to be made.
+def _delayed_step_s(loads_s: float, device_s: float, costs: PromptCosts) -> float:
+    """When a step begins that loads delay: they end after its plan was to be made.
 
     Steps of other requests run one after another from `device_s` on, until this one is planned.
     With pipelined steps, it begins when the step is over that began with its plan.
@@ -481,7 +482,7 @@ def next_step(
     outlook = look_ahead(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     if mode == "auto" and _computing_wins(outlook, progress):
         edge = edge_of(loads=False)
-        return StepPlan(edge, load_from=None, overdue=is_overdue(view, costs, progress))
+        return StepPlan(edge, load_from=None, ends_loads=is_overdue(view, costs, progress))
     edge = edge_of(loads=True)
     left_s = patience_s(view, chunk_tokens=chunk_tokens, costs=costs, progress=progress)
     # Others would fill the step that this prompt leaves out, and the next one.

@@ -101,7 +101,7 @@ class QueueEntry:
         outlook: Callable[[], Outlook],
         mode: Mode,
         waited_s: float,
-        asked: bool,
+        ever_asked: bool,
         chunk_tokens: int,
     ) -> "QueueEntry":
         """The entry of a prompt with stored blocks, as it is now.
@@ -110,14 +110,14 @@ class QueueEntry:
             loads: whether wanted blocks are being loaded now.
             stalled: as `planner.is_stalled`.
             outlook: predicts the rest of its prefill alone; called only if it is being loaded.
-            asked: whether any block of it was ever worth loading.
+            ever_asked: whether any block of it was ever worth loading.
             chunk_tokens: the most that one step computes.
         """
         landed_tokens = view.attachable * view.block_tokens
         rest_tokens = view.prompt_tokens - view.front - landed_tokens
-        nearly_done = asked and rest_tokens <= chunk_tokens
+        nearly_done = ever_asked and rest_tokens <= chunk_tokens
         if not (loads and view.wanted):
-            return cls(rid, None, waited_s, loads_over=asked, nearly_done=nearly_done)
+            return cls(rid, None, waited_s, loads_over=ever_asked, nearly_done=nearly_done)
         now = outlook()
         stalled &= mode == "auto"
         return cls(

@@ -128,7 +128,7 @@ class LivePrompt:
         arrival: prompts are numbered as they arrive.
         ready_s: when its first block can begin to cross a link.
         load_from: blocks from this one on are worth loading; None: no block is.
-        asked: whether any block was ever worth loading.
+        ever_asked: whether any block was ever worth loading.
         since_s: since when the link owes it a block; None: no link serves it.
         reading: blocks that cross a link.
         link_key: its place on the links when the prompts were ordered last.
@@ -140,10 +140,10 @@ class LivePrompt:
     arrival: int
     ready_s: float
     load_from: int | None = None
-    asked: bool = False
+    ever_asked: bool = False
     planned: bool = False  # in the step being formed
     since_s: float | None = None
-    begun: bool = False
+    any_landed: bool = False
     waits_since_s: float | None = None
     relied_from: int | None = None  # as in `LoadProgress`
     relied_since_s: float = 0.0
@@ -155,7 +155,7 @@ class LivePrompt:
         since_s = 0.0 if self.since_s is None else now - self.since_s
         return LoadProgress(
             since_s,
-            self.begun,
+            self.any_landed,
             self.load_from,
             relied_from=self.relied_from,
             relied_s=max(0.0, now - self.relied_since_s) if self.relied_from is not None else 0.0,
@@ -343,7 +343,7 @@ class SimulatedServer:
             took_s = now - crossing.began_s + self._known_latency_s()
         self._known.load.fetched(took_s, first=crossing.first)
         self._landed_s = live.since_s = now
-        live.begun = True
+        live.any_landed = True
         live.result.landings.append((now, crossing.block))
         if not live.meet.landed(crossing.block):
             live.result.wasted_blocks += 1
@@ -415,20 +415,19 @@ class SimulatedServer:
                     changed = True
                     if loads:
                         live.load_from = 0
-                        live.asked = True
+                        live.ever_asked = True
                     else:
-                        self._stop(
-                            live, overdue=is_overdue(live.meet.view(), costs, live.progress(now))
-                        )
+                        overdue = is_overdue(live.meet.view(), costs, live.progress(now))
+                        self._stop(live, for_good=overdue)
             ahead += live.to_compute
         if changed:
             self._rank()
 
-    def _stop(self, live: LivePrompt, *, overdue: bool) -> None:
-        """Stop its loads; for ever if the link is overdue."""
+    def _stop(self, live: LivePrompt, *, for_good: bool) -> None:
+        """Stop its loads, so that they may begin again, or for good."""
         live.load_from = None
         live.since_s = None
-        if overdue:
+        if for_good:
             live.result.wasted_blocks += len(live.meet.give_up())
         self._cancel(live, all_reads=True)
 
@@ -459,7 +458,7 @@ class SimulatedServer:
             ),
             mode=self._mode,
             waited_s=waited_s,
-            asked=live.asked,
+            ever_asked=live.ever_asked,
             chunk_tokens=self._chunk,
         )
         if entry.remaining_s is None:
@@ -503,7 +502,7 @@ class SimulatedServer:
 
     def _read(self, link: Link, live: LivePrompt, block: int) -> None:
         now, store_link = self._clock.now, link.store_link
-        first = not live.begun and not live.reading
+        first = not live.any_landed and not live.reading
         live.reading.add(block)
         live.since_s = now if live.since_s is None else live.since_s
         work_s = store_link.load.block_s
@@ -553,7 +552,7 @@ class SimulatedServer:
             if stop > start:
                 parts.append((live, start, stop))
                 work += work_of(start, stop)
-                if live.asked and stop == live.result.prompt.prompt_tokens:
+                if live.ever_asked and stop == live.result.prompt.prompt_tokens:
                     end_s = self._busy_s + self._known.prefill.cost.work_s(work)
                     passed.append((live.arrival, end_s))
         if not parts and not decodes and self._machine.others is None:
@@ -575,7 +574,7 @@ class SimulatedServer:
                 continue
             progress = live.progress(self._clock.now)
             rest_s = load.load_s(
-                live.missing_blocks, since_s=progress.since_s, begun=progress.begun
+                live.missing_blocks, since_s=progress.since_s, any_landed=progress.any_landed
             )
             total_s += rest_s
             found.append((live.arrival, total_s * (1 + load.error)))
@@ -617,9 +616,9 @@ class SimulatedServer:
             live.relied_from = front
             live.relied_since_s = now + self._busy_s
         if step.load_from is None:
-            self._stop(live, overdue=step.overdue)
+            self._stop(live, for_good=step.ends_loads)
         live.load_from = step.load_from
-        live.asked |= step.load_from is not None
+        live.ever_asked |= step.load_from is not None
         live.waits(step.wait, max(now, self._end_s))
         return step.stop
 

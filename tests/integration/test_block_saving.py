@@ -297,7 +297,7 @@ def test_block_saving_block_that_a_rank_could_not_read_is_stored_by_that_rank(
 ) -> None:
     turn, harness = one_of_two
     record = known(2, 0, 1)
-    record.local.failed = {1 - turn}
+    record.local.lost = {1 - turn}
     assert harness.checkpoint(record, 2 * BLOCK) == [1 - turn]
     harness.expect(record, 1 - turn)
 
@@ -308,7 +308,7 @@ def test_block_saving_lost_end_block_is_not_taken_for_the_block_behind_those_of_
     """Indices of end blocks begin there."""
     _, harness = one_of_two
     record = known(4, 0, 1, 2, 3, limit=2 * BLOCK)
-    record.local.failed = {2, 3}
+    record.local.lost = {2, 3}
     assert harness.checkpoint(record, 4 * BLOCK) == []
 
 

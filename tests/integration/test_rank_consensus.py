@@ -77,7 +77,7 @@ def record(
         blocks, block=BLOCK, extra_tokens=extra, waited_s=waited_s, next_tokens=next_tokens
     )
     made.local.fetched = dict.fromkeys(arrived)  # type: ignore[assignment]
-    made.local.failed = set(failed)
+    made.local.lost = set(failed)
     made.local.stored = answer
     made.local.tiers = bytes(len(answer or ()))
     made.agreed.lookup_done = known
@@ -251,7 +251,7 @@ def test_rank_consensus_random_views_give_equal_and_true_facts(
     for n, (stored, landed, lost) in enumerate(plain[0]):
         views_of_it = [rank[n] for rank in ranks]
         assert set(landed) == set.intersection(*(set(r.local.fetched) for r in views_of_it))
-        assert set(lost) == set.union(*(r.local.failed for r in views_of_it))
+        assert set(lost) == set.union(*(r.local.lost for r in views_of_it))
         answers = [r.local.stored for r in views_of_it]
         if views_of_it[0].agreed.lookup_done or None in answers:
             assert stored is None

@@ -227,11 +227,11 @@ def test_ranks_rank_with_broken_facts_still_reduces_and_ends_the_request(ranks: 
     reqs = stored(ranks)
     ranks.both(lambda harness, rank: harness.arrive(reqs[rank]))
     one = ranks.harnesses[0].coordinator.live["r"]
-    one.local.failed = 1  # type: ignore[assignment]
+    one.local.lost = 1  # type: ignore[assignment]
     raised = ranks.poll("r")
     assert isinstance(raised[0], TypeError)
     assert raised[1] is None
-    one.local.failed = set()
+    one.local.lost = set()
     assert ranks.live() == [[], []]
 
 

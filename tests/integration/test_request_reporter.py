@@ -16,7 +16,7 @@ def test_request_reporter_id_of_a_client_adds_no_line_and_no_field(
     record.agreed.stored = (True, True)
     reporter = RequestReporter(None, speaks=True, metrics=None)
     with caplog.at_level(logging.INFO):
-        reporter.late(record, 0.5)
+        reporter.gave_up(record, 0.5)
         reporter.ended(record)
     assert len(caplog.messages) == 2
     for line in caplog.messages:

@@ -199,22 +199,22 @@ def test_load_cost_is_latency_plus_blocks() -> None:
     cost = LoadCost(0.5, 0.1, copy_s=0.01)
     assert cost.load_s(0) == 0
     assert cost.load_s(3) == pytest.approx(0.5 + 0.3 + 0.01)
-    assert cost.load_s(3, begun=True) == pytest.approx(0.3 + 0.01)
-    assert cost.load_s(3, begun=True, since_s=0.05) == pytest.approx(0.26)
+    assert cost.load_s(3, any_landed=True) == pytest.approx(0.3 + 0.01)
+    assert cost.load_s(3, any_landed=True, since_s=0.05) == pytest.approx(0.26)
     # A second late, it is taken to be a second more, and so is every block after it.
-    assert cost.load_s(3, begun=True, since_s=1.1) == pytest.approx(3.0 + 0.01)
+    assert cost.load_s(3, any_landed=True, since_s=1.1) == pytest.approx(3.0 + 0.01)
 
 
 @given(st.integers(1, 50), st.floats(0, 10), st.booleans(), st.integers(1, 8))
 def test_load_cost_silent_link_grows_with_time_and_blocks(
-    blocks: int, since_s: float, begun: bool, depth: int
+    blocks: int, since_s: float, any_landed: bool, depth: int
 ) -> None:
     cost = LoadCost(0.5, 0.1, depth=depth)
-    due_s = 0.1 if begun else 0.6
-    late = cost.load_s(blocks, since_s=due_s + since_s, begun=begun)
-    assert late <= cost.load_s(blocks, since_s=due_s + since_s + 1, begun=begun)
-    assert cost.load_s(blocks + 1, since_s=since_s, begun=begun) > cost.load_s(
-        blocks, since_s=since_s, begun=begun
+    due_s = 0.1 if any_landed else 0.6
+    late = cost.load_s(blocks, since_s=due_s + since_s, any_landed=any_landed)
+    assert late <= cost.load_s(blocks, since_s=due_s + since_s + 1, any_landed=any_landed)
+    assert cost.load_s(blocks + 1, since_s=since_s, any_landed=any_landed) > cost.load_s(
+        blocks, since_s=since_s, any_landed=any_landed
     )
 
 

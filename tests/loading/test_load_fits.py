@@ -29,7 +29,7 @@ def test_load_fits_single_source_equals_a_load_fit(took: list[tuple[float, bool]
         fit.fetched(took_s, first=first)
     assert fits.newest == fit.cost
     assert fits.all == [fit.cost if took else None]
-    assert fits.is_new(0) == (not took)
+    assert (fits.all[0] is None) == (not took)
     mean = fits.cost(0, 1.0)
     assert mean.block_s == pytest.approx(fit.cost.block_s)
     assert mean.latency_s == pytest.approx(fit.cost.latency_s)

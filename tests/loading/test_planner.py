@@ -106,7 +106,7 @@ def test_planner_outlook_gives_compute_load_and_split_times() -> None:
 def test_planner_outlook_landed_blocks_are_free_and_gone_ones_computed() -> None:
     states = [WANTED, WANTED, LANDED, GONE, LANDED, WANTED]
     outlook = look_ahead(
-        view_of(states), chunk_tokens=500, costs=costs(100), progress=LoadProgress(begun=True)
+        view_of(states), chunk_tokens=500, costs=costs(100), progress=LoadProgress(any_landed=True)
     )
     assert outlook.compute_s == 200 + 100 + 150
     assert outlook.load_s == 300 + 100 + 50
@@ -319,12 +319,12 @@ def test_planner_random_situations_step_advances_within_its_limit(now: dict, mod
         assert step.load_from is not None
 
 
-@given(now=situations(), mode=st.sampled_from(["auto", "both"]), begun=st.booleans())
+@given(now=situations(), mode=st.sampled_from(["auto", "both"]), any_landed=st.booleans())
 def test_planner_random_situations_very_late_loads_are_not_waited_for(
-    now: dict, mode: Mode, begun: bool
+    now: dict, mode: Mode, any_landed: bool
 ) -> None:
     least_s = now["costs"].prefill.step_s(0, now["view"].prompt_tokens)
-    now["progress"] = LoadProgress(1e6 * (1 + least_s), begun, load_from=0)
+    now["progress"] = LoadProgress(1e6 * (1 + least_s), any_landed, load_from=0)
     assert not next_step(mode=mode, **now).wait
 
 
@@ -348,7 +348,7 @@ def test_planner_step_ends_at_an_island_only_if_the_rest_takes_longer_without_it
     # Loads that are given up let no island grow, so the last step is not split at it.
     late = LoadProgress(since_s=1e6, load_from=0)
     assert decide([WANTED] * 4 + [LANDED], known, chunk=1000, progress=late) == StepPlan(
-        550, load_from=None, overdue=True
+        550, load_from=None, ends_loads=True
     )
 
 
@@ -379,9 +379,12 @@ def test_planner_fast_link_is_waited_for_until_it_is_late() -> None:
     quick = costs(1)
     wait = StepPlan(0, wait=True)
     assert decide([WANTED] * 10, quick) == wait
-    assert decide([WANTED] * 10, quick, progress=LoadProgress(10, begun=True, load_from=0)) == wait
+    assert (
+        decide([WANTED] * 10, quick, progress=LoadProgress(10, any_landed=True, load_from=0))
+        == wait
+    )
     assert not decide(
-        [WANTED] * 10, quick, progress=LoadProgress(100, begun=True, load_from=0)
+        [WANTED] * 10, quick, progress=LoadProgress(100, any_landed=True, load_from=0)
     ).wait
 
 
@@ -466,10 +469,10 @@ def test_planner_worth_loading_with_equal_costs_does_not_change(
 
 def test_planner_silent_link_is_marked_late_and_a_slow_link_is_not() -> None:
     blocks, quick = [WANTED] * 10, costs(1)
-    silent = decide(blocks, quick, progress=LoadProgress(5000, begun=True, load_from=0))
-    assert (silent.load_from, silent.overdue) == (None, True)
-    slow = decide(blocks, costs(1100), progress=LoadProgress(5, begun=True, load_from=0))
-    assert (slow.load_from, slow.overdue) == (None, False)
+    silent = decide(blocks, quick, progress=LoadProgress(5000, any_landed=True, load_from=0))
+    assert (silent.load_from, silent.ends_loads) == (None, True)
+    slow = decide(blocks, costs(1100), progress=LoadProgress(5, any_landed=True, load_from=0))
+    assert (slow.load_from, slow.ends_loads) == (None, False)
 
 
 @pytest.mark.parametrize(("keep", "tokens"), [(None, 1000), (8, 750), (0, 0)])
@@ -651,7 +654,7 @@ def test_planner_prompt_is_not_loaded_if_its_end_takes_longer_than_computing(
 
 def test_planner_step_waits_before_landed_blocks_whose_end_is_near() -> None:
     view = end_view([LANDED] * 5, 1)
-    progress = LoadProgress(since_s=1.0, begun=True, load_from=0)
+    progress = LoadProgress(since_s=1.0, any_landed=True, load_from=0)
     step = next_step(view, mode="auto", chunk_tokens=500, costs=costs(10), progress=progress)
     assert step.wait
 
@@ -668,13 +671,13 @@ def test_planner_step_is_whole_where_others_would_fill_it_and_loads_have_stalled
         mode="auto",
         chunk_tokens=10_000,
         costs=replace(costs(100), others_wait=others_wait),
-        progress=LoadProgress(since_s, begun=True, load_from=0),
+        progress=LoadProgress(since_s, any_landed=True, load_from=0),
     )
     assert step.stop == stop
 
 
 def test_planner_prompt_whose_loads_have_stalled_waits_only_if_no_other_prompt_does() -> None:
-    progress = LoadProgress(210.0, begun=True, load_from=0)
+    progress = LoadProgress(210.0, any_landed=True, load_from=0)
     for others_wait in (False, True):
         step = next_step(
             view_of([WANTED]),
@@ -701,7 +704,7 @@ def test_planner_silence_of_a_store_counts_for_prompts_behind_the_first_when_it_
 @pytest.mark.parametrize("mode", ["auto", "both"])
 def test_planner_step_computes_landed_blocks_whose_end_is_overdue(mode: Mode) -> None:
     view = end_view([LANDED] * 5, 1)
-    progress = LoadProgress(since_s=10_000.0, begun=True, load_from=0)
+    progress = LoadProgress(since_s=10_000.0, any_landed=True, load_from=0)
     step = next_step(view, mode=mode, chunk_tokens=500, costs=costs(10), progress=progress)
     assert not step.wait
     assert step.stop > 100
@@ -711,7 +714,7 @@ def test_planner_step_computes_landed_blocks_whose_end_is_overdue(mode: Mode) ->
 def test_planner_step_does_not_wait_for_an_overdue_end_of_an_island_that_is_not_worth_a_step(
     state: BlockState,
 ) -> None:
-    progress = LoadProgress(since_s=10_000.0, begun=True, load_from=0)
+    progress = LoadProgress(since_s=10_000.0, any_landed=True, load_from=0)
     step = next_step(
         end_view([ABSENT, ABSENT, state, ABSENT], 1),
         mode="both",
@@ -737,7 +740,7 @@ def test_planner_step_ends_where_the_front_can_jump_to_the_end() -> None:
 
 
 def test_planner_end_block_alone_can_be_overdue() -> None:
-    late = LoadProgress(since_s=11.0, begun=True, load_from=4)
+    late = LoadProgress(since_s=11.0, any_landed=True, load_from=4)
     assert is_overdue(end_view([LANDED] * 4, 1), costs(10), late)
     assert not is_overdue(end_view([LANDED] * 4, 0), costs(10), late)
     assert not is_overdue(end_view([LANDED] * 4, 1), costs(10), replace(late, load_from=None))
@@ -908,7 +911,7 @@ def predictions_with_holes(blocks: int, *, others_s: float) -> int:
         costs=PromptCosts(
             CountedCost(0.01, 1e-4, 1e-9), LoadCost(0.01, 0.02), others_s=others_s, pipelined=True
         ),
-        progress=LoadProgress(begun=True, load_from=0),
+        progress=LoadProgress(any_landed=True, load_from=0),
     )
     return CountedCost.predicted
 
@@ -940,7 +943,7 @@ def test_next_step_predictions_do_not_grow_with_the_length_of_a_prompt_without_i
             mode="auto",
             chunk_tokens=2048,
             costs=PromptCosts(cost, load, others_s=0.5, pipelined=True),
-            progress=LoadProgress(begun=True, load_from=0),
+            progress=LoadProgress(any_landed=True, load_from=0),
         )
         counts.append(CountedCost.predicted)
     assert counts[1] <= counts[0] + 10

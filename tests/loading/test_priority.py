@@ -114,7 +114,7 @@ def seen(*states: BlockState, front: int = 0, prompt_tokens: int = 70) -> View:
 
 
 def claimant(
-    view: View, *, asked: bool = True, loads: bool = True, stalled: bool = False
+    view: View, *, ever_asked: bool = True, loads: bool = True, stalled: bool = False
 ) -> QueueEntry:
     return QueueEntry.of(
         "x",
@@ -124,7 +124,7 @@ def claimant(
         outlook=lambda: Outlook(4.0, 5.0, 3.0, 0),
         mode="auto",
         waited_s=1.0,
-        asked=asked,
+        ever_asked=ever_asked,
         chunk_tokens=32,
     )
 
@@ -135,12 +135,12 @@ W, L, G, A = BlockState.WANTED, BlockState.LANDED, BlockState.GONE, BlockState.A
 def test_queue_entry_is_derived_from_the_block_states() -> None:
     assert claimant(seen(A, L, W, L)).remaining_s == 3.0
     assert claimant(seen(A, A, W, A), loads=False) == QueueEntry("x", None, 1.0, loads_over=True)
-    assert claimant(seen(A, A, W, A), loads=False, asked=False) == QueueEntry("x", None, 1.0)
+    assert claimant(seen(A, A, W, A), loads=False, ever_asked=False) == QueueEntry("x", None, 1.0)
     # What has landed is not computed, whether or not it has joined the tree.
     done = QueueEntry("x", None, 1.0, loads_over=True, nearly_done=True)
     assert claimant(seen(G, L, L, L)) == claimant(seen(A, A, A, L, front=30)) == done
     assert not claimant(seen(A, A, A, L)).nearly_done
-    assert not claimant(seen(A, front=60), asked=False).nearly_done  # it never had anything
+    assert not claimant(seen(A, front=60), ever_asked=False).nearly_done  # it never had anything
     # Blocks of loads that have stalled are computed, as far as known.
     assert not claimant(seen(A, L, W, L), stalled=True).nearly_done
     assert claimant(seen(A, L, W, L, front=30), stalled=True).nearly_done

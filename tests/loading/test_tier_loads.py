@@ -116,7 +116,7 @@ def test_tier_loads_block_that_hangs_is_overdue_while_other_prompts_get_theirs()
     """Blocks of other prompts arrive from its tier, so the tier is not silent."""
     view = view_of([WANTED, LANDED])
     found = known(view, "10", (10.0, 10.0), (0.0, 0.1))
-    hangs = LoadProgress(since_s=200.0, begun=True, load_from=0)
+    hangs = LoadProgress(since_s=200.0, any_landed=True, load_from=0)
     assert loads_s(view, found, hangs) == 190
     assert is_overdue(view, found, hangs)
     plan = next_step(view, mode="both", chunk_tokens=10_000, costs=found, progress=hangs)
@@ -124,7 +124,7 @@ def test_tier_loads_block_that_hangs_is_overdue_while_other_prompts_get_theirs()
 
 
 def test_tier_loads_latency_counts_until_a_block_of_that_tier_has_landed() -> None:
-    begun = LoadProgress(begun=True)
+    begun = LoadProgress(any_landed=True)
     for last, latency_s in ((WANTED, 1000.0), (LANDED, 0.0)):
         view = view_of([WANTED, WANTED, LANDED, last])
         loads = TierLoads(bytes((0, 1, 0, 1)), (LoadCost(0.0, 1.0), LoadCost(1000.0, 5.0)))

@@ -192,7 +192,7 @@ def test_plan_beside_loader_fast_store_gives_no_plan_and_slow_store_no_part() ->
 def test_stored_tail_facts_change_with_blocks_and_when_the_next_one_is_late() -> None:
     def facts(since_s: float, landed_tokens: int = 0) -> object:
         view = stored(8193, 8192, landed_tokens)
-        return StoredTail(view, LoadProgress(since_s, begun=True), LoadCost(0.0, 0.02)).facts
+        return StoredTail(view, LoadProgress(since_s, any_landed=True), LoadCost(0.0, 0.02)).facts
 
     assert facts(0.0) == facts(0.019)
     assert len({facts(since_s / 100) for since_s in range(1000)}) < 12

@@ -305,7 +305,7 @@ class BlockSaving:
 
     def _is_new(self, record: PromptRecord, block: int) -> bool:
         loadable = block < record.meet.block_count  # otherwise, an end block may have its index
-        if loadable and block in record.local.failed:
+        if loadable and block in record.local.lost:
             return True  # the store could not deliver it: put it there again
         if not self._shard.stores(block):
             return False

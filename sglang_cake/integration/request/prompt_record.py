@@ -95,9 +95,9 @@ class LocalLoads:
             room for a block.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
-        failed: blocks that could not be fetched.
-        late: a read was late, or the loads ended for good since a block was overdue. The log says
-            so once.
+        lost: blocks that this rank could not fetch.
+        given_up: a read was late, or the loads ended for good since a block was overdue. The log
+            says so once.
         stored: the answer of the lookup; None: under way.
         ends: after which full blocks an end state is stored, as far as the lookup says.
         tiers: of each full block, as of `LookedUp`.
@@ -107,8 +107,8 @@ class LocalLoads:
     served_since_s: float
     link_idle: bool = False
     fetched: dict[int, StagedBlock | None] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
-    late: bool = False
+    lost: set[int] = field(default_factory=set)
+    given_up: bool = False
     stored: tuple[bool, ...] | None = None
     ends: tuple[bool, ...] = ()
     tiers: bytes = b""
@@ -128,7 +128,7 @@ class AgreedLoads:
         tier: that all stored blocks are read from; None: they are in several tiers.
         tiers: of each full block, once the lookup is done.
         lost_ends: of these, blocks after which a part of the end state could not be loaded.
-        begun: a block has landed.
+        any_landed: a block has landed.
         elapsed_s: time without progress. Before the lookup has answered, it counts from the start
             of the lookup. After that, it counts from the last fetched block, or from the moment
             when the link began to serve this prompt first, whichever is later. 0 while the link
@@ -136,7 +136,7 @@ class AgreedLoads:
         first_poll_s: the shared clock at the first update.
         now_s: the shared clock at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
-        asked: whether any block was ever worth loading, or has landed.
+        ever_asked: whether any block was ever worth loading, or has landed.
         link_idle: at the last update it was so (`LoadUpdate`), and no block had been fetched: not
             even one that waited in its buffer for this update.
     """
@@ -147,12 +147,12 @@ class AgreedLoads:
     tier: int | None = 0
     tiers: bytes = b""
     lost_ends: set[int] = field(default_factory=set)
-    begun: bool = False
+    any_landed: bool = False
     elapsed_s: float = 0.0
     first_poll_s: float | None = None
     now_s: float = 0.0
     load_from: int | None = None
-    asked: bool = False
+    ever_asked: bool = False
     link_idle: bool = False
 
     def apply(self, update: LoadUpdate) -> None:
@@ -161,8 +161,8 @@ class AgreedLoads:
         self.link_idle = update.link_idle and not update.fetched
         self.first_poll_s = self.first_poll_s or update.now_s
         self.now_s = update.now_s
-        self.begun |= bool(update.fetched)
-        self.asked |= self.begun
+        self.any_landed |= bool(update.fetched)
+        self.ever_asked |= self.any_landed
         if update.stored is not None:
             self.lookup_done = True
             self.stored = update.stored
@@ -329,7 +329,7 @@ class PromptRecord:
         relied = queue.relied_from is not None
         return LoadProgress(
             agreed.elapsed_s,
-            agreed.begun,
+            agreed.any_landed,
             agreed.load_from,
             relied_from=queue.relied_from,
             relied_s=max(0.0, agreed.now_s - queue.relied_since_s) if relied else 0.0,
@@ -358,7 +358,7 @@ class PromptRecord:
             agreed=AgreedLoads(
                 first_poll_s=self.agreed.first_poll_s,
                 now_s=self.agreed.now_s,
-                asked=self.agreed.asked,
+                ever_asked=self.agreed.ever_asked,
             ),
             memory=LoadMemory(wasted_bytes=self.memory.wasted_bytes),
             queue=replace(self.queue, relied_from=None),
@@ -391,7 +391,7 @@ class PromptRecord:
             self.local.served_since_s = time.monotonic()
             self.agreed.elapsed_s = 0.0
         self.agreed.load_from = block
-        self.agreed.asked |= block is not None
+        self.agreed.ever_asked |= block is not None
 
     def not_served_first(self) -> None:
         """The link did not serve this prompt first until now: no block of it was due."""

@@ -15,7 +15,7 @@ from sglang_cake.loading.cost_model import PromptCosts
 
 logger = logging.getLogger("sglang_cake")
 
-LATE_EVERY_S = 60.0  # between two log lines about late loads
+GIVEN_UP_EVERY_S = 60.0  # between two log lines about loads that were given up
 
 _TRACE = "--cake-trace-file"
 BOUNDARY.hooks[_TRACE] = []
@@ -33,8 +33,8 @@ class RequestReporter:
     def __init__(self, trace_path: str | None, *, speaks: bool, metrics: Metrics | None) -> None:
         self._speaks = speaks
         self._metrics = metrics
-        self._late = 0  # requests since the last log line about late loads
-        self._late_line_s: float | None = None
+        self._given_up = 0  # requests since the last log line about them
+        self._given_up_line_s: float | None = None
         self._trace: IO[str] | None = None
         if trace_path and speaks:
             self._trace = open(trace_path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -56,22 +56,23 @@ class RequestReporter:
         if self._metrics is not None:
             self._metrics.publish(step_overhead_s=overhead_s, costs=costs)
 
-    def late(self, record: PromptRecord, silent_s: float) -> None:
-        """The loads of the request are given up, since no block came in `silent_s`. Of many such
-        requests in LATE_EVERY_S, only the first one gets a log line."""
-        self._late += 1
+    def gave_up(self, record: PromptRecord, silence_s: float) -> None:
+        """The loads of the request are given up, since no block came in `silence_s`. Of many such
+        requests in GIVEN_UP_EVERY_S, only the first one gets a log line."""
+        self._given_up += 1
         now_s = time.monotonic()
-        if self._late_line_s is None or now_s - self._late_line_s >= LATE_EVERY_S:
+        last_s = self._given_up_line_s
+        if last_s is None or now_s - last_s >= GIVEN_UP_EVERY_S:
             if self._speaks:
                 logger.warning(
                     "cake: loads are overdue: no block came in %.2f s, so the rest of request %r "
                     "is computed (%d requests since the last such line)",
-                    silent_s,
+                    silence_s,
                     record.rid,
-                    self._late,
+                    self._given_up,
                 )
-            self._late_line_s = now_s
-            self._late = 0
+            self._given_up_line_s = now_s
+            self._given_up = 0
 
     def prefilled(self, record: PromptRecord) -> None:
         """The last prefill step of the request is scheduled."""

@@ -557,7 +557,10 @@ class Coordinator:
             record.queue.prefill_due |= self._waiting_tokens < chunk_tokens
             self._waiting_tokens += len(record.tokens) - record.meet.front
         record.planned(step, chunk_tokens, costs)
-        self.prompt_loads.set_load_from(record, step.load_from, overdue=step.overdue)
+        if step.ends_loads:
+            self.prompt_loads.give_up(record)
+        else:
+            self.prompt_loads.set_load_from(record, step.load_from)
         return step if record.loading else None
 
     def claimed(self, req: "Req", stop: int, *, overlapped: bool = False) -> None:
@@ -575,7 +578,7 @@ class Coordinator:
                 self._without_keys[req.rid] = prompt._replace(rest=rest)
             return
         record.queue.yielded = False
-        if record.agreed.asked and stop >= len(record.tokens):
+        if record.agreed.ever_asked and stop >= len(record.tokens):
             self._last_steps.append((record, self.step_costs.step_end_s))
         self._computed(record, Span(start, stop))
         if not overlapped:
@@ -637,10 +640,10 @@ class Coordinator:
         record = self.record(req)
         return record is not None and record.agreed.lookup_done and record.loading
 
-    def uses_store(self, req: "Req") -> bool:
+    def ever_asked(self, req: "Req") -> bool:
         """Whether any block of this request was ever worth loading."""
         record = self.record(req)
-        return record is not None and record.agreed.asked
+        return record is not None and record.agreed.ever_asked
 
     def would_wait(self, req: "Req", chunk_tokens: int, *, whole: bool = False) -> bool:
         """Whether the request would compute nothing if a step were scheduled for it now.
@@ -702,7 +705,7 @@ class Coordinator:
                 outlook=lambda: self._outlook(record),
                 mode=self._config.mode,
                 waited_s=now_s - since_s,
-                asked=record.agreed.asked,
+                ever_asked=record.agreed.ever_asked,
                 chunk_tokens=self.step_costs.chunk_tokens,
             )
         if entry.remaining_s is None:
@@ -864,7 +867,10 @@ class Coordinator:
                 # Without a planned step, perhaps for want of memory, the whole prompt is loaded.
                 load_from = 0 if loads else None
                 if record in found or load_from != record.agreed.load_from:
-                    self.prompt_loads.set_load_from(record, load_from, overdue=overdue)
+                    if overdue and not loads:
+                        self.prompt_loads.give_up(record)
+                    else:
+                        self.prompt_loads.set_load_from(record, load_from)
                     record.queue.outlook = None
                 elif overdue:
                     record.queue.outlook = None  # it changes while nothing arrives

@@ -104,21 +104,20 @@ class PromptLoads:
 
     # ---- requests to the loader ----
 
-    def set_load_from(
-        self, record: PromptRecord, block: int | None, *, overdue: bool = False
-    ) -> None:
-        """From now on blocks from `block` on are worth loading; None: loading stops, and with
-        `overdue` it stops for good."""
-        if overdue and block is None:
-            self._late(record)
+    def set_load_from(self, record: PromptRecord, block: int | None) -> None:
+        """From now on blocks from `block` on are worth loading; None: none is."""
         record.set_load_from(block)
-        if overdue and block is None:
-            self._loader.set_first_loadable(record.load_id, record.meet.block_count)
-            self._device_slots.discard(record, record.meet.give_up(), "overtaken")
-            self._device_slots.discard(record, record.reserved, "overtaken")
-            self._set_run(record)
-        else:
-            self._loader.set_load_from(record.load_id, block)
+        self._loader.set_load_from(record.load_id, block)
+
+    def give_up(self, record: PromptRecord) -> None:
+        """A block is overdue, and computing is quicker: the loads end for good. What has landed
+        stays."""
+        self._report_given_up(record)
+        record.set_load_from(None)
+        self._loader.set_first_loadable(record.load_id, record.meet.block_count)
+        self._device_slots.discard(record, record.meet.give_up(), "overtaken")
+        self._device_slots.discard(record, record.reserved, "overtaken")
+        self._set_run(record)
 
     def set_first_loadable(self, record: PromptRecord, block: int) -> None:
         """Blocks below `block` are computed: none of them is read any more."""
@@ -177,13 +176,13 @@ class PromptLoads:
         for block in [b for b in record.local.fetched if meet.state(b) is BlockState.GONE]:
             self._device_slots.refuse(record, record.local.fetched.pop(block), "overtaken")
 
-    def _late(self, record: PromptRecord) -> None:
-        if not record.local.late:
-            record.local.late = True
+    def _report_given_up(self, record: PromptRecord) -> None:
+        if not record.local.given_up:
+            record.local.given_up = True
             # The link may serve another prompt first, whose blocks do not come either.
             silence_s = self._loader.tier_silence_s
             silent_s = [silence_s[tier] for tier in set(record.local.tiers)]
-            self._reporter.late(record, max([record.local_elapsed_s(), *silent_s]))
+            self._reporter.gave_up(record, max([record.local_elapsed_s(), *silent_s]))
 
     def _receive(self, event: LoaderEvent) -> None:
         record = self._records.get(event.load_id)
@@ -201,6 +200,6 @@ class PromptLoads:
             self._reporter.write_event(record, "land", at_s=event.at_s, block=event.block)
         else:
             if event.reason == LATE:
-                self._late(record)
-            record.local.failed.add(event.block)
+                self._report_given_up(record)
+            record.local.lost.add(event.block)
             self._reporter.write_event(record, "lost", block=event.block, reason=event.reason)

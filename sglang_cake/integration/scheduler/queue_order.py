@@ -55,7 +55,7 @@ def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "Schedule
         return
     # An entry also notes since when a request waits, which counts for fairness.
     several = len(queue) > 1
-    if coordinator.fair or (several and any(coordinator.uses_store(req) for req in queue)):
+    if coordinator.fair or (several and any(coordinator.ever_asked(req) for req in queue)):
         entries = [_queue_entry(req, coordinator, policy) for req in queue]
         queue[:] = [queue[i] for i in order(entries)]
 
@@ -104,7 +104,7 @@ def find_preemptor(
     only_stored = not running.waits_for_loads or not coordinator.adaptive
 
     def goes_first(each: "Req") -> bool:
-        if only_stored and not coordinator.uses_store(each):
+        if only_stored and not coordinator.ever_asked(each):
             return False
         waiting = _queue_entry(each, coordinator, policy)
         if coordinator.adaptive:

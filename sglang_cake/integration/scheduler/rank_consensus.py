@@ -194,7 +194,7 @@ def _local_update(record: PromptRecord) -> LoadUpdate:
         ends=local.ends,
         tiers=local.tiers,
         fetched=tuple(sorted(b for b in local.fetched if meet.has(b))),
-        lost=tuple(sorted(b for b in local.failed if meet.has(b))),
+        lost=tuple(sorted(b for b in local.lost if meet.has(b))),
         elapsed_s=record.local_elapsed_s(),
         now_s=time.monotonic(),
         link_idle=local.link_idle,
@@ -210,8 +210,8 @@ def _state(record: PromptRecord) -> int:
 def _has_news(record: PromptRecord) -> bool:
     local = record.local
     if not record.agreed.lookup_done:
-        return local.stored is not None or bool(local.fetched) or bool(local.failed)
-    return bool(local.fetched) or record.meet.wants_any(local.failed)
+        return local.stored is not None or bool(local.fetched) or bool(local.lost)
+    return bool(local.fetched) or record.meet.wants_any(local.lost)
 
 
 def _full_blocks(record: PromptRecord) -> int:
@@ -219,8 +219,8 @@ def _full_blocks(record: PromptRecord) -> int:
 
 
 def _blocks_size(record: PromptRecord) -> int:
-    asked = 0 if record.agreed.lookup_done else _full_blocks(record)
-    return 2 * len(record.meet.indices) + asked * (3 if record.meet.end_blocks else 2)
+    full = 0 if record.agreed.lookup_done else _full_blocks(record)
+    return 2 * len(record.meet.indices) + full * (3 if record.meet.end_blocks else 2)
 
 
 def _pack_head(record: PromptRecord) -> list[float]:
@@ -251,12 +251,12 @@ def _awaits_block(record: PromptRecord) -> bool:
 
 
 def _pack_blocks(record: PromptRecord) -> list[float]:
-    """[fetched..., not failed..., stored..., tiers..., ends...]. All but the first two are left out
+    """[fetched..., not lost..., stored..., tiers..., ends...]. All but the first two are left out
     once the lookup is done. Tiers are negative, so the slowest one counts."""
     local = record.local
     blocks = record.meet.indices
     numbers: list[float] = [b in local.fetched for b in blocks]
-    numbers += [b not in local.failed for b in blocks]
+    numbers += [b not in local.lost for b in blocks]
     if not record.agreed.lookup_done:
         numbers += local.stored or [0] * _full_blocks(record)
         numbers += [-tier for tier in local.tiers] or [0] * _full_blocks(record)
@@ -270,7 +270,7 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
     blocks = record.meet.indices if len(numbers) > _HEAD else ()
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
-    not_failed = numbers[_HEAD + count : _HEAD + 2 * count]
+    not_lost = numbers[_HEAD + count : _HEAD + 2 * count]
     found = numbers[_HEAD + 2 * count :]
     news = answered and not record.agreed.lookup_done
     return LoadUpdate(
@@ -278,7 +278,7 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         tiers=bytes(-int(tier) for tier in found[full : 2 * full]),
         ends=tuple(map(bool, found[2 * full :])),
         fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
-        lost=tuple(b for b, yes in zip(blocks, not_failed, strict=True) if not yes),
+        lost=tuple(b for b, yes in zip(blocks, not_lost, strict=True) if not yes),
         elapsed_s=0.0 if elapsed_s == _NEUTRAL else -elapsed_s,
         now_s=now_s,
         link_idle=bool(all_idle and one_idle),

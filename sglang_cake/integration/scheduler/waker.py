@@ -41,7 +41,7 @@ class Waker:
         """Sleep as long as `sleep_s` allows, until `wake` is called or a request has come.
 
         Args: requests: the socket that requests come from. Any other object, such as the queue of
-        SGLang's server in Rust, cannot be watched: the sleep is as short as if the loads were late.
+        SGLang's server in Rust, cannot be watched: the sleep is as short as if the loads were over.
         Returns whether something ended the sleep.
         """
         import zmq
