@@ -18,6 +18,7 @@ from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.request.request_keys import RequestKeys
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -156,7 +157,7 @@ def _coordinator(loader: _Loader) -> Coordinator:
             chunk_tokens=CHUNK_TOKENS,
             pipelined=False,
         ),
-        adapter=str,
+        keys=RequestKeys(BLOCK_TOKENS, str, Counters()),
         consensus=RankConsensus(None),
         counters=Counters(),
         reporter=RequestReporter(None, speaks=True, metrics=None),

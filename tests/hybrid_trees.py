@@ -205,7 +205,7 @@ class HybridTree:
         self.store = Store()
         # Tokens behind an end that the tree must have too, with bigrams.
         self.behind = cfg.page_size if cfg.is_eagle else 0
-        self.tree.coordinator.next_tokens = int(cfg.is_eagle)
+        self.tree.coordinator.keys.next_tokens = int(cfg.is_eagle)
 
     def _make_pools(
         self, patch: pytest.MonkeyPatch, parts: Mapping[str, Callable[..., Any]]
@@ -879,11 +879,12 @@ SPARSE: dict[str, Callable[[int], Any]] = {
 
 @dataclass(slots=True)
 class Blocks:
-    """What the tree asks of a coordinator: a block's size, and the records that a test gives."""
+    """What the tree asks of a coordinator: a block's size, its keys, and the records that a test
+    gives."""
 
     block_tokens: int
     reclaimable_tokens: int = 0
-    next_tokens: int = 0
+    keys: Any = field(default_factory=lambda: SimpleNamespace(next_tokens=0))
     tree_evicts: bool = False
     records: dict[str, PromptRecord] = field(default_factory=dict)
 

@@ -166,9 +166,10 @@ def end_keys(block: BlockKey, count: int, rank: int = 0, ranks: int = 1) -> list
 class KeyChain:
     """The keys of one request's blocks, hashed when first needed, and once.
 
-    Not thread-safe: the I/O thread owns it, but for `block_count` and `next_tokens`.
+    Not thread-safe: the I/O thread owns it, but for `block_count` and attributes.
 
     Attributes:
+        media: of the request.
         next_tokens: as for `block_keys`.
 
     Args:
@@ -187,7 +188,7 @@ class KeyChain:
         self._end_rank = end_rank
         self._seed = seed
         self._block_tokens = block_tokens
-        self._media = media
+        self.media = media
         self._keys: list[BlockKey] = []
 
     def block_count(self, tokens: int) -> int:
@@ -213,5 +214,5 @@ class KeyChain:
 
     def _hashed(self, tokens: Sequence[int], known: Sequence[BlockKey]) -> list[BlockKey]:
         return block_keys(
-            self._seed, tokens, self._block_tokens, known, self._media, self.next_tokens
+            self._seed, tokens, self._block_tokens, known, self.media, self.next_tokens
         )

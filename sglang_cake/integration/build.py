@@ -60,6 +60,7 @@ from sglang_cake.integration.metrics import (
 from sglang_cake.integration.overlap import forward_hook
 from sglang_cake.integration.overlap.layer_gate import gated
 from sglang_cake.integration.overlap.overlapped_step import OverlapRunner
+from sglang_cake.integration.request.request_keys import RequestKeys
 from sglang_cake.integration.request.request_metadata import tenant_key
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
@@ -273,22 +274,26 @@ class CakeService:
             config=config,
             page_tokens=ctx.params.page_size,
             step_costs=self.step_costs,
-            adapter=self.identity.adapter,
+            keys=RequestKeys(
+                self.kv.layout.block_tokens,
+                self.identity.adapter,
+                self.counters,
+                # A row of the first draft layer depends on the next token, one of the second layer
+                # on the next two, and so on.
+                next_tokens=max(len(pools), tree.next_tokens),
+                end_rank=shard.end_rank,
+                covers_media=keys_media(ctx),
+            ),
             consensus=self._consensus,
             counters=self.counters,
             end_blocks=end_blocks,
             tail_tokens=0 if ends is None else ends.tail_tokens,
-            end_rank=shard.end_rank,
             reporter=RequestReporter(
                 config.trace_file,
                 speaks=speaks,
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
             lossy=lossy,
-            keys_media=keys_media(ctx),
-            # A row of the first draft layer depends on the next token, one of the second layer on
-            # the next two, and so on.
-            next_tokens=max(len(pools), tree.next_tokens),
         )
         store_metrics = None if labels is None else StoreMetrics(labels, len(self._sources))
         self._io.post(self._start, self._watch, store_metrics)
@@ -304,7 +309,7 @@ class CakeService:
     def namespace_hex(self) -> str | None:
         """The same in hex; None also while the tree holds KV of another namespace."""
         digest = self.namespace_digest
-        return None if digest is None or self.coordinator.suspended else digest.hex()
+        return None if digest is None or self.coordinator.keys.suspended else digest.hex()
 
     @property
     def device(self) -> str:
@@ -319,7 +324,7 @@ class CakeService:
         mixed origin and must never be stored. Until `weights_changed`, no request is loaded."""
         self._namespace = None
         self.identity.weights_changing()
-        self.coordinator.rebase(None, suspended=self.coordinator.suspended)
+        self.coordinator.rebase(None, suspended=self.coordinator.keys.suspended)
         self._serve(None)
 
     def weights_changed(
@@ -395,7 +400,7 @@ class CakeService:
         if not self.coordinator.store_detached:
             store = self._open(self._sources, namespace)
         self._namespace = namespace
-        self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.suspended)
+        self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.keys.suspended)
         logger.info("cake: namespace %s", namespace.digest().hex()[:16])
         if store is not None:
             self._use(store)

@@ -111,8 +111,8 @@ class LookedUp:
 
     load_id: str
     stored: tuple[bool, ...]
-    ends: tuple[bool, ...] = ()
-    tiers: bytes = b""
+    ends: tuple[bool, ...]
+    tiers: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -938,10 +938,12 @@ class Loader:
         self._outbox.append(event)
 
     def _give_up(self, read: _SharedRead, buffer: Buffer, reason: str | None) -> None:
+        """As `_lose`, and the buffer is free."""
         self._lose(read, reason)
         self._staging.give(buffer)
 
     def _lose(self, read: _SharedRead, reason: str | None) -> None:
+        """The read ends without the block. Args: reason: None: no prompt wants the block."""
         if reason is not None:
             self._counters.add("load_failures", label=reason)
             for queue, block in read.waiters:

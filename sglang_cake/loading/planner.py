@@ -268,8 +268,8 @@ def next_landings(
     loads = _Loads(view, costs, progress)
     lands_s = loads.landing_s()[::-1]  # of equal ones, the last block
     count = min(loads.count_within(within_s), view.states.count(BlockState.WANTED))
-    places = np.argsort(lands_s, kind="stable")[:count]
-    return [view.first + len(lands_s) - 1 - int(place) for place in places]
+    soonest = np.argsort(lands_s, kind="stable")[:count]
+    return [view.first + len(lands_s) - 1 - int(at) for at in soonest]
 
 
 class _Loads:

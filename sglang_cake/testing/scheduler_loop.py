@@ -24,6 +24,7 @@ from sglang_cake.core.keys import BlockKey, Digest, KeyChain, KeySeed
 from sglang_cake.integration.memory.block_saving import BlockSaving
 from sglang_cake.integration.memory.copier import Copier
 from sglang_cake.integration.memory.device_slots import DeviceSlots
+from sglang_cake.integration.request.request_keys import RequestKeys
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -156,7 +157,7 @@ class SchedulerLoop(ABC):
             config=config,
             page_tokens=page_tokens,
             step_costs=self.step_costs,
-            adapter=lambda lora_id: None,
+            keys=RequestKeys(kv.layout.block_tokens, lambda lora_id: None, self.counters),
             consensus=consensus or RankConsensus(None),
             counters=self.counters,
             reporter=RequestReporter(None, speaks=False, metrics=None),

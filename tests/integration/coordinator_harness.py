@@ -20,6 +20,7 @@ from sglang_cake.core.token_span import Span
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.kv_pool import Copy, DeviceKV, Fence
 from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.request.request_keys import RequestKeys
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.coordinator import Coordinator
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
@@ -149,13 +150,12 @@ class CoordinatorHarness(HeldReads):
             ),
             page_tokens=PAGE if tree is None else tree.cfg.page_size,
             step_costs=self.step_costs,
-            adapter=self.digest,
+            keys=RequestKeys(block, self.digest, self.counters, next_tokens=next_tokens),
             consensus=RankConsensus(self.reduce if ranks else None),
             counters=self.counters,
             reporter=RequestReporter(None, speaks=True, metrics=None),
             end_blocks=end_blocks,
             tail_tokens=tail_tokens if tree is None else tree.tail_tokens,
-            next_tokens=next_tokens,
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)
 

@@ -272,7 +272,7 @@ def test_decode_server_that_finds_the_same_digest_stores_only_what_is_behind_the
     assert record.agreed.stored == (True,) * int(blocks)  # the prefill server stores them
     assert not record.awaits_loader
     assert len(harness.slow.waiting) == reads
-    assert not harness.coordinator.suspended
+    assert not harness.coordinator.keys.suspended
 
 
 @pytest.mark.parametrize("differs", ["salt", "tokens", "unknown"])
@@ -295,7 +295,7 @@ def test_decode_server_that_finds_another_digest_stores_nothing_until_its_tree_i
     if differs == "tokens":
         other.origin_input_ids = array("q", [9, *req.origin_input_ids[1:]])
     received(hooks, right, other, metadata)
-    assert right.suspended
+    assert right.keys.suspended
     assert list(right.live) == []
     harness.arrive(req)
     assert list(right.live) == []
@@ -330,7 +330,7 @@ def test_decode_server_that_cannot_name_an_adapter_stores_nothing_of_that_adapte
     answers("b", None, None)
     answers("c", adapter, adapter)
     answers("d", "adapter", "adapter")
-    assert not coordinator.suspended
+    assert not coordinator.keys.suspended
     # Where the adapter is its own, the tree may give it the other server's KV.
     kept = ["before"] if adapter == "unknown" else []
     assert list(coordinator.live) == [*kept, "b", "d"]
@@ -358,7 +358,7 @@ def test_decode_server_knows_the_adapter_of_a_prompt_without_keys(
     answering.lora_id = "adapter"
     received(hooks, coordinator, answering, metadata)
     assert list(coordinator.live) == []
-    assert not coordinator.suspended
+    assert not coordinator.keys.suspended
     harness.arrive(answering)
     assert list(coordinator.live) == ([req.rid] if prefill_adapter == "adapter" else [])
 
@@ -377,7 +377,7 @@ def test_decode_server_with_a_detached_store_on_either_side_stores_nothing_and_k
     coordinator.store_detached = detached == "decode"
     received(hooks, coordinator, generating(req), metadata)
     assert list(coordinator.live) == []
-    assert not coordinator.suspended
+    assert not coordinator.keys.suspended
 
 
 def test_decode_server_knows_the_namespace_of_a_prompt_without_keys(
@@ -393,10 +393,10 @@ def test_decode_server_knows_the_namespace_of_a_prompt_without_keys(
     other.session = req.session
     received(hooks, coordinator, other, metadata)
     assert list(coordinator.live) == []
-    assert not coordinator.suspended
+    assert not coordinator.keys.suspended
     coordinator.rebase(Digest(b"o" * 32), suspended=False)  # the prefill server has other weights
     received(hooks, coordinator, other, metadata)
-    assert coordinator.suspended
+    assert coordinator.keys.suspended
 
 
 @pytest.mark.parametrize("how", [{"finished": True}, {"fake": True}])
@@ -404,7 +404,7 @@ def test_decode_server_request_without_kv_is_left_alone(
     hooks: Hooks, harness: CoordinatorHarness, how: dict[str, bool]
 ) -> None:
     received(hooks, harness.coordinator, generating(req_of(2.5), **how), Metadata())
-    assert not harness.coordinator.suspended
+    assert not harness.coordinator.keys.suspended
     assert list(harness.coordinator.live) == []
 
 

@@ -83,7 +83,7 @@ def processed(
 
 def prepared(output: MultimodalProcessorOutput, *, keys_media: bool = True) -> MultimodalInputs:
     """What SGLang's scheduler makes of it, with the hook of this package."""
-    coordinator = SimpleNamespace(keys_media=keys_media)
+    coordinator = SimpleNamespace(keys=SimpleNamespace(covers_media=keys_media))
     scheduler: Any = SimpleNamespace(tree_cache=SimpleNamespace(coordinator=coordinator))
     original = lambda _, mm_inputs: MultimodalInputs.from_processor_output(mm_inputs)  # noqa: E731
     found: MultimodalInputs = HOOKS["_get_multimodal_inputs"](original, scheduler, output)

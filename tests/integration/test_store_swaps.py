@@ -177,7 +177,9 @@ def test_default_store_whose_disk_hangs_is_not_waited_for_by_the_scheduler(
         weights_changed=lambda *args: service._known(known),
     )
     service.coordinator = SimpleNamespace(
-        suspended=False, store_detached=False, rebase=lambda *args, **kwargs: None
+        keys=SimpleNamespace(suspended=False),
+        store_detached=False,
+        rebase=lambda *args, **kwargs: None,
     )
     service._tree = SimpleNamespace(total_size=lambda: (0,))
     if change == "detached":

@@ -416,7 +416,7 @@ class CakeRadixCache(UnifiedRadixCache):
         if self.supports_mamba() and not self.enable_mamba_extra_buffer:
             last = len(req.full_untruncated_fill_ids) - 1
             stops.append(last - last % self.coordinator.block_tokens)
-        tokens_after = 0 if self.supports_mamba() else self.coordinator.next_tokens
+        tokens_after = 0 if self.supports_mamba() else self.coordinator.keys.next_tokens
         tokens_after += -tokens_after % int(self.page_size)
         for stop in stops:
             if stop + tokens_after > req.prefix_len and self.saving.wants_end(record, stop):
@@ -428,7 +428,7 @@ class CakeRadixCache(UnifiedRadixCache):
         last block boundary that it reaches."""
         if self.ends is None or self.coordinator is None or not self.enable_mamba_extra_buffer:
             return
-        keyed = len(req.full_untruncated_fill_ids) - self.coordinator.next_tokens
+        keyed = len(req.full_untruncated_fill_ids) - self.coordinator.keys.next_tokens
         last = min(req.extend_end, keyed)
         stop = min(last, req.mamba_branching_seqlen or last)
         end = stop - stop % self.coordinator.block_tokens
@@ -439,7 +439,7 @@ class CakeRadixCache(UnifiedRadixCache):
         """Where the window begins that belongs to the last block before `up_to`."""
         if self.ends is None or not self.ends.window_tokens or self.coordinator is None:
             return None
-        up_to -= self.coordinator.next_tokens + self.ends.tail_tokens
+        up_to -= self.coordinator.keys.next_tokens + self.ends.tail_tokens
         return up_to - up_to % self.coordinator.block_tokens - self.ends.window_tokens
 
     def _answer_window_start(self, req: "Req") -> int | None:

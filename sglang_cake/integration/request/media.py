@@ -45,7 +45,7 @@ def _prepared(original: Any, scheduler: "Scheduler", mm_inputs: Any) -> Any:
     from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 
     coordinator = getattr(scheduler.tree_cache, "coordinator", None)
-    keys_media = coordinator is not None and coordinator.keys_media
+    keys_media = coordinator is not None and coordinator.keys.covers_media
     digests = None
     if keys_media and isinstance(mm_inputs, MultimodalProcessorOutput):
         digests = identify(mm_inputs)

@@ -92,7 +92,7 @@ class LocalLoads:
             which the link serves this prompt first. Each poll sets it anew while others are served
             first, or the link is idle.
         link_idle: the link reads nothing for this prompt, since it has read all, or there is no
-            room for a block.
+            buffer for a block.
         fetched: blocks that this rank has, and that have not landed on every rank yet: the bytes;
             None: they are in the reserved slots, or on their way there.
         lost: blocks that this rank could not fetch.

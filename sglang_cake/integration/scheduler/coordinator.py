@@ -17,28 +17,26 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sglang_cake.config import CakeConfig
 from sglang_cake.core.counters import Counters
-from sglang_cake.core.keys import Digest, KeyChain, KeySeed, Media
+from sglang_cake.core.keys import Digest, KeyChain
 from sglang_cake.core.token_span import Span
 from sglang_cake.integration import response_stats
 from sglang_cake.integration.compat import longest_prefix_tokens
 from sglang_cake.integration.memory.device_slots import DeviceSlots
 from sglang_cake.integration.memory.end_states import EndSlots
-from sglang_cake.integration.request.media import media_of
 from sglang_cake.integration.request.prompt_record import AgreedLoads, LocalLoads, PromptRecord
+from sglang_cake.integration.request.request_keys import RequestKeys
 from sglang_cake.integration.request.request_metadata import (
     facts_of,
     may_overlap_last_step,
     reads_prompt,
-    seed_of,
     tenant_of,
-    unkeyed_because,
 )
 from sglang_cake.integration.request.request_reporter import RequestReporter
 from sglang_cake.integration.scheduler.prompt_loads import PromptLoads
@@ -67,6 +65,24 @@ PASSED = 8
 MATCHED = 8
 
 
+@dataclass(slots=True)
+class _Step:
+    """The step being scheduled.
+
+    Attributes:
+        passed: prompts that others may pass in it, with the time until their loads are over.
+        last_steps: prompts that have their last step in it, with the time until its end.
+        requeued: it went back to the queue in this step.
+        waiting_tokens: what is left to compute of the prompts that wait for their loads. Without
+            loads, prompts after them would get the rest of the chunk.
+    """
+
+    passed: list[tuple[PromptRecord, float]] = field(default_factory=list)
+    last_steps: list[tuple[PromptRecord, float]] = field(default_factory=list)
+    requeued: PromptRecord | None = None
+    waiting_tokens: int = 0
+
+
 class _WithoutKeys(NamedTuple):
     """A prompt without keys: the number of its tenant, and what it has still to compute."""
 
@@ -83,16 +99,12 @@ class Coordinator:
     Args:
         page_tokens: page size of the tree.
         lossy: what the store delivers may differ from what was computed.
-        keys_media: keys may cover the images of this model (`support_matrix.keys_media`).
-        adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
         end_blocks: blocks of one end state; 0: the model has none.
         tail_tokens: as for `EndStates`.
-        end_rank: as for `KeyChain`.
 
     Attributes:
         block_tokens: tokens of a whole block.
-        next_tokens: as for `KeyChain`.
-        suspended: the tree still holds KV of the old weights.
+        keys: those of requests. `rebase` and `emptied` change what they name.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
         loads_over_in_s: of the requests that wait for their loads, the shortest predicted time
@@ -117,35 +129,26 @@ class Coordinator:
         config: CakeConfig,
         page_tokens: int,
         step_costs: StepCosts,
-        adapter: Callable[[str], str | None],
+        keys: RequestKeys,
         consensus: RankConsensus,
         counters: Counters,
         reporter: RequestReporter,
         end_blocks: int = 0,
         tail_tokens: int = 0,
-        end_rank: tuple[int, int] = (0, 1),
         lossy: bool = False,
-        keys_media: bool = False,
-        next_tokens: int = 0,
     ) -> None:
         self._end_blocks = end_blocks
         self._tail_tokens = tail_tokens
-        self._end_rank = end_rank
-        self.next_tokens = next_tokens
-        self.keys_media = keys_media
         self._loader = loader
         self._device_slots = device_slots
         self._config = config
         self._lossy = lossy
         self.block_tokens = config.block_tokens_in(page_tokens)
         self._page_tokens = page_tokens
-        self._adapter = adapter
+        self.keys = keys
         self._consensus = consensus
         self._counters = counters
         self._reporter = reporter
-        self._namespace: Digest | None = None  # seeds every key; None: no request is loaded
-        # LoRA adapters of which the tree has KV that may be of other files or weights.
-        self._foreign_adapters: set[str] = set()
         self._records: dict[str, PromptRecord] = {}  # in order of arrival, the same on every rank
         # Prompts without keys that wait for prefill or are in it. Their tokens count as work of the
         # device before other prompts.
@@ -157,18 +160,10 @@ class Coordinator:
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
         # How many prompts were in prefill, or waited for it, at the last poll.
         self._prompt_count = 0
-        # Prompts that others may pass in the step being scheduled, with the time until their loads
-        # are over, and those that have their last step in it, with the time until its end.
-        self._passed: list[tuple[PromptRecord, float]] = []
-        self._last_steps: list[tuple[PromptRecord, float]] = []
-        self._requeued: PromptRecord | None = None  # in the step being scheduled
-        # What is left to compute of the prompts that wait for their loads in this step. Without
-        # loads, prompts after them would get the rest of the chunk.
-        self._waiting_tokens = 0
+        self._step = _Step()
         self._reconsidered = 0  # how many waiting requests were asked again so far
         self.step_costs = step_costs
         self.prompt_loads = PromptLoads(loader, device_slots, config, reporter)
-        self.suspended = False
         self.store_detached = False
         self.off_here = False
         self.off_everywhere = False
@@ -218,14 +213,9 @@ class Coordinator:
             self._arrive_without_keys(req, front)
             return
         self.release(req.rid)  # a retracted request comes back under the same id
-        media = self._media(req)
-        key_chain = None if media is None else self._key_chain(req, media)
-        if media is None or key_chain is None:
-            if media is not None:
-                self._counters.add("unnamed_requests")
+        if (key_chain := self.keys.chain(req)) is None:
             self._arrive_without_keys(req, front)
             return
-        overlap = may_overlap_last_step(req) and not media
         record = self._new_record(
             req,
             key_chain,
@@ -233,7 +223,7 @@ class Coordinator:
             limit=limit,
             front=front,
             matched=partial(matched, tokens, limit),
-            may_overlap=overlap,
+            may_overlap=may_overlap_last_step(req) and not key_chain.media,
             most_slots=most_slots,
         )
         self._look_up(record)
@@ -259,14 +249,15 @@ class Coordinator:
             return 0  # the last layers compute all of its tokens, and need a whole window
         limit = min(longest_prefix_tokens(req, tokens), tokens - self._tail_tokens)
         # A block's key may cover tokens after it, and so may those of SGLang's tree.
-        return max(0, limit - self.next_tokens)
+        return max(0, limit - self.keys.next_tokens)
 
     def prompt_digest(self, req: "Req") -> bytes:
         """32 bytes for all that the KV of a live prompt depends on; of a prompt without a record,
-        `_weights_digest`; zeros: it is of none."""
+        `RequestKeys.weights_digest`; zeros: it is of none."""
         if (record := self.record(req)) is not None:
             return record.key_chain.prefix_digest(record.tokens)
-        return bytes(32) if self.suspended else self._weights_digest(req) or bytes(32)
+        digest = None if self.keys.suspended else self.keys.weights_digest(req)
+        return digest or bytes(32)
 
     def save_answer(self, req: "Req", prompt_digest: bytes) -> None:
         """A decode server has the KV of a prompt, and is about to generate: have the blocks after
@@ -279,12 +270,12 @@ class Coordinator:
         if self.off_here:
             return
         tokens = (req.origin_input_ids + req.output_ids)[:-1]  # the last one has no KV yet
-        media = self._media(req)
-        key_chain = None if media is None else self._key_chain(req, media)
-        if key_chain is None or key_chain.prefix_digest(tokens) != prompt_digest:
-            if media is not None:
-                self._counters.add("unnamed_requests")
-            if prompt_digest != self._weights_digest(req) and not self.suspended:
+        key_chain = self.keys.chain(req)
+        if key_chain is not None and key_chain.prefix_digest(tokens) != prompt_digest:
+            self._counters.add("unnamed_requests")
+            key_chain = None
+        if key_chain is None:
+            if prompt_digest != self.keys.weights_digest(req) and not self.keys.suspended:
                 self._received_other_kv(req)
         elif not self.store_detached and not self._is_taken(req):
             self.release(req.rid)
@@ -292,25 +283,17 @@ class Coordinator:
             record = self._new_record(req, key_chain, tokens, limit=0, stored=stored)
             self._keep(record)
 
-    def _weights_digest(self, req: "Req") -> bytes | None:
-        """32 bytes for the namespace of a request, and for its LoRA adapter; None: not known."""
-        if req.lora_id is None or self._namespace is None:
-            return self._namespace
-        adapter = self._adapter(req.lora_id)
-        return None if adapter is None else KeySeed(self._namespace, adapter=adapter).digest()
-
     def _received_other_kv(self, req: "Req") -> None:
         """Until the tree is emptied, nothing is stored of prompts that could go on from the KV of
         this one: those with its LoRA adapter, since SGLang's tree keeps adapters apart, or all."""
         if req.lora_id is None:
-            self.rebase(self._namespace, suspended=True)
+            self.rebase(self.keys.namespace, suspended=True)
             logger.warning(
                 "cake: the KV of a prompt is of another namespace than this server's: prefill "
                 "and decode servers must have the same weights and settings, both cake, and must "
                 "have logged their namespaces; nothing is stored until /flush_cache"
             )
-        elif req.lora_id not in self._foreign_adapters:
-            self._foreign_adapters.add(req.lora_id)
+        elif self.keys.adapter_is_foreign(req.lora_id):
             for record in self.live.values():
                 if record.req.lora_id == req.lora_id:
                     self.release(record.rid)
@@ -339,8 +322,7 @@ class Coordinator:
     def emptied(self) -> None:
         """The tree is being emptied."""
         self.release_all()
-        self.suspended = False
-        self._foreign_adapters.clear()
+        self.keys.emptied()
 
     def rebase(self, namespace: Digest | None, *, suspended: bool) -> None:
         """From now on KV means something else. Live requests end, and are never stored.
@@ -351,8 +333,7 @@ class Coordinator:
                 no namespace, so nothing is loaded or stored until the tree is emptied.
         """
         self.release_all()
-        self._namespace = namespace
-        self.suspended = suspended
+        self.keys.rebase(namespace, suspended=suspended)
 
     def record(self, req: "Req") -> PromptRecord | None:
         """The record of a live request, if it has one. Clients choose ids, so another live request
@@ -408,27 +389,25 @@ class Coordinator:
         self.waiting = False
         self.loads_over_in_s = math.inf
         serving = list(dict.fromkeys(serving))  # several requests may have one id
-        served = frozenset(serving)
+        polled = frozenset(serving)
         if not self._consensus.alone:
-            self._polled = served
-        for rid in [rid for rid in self._without_keys if rid not in served]:
+            self._polled = polled
+        for rid in [rid for rid in self._without_keys if rid not in polled]:
             self._leave_without_keys(rid)  # in order of arrival, as on the other ranks
         step_s = self.step_s
         self.step_s = 0.0
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._take_events(step_s))
-        open_records, news = self._vote(serving)
+        awaiting, news = self._vote(serving)
         if self.tree_evicts:  # on all ranks, after the vote, whose records are alike
             self.tree_evicts = False
             waiting = [rid for rid in serving if rid != chunked]
             self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
-            open_records, news = self._vote(serving)
-        if open_records:  # the reduction comes first, and takes place whatever fails
-            self._attempt(
-                failures, lambda: self._reconsider(self._agree(open_records, news), serving)
-            )
+            awaiting, news = self._vote(serving)
+        if awaiting:  # the reduction comes first, and takes place whatever fails
+            self._attempt(failures, lambda: self._reconsider(self._agree(awaiting, news), serving))
         self._attempt(failures, lambda: self._serve(serving, chunked))
-        if open_records:
+        if awaiting:
             if not self._consensus.alone:
                 self._attempt(failures, self._end_failed_copies)
             self._vote(serving)  # a request that has failed on another rank is not scheduled
@@ -479,7 +458,7 @@ class Coordinator:
         stats = record.stats
         if not stats.computed_tokens + stats.loaded_tokens:
             stats.matched_tokens = req.prefix_len
-        self._advance(record, req)
+        self._advance(record)
         while (span := record.meet.island()) is not None:
             blocks = record.meet.blocks_of(span)
             others = [other for other in self._records.values() if other is not record]
@@ -493,7 +472,7 @@ class Coordinator:
             end_blocks = record.meet.end_indices
             if memory is not None and end_blocks:
                 end = memory.allocate_end(req, span)
-                if end is None or not self._load_end(req, record, memory, end):
+                if end is None or not self._load_end(record, memory, end):
                     self._device_slots.drop(record, end_blocks.start, "memory")
                     continue
             try:
@@ -505,7 +484,7 @@ class Coordinator:
                 raise
             attach(req, slots, span.stop, end)
             response_stats.loaded(req, span)
-            self._advance(record, req)  # the tree may have matched more by now
+            self._advance(record)  # the tree may have matched more by now
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
 
     def passing_tokens(self, req: "Req", chunk_tokens: int) -> int | None:
@@ -514,10 +493,10 @@ class Coordinator:
         record = self.record(req)
         if record is None or self._config.mode != "auto":
             return None
-        ends_s = [end_s for each, end_s in self._passed if self._passes(record, each)]
-        for each, end_s in self._last_steps:
+        ends_s = [end_s for each, end_s in self._step.passed if self._passes(record, each)]
+        for each, end_s in self._step.last_steps:
             # A request that was requeued in this step has lost its place to one of these.
-            if record is self._requeued or self._passes(record, each):
+            if record is self._step.requeued or self._passes(record, each):
                 ends_s.append(end_s)
         tokens = self.step_costs.passing_tokens(
             Span(req.prefix_len, len(req.origin_input_ids) + len(req.output_ids)),
@@ -531,7 +510,7 @@ class Coordinator:
         """A request has no part in the step being scheduled, since it would pass others. They may
         not be planned in this step, so nothing else says how long the scheduler may sleep."""
         self.waiting = True
-        ends_s = [end_s for _, end_s in self._passed]
+        ends_s = [end_s for _, end_s in self._step.passed]
         self.loads_over_in_s = min([self.loads_over_in_s, *ends_s])
 
     def waits_still(self, req: "Req") -> bool:
@@ -554,8 +533,8 @@ class Coordinator:
             self.waiting = True
             wait_s = min(step.wait_s, self.step_costs.rest_of_loads_s(record))
             self.loads_over_in_s = min(self.loads_over_in_s, wait_s)
-            record.queue.prefill_due |= self._waiting_tokens < chunk_tokens
-            self._waiting_tokens += len(record.tokens) - record.meet.front
+            record.queue.prefill_due |= self._step.waiting_tokens < chunk_tokens
+            self._step.waiting_tokens += len(record.tokens) - record.meet.front
         record.planned(step, chunk_tokens, costs)
         if step.ends_loads:
             self.prompt_loads.give_up(record)
@@ -579,11 +558,11 @@ class Coordinator:
             return
         record.queue.yielded = False
         if record.agreed.ever_asked and stop >= len(record.tokens):
-            self._last_steps.append((record, self.step_costs.step_end_s))
+            self._step.last_steps.append((record, self.step_costs.step_end_s))
         self._computed(record, Span(start, stop))
         if not overlapped:
-            self._advance(record, req)
-            self._claim(req, record, stop)
+            self._advance(record)
+            self._claim(record, stop)
 
     def overlapped_step_ran(
         self,
@@ -621,7 +600,7 @@ class Coordinator:
                 record.meet.claim(computed.stop)
                 self._computed(record, computed)
                 response_stats.computed(req, computed.tokens)
-        self._claim(req, record, stop)
+        self._claim(record, stop)
 
     # ---- what the order of the queue depends on ----
 
@@ -664,7 +643,7 @@ class Coordinator:
     def requeued(self, req: "Req") -> None:
         """The request went back to the queue between two of its chunks."""
         record = self._live_record(req)
-        self._requeued = record
+        self._step.requeued = record
         record.queue.times_requeued += 1
         record.queue.prefill_due = True
         self._reporter.write_event(record, "yield")
@@ -684,7 +663,8 @@ class Coordinator:
 
     def lost_place(self, req: "Req") -> bool:
         """Whether the request went back to the queue in the step being scheduled."""
-        return self._requeued is not None and self._requeued is self.record(req)
+        requeued = self._step.requeued
+        return requeued is not None and requeued is self.record(req)
 
     def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
         """What `priority.order` needs of a waiting request whose priority counts as `level`."""
@@ -785,13 +765,13 @@ class Coordinator:
                 self.release(rid)
         if vote.failed and rids:
             self._begin_anew()
-        open_records, news = [], []
+        awaiting, news = [], []
         for rid, new in zip(rids, vote.news, strict=True):
             record = self._records.get(rid)
             if record is not None and record.awaits_loader:
-                open_records.append(record)
+                awaiting.append(record)
                 news.append(new)
-        return open_records, news
+        return awaiting, news
 
     def _begin_anew(self) -> None:
         """A rank has failed: all ranks end their requests, those that decode too, and forget what
@@ -805,14 +785,12 @@ class Coordinator:
         self.prompt_loads.now_s = 0.0
         self.prompt_loads.lookups_late = False
 
-    def _agree(
-        self, open_records: Sequence[PromptRecord], news: Sequence[bool]
-    ) -> list[PromptRecord]:
+    def _agree(self, awaiting: Sequence[PromptRecord], news: Sequence[bool]) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
         costs = self.step_costs
-        updates, shared = self._consensus.agree(open_records, news, costs.shared)
+        updates, shared = self._consensus.agree(awaiting, news, costs.shared)
         costs.agree(shared)
-        for record, update in zip(open_records, updates, strict=True):
+        for record, update in zip(awaiting, updates, strict=True):
             lost = record.meet.wants_any(update.lost)
             self.prompt_loads.apply(record, update)
             if (update.stored or update.fetched or lost) and record.loading:
@@ -820,7 +798,7 @@ class Coordinator:
                 record.queue.waits = False
         return [
             record
-            for record, update in zip(open_records, updates, strict=True)
+            for record, update in zip(awaiting, updates, strict=True)
             if update.stored is not None
         ]
 
@@ -901,10 +879,7 @@ class Coordinator:
             self._device_slots.reserve(with_memory, self.step_costs.blocks_ahead(with_memory))
         self.prompt_loads.serve(served, with_memory)
         self._prompt_count = len(serving)
-        self._requeued = None
-        self._waiting_tokens = 0
-        self._last_steps = []
-        self._passed = list(self._ends_of_loads(served[:PASSED]))
+        self._step = _Step(passed=list(self._ends_of_loads(served[:PASSED])))
         if with_memory is not None and self.prompt_loads.starved:
             self._make_room(with_memory, live)
 
@@ -1002,24 +977,6 @@ class Coordinator:
             return False
         return needed < self.spare_slots - self.reclaimable_tokens
 
-    def _media(self, req: "Req") -> Media | None:
-        """The media that keys of this request cover; None, and counted: they do not cover all."""
-        media = media_of(req)
-        if (reason := unkeyed_because(req)) is not None or media is None:
-            self._counters.add("unkeyed_requests", label=reason or "media")
-            return None
-        return media
-
-    def _key_chain(self, req: "Req", media: Media) -> KeyChain | None:
-        """The keys of this request; None: they are not known, or the tree holds other KV."""
-        adapter = None if req.lora_id is None else self._adapter(req.lora_id)
-        if self._namespace is None or self.suspended or (req.lora_id and adapter is None):
-            return None
-        if req.lora_id in self._foreign_adapters:
-            return None
-        seed = seed_of(req, self._namespace, adapter)
-        return KeyChain(seed, self.block_tokens, media, self.next_tokens, self._end_rank)
-
     def _new_record(
         self,
         req: "Req",
@@ -1053,7 +1010,7 @@ class Coordinator:
                 block_tokens=self.block_tokens,
                 page_tokens=self._page_tokens,
                 limit_tokens=limit,
-                prompt_tokens=max(0, len(tokens) - self.next_tokens),
+                prompt_tokens=max(0, len(tokens) - self.keys.next_tokens),
                 front=front,
                 end_blocks=self._end_blocks,
             ),
@@ -1105,23 +1062,22 @@ class Coordinator:
         prompt = self._without_keys.get(rid)
         return StepWork() if prompt is None else work_of(*prompt.rest)
 
-    def _load_end(
-        self, req: "Req", record: PromptRecord, memory: "CakeRadixCache", end: EndSlots
-    ) -> bool:
+    def _load_end(self, record: PromptRecord, memory: "CakeRadixCache", end: EndSlots) -> bool:
         """Whether the end state that has landed is copied, or will be."""
         loaded = False
         try:
             loaded = self._device_slots.load_end(record, record.meet.end_indices, end)
         finally:
             if not loaded:
-                memory.free_end(req, end)
+                memory.free_end(record.req, end)
         return loaded
 
-    def _advance(self, record: PromptRecord, req: "Req") -> None:
+    def _advance(self, record: PromptRecord) -> None:
         stats = record.stats
+        prefix_len = record.req.prefix_len
         if stats.computed_tokens + stats.loaded_tokens:
-            stats.rematched_tokens += max(0, req.prefix_len - record.meet.front)
-        self._device_slots.discard(record, record.meet.advance(req.prefix_len), "in_tree")
+            stats.rematched_tokens += max(0, prefix_len - record.meet.front)
+        self._device_slots.discard(record, record.meet.advance(prefix_len), "in_tree")
 
     def _attached(self, record: PromptRecord, span: Span) -> None:
         record.meet.attach(span)
@@ -1138,16 +1094,17 @@ class Coordinator:
         self._counters.add("computed_tokens", span.tokens)
         self._reporter.write_event(record, "claim", start=span.start, stop=span.stop)
 
-    def _claim(self, req: "Req", record: PromptRecord, stop: int) -> None:
+    def _claim(self, record: PromptRecord, stop: int) -> None:
         self._device_slots.discard(record, record.meet.claim(stop), "overtaken")
         self.prompt_loads.set_first_loadable(record, record.meet.first_loadable)
         if stop >= len(record.tokens):
-            self._prefilled(req, record)
+            self._prefilled(record)
 
-    def _prefilled(self, req: "Req", record: PromptRecord) -> None:
+    def _prefilled(self, record: PromptRecord) -> None:
         record.stats.prefill_s = record.local_waited_s()
         self.prompt_loads.stop_loading(record, "overtaken")
         if record.fallback is not None:
             self._counters.add("fallback", label=record.fallback)
         self._reporter.prefilled(record)
+        req = record.req
         req.customized_info = {**(req.customized_info or {}), "cake": [record.report()]}

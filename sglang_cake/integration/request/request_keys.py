@@ -1,0 +1,96 @@
+"""Which keys name the KV of a request, if any do."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang_cake.core.counters import Counters
+from sglang_cake.core.keys import Digest, KeyChain, KeySeed, Media
+from sglang_cake.integration.request.media import media_of
+from sglang_cake.integration.request.request_metadata import seed_of, unkeyed_because
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class RequestKeys:
+    """The keys of requests. A request has none if they would not cover all that its KV depends on,
+    or if the tree may give it KV that they do not name.
+
+    Args:
+        adapter: `(lora_id)` gives the digest of that LoRA adapter's content; None: not known.
+        end_rank: as for `KeyChain`.
+        covers_media: keys may cover the media of this model (`support_matrix.keys_media`).
+
+    Attributes:
+        covers_media: as given.
+        next_tokens: as for `KeyChain`.
+        namespace: digest that seeds every key; None: not known, so no request has keys.
+        suspended: the tree has KV of another namespace, so no request has keys.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        adapter: Callable[[str], str | None],
+        counters: Counters,
+        *,
+        next_tokens: int = 0,
+        end_rank: tuple[int, int] = (0, 1),
+        covers_media: bool = False,
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._adapter = adapter
+        self._counters = counters
+        self._end_rank = end_rank
+        # LoRA adapters of which the tree has KV that may be of other files or weights.
+        self._foreign_adapters: set[str] = set()
+        self.next_tokens = next_tokens
+        self.covers_media = covers_media
+        self.namespace: Digest | None = None
+        self.suspended = False
+
+    def chain(self, req: "Req") -> KeyChain | None:
+        """The keys of a request; None, and counted: it has none."""
+        media = self._media(req)
+        if media is None:
+            return None
+        adapter = None if req.lora_id is None else self._adapter(req.lora_id)
+        unknown = self.namespace is None or (req.lora_id and adapter is None)
+        if unknown or self.suspended or req.lora_id in self._foreign_adapters:
+            self._counters.add("unnamed_requests")
+            return None
+        assert self.namespace is not None
+        seed = seed_of(req, self.namespace, adapter)
+        return KeyChain(seed, self._block_tokens, media, self.next_tokens, self._end_rank)
+
+    def weights_digest(self, req: "Req") -> bytes | None:
+        """32 bytes for the namespace of a request, and for its LoRA adapter; None: not known."""
+        if req.lora_id is None or self.namespace is None:
+            return self.namespace
+        adapter = self._adapter(req.lora_id)
+        return None if adapter is None else KeySeed(self.namespace, adapter=adapter).digest()
+
+    def adapter_is_foreign(self, lora_id: str) -> bool:
+        """The tree has KV of this adapter from now on that may be of other files or weights.
+        Returns whether that is new."""
+        is_new = lora_id not in self._foreign_adapters
+        self._foreign_adapters.add(lora_id)
+        return is_new
+
+    def rebase(self, namespace: Digest | None, *, suspended: bool) -> None:
+        """From now on KV means something else. Args: as of the attributes."""
+        self.namespace = namespace
+        self.suspended = suspended
+
+    def emptied(self) -> None:
+        """The tree is empty."""
+        self.suspended = False
+        self._foreign_adapters.clear()
+
+    def _media(self, req: "Req") -> Media | None:
+        """The media that keys of this request cover; None, and counted: they do not cover all."""
+        media = media_of(req)
+        if (reason := unkeyed_because(req)) is not None or media is None:
+            self._counters.add("unkeyed_requests", label=reason or "media")
+            return None
+        return media
