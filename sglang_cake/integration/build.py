@@ -294,6 +294,7 @@ class CakeService:
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
             lossy=lossy,
+            priority_sign=_priority_sign(ctx),
         )
         store_metrics = None if labels is None else StoreMetrics(labels, len(self._sources))
         self._io.post(self._start, self._watch, store_metrics)
@@ -667,3 +668,11 @@ def _pipelined(ctx: "TreeCacheBuildContext") -> bool:
     on_gpu = _forward_stream(ctx) is not None
     # SGLang itself turns it off for some models: only the resolved settings tell.
     return on_gpu and not resolving_view(ctx.server_args).disable_overlap_schedule
+
+
+def _priority_sign(ctx: "TreeCacheBuildContext") -> int:
+    """As for `Coordinator`."""
+    args = resolving_view(ctx.server_args)
+    if not args.enable_priority_scheduling:
+        return 0
+    return 1 if args.schedule_low_priority_values_first else -1

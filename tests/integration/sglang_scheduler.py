@@ -310,6 +310,7 @@ class VirtualSGLang(Scheduler):
         priorities = args.enable_priority_scheduling
         self.policy = SchedulePolicy(policy, tree, False, priorities, False)
         self.enable_priority_scheduling = priorities
+        loop.coordinator.priority_sign = -1 if priorities else 0
         self.enable_priority_preemption = priorities
         self.priority_scheduling_preemption_threshold = 10
         # It expects short answers, and long ones for ten steps after a retraction.

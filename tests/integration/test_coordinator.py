@@ -1121,8 +1121,16 @@ def test_coordinator_earlier_prompt_has_no_limit() -> None:
         assert harness.limit(harness.other, harness.loaded) is None
 
 
+def test_coordinator_priority_that_does_not_count_gives_no_prompt_a_longer_step() -> None:
+    """SGLang takes priorities of clients also where it does not schedule by them."""
+    with Passing() as harness:
+        harness.other.priority = 1
+        assert harness.limit(harness.loaded, harness.other) == 4 * PAGE
+
+
 def test_coordinator_prompt_of_another_priority_or_turn_has_no_limit() -> None:
     with Passing() as harness:
+        harness.coordinator.priority_sign = -1
         harness.other.priority = 1
         assert harness.limit(harness.loaded, harness.other) is None
     with Passing(priority="fair") as harness:

@@ -40,7 +40,6 @@ class PrefillServer:
         self.waiting_queue: list[FakeReq] = []
         self.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=[])
         self.running_batch = None
-        self.policy = SimpleNamespace(enable_priority_scheduling=False)
         self.tree_cache = SimpleNamespace(
             coordinator=harness.coordinator,
             matched_tokens=lambda req, tokens, limit: 0,

@@ -36,9 +36,7 @@ class PrefillLoop:
         self.base = CoordinatorHarness(slots=200 * BLOCK, mode="both", priority=priority)
         self.queue: list[Any] = []
         self.chunked: Any = None
-        self.policy: Any = SimpleNamespace(
-            enable_priority_scheduling=self.chance.random() < 0.5, priority_sign=-1
-        )
+        self.base.coordinator.priority_sign = -1 if self.chance.random() < 0.5 else 0
         self.number = self.returns = self.progress = 0
         self.closed: list[Any] = []
         self.known_costs = self.base.step_costs.costs
@@ -74,10 +72,8 @@ class PrefillLoop:
         self.number += 1
         while self.closed and self.chance.random() < 0.4:
             self.base.open(self.closed.pop(self.chance.randrange(len(self.closed))))
-        coordinator.poll(
-            queue_order.serving(self.chunked, self.queue, coordinator, self.policy, fits=True)
-        )
-        queue_order.sort_queue(self.queue, coordinator, self.policy)
+        coordinator.poll(queue_order.serving(self.chunked, self.queue, coordinator, fits=True))
+        queue_order.sort_queue(self.queue, coordinator)
         tree = BareTree(coordinator)
         tree.attach_running = self.attach  # type: ignore[method-assign]
         tree.joined = self.joined

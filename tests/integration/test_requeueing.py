@@ -44,12 +44,9 @@ class Scheduler:
     chunked_req: Any = None
     truncation_align_size: int | None = None
 
-    def __init__(self, *, priorities: bool = False, low_first: bool = False) -> None:
+    def __init__(self) -> None:
         self.waiting_queue: list[Any] = []
         self.free_rows = 8
-        self.policy: Any = SimpleNamespace(
-            enable_priority_scheduling=priorities, priority_sign=1 if low_first else -1
-        )
 
     def get_num_allocatable_reqs(self, running: int, running_batch: Any) -> int:
         """As SGLang counts, with at most eight running requests."""
@@ -60,11 +57,19 @@ class ChunkedAdmission:
     """A coordinator, a queue, and the admission of a chunked request as SGLang calls it. Rows are
     not real."""
 
-    def __init__(self, priority: str, mode: str = "load", **settings: bool) -> None:
+    def __init__(
+        self,
+        priority: str,
+        mode: str = "load",
+        *,
+        priorities: bool = False,
+        low_first: bool = False,
+    ) -> None:
         # In mode `load` a prompt waits until all that is stored has landed.
         self.base = CoordinatorHarness(mode=mode, priority=priority)
         self.coordinator: Any = self.base.coordinator
-        self.scheduler = Scheduler(**settings)
+        self.coordinator.priority_sign = (1 if low_first else -1) * priorities
+        self.scheduler = Scheduler()
         self.returns = 0
         self.arrived_s = 0.0  # the last request, on the shared clock
         self.full = False
@@ -812,36 +817,36 @@ def test_queue_order_link_serves_the_shorter_rest_first(
     admissions: Make,
 ) -> None:
     admission = admissions()
-    coordinator, policy = admission.base.coordinator, admission.scheduler.policy
+    coordinator = admission.base.coordinator
     long, short = (admission.req(rid, stored=True) for rid in ("long", "short"))
     other = admission.req("other")
     coordinator.live.get("long").queue.outlook = Outlook(2.0, 2.0, 2.0, 0)
     coordinator.live.get("short").queue.outlook = Outlook(1.0, 1.0, 1.0, 0)
     queue = [other, short]
     assert (
-        queue_order.find_preemptor(long, [short], coordinator, policy, ROOM) is None
+        queue_order.find_preemptor(long, [short], coordinator, ROOM) is None
     )  # it waits for loads
-    assert queue_order.serving(long, queue, coordinator, policy, fits=True) == [
+    assert queue_order.serving(long, queue, coordinator, fits=True) == [
         "short",
         "long",
         "other",
     ]
-    assert queue_order.serving(long, queue, coordinator, policy, fits=False) == [
+    assert queue_order.serving(long, queue, coordinator, fits=False) == [
         "long",
         "other",
         "short",
     ]
     long.return_logprob = True  # it keeps the device: then the link is its own as well
-    assert queue_order.serving(long, queue, coordinator, policy, fits=True) == [
+    assert queue_order.serving(long, queue, coordinator, fits=True) == [
         "long",
         "other",
         "short",
     ]
     long.return_logprob = False
-    got = queue_order.serving(short, [other, long], coordinator, policy, fits=True)
+    got = queue_order.serving(short, [other, long], coordinator, fits=True)
     assert got == ["short", "other", "long"]
-    assert queue_order.serving(other, [long], coordinator, policy, fits=True) == ["other", "long"]
-    assert queue_order.serving(None, [long, short], coordinator, policy, fits=True) == [
+    assert queue_order.serving(other, [long], coordinator, fits=True) == ["other", "long"]
+    assert queue_order.serving(None, [long, short], coordinator, fits=True) == [
         "long",
         "short",
     ]
@@ -885,21 +890,34 @@ def test_queue_order_lower_priority_never_preempts_a_higher_one(
     high, low = (1, 5) if low_first else (5, 1)
     stored = admission.req("stored", stored=True, priority=high)
     # In `load` mode it would be parked anyway: what is asked is who is put before it.
-    coordinator, policy = admission.base.coordinator, admission.scheduler.policy
+    coordinator = admission.base.coordinator
     below = admission.req("below", priority=low)
-    assert queue_order.find_preemptor(stored, [below], coordinator, policy, ROOM) is None
+    assert queue_order.find_preemptor(stored, [below], coordinator, ROOM) is None
     equal = admission.req("equal", priority=high)
-    assert queue_order.find_preemptor(stored, [below, equal], coordinator, policy, ROOM) is equal
+    assert queue_order.find_preemptor(stored, [below, equal], coordinator, ROOM) is equal
     stored.priority = low
     above = admission.req("above", priority=high)
-    assert queue_order.find_preemptor(stored, [above], coordinator, policy, ROOM) is above
+    assert queue_order.find_preemptor(stored, [above], coordinator, ROOM) is above
     admission.queue[:] = [above, below]  # as it is sorted when a step is planned
     assert admission.chunk(stored) is None
     assert admission.queue[0] is above
     # Whatever a request says: without the flag, priorities do not count.
-    admission.scheduler.policy.enable_priority_scheduling = False
+    coordinator.priority_sign = 0
     stored.priority = high
-    assert queue_order.find_preemptor(stored, [below], coordinator, policy, ROOM) is below
+    assert queue_order.find_preemptor(stored, [below], coordinator, ROOM) is below
+
+
+def test_queue_order_preempted_request_keeps_the_level_of_its_priority_on_the_link(
+    admissions: Make,
+) -> None:
+    """The next poll orders the link before the queue is sorted again."""
+    admission = admissions(priorities=True)
+    stored = admission.req("stored", stored=True, priority=5)
+    admission.queue.append(admission.req("other", priority=5))
+    assert admission.chunk(stored) is None
+    link_key = admission.coordinator.live["stored"].queue.link_key
+    assert link_key is not None
+    assert link_key[0] == -5
 
 
 @pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
@@ -919,7 +937,7 @@ def test_queue_order_prompt_that_let_others_go_first_keeps_its_place_against_hig
         admission.wait(stored)
     admission.land(stored)
     admission.queue[:] = [admission.req("urgent", priority=5), stored]  # in SGLang's order
-    queue_order.sort_queue(admission.queue, admission.base.coordinator, admission.scheduler.policy)
+    queue_order.sort_queue(admission.queue, admission.base.coordinator)
     assert [req.rid for req in admission.queue] == ["stored", "urgent"]
 
 

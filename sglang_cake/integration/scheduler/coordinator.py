@@ -101,8 +101,11 @@ class Coordinator:
         lossy: what the store delivers may differ from what was computed.
         end_blocks: blocks of one end state; 0: the model has none.
         tail_tokens: as for `EndStates`.
+        priority_sign: 1: requests of low priority go first; -1: those of high priority; 0:
+            priorities do not count.
 
     Attributes:
+        priority_sign: as given.
         block_tokens: tokens of a whole block.
         keys: those of requests. `rebase` and `emptied` change what they name.
         store_detached: no store is in use, so no request is loaded.
@@ -136,7 +139,9 @@ class Coordinator:
         end_blocks: int = 0,
         tail_tokens: int = 0,
         lossy: bool = False,
+        priority_sign: int = 0,
     ) -> None:
+        self.priority_sign = priority_sign
         self._end_blocks = end_blocks
         self._tail_tokens = tail_tokens
         self._loader = loader
@@ -666,8 +671,8 @@ class Coordinator:
         requeued = self._step.requeued
         return requeued is not None and requeued is self.record(req)
 
-    def queue_entry(self, req: "Req", level: int = 0) -> QueueEntry:
-        """What `priority.order` needs of a waiting request whose priority counts as `level`."""
+    def queue_entry(self, req: "Req") -> QueueEntry:
+        """What `priority.order` needs of a waiting request."""
         record = self.record(req)
         now_s = self.prompt_loads.now_s
         if record is None:
@@ -695,7 +700,7 @@ class Coordinator:
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
-        entry = replace(entry, turn=turn, level=level)
+        entry = replace(entry, turn=turn, level=self._level(req))
         if record is not None:
             queue = record.queue
             entry = replace(
@@ -859,7 +864,7 @@ class Coordinator:
     def _passes(self, other: PromptRecord, record: PromptRecord) -> bool:
         """Whether `other` came later, and is served before `record` only while that is loaded."""
         own_turn = self.fair and other.facts.tenant != record.facts.tenant
-        same_level = other.req.priority == record.req.priority or record.queue.prefill_due
+        same_level = self._level(other.req) == self._level(record.req) or record.queue.prefill_due
         return other.arrival > record.arrival and same_level and not own_turn
 
     def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
@@ -939,6 +944,10 @@ class Coordinator:
 
     def _awaits_lookup(self, record: PromptRecord) -> bool:
         return record.awaits_lookup(self._config.mode) and not self.prompt_loads.lookups_late
+
+    def _level(self, req: "Req") -> int:
+        """The level of a request's priority, as of `QueueEntry`."""
+        return (req.priority or 0) * self.priority_sign
 
     def _is_taken(self, req: "Req") -> bool:
         """Whether another live request has a record under the id of this one, which gets none."""

@@ -262,8 +262,7 @@ class CakePrefillAdder(PrefillAdder):
             queue = self._scheduler.waiting_queue
             budget = self._budget_for_others(req, coordinator)
             if budget is not None:
-                policy = self._scheduler.policy
-                preemptor = queue_order.find_preemptor(req, queue, coordinator, policy, budget)
+                preemptor = queue_order.find_preemptor(req, queue, coordinator, budget)
                 if preemptor is not None:
                     return Requeue(preemptor)
             if self._step_tokens <= 0:
@@ -314,7 +313,7 @@ class CakePrefillAdder(PrefillAdder):
             slots = {req.rid: queue_order.most_slots(req)}
             self._waiting_slots = slots | self._waiting_slots
             if preemptor is None:  # otherwise the two stand in order
-                queue_order.sort_queue(queue, coordinator, self._scheduler.policy)
+                queue_order.sort_queue(queue, coordinator)
 
     @guarded(_WAITING, AS_SGLANG)
     def _decide_waiting(

@@ -17,11 +17,10 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.loading.priority import QueueEntry, order, preempts
+from sglang_cake.loading.priority import order, preempts
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.schedule_policy import SchedulePolicy
 
     from sglang_cake.integration.scheduler.coordinator import Coordinator
 
@@ -46,17 +45,17 @@ class StepBudget(NamedTuple):
     slots: int
 
 
-def sort_queue(queue: "list[Req]", coordinator: "Coordinator", policy: "SchedulePolicy") -> None:
+def sort_queue(queue: "list[Req]", coordinator: "Coordinator") -> None:
     """Reorder SGLang's waiting queue in place. Priorities, where they count, stay first, but not
     against prompts whose prefill is due."""
     if not coordinator.adaptive:
-        if policy.enable_priority_scheduling:
+        if coordinator.priority_sign:
             queue.sort(key=lambda req: not coordinator.prefill_due(req))
         return
     # An entry also notes since when a request waits, which counts for fairness.
     several = len(queue) > 1
     if coordinator.fair or (several and any(coordinator.ever_asked(req) for req in queue)):
-        entries = [_queue_entry(req, coordinator, policy) for req in queue]
+        entries = [coordinator.queue_entry(req) for req in queue]
         queue[:] = [queue[i] for i in order(entries)]
 
 
@@ -64,7 +63,6 @@ def serving(
     chunked: "Req | None",
     queue: "list[Req]",
     coordinator: "Coordinator",
-    policy: "SchedulePolicy",
     *,
     fits: bool,
 ) -> list[str]:
@@ -82,10 +80,8 @@ def serving(
     ahead: list[str] = []
     preemptible = fits and coordinator.adaptive and coordinator.loading(chunked)
     if preemptible and may_requeue(chunked, coordinator):
-        running = _queue_entry(chunked, coordinator, policy)
-        waiting = [
-            _queue_entry(req, coordinator, policy) for req in queue if coordinator.loading(req)
-        ]
+        running = coordinator.queue_entry(chunked)
+        waiting = [coordinator.queue_entry(req) for req in queue if coordinator.loading(req)]
         ahead = [each.rid for each in waiting if each.waits_for_loads and preempts(each, running)]
     first = {*ahead, chunked.rid}
     return [*ahead, chunked.rid, *(req.rid for req in queue if req.rid not in first)]
@@ -95,18 +91,17 @@ def find_preemptor(
     req: "Req",
     queue: "list[Req]",
     coordinator: "Coordinator",
-    policy: "SchedulePolicy",
     budget: StepBudget,
 ) -> "Req | None":
     """The waiting request that goes before the request that is being chunked, which may go back,
     and can compute now."""
-    running = _queue_entry(req, coordinator, policy)
+    running = coordinator.queue_entry(req)
     only_stored = not running.waits_for_loads or not coordinator.adaptive
 
     def goes_first(each: "Req") -> bool:
         if only_stored and not coordinator.ever_asked(each):
             return False
-        waiting = _queue_entry(each, coordinator, policy)
+        waiting = coordinator.queue_entry(each)
         if coordinator.adaptive:
             return preempts(waiting, running)
         # In SGLang's order, only an earlier request that yielded the device goes first.
@@ -222,9 +217,3 @@ def most_slots(req: "Req") -> int:
     """Slots that a request may need until its end, as SGLang estimates, if none is in the tree."""
     new: int = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
     return int(len(req.origin_input_ids) + len(req.output_ids) + min(new, CLIP_MAX_NEW_TOKENS))
-
-
-def _queue_entry(req: "Req", coordinator: "Coordinator", policy: "SchedulePolicy") -> QueueEntry:
-    if not policy.enable_priority_scheduling or req.priority is None:
-        return coordinator.queue_entry(req)
-    return coordinator.queue_entry(req, req.priority * policy.priority_sign)

@@ -90,7 +90,7 @@ def _prioritized(_: None, policy: Any, queue: "list[Req]", *args: Any, **kwargs:
     coordinator = getattr(policy.tree_cache, "coordinator", None)
     if coordinator is not None:
         with coordinator.timed():
-            queue_order.sort_queue(queue, coordinator, policy)
+            queue_order.sort_queue(queue, coordinator)
 
 
 def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
@@ -134,7 +134,7 @@ def _serving(scheduler: "Scheduler", coordinator: "Coordinator") -> list[str]:
     queue = scheduler.waiting_queue
     fits = chunked is not None and bool(queue)
     fits = fits and others_fit(scheduler, scheduler.running_batch, chunked)
-    return queue_order.serving(chunked, queue, coordinator, scheduler.policy, fits=fits)
+    return queue_order.serving(chunked, queue, coordinator, fits=fits)
 
 
 def _handshaking(scheduler: "Scheduler") -> "list[Req]":
