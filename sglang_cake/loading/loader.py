@@ -600,7 +600,7 @@ class Loader:
         """The prompt needs no further block; reads for it alone are cancelled."""
         queue = self._by_id.pop(load_id, None)
         if queue is not None:
-            self._io.post(self._end, queue)
+            self._io.post(self._cancel, queue)
 
     @property
     def stats(self) -> LoaderStats:
@@ -793,8 +793,8 @@ class Loader:
 
     def _reorder(self, queues: Sequence[_PromptQueue], may_use_all_buffers: str | None) -> None:
         self._may_use_all_buffers = may_use_all_buffers
-        ranks = {queue: rank for rank, queue in enumerate(queues)}
-        self._queues.sort(key=lambda queue: ranks.get(queue, len(queues)))
+        positions = {queue: position for position, queue in enumerate(queues)}
+        self._queues.sort(key=lambda queue: positions.get(queue, len(queues)))
         self._start_reads()
 
     def _start(self, queue: _PromptQueue, block: int) -> bool:
@@ -1011,7 +1011,7 @@ class Loader:
                 read.task.cancel()
         self._start_reads()
 
-    def _end(self, queue: _PromptQueue) -> None:
+    def _cancel(self, queue: _PromptQueue) -> None:
         self._queues.remove(queue)
         if queue.lookup is not None:  # a disk that hangs would keep it, and answer it first
             asyncio.get_running_loop().call_later(ENDED_LOOKUP_S, queue.lookup.cancel)

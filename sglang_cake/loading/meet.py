@@ -66,7 +66,7 @@ class Event(IntEnum):
 _S, _E = BlockState, Event
 
 # (state, event) -> next state. A pair that is not here is a bug of this package.
-# An event that changes nothing in CLAIMED or GONE comes late, or repeats what is known. Its
+# An event that changes nothing in CLAIMED or GONE is out of date, or repeats what is known. Its
 # bytes are discarded. The loader reads no block that the front has passed, so a block stays GONE
 # until it is claimed.
 TRANSITIONS: dict[tuple[BlockState, Event], BlockState] = {

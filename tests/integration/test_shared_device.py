@@ -263,7 +263,7 @@ def test_mode_auto_store_with_a_fault_is_at_most_a_step_behind_computing(fault: 
 
 
 @pytest.mark.parametrize(("fault", "lines"), [("none", 0), ("silent", 1)])
-def test_mode_auto_loads_given_up_as_late_are_one_log_line(
+def test_mode_auto_loads_given_up_are_one_log_line(
     fault: Fault, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cost = PrefillCost(1e-3, 1e-4, 1e-8, error=0.02)
