@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from polling import until
 from sglang_cake.core.buffers import Buffer
 from sglang_cake.core.keys import BlockKey, Digest
 from sglang_cake.integration.request.prompt_record import PromptRecord
+from sglang_cake.integration.scheduler import coordinator, rank_consensus
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
@@ -449,6 +451,25 @@ def test_coordinator_step_without_news_predicts_the_remaining_time(
     assert entry.remaining_s < 1  # 136 tokens at a millisecond each, at most
 
 
+def test_coordinator_prompt_without_keys_has_waited_since_its_first_poll(
+    harness: CoordinatorHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue is sorted only when a stored prompt is in it. One that came before would count as
+    no older, and the stored one would go first once its loads are over."""
+    clock = SimpleNamespace(monotonic=lambda: 100.0, perf_counter=time.perf_counter)
+    monkeypatch.setattr(coordinator, "time", clock)
+    monkeypatch.setattr(rank_consensus, "time", clock)
+    plain, req = FakeReq("plain", array("q", range(1000, 1100))), harness.readable(4.5)
+    plain.session = object()
+    harness.arrive(plain)
+    harness.coordinator.poll(["plain"])
+    clock.monotonic = lambda: 110.0
+    harness.arrive(req)
+    harness.coordinator.poll(["plain", req.rid])
+    waited_s = [harness.coordinator.queue_entry(each).waited_s for each in (plain, req)]
+    assert waited_s == [10.0, 0.0]
+
+
 def test_coordinator_link_serves_the_shorter_rest_before_a_prompt_that_needs_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -797,7 +818,7 @@ def test_coordinator_prefix_matched_meanwhile_frees_its_landed_blocks(
 # ---- another rank ----
 
 # Where the 4 blocks of the only request stand in what is reduced.
-LANDED_AT, KEPT_AT, STORED_AT = 116, 120, 124
+LANDED_AT, KEPT_AT, STORED_AT = 115, 119, 123
 
 
 def test_coordinator_block_missing_on_a_peer_waits_until_overtaken(

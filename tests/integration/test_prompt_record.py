@@ -61,5 +61,5 @@ def test_restore_link_whose_blocks_wait_for_the_poll_is_not_idle() -> None:
     """Between two steps a fast link fills all buffers, which are free after the poll."""
     record = waiting()
     for fetched in ((3,), ()):
-        record.agreed.apply(LoadUpdate(None, fetched, (), 0.0, 1.0, link_idle=True))
+        record.agreed.apply(LoadUpdate(None, fetched, (), 0.0, link_idle=True), 1.0)
         assert record.agreed.link_idle == (not fetched)

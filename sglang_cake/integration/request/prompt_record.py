@@ -68,7 +68,6 @@ class LoadUpdate:
         lost: blocks that a rank could not fetch, ascending.
         elapsed_s: the longest wait of the ranks that lack a block and whose link is not idle, see
             `PromptRecord.local_elapsed_s`; 0: there is no such rank.
-        now_s: a clock that all ranks share.
         link_idle: the links of the ranks that lack a block are idle for the prompt, one at least.
     """
 
@@ -76,7 +75,6 @@ class LoadUpdate:
     fetched: tuple[int, ...]
     lost: tuple[int, ...]
     elapsed_s: float
-    now_s: float
     ends: tuple[bool, ...] = ()
     tiers: bytes = b""
     link_idle: bool = False
@@ -134,7 +132,7 @@ class AgreedLoads:
             when the link began to serve this prompt first, whichever is later. 0 while the link
             serves other prompts first, or no buffer is free.
         first_poll_s: the shared clock at the first update.
-        now_s: the shared clock at the last one.
+        now_s: the shared clock (`Vote`) at the last one.
         load_from: blocks from this one on are worth loading; None: no block is.
         ever_asked: whether any block was ever worth loading, or has landed.
         link_idle: at the last update it was so (`LoadUpdate`), and no block had been fetched: not
@@ -155,12 +153,12 @@ class AgreedLoads:
     ever_asked: bool = False
     link_idle: bool = False
 
-    def apply(self, update: LoadUpdate) -> None:
+    def apply(self, update: LoadUpdate, now_s: float) -> None:
         """Take in what the ranks agreed on."""
         self.elapsed_s = update.elapsed_s
         self.link_idle = update.link_idle and not update.fetched
-        self.first_poll_s = self.first_poll_s or update.now_s
-        self.now_s = update.now_s
+        self.first_poll_s = self.first_poll_s or now_s
+        self.now_s = now_s
         self.any_landed |= bool(update.fetched)
         self.ever_asked |= self.any_landed
         if update.stored is not None:

@@ -84,10 +84,12 @@ class _Step:
 
 
 class _WithoutKeys(NamedTuple):
-    """A prompt without keys: the number of its tenant, and what it has still to compute."""
+    """A prompt without keys: the number of its tenant, what it has still to compute, and the shared
+    clock when it was first polled."""
 
     tenant: int
     rest: Span
+    since_s: float | None = None
 
 
 class Coordinator:
@@ -160,7 +162,7 @@ class Coordinator:
         self._without_keys: dict[str, _WithoutKeys] = {}
         self._numbers = itertools.count()
         self._tenants = TenantTokens()
-        # The shared clock when a request that has no record was first looked at.
+        # The shared clock when a request that has lost its record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
         # How many prompts were in prefill, or waited for it, at the last poll.
@@ -404,6 +406,9 @@ class Coordinator:
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._take_events(step_s))
         awaiting, news = self._vote(serving)
+        for rid, prompt in self._without_keys.items():
+            if prompt.since_s is None:
+                self._without_keys[rid] = prompt._replace(since_s=self.prompt_loads.now_s)
         if self.tree_evicts:  # on all ranks, after the vote, whose records are alike
             self.tree_evicts = False
             waiting = [rid for rid in serving if rid != chunked]
@@ -675,10 +680,13 @@ class Coordinator:
         """What `priority.order` needs of a waiting request."""
         record = self.record(req)
         now_s = self.prompt_loads.now_s
-        if record is None:
-            since_s = self._unrecorded_since_s.setdefault(req, now_s)
-        else:
+        prompt = self._without_keys.get(req.rid)
+        if record is not None:
             since_s = now_s if record.agreed.first_poll_s is None else record.agreed.first_poll_s
+        elif prompt is not None:
+            since_s = now_s if prompt.since_s is None else prompt.since_s
+        else:
+            since_s = self._unrecorded_since_s.setdefault(req, now_s)
         if record is None or not record.agreed.lookup_done:
             entry = QueueEntry(req.rid, None, now_s - since_s)
         else:
@@ -759,12 +767,14 @@ class Coordinator:
         dropped on all of them, and does not count as work ahead. If a rank has failed, all begin
         anew."""
         if self._consensus.alone:
+            self.prompt_loads.now_s = time.monotonic()
             live = [record for record in self._records.values() if record.awaits_loader]
             return live, [True] * len(live)
         rids = sorted(serving)
         records = [self._records.get(rid) for rid in rids]
         vote = self._consensus.vote(records, failed=self.failed, evicts=self.tree_evicts)
         self.tree_evicts = vote.evicts
+        self.prompt_loads.now_s = vote.now_s
         for rid, same in zip(rids, vote.alike, strict=True):
             if not same:
                 self.release(rid)
@@ -787,7 +797,6 @@ class Coordinator:
         self._tenants = TenantTokens()
         self._unrecorded_since_s.clear()
         self._reconsidered = 0
-        self.prompt_loads.now_s = 0.0
         self.prompt_loads.lookups_late = False
 
     def _agree(self, awaiting: Sequence[PromptRecord], news: Sequence[bool]) -> list[PromptRecord]:

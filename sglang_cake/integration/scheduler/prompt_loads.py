@@ -22,7 +22,7 @@ class PromptLoads:
     it.
 
     Attributes:
-        now_s: the ranks' shared clock, as of the last update.
+        now_s: the ranks' shared clock, as of the last vote. The coordinator sets it.
         lookups_late: a prompt has waited for its lookup in vain, and none has been answered since.
     """
 
@@ -65,9 +65,8 @@ class PromptLoads:
 
     def apply(self, record: PromptRecord, update: LoadUpdate) -> None:
         """Bring the record up to date with what all ranks agreed on."""
-        self.now_s = update.now_s
         waited = record.awaits_lookup(self._config.mode)
-        record.agreed.apply(update)
+        record.agreed.apply(update, self.now_s)
         if update.stored is not None:
             self.lookups_late = False
             usable = record.meet.usable(update.stored, update.ends)

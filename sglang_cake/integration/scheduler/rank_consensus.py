@@ -6,7 +6,8 @@ views of all ranks together:
 
 - `everywhere`, first in each poll: whether Cake is on, on every rank.
 - `vote`, then, again if a tree has evicted, and at the end of the poll: for each request, whether
-  all ranks have it in one state, and whether one of them has news; whether a rank has failed.
+  all ranks have it in one state, and whether one of them has news; whether a rank has failed; a
+  clock.
 - `agree`, if a request awaits the loader: a block has landed when every rank has fetched it, and is
   lost when one rank lost it. So the costs of loads, and the time without progress, are those of the
   slowest rank, of those that have read from the tier lately, if any has. Clocks and costs of steps
@@ -27,7 +28,7 @@ from sglang_cake.integration.request.prompt_record import LoadUpdate, PromptReco
 from sglang_cake.loading.cost_model import MOST_TIERS, LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 
-_HEAD = 5  # numbers of a request before those of its blocks
+_HEAD = 4  # numbers of a request before those of its blocks
 _GONE = -1  # this rank has no record of the request
 _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
 
@@ -60,12 +61,14 @@ class Vote(NamedTuple):
             on.
         failed: whether one of the ranks failed.
         evicts: whether the tree of one evicts.
+        now_s: a clock that all ranks share. Without requests, this rank's own.
     """
 
     alike: list[bool]
     news: list[bool]
     failed: bool
     evicts: bool
+    now_s: float
 
 
 class RankConsensus:
@@ -101,17 +104,17 @@ class RankConsensus:
         """
         if self._reduce_min is None or not records:
             every = [True] * len(records)
-            return Vote(every, every, failed, evicts)
-        own = [_GONE if record is None else _state(record) for record in records]
+            return Vote(every, every, failed, evicts, time.monotonic())
+        own: list[float] = [_GONE if record is None else _state(record) for record in records]
         own += [record is not None and _has_news(record) for record in records]
-        own += [failed, evicts]
+        own += [failed, evicts, time.monotonic()]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
         count = len(records)
         alike = [low == -high for low, high in zip(least[:count], most[:count], strict=True)]
-        news = [bool(number) for number in most[count:-2]]
-        return Vote(alike, news, bool(most[-2]), bool(most[-1]))
+        news = [bool(number) for number in most[count:-3]]
+        return Vote(alike, news, bool(most[-3]), bool(most[-2]), least[-1])
 
     def agree(
         self,
@@ -196,7 +199,6 @@ def _local_update(record: PromptRecord) -> LoadUpdate:
         fetched=tuple(sorted(b for b in local.fetched if meet.has(b))),
         lost=tuple(sorted(b for b in local.lost if meet.has(b))),
         elapsed_s=record.local_elapsed_s(),
-        now_s=time.monotonic(),
         link_idle=local.link_idle,
     )
 
@@ -224,14 +226,14 @@ def _blocks_size(record: PromptRecord) -> int:
 
 
 def _pack_head(record: PromptRecord) -> list[float]:
-    """[elapsed, now, lookup answered, no block is lacking or the link is idle, the link is idle
-    while a block is lacking]. The first and the last one are negative, so the largest ones count.
+    """[elapsed, lookup answered, no block is lacking or the link is idle, the link is idle while a
+    block is lacking]. The first and the last one are negative, so the largest ones count.
     """
     local = record.local
     done = not _awaits_block(record)
     idle = local.link_idle and not done
     elapsed_s = _NEUTRAL if idle or done else -record.local_elapsed_s()
-    return [elapsed_s, time.monotonic(), local.stored is not None, idle or done, -idle]
+    return [elapsed_s, local.stored is not None, idle or done, -idle]
 
 
 def _awaits_block(record: PromptRecord) -> bool:
@@ -266,7 +268,7 @@ def _pack_blocks(record: PromptRecord) -> list[float]:
 
 
 def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
-    elapsed_s, now_s, answered, all_idle, one_idle = numbers[:_HEAD]
+    elapsed_s, answered, all_idle, one_idle = numbers[:_HEAD]
     blocks = record.meet.indices if len(numbers) > _HEAD else ()
     count, full = len(blocks), _full_blocks(record)
     fetched = numbers[_HEAD : _HEAD + count]
@@ -280,6 +282,5 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
         fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
         lost=tuple(b for b, yes in zip(blocks, not_lost, strict=True) if not yes),
         elapsed_s=0.0 if elapsed_s == _NEUTRAL else -elapsed_s,
-        now_s=now_s,
         link_idle=bool(all_idle and one_idle),
     )
