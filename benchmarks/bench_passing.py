@@ -10,18 +10,20 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks import documents, facts
 from sglang_cake.loading import planner, priority
 from sglang_cake.loading.cost_model import LoadCost
+from sglang_cake.loading.priority import QueueEntry
+from sglang_cake.simulator import simulated_server
 from sglang_cake.simulator.hardware import GPUS, PLAN_S, prefill_cost
 from sglang_cake.simulator.machine import Machine
 from sglang_cake.simulator.shapes import find_shape
-from sglang_cake.simulator.simulated_server import Prompt, PromptResult, serve
+from sglang_cake.simulator.simulated_server import Policy, Prompt, PromptResult, serve
 
 MODEL = find_shape("llama-3.1-8b")
 BLOCK = 128
@@ -32,29 +34,37 @@ LOOPS = {"step by step": None, "overlap loop": PLAN_S}
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The limits of an arm: see `planner.PASSING_COST` and `priority.PASSING_LIMIT`."""
+    """An arm: see `planner.PASSING_COST`. Attributes: slack: whether prompts have one, which bounds
+    how long others pass them."""
 
     cost: float = planner.PASSING_COST
-    limit: float = priority.PASSING_LIMIT
+    slack: bool = True
+    policy: Policy = "adaptive"
 
 
 ARMS = {
     "as built": Arm(),
     "whole steps": Arm(cost=math.inf),
     "shorter steps at any cost": Arm(cost=0.0),
-    "slow loads are passed by all": Arm(limit=math.inf),
-    "slow loads are passed by none": Arm(limit=0.0),
+    "no limit on passing": Arm(slack=False),
+    "first come, first served": Arm(policy="fcfs"),
 }
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of the prompts of an arm. `late`: more than a step and 2 % later than by computing."""
+    """Of the prompts of an arm.
+
+    Attributes:
+        late: more than a step and 2 % later than by computing.
+        latest_steps: how many steps later than by computing the last of all is.
+    """
 
     stored: list[float] = field(default_factory=list)  # logarithms of the ratio to computing
     new: list[float] = field(default_factory=list)
     mean: list[float] = field(default_factory=list)  # of each stream
     late: int = 0
+    latest_steps: float = 0.0
 
     def add(
         self, found: Iterable[PromptResult], computed: Iterable[PromptResult], step_s: float
@@ -65,6 +75,7 @@ class Tally:
             ratios = self.new if a.prompt.stored_blocks == 0 else self.stored
             ratios.append(math.log(a.ttft_s / b.ttft_s))
             self.late += a.ttft_s > 1.02 * b.ttft_s + step_s
+            self.latest_steps = max(self.latest_steps, (a.ttft_s - b.ttft_s) / step_s)
         self.mean.append(sum(a.ttft_s for a, _ in pairs) / sum(b.ttft_s for _, b in pairs))
 
     @property
@@ -74,6 +85,7 @@ class Tally:
             "new": math.exp(statistics.mean(self.new)),
             "mean": statistics.mean(self.mean),
             "late": self.late / (len(self.stored) + len(self.new)),
+            "latest_steps": self.latest_steps,
         }
 
 
@@ -95,6 +107,10 @@ def drawn(seed: int, plan_s: float | None) -> tuple[Machine, int, list[Prompt]]:
     return Machine(cost, load, plan_s=plan_s), chunk, prompts
 
 
+def _without_slack(entries: Sequence[QueueEntry]) -> list[int]:
+    return priority.order([replace(each, slack_s=math.inf) for each in entries])
+
+
 def tallies(streams: int, plan_s: float | None) -> dict[str, Tally]:
     """Of each arm, on so many streams."""
     found = {name: Tally() for name in ARMS}
@@ -105,8 +121,8 @@ def tallies(streams: int, plan_s: float | None) -> dict[str, Tally]:
         step_s = machine.prefill.step_s(32768, 32768 + chunk)
         for name, arm in ARMS.items():
             planner.PASSING_COST = arm.cost
-            priority.PASSING_LIMIT = arm.limit
-            found[name].add(run().results, computed, step_s)
+            simulated_server.order = priority.order if arm.slack else _without_slack
+            found[name].add(run(policy=arm.policy).results, computed, step_s)
     return found
 
 
@@ -131,11 +147,12 @@ def main() -> int:
             f"{cell['new']:.2f}",
             f"{cell['mean']:.2f}",
             f"{cell['late']:.1%}",
+            f"{cell['latest_steps']:.1f}",
         ]
         for loop, arms in cells.items()
         for name, cell in arms.items()
     ]
-    text = documents.table(["loop", "rule", "stored", "new", "mean", "late"], rows)
+    text = documents.table(["loop", "rule", "stored", "new", "mean", "late", "latest"], rows)
     facts.write(args.out, facts.header("passing", streams=args.streams) | {"cells": cells})
     if args.docs:
         documents.update({"passing": text}, facts.REPORTS / "scheduling.md")

@@ -111,12 +111,6 @@ class Outlook:
         """The predicted time of the best way."""
         return min(self.compute_s, self.load_s, self.both_s)
 
-    @property
-    def needs_device(self) -> bool:
-        """Whether computing alone is quicker than loading alone: without the device, the prompt
-        would be later than one that is not stored."""
-        return self.compute_s < self.load_s
-
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -10,10 +10,10 @@ docs/theory.md:
    what the others leave of a step's budget, which may be nothing, while their loads go on. A prompt
    whose loads have stalled would gain nothing by that.
 
-A prompt whose loads take longer than computing it is passed by later prompts of class 1 only if
-these are short (`PASSING_LIMIT`). Otherwise it would be far later than if nothing of it were
-stored. Its place on the link is that of class 2: the prompts before it there need the link for a
-shorter time.
+Later prompts pass one that is being loaded only while it could still be computed in time: its
+prefill must not end later than if the server computed all prompts, in the order of arrival. How
+long that leaves is its slack (`QueueEntry.slack_s`). On the link its place is that of class 2: the
+prompts before it there need the link for a shorter time.
 
 Ageing prevents starvation. Prompts are sorted by `remaining_s - AGEING * waited_s`, where prompts
 of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overtaken only by prompts
@@ -28,10 +28,11 @@ is interrupted between two of them.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Mode, Outlook
@@ -39,11 +40,6 @@ from sglang_cake.loading.planner import Mode, Outlook
 # A larger value is nearer to first come, first served; a smaller one, to the least mean time
 # (benchmarks/reports/scheduling.md).
 AGEING = 1 / 3
-
-# Later prompts of class 1 pass a prompt whose loads are slow while all of them together take at
-# most so many times as long as computing it. With 1, no prompt of equal length would pass it, and
-# less would be loaded on a busy device.
-PASSING_LIMIT = 1.5
 
 MOST_TENANTS = 4096
 # Tenants whose counts fall into the same span of this many tokens have the same turn, in which the
@@ -63,7 +59,8 @@ class QueueEntry:
         remaining_s: predicted rest of its T*; None: no block of it is being loaded.
         waited_s: time since it arrived, by a clock that all ranks share.
         compute_s: predicted time to compute the rest of it alone.
-        needs_device: it is being loaded, which alone takes longer than `compute_s`.
+        slack_s: for so long others may have the device first. Then it has to be computed alone to
+            end its prefill as early as if all prompts were computed. Negative: it is late already.
         stalled: its loads have stalled.
         loads_over: blocks of it were asked for once, and none is being loaded.
         nearly_done: its loads are over or stalled, and the rest fits one step.
@@ -80,7 +77,7 @@ class QueueEntry:
     remaining_s: float | None
     waited_s: float = 0.0
     compute_s: float = math.inf
-    needs_device: bool = False
+    slack_s: float = math.inf
     stalled: bool = False
     loads_over: bool = False
     nearly_done: bool = False
@@ -125,7 +122,6 @@ class QueueEntry:
             now.best_s,
             waited_s,
             compute_s=now.compute_s,
-            needs_device=mode == "auto" and now.needs_device,
             stalled=stalled,
             nearly_done=stalled and nearly_done,
         )
@@ -148,8 +144,8 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     is sorted as if it had come with the last one among itself and those before it. Otherwise an old
     prompt late in the given order would pull the newer ones before it ahead of a loaded prompt.
 
-    A prompt that needs the device stands before the first later prompt of class 1 that is too long
-    to pass it.
+    A prompt that is being loaded stands before the first later one with which the prompts before
+    it would take more of the device than its slack.
     """
     entries = _levelled(entries)
     last: dict[tuple[int, int], QueueEntry] = {}
@@ -167,19 +163,31 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
         return _device_key(last[group])
 
     keys = [first_key(each) for each in entries]
-    passing = sorted(
-        (keys[i], each.compute_s) for i, each in enumerate(entries) if not each.waits_for_loads
-    )
-    for i, each in enumerate(entries):
-        if each.needs_device and each.waits_for_loads:
-            own = _device_key(replace(each, remaining_s=None, nearly_done=True))
-            left_s = PASSING_LIMIT * each.compute_s
-            for found, compute_s in passing[bisect_left(passing, (own, 0.0)) :]:
-                left_s -= compute_s
-                if left_s < 0 or found > keys[i]:
-                    keys[i] = min(keys[i], (*found[:3], False, each.arrival))
+    ranked = sorted(range(len(entries)), key=keys.__getitem__)
+    device_s = list(accumulate(_most_device_s(entries[i]) for i in ranked))
+    found = []  # by the place that each has, or stands before
+    for place, i in enumerate(ranked):
+        each = entries[i]
+        before = place, True, 0.0, 0
+        if each.waits_for_loads and place and device_s[place - 1] > each.slack_s:
+            for other in range(bisect_right(device_s, each.slack_s), place):
+                j = ranked[other]
+                if keys[j][:2] == keys[i][:2] and _came_after(entries[j], each):
+                    before = other, False, -each.waited_s, each.arrival
                     break
-    return sorted(range(len(entries)), key=keys.__getitem__)
+        found.append((before, i))
+    return [i for _, i in sorted(found)]
+
+
+def _most_device_s(entry: QueueEntry) -> float:
+    """The most time of the device that a prompt takes, by prediction."""
+    if entry.waits_for_loads and entry.remaining_s is not None:
+        return entry.remaining_s
+    return entry.compute_s
+
+
+def _came_after(entry: QueueEntry, other: QueueEntry) -> bool:
+    return (-entry.waited_s, entry.arrival) > (-other.waited_s, other.arrival)
 
 
 def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:

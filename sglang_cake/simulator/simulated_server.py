@@ -127,6 +127,7 @@ class LivePrompt:
     Attributes:
         arrival: prompts are numbered as they arrive.
         ready_s: when its first block can begin to cross a link.
+        due_s: when its prefill would end if all prompts were computed in order of arrival.
         load_from: blocks from this one on are worth loading; None: no block is.
         ever_asked: whether any block was ever worth loading.
         since_s: since when the link owes it a block; None: no link serves it.
@@ -139,6 +140,7 @@ class LivePrompt:
     stored: int
     arrival: int
     ready_s: float
+    due_s: float = 0.0
     load_from: int | None = None
     ever_asked: bool = False
     planned: bool = False  # in the step being formed
@@ -294,6 +296,7 @@ class SimulatedServer:
         self._landed_s = 0.0  # when the last block landed
         self._launched = 0  # steps that are not over: one, or two with the overlap loop
         self._free_s = 0.0  # the predicted end of the last one
+        self._last_due_s = 0.0  # of the prompt that came last
         self._end_s = 0.0  # its true end
         self._poll_s = math.inf  # when it will decide next without an event
 
@@ -323,6 +326,10 @@ class SimulatedServer:
             meet.found(
                 stored, [b + 1 == min(count, meet.block_count) for b in range(meet.block_count)]
             )
+        if not any(other.in_prefill for other in self._lives):
+            self._last_due_s = 0.0
+        span_s = self._costs.prefill.span_s(0, prompt.prompt_tokens, self._chunk)
+        live.due_s = self._last_due_s = max(self._last_due_s, self._clock.now) + span_s
         self._lives.append(live)
         self._rank()
         self._revise([live])
@@ -464,6 +471,8 @@ class SimulatedServer:
         if entry.remaining_s is None:
             compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
             entry = replace(entry, compute_s=compute_s)
+        elif self._mode == "auto":
+            entry = replace(entry, slack_s=live.due_s - now - entry.compute_s)
         live.link_key = link_key(entry)
         return entry
 

@@ -234,7 +234,7 @@ class SchedulerLoop(ABC):
         with self.coordinator.timed():
             self.coordinator.poll([run.req.rid for run in self._live])
             self.saving.polled(lambda record: self.coordinator.record(record.req) is record)
-        if len(self._live) > 1:
+        if len(self._live) > 1 and self.coordinator.adaptive:
             reqs: list[Any] = [run.req for run in self._live]
             entries = [self.coordinator.queue_entry(req) for req in reqs]
             self._live = [self._live[i] for i in order(entries)]

@@ -75,7 +75,7 @@ def test_virtual_stream_prompts_behind_the_first_are_loaded_after_a_pause_of_the
         loop.store.fault = "paused"
         loop.store.pause_s = loop.io.now_s, loop.io.now_s + 0.5
         _, *behind = loop.serve([(0.0, req) for req in prompts])
-        assert all(run.report["loaded_tokens"] > 8192 for run in behind)
+        assert sum(run.report["loaded_tokens"] for run in behind) > 0.6 * 7 * 16384
 
 
 def test_virtual_stream_only_the_first_prompt_waits_for_lookups_that_hang() -> None:

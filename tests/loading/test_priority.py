@@ -34,18 +34,29 @@ def test_priority_long_waiting_load_goes_before_late_prompts() -> None:
     assert names(stored, before, after, short, done) == "tdbsa"
 
 
-def test_priority_prompt_that_needs_the_device_is_passed_by_short_ones_only() -> None:
-    stored = QueueEntry("s", 9.0, 5.0, compute_s=8.0, needs_device=True)
-    earlier, equal, later = (QueueEntry(rid, None, s) for rid, s in (("e", 6), ("q", 5), ("l", 4)))
+def test_priority_prompt_is_passed_by_later_ones_within_its_slack_only() -> None:
+    stored = QueueEntry("s", 9.0, 5.0, compute_s=8.0, slack_s=12.0)
+    earlier, later = QueueEntry("e", None, 6.0), QueueEntry("l", None, 4.0)
     short = QueueEntry("t", 1.0, 5.0)
     small = [QueueEntry(rid, None, 4.0 - int(rid), compute_s=5.0) for rid in "123"]
     assert names(*small, stored) == "12s3"
-    assert names(earlier, equal, later, short, stored) == "esqlt"
+    assert names(earlier, later, short, stored) == "eslt"
     assert names(earlier, short, stored) == "ets"
     assert preempts(stored, later)
     assert not preempts(later, stored)
     assert preempts(earlier, stored)
     assert link_key(short) < link_key(stored)
+
+
+def test_priority_loads_of_later_prompts_count_against_the_slack_too() -> None:
+    """They take the device for no longer than their remaining time. Only prompts of the same turn
+    are passed back."""
+    stored = QueueEntry("s", 9.0, 5.0, slack_s=5.0, arrival=1)
+    others = [QueueEntry(str(n), 2.0, 5.0, arrival=n) for n in (2, 3, 4)]
+    assert names(*others, stored) == "23s4"
+    assert names(*others, replace(stored, slack_s=6.0)) == "234s"
+    assert names(*others, replace(stored, slack_s=-1.0)) == "s234"
+    assert names(*others, replace(stored, slack_s=-1.0, turn=1)) == "234s"
 
 
 def test_priority_computed_prompts_keep_their_given_order() -> None:
@@ -150,7 +161,7 @@ def test_queue_entry_is_derived_from_the_block_states() -> None:
 def test_priority_prompt_with_stalled_loads_is_served_as_if_it_were_not_stored() -> None:
     """Others do not pass it on the device, since its loads gain nothing by that. On the link it
     stays behind those whose blocks come."""
-    late = QueueEntry("s", 9.0, 5.0, compute_s=8.0, needs_device=True, stalled=True)
+    late = QueueEntry("s", 9.0, 5.0, compute_s=8.0, slack_s=0.0, stalled=True)
     short, before, after = (
         QueueEntry("t", 1.0, 5.0),
         QueueEntry("b", None, 6.0),

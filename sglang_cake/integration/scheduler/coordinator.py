@@ -72,6 +72,7 @@ class _Step:
     Attributes:
         passed: prompts that others may pass in it, with the time until their loads are over.
         last_steps: prompts that have their last step in it, with the time until its end.
+        prefills: a prompt computes in it.
         requeued: it went back to the queue in this step.
         waiting_tokens: what is left to compute of the prompts that wait for their loads. Without
             loads, prompts after them would get the rest of the chunk.
@@ -79,6 +80,7 @@ class _Step:
 
     passed: list[tuple[PromptRecord, float]] = field(default_factory=list)
     last_steps: list[tuple[PromptRecord, float]] = field(default_factory=list)
+    prefills: bool = False
     requeued: PromptRecord | None = None
     waiting_tokens: int = 0
 
@@ -165,6 +167,14 @@ class Coordinator:
         # The shared clock when a request that has lost its record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
+        # The shared clock, less the time in which no prompt could be prefilled for reasons of
+        # SGLang, as for want of memory. A server that computes all would have stood still, too.
+        self._prefill_clock_s = 0.0
+        self._polled_s = 0.0
+        # By that clock, when such a server would end the prefill of each prompt of the last poll,
+        # and that of the prompt that came last.
+        self._due_s: dict[str, float] = {}
+        self._last_due_s = 0.0
         # How many prompts were in prefill, or waited for it, at the last poll.
         self._prompt_count = 0
         self._step = _Step()
@@ -393,6 +403,7 @@ class Coordinator:
                 ones on every rank.
             chunked: the one of them that is being prefilled; the others wait.
         """
+        went_on = self.waiting or self._step.prefills
         self.waiting = False
         self.loads_over_in_s = math.inf
         serving = list(dict.fromkeys(serving))  # several requests may have one id
@@ -416,6 +427,7 @@ class Coordinator:
             awaiting, news = self._vote(serving)
         if awaiting:  # the reduction comes first, and takes place whatever fails
             self._attempt(failures, lambda: self._reconsider(self._agree(awaiting, news), serving))
+        self._predict_dues(serving, went_on=went_on)
         self._attempt(failures, lambda: self._serve(serving, chunked))
         if awaiting:
             if not self._consensus.alone:
@@ -559,6 +571,7 @@ class Coordinator:
             overlapped: it is an overlapped last step; `overlapped_step_ran` follows.
         """
         start = req.prefix_len
+        self._step.prefills = True
         self.step_costs.claimed(start, stop)
         if (record := self.record(req)) is None:
             if (prompt := self._without_keys.get(req.rid)) is not None:
@@ -705,6 +718,9 @@ class Coordinator:
             work = self._work_without_keys(req.rid) if record is None else record.device_work
             compute_s = self.step_costs.queue_s(work) if work.tokens else math.inf
             entry = replace(entry, compute_s=compute_s)
+        if entry.waits_for_loads and self._config.mode == "auto":
+            due_in_s = self._due_s.get(req.rid, 0.0) - self._prefill_clock_s
+            entry = replace(entry, slack_s=due_in_s - entry.compute_s)
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
@@ -796,6 +812,7 @@ class Coordinator:
         self._without_keys.clear()
         self._tenants = TenantTokens()
         self._unrecorded_since_s.clear()
+        self._due_s.clear()
         self._reconsidered = 0
         self.prompt_loads.lookups_late = False
 
@@ -875,6 +892,30 @@ class Coordinator:
         own_turn = self.fair and other.facts.tenant != record.facts.tenant
         same_level = self._level(other.req) == self._level(record.req) or record.queue.prefill_due
         return other.arrival > record.arrival and same_level and not own_turn
+
+    def _predict_dues(self, serving: Sequence[str], *, went_on: bool) -> None:
+        """Predict when a server that computes all prompts, in the order of arrival, would have
+        prefilled those that have come since the last poll.
+
+        Args: went_on: since then, a prompt was prefilled, or held back.
+        """
+        if went_on:
+            self._prefill_clock_s += self.prompt_loads.now_s - self._polled_s
+        self._polled_s = self.prompt_loads.now_s
+        due_s = {rid: self._due_s[rid] for rid in serving if rid in self._due_s}
+        if not due_s:  # such a server would be idle by now
+            self._last_due_s = self._prefill_clock_s
+        for rid in serving:
+            if rid not in due_s:
+                record = self._records.get(rid)
+                work = (
+                    self._work_without_keys(rid)
+                    if record is None
+                    else work_of(record.meet.front, len(record.tokens))
+                )
+                begin_s = max(self._last_due_s, self._prefill_clock_s)
+                self._last_due_s = due_s[rid] = begin_s + self.step_costs.queue_s(work)
+        self._due_s = due_s
 
     def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
