@@ -149,6 +149,20 @@ async def test_file_store_mount_point_without_its_disk_stays_empty(tmp_path, mon
         assert await read_a(store) == block_of("a")
 
 
+async def test_file_store_removed_folder_says_what_helps_until_it_is_made_again(tmp_path, caplog):
+    root = tmp_path / "kv"
+    async with opened_store(root) as store:
+        await put_a(store)
+        shutil.rmtree(root)
+        with pytest.raises(StoreUnavailable):
+            await store.put(B, block_of("b"))
+        await async_until(lambda: "make it again" in caplog.text)
+        with pytest.raises(StoreUnavailable, match="make it again"):
+            await store.put(B, block_of("b"))
+        root.mkdir()
+        assert await async_answer(lambda: store.put(B, block_of("b")))
+
+
 def test_file_store_root_that_is_a_file_is_unavailable(tmp_path):
     (tmp_path / "kv").write_text("")
     with pytest.raises(StoreUnavailable):

@@ -96,7 +96,8 @@ class IndexSupervisor:
         index = self._index
         if index is None or not self._is_current(index):
             self._drop_index(index)
-            raise StoreUnavailable(f"{self._root}: the index is being opened or rebuilt")
+            being_opened = f"{self._root}: the index is being opened or rebuilt"
+            raise StoreUnavailable(self._complained or being_opened)
         try:
             yield index
         except sqlite3.Error as error:
@@ -274,9 +275,11 @@ class IndexSupervisor:
         self._wake.set()  # to go on after the rest of a tick
 
     def _open(self) -> None:
-        """Raises: OSError; sqlite3.Error; StoreUnavailable if the disk was unmounted."""
+        """Raises: OSError; sqlite3.Error; StoreUnavailable if the disk or the folder is gone."""
         if self._was_mounted and not _is_mounted(self._root):
             raise StoreUnavailable(f"{self._root}: its disk was unmounted")
+        if not self._root.exists():
+            raise StoreUnavailable(f"{self._root}: the folder is gone: make it again")
         held = open_private(self._root / INDEX_LOCK)
         try:
             while not lock(held, fcntl.LOCK_EX):  # another process rebuilds the index
