@@ -402,7 +402,8 @@ class CakeService:
             store = self._open(self._sources, namespace)
         self._namespace = namespace
         self.coordinator.rebase(namespace.digest(), suspended=self.coordinator.keys.suspended)
-        logger.info("cake: namespace %s", namespace.digest().hex()[:16])
+        whose = " of this server alone" if self.identity.is_private else ""
+        logger.info("cake: namespace %s%s", namespace.digest().hex()[:16], whose)
         if store is not None:
             self._use(store)
             if not self.identity.is_private:  # a private namespace may never need its store

@@ -1,5 +1,6 @@
 """Another store for a running server, without a server."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +157,25 @@ def test_attach_store_before_the_namespace_is_known_counts_its_own_reads_at_once
     )
     service.attach_store("s3://bucket")
     assert service.loader.cost.depth == 16
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_namespace_that_becomes_known_is_logged_with_whose_it_is(
+    is_private: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights that were pushed, or released and resumed, have no other line in the log."""
+    service = Alone()
+    service.identity = SimpleNamespace(is_private=is_private)
+    service.coordinator = SimpleNamespace(
+        keys=SimpleNamespace(suspended=False),
+        store_detached=True,
+        rebase=lambda *args, **kwargs: None,
+    )
+    known: Any = SimpleNamespace(digest=lambda: bytes(32))
+    with caplog.at_level(logging.INFO, "sglang_cake"):
+        service._known(known)
+    (line,) = caplog.messages
+    assert ("of this server alone" in line) == is_private
 
 
 @pytest.mark.parametrize("change", ["detached", "weights changing", "weights changed"])
