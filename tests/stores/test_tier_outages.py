@@ -1,6 +1,7 @@
 """Several stores as one: a tier that fails is left out, and comes back."""
 
 import asyncio
+import logging
 
 import pytest
 from polling import PATIENCE_S, async_until
@@ -130,6 +131,25 @@ async def test_tiered_store_tier_that_refuses_writes_is_still_read():
         assert stats.tiers[0].reading
         assert await tiers.store.contains([key_of("old")]) == [True]
         await tiers.read("old")
+
+
+async def test_tiered_store_log_names_the_calls_that_a_tier_is_left_out_of_and_back_in(caplog):
+    caplog.set_level(logging.INFO, "sglang_cake")
+    async with opened_tiers() as tiers:
+        tiers.outage[1].error = DOWN
+        for name in range(FAILURES_IN_A_ROW):
+            await tiers.put(name)
+            await tiers.store.contains([key_of("a")])
+        await async_until(lambda: len(caplog.messages) == 2)
+        tiers.outage[1].error = None
+        tiers.clock.now_s += FIRST_S
+        await tiers.store.contains([key_of("a")])
+        await async_until(lambda: "tier 2 is back for lookups" in caplog.messages)
+    lines = sorted(line for line in caplog.messages if "left out" in line)
+    assert [line.split(" until")[0] for line in lines] == [
+        "tier 2 is left out of lookups",
+        "tier 2 is left out of writes",
+    ]
 
 
 async def test_tiered_store_tier_with_the_wrong_number_of_answers_is_left_out():

@@ -431,7 +431,7 @@ class Tier:
         was_closed = breaker.is_closed
         breaker.succeeded(ticket)
         if breaker.is_closed and not was_closed:
-            logger.info("tier %d is back", self.index + 1)
+            logger.info("tier %d is back for %s", self.index + 1, self._calls_of(breaker))
 
     def _failed(self, breaker: Breaker, ticket: int, why: str) -> None:
         self.counts.failed_calls += 1
@@ -439,7 +439,17 @@ class Tier:
         breaker.failed(ticket, self._clock())
         if was_closed and not breaker.is_closed:
             self.counts.left_out += 1
-            logger.warning("tier %d is left out until it answers again: %s", self.index + 1, why)
+            logger.warning(
+                "tier %d is left out of %s until one of them succeeds: %s",
+                self.index + 1,
+                self._calls_of(breaker),
+                why,
+            )
+
+    def _calls_of(self, breaker: Breaker) -> str:
+        if breaker is self.writing:
+            return "writes"
+        return "reads" if breaker is self.reading else "lookups"
 
 
 def memory_store_of(store: Store) -> HostMemoryStore | None:
