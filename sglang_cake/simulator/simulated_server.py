@@ -289,7 +289,7 @@ class SimulatedServer:
         # As in the real server: the modes for benchmarks do not overlap.
         early = mode == "auto" and machine.plan_s is None
         self._overlap_share = 1 - 1 / machine.layers if early else 0.0
-        self._arrivals = itertools.count()
+        self._arrivals = itertools.count(1)
         self._lives: list[LivePrompt] = []
         self._queue: list[LivePrompt] = []
         self._links = [Link(store_link) for store_link in machine.store_links]
@@ -452,7 +452,7 @@ class SimulatedServer:
         waited_s = now - prompt.arrive_s
         if not live.stored:
             rest_s = self._costs.prefill.span_s(live.meet.front, prompt.prompt_tokens, self._chunk)
-            return QueueEntry(prompt.rid, None, waited_s, compute_s=rest_s)
+            return QueueEntry(prompt.rid, None, waited_s, compute_s=rest_s, arrival=live.arrival)
 
         progress = live.progress(now)
         entry = QueueEntry.of(
@@ -473,6 +473,7 @@ class SimulatedServer:
             entry = replace(entry, compute_s=compute_s)
         elif self._mode == "auto":
             entry = replace(entry, slack_s=live.due_s - now - entry.compute_s)
+        entry = replace(entry, arrival=live.arrival)
         live.link_key = link_key(entry)
         return entry
 

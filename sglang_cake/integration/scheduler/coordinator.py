@@ -86,9 +86,10 @@ class _Step:
 
 
 class _WithoutKeys(NamedTuple):
-    """A prompt without keys: the number of its tenant, what it has still to compute, and the shared
-    clock when it was first polled."""
+    """A prompt without keys: its number in the order of arrival, the number of its tenant, what it
+    has still to compute, and the shared clock when it was first polled."""
 
+    arrival: int
     tenant: int
     rest: Span
     since_s: float | None = None
@@ -254,7 +255,7 @@ class Coordinator:
         tenant = tenant_of(req)
         self._tenants.arrives(tenant)
         rest = Span(front, len(req.origin_input_ids) + len(req.output_ids))
-        self._without_keys[req.rid] = _WithoutKeys(tenant, rest)
+        self._without_keys[req.rid] = _WithoutKeys(next(self._numbers), tenant, rest)
 
     def _leave_without_keys(self, rid: str) -> None:
         if (prompt := self._without_keys.pop(rid, None)) is not None:
@@ -734,6 +735,8 @@ class Coordinator:
                 arrival=record.arrival,
             )
             queue.link_key = link_key(entry)
+        elif prompt is not None:
+            entry = replace(entry, arrival=prompt.arrival)
         return entry
 
     # ---- parts of `poll` ----
