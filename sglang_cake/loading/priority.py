@@ -12,8 +12,7 @@ docs/theory.md:
 
 Later prompts pass one that is being loaded only while it could still be computed in time: its
 prefill must not end later than if the server computed all prompts, in the order of arrival. How
-long that leaves is its slack (`QueueEntry.slack_s`). On the link its place is that of class 2: the
-prompts before it there need the link for a shorter time.
+long that leaves is its slack (`QueueEntry.slack_s`).
 
 Ageing prevents starvation. Prompts are sorted by `remaining_s - AGEING * waited_s`, where prompts
 of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overtaken only by prompts
@@ -150,9 +149,9 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     entries = _levelled(entries)
     last: dict[tuple[int, int], QueueEntry] = {}
 
-    def first_key(each: QueueEntry) -> SortKey:
+    def key_of(each: QueueEntry) -> SortKey:
         if each.prefill_due or not each.only_computed:
-            return _device_key(each)
+            return _key(each)
         group = (each.level, each.turn)
         before = last.get(group, each)
         last[group] = replace(
@@ -160,9 +159,9 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
             waited_s=min(before.waited_s, each.waited_s),
             arrival=max(before.arrival, each.arrival),
         )
-        return _device_key(last[group])
+        return _key(last[group])
 
-    keys = [first_key(each) for each in entries]
+    keys = [key_of(each) for each in entries]
     ranked = sorted(range(len(entries)), key=keys.__getitem__)
     device_s = list(accumulate(_most_device_s(entries[i]) for i in ranked))
     found = []  # by the place that each has, or stands before
@@ -223,18 +222,9 @@ def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
     return [replace(each, level=first) if each.prefill_due else each for each in entries]
 
 
-def link_key(entry: QueueEntry) -> SortKey:
-    """The place of a prompt on the link, lowest first. One that has stalled lets those whose blocks
-    are predicted to come sooner go first."""
-    return _key(entry, entry.remaining_s or 0.0)
-
-
-def _device_key(entry: QueueEntry) -> SortKey:
-    """The place of a waiting prompt on the device, lowest first, where no prompt needs it."""
-    return _key(entry, 0.0 if entry.stalled else entry.remaining_s or 0.0)
-
-
-def _key(entry: QueueEntry, remaining_s: float) -> SortKey:
+def _key(entry: QueueEntry) -> SortKey:
+    """The place of a prompt without regard to slack, lowest first."""
+    remaining_s = 0.0 if entry.stalled else entry.remaining_s or 0.0
     aged_s = remaining_s - AGEING * entry.waited_s
     first_of_its_age = entry.nearly_done or entry.prefill_due
     return entry.level, entry.turn, aged_s, not first_of_its_age, entry.arrival

@@ -36,7 +36,7 @@ from sglang_cake.loading.planner import (
     passing_tokens,
     should_load,
 )
-from sglang_cake.loading.priority import QueueEntry, SortKey, link_key, order
+from sglang_cake.loading.priority import QueueEntry, order
 from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
@@ -132,7 +132,6 @@ class LivePrompt:
         ever_asked: whether any block was ever worth loading.
         since_s: since when the link owes it a block; None: no link serves it.
         reading: blocks that cross a link.
-        link_key: its place on the links when the prompts were ordered last.
     """
 
     result: PromptResult
@@ -151,7 +150,6 @@ class LivePrompt:
     relied_since_s: float = 0.0
     decoded: int = 0
     reading: set[int] = field(default_factory=set)
-    link_key: SortKey = (0, 0, 0.0, False, 0)
 
     def progress(self, now: float) -> LoadProgress:
         since_s = 0.0 if self.since_s is None else now - self.since_s
@@ -473,9 +471,7 @@ class SimulatedServer:
             entry = replace(entry, compute_s=compute_s)
         elif self._mode == "auto":
             entry = replace(entry, slack_s=live.due_s - now - entry.compute_s)
-        entry = replace(entry, arrival=live.arrival)
-        live.link_key = link_key(entry)
-        return entry
+        return replace(entry, arrival=live.arrival)
 
     def _feed(self) -> None:
         """Every idle link begins the most urgent block that no other link brings sooner."""
@@ -486,7 +482,7 @@ class SimulatedServer:
             for other in self._links:
                 other.free_s = now if other.crossing is None else other.crossing.there_s()
             first = True  # the link owes a block only to the first prompt that it can serve
-            for live in sorted(self._queue, key=lambda live: live.link_key):
+            for live in list(self._queue):
                 block = self._next_block(live, link)
                 if not live.reading and (block is None or not first):
                     live.since_s = None
@@ -579,7 +575,7 @@ class SimulatedServer:
         """Of each prompt that the links serve: the number of its arrival, and the predicted time
         until its loads are over."""
         found, total_s, load = [], 0.0, self._known.load.cost
-        for live in sorted(self._queue, key=lambda live: live.link_key):
+        for live in list(self._queue):
             if self._mode != "auto" or live.load_from is None or not live.missing_blocks:
                 continue
             progress = live.progress(self._clock.now)

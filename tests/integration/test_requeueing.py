@@ -907,19 +907,6 @@ def test_queue_order_lower_priority_never_preempts_a_higher_one(
     assert queue_order.find_preemptor(stored, [below], coordinator, ROOM) is below
 
 
-def test_queue_order_preempted_request_keeps_the_level_of_its_priority_on_the_link(
-    admissions: Make,
-) -> None:
-    """The next poll orders the link before the queue is sorted again."""
-    admission = admissions(priorities=True)
-    stored = admission.req("stored", stored=True, priority=5)
-    admission.queue.append(admission.req("other", priority=5))
-    assert admission.chunk(stored) is None
-    link_key = admission.coordinator.live["stored"].queue.link_key
-    assert link_key is not None
-    assert link_key[0] == -5
-
-
 @pytest.mark.parametrize("priority", ["adaptive", "fair", "fcfs"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_queue_order_prompt_that_let_others_go_first_keeps_its_place_against_higher_priorities(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import Outlook
-from sglang_cake.loading.priority import AGEING, QueueEntry, link_key, order, preempts
+from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts
 
 
 def names(*claimants: QueueEntry) -> str:
@@ -45,7 +45,6 @@ def test_priority_prompt_is_passed_by_later_ones_within_its_slack_only() -> None
     assert preempts(stored, later)
     assert not preempts(later, stored)
     assert preempts(earlier, stored)
-    assert link_key(short) < link_key(stored)
 
 
 def test_priority_loads_of_later_prompts_count_against_the_slack_too() -> None:
@@ -159,8 +158,7 @@ def test_queue_entry_is_derived_from_the_block_states() -> None:
 
 
 def test_priority_prompt_with_stalled_loads_is_served_as_if_it_were_not_stored() -> None:
-    """Others do not pass it on the device, since its loads gain nothing by that. On the link it
-    stays behind those whose blocks come."""
+    """Others do not pass it, since its loads gain nothing by that."""
     late = QueueEntry("s", 9.0, 5.0, compute_s=8.0, slack_s=0.0, stalled=True)
     short, before, after = (
         QueueEntry("t", 1.0, 5.0),
@@ -168,7 +166,6 @@ def test_priority_prompt_with_stalled_loads_is_served_as_if_it_were_not_stored()
         QueueEntry("a", None),
     )
     assert names(before, short, late, after) == "bsta"
-    assert link_key(short) < link_key(late)
     assert preempts(late, after)
     assert not preempts(before, replace(late, waited_s=7.0))
     assert not preempts(short, late)

@@ -43,7 +43,6 @@ from sglang_cake.loading.planner import (
     device_work,
     is_asked,
 )
-from sglang_cake.loading.priority import SortKey
 from sglang_cake.stores.request_facts import RequestFacts
 
 if TYPE_CHECKING:
@@ -201,7 +200,6 @@ class QueueState:
             asked; None: none has.
         times_requeued: how often it went back to the queue between two chunks.
         outlook: the predicted rest of its prefill alone; None: to be predicted anew.
-        link_key: its place on the link when the queue was sorted last; None: it was not in it.
         relied_from: as in `LoadProgress`.
         relied_since_s: the shared clock when that step could begin.
     """
@@ -213,7 +211,6 @@ class QueueState:
     has_memory: bool | None = None
     times_requeued: int = 0
     outlook: Outlook | None = None
-    link_key: SortKey | None = None
     relied_from: int | None = None
     relied_since_s: float = 0.0
 

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import math
-import sys
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,7 +45,7 @@ from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
-from sglang_cake.loading.priority import QueueEntry, TenantTokens, link_key
+from sglang_cake.loading.priority import QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -429,7 +428,7 @@ class Coordinator:
         if awaiting:  # the reduction comes first, and takes place whatever fails
             self._attempt(failures, lambda: self._reconsider(self._agree(awaiting, news), serving))
         self._predict_dues(serving, went_on=went_on)
-        self._attempt(failures, lambda: self._serve(serving, chunked))
+        self._attempt(failures, lambda: self._serve(serving))
         if awaiting:
             if not self._consensus.alone:
                 self._attempt(failures, self._end_failed_copies)
@@ -734,7 +733,6 @@ class Coordinator:
                 prefill_due=queue.prefill_due,
                 arrival=record.arrival,
             )
-            queue.link_key = link_key(entry)
         elif prompt is not None:
             entry = replace(entry, arrival=prompt.arrival)
         return entry
@@ -920,9 +918,9 @@ class Coordinator:
                 self._last_due_s = due_s[rid] = begin_s + self.step_costs.queue_s(work)
         self._due_s = due_s
 
-    def _serve(self, serving: Sequence[str], chunked: str | None) -> None:
+    def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
-        served = self._link_order(serving, chunked)
+        served = [record for record in live if record.uses_link]
         # The first prompt with device memory may use all staging buffers, since its blocks leave
         # them as they land. Prompts that have slots get more of them, so that their staged blocks
         # do not keep buffers from it.
@@ -956,20 +954,6 @@ class Coordinator:
             if rest_s and has_memory:
                 error = self.step_costs.costs_alone(record).load.error
                 yield record, total_s * (1 + error)
-
-    def _link_order(self, serving: Sequence[str], chunked: str | None) -> list[PromptRecord]:
-        """The prompts that use the link, in the order in which it serves them: the chunked one and
-        those that will preempt it, then the queue by remaining time. In `serving`, prompts that
-        need the device stand before others whose loads end sooner."""
-        first = serving.index(chunked) + 1 if chunked in serving else 0
-        fixed, queued = (
-            [record for record in map(self._records.get, rids) if record and record.uses_link]
-            for rids in (serving[:first], serving[first:])
-        )
-        if self.adaptive:
-            last = (sys.maxsize, 0, 0.0, False, 0)
-            queued.sort(key=lambda record: record.queue.link_key or last)
-        return fixed + queued
 
     def _make_room(self, with_memory: PromptRecord, live: Sequence[PromptRecord]) -> None:
         """Prompts that `with_memory` has passed hold all buffers, with blocks that wait for device
