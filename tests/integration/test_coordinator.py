@@ -34,7 +34,7 @@ from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
-from sglang_cake.loading.priority import TURN_TOKENS, QueueEntry, order
+from sglang_cake.loading.priority import TURN_TOKENS
 from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.wrapper_store import WrapperStore
 
@@ -470,25 +470,19 @@ def test_coordinator_prompt_without_keys_has_waited_since_its_first_poll(
     assert waited_s == [10.0, 0.0]
 
 
-def test_coordinator_link_serves_the_shorter_rest_before_a_prompt_that_needs_the_device(
+def test_coordinator_link_serves_prompts_in_the_order_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with CoordinatorHarness(mode="auto", load=LoadCost(0.0, 0.001)) as harness:
-        coordinator = harness.coordinator
         served: list[list[str]] = []
         monkeypatch.setattr(harness.loader, "order", lambda ids, **rest: served.append(ids))
-        reqs = [req_of(4.5, rid) for rid in ("slow", "short")]
-        outlooks = (Outlook(3.0, 4.0, 2.0, 0), Outlook(3.0, 1.0, 1.0, 0))
-        for req, outlook in zip(reqs, outlooks, strict=True):
+        reqs = [req_of(4.5, rid) for rid in "ab"]
+        for req in reqs:
             harness.fill(req.origin_input_ids, set(range(4)))
             harness.arrive(req)
-            harness.poll(req)
-            coordinator.live[req.rid].queue.outlook = outlook
-        entries = [coordinator.queue_entry(req) for req in reqs]
-        assert order([*entries, QueueEntry("later", None)])[0] == 0  # "slow"
-        for chunked, first in ((None, "short"), ("slow", "slow")):
-            coordinator.poll(["slow", "short"], chunked)
-            assert served[-1][0].startswith(first)
+        for serving in ["a", "b"], ["b", "a"]:
+            harness.coordinator.poll(serving)
+            assert [load_id[0] for load_id in served[-1]] == serving
 
 
 def test_coordinator_lost_block_is_news_once(harness: CoordinatorHarness) -> None:

@@ -287,7 +287,7 @@ def test_mode_auto_log_line_of_a_prompt_behind_the_first_tells_how_long_no_block
     assert told_s > 2 * DEPTH * load.block_s  # a shorter silence counts for the first prompt alone
 
 
-@pytest.mark.parametrize(("busy", "at_most"), [(0.8, 0.95), (0.95, 0.88), (1.2, 0.5)])
+@pytest.mark.parametrize(("busy", "at_most"), [(0.8, 0.98), (0.95, 0.92), (1.2, 0.5)])
 def test_mode_auto_queued_short_prompts_have_lower_ttft_than_compute(
     busy: float, at_most: float
 ) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from failing_store import FailingStore
@@ -100,3 +101,26 @@ def test_virtual_stream_only_the_first_prompt_waits_for_lookups_that_hang() -> N
             loop.store.keys |= set(loop.keys(req.origin_input_ids))
             [run] = loop.serve([(0.0, req)])
         assert run.report["meet_token"] < 8192 < run.report["loaded_tokens"]
+
+
+def test_virtual_stream_prompts_lose_slack_only_while_one_is_prefilled_or_held_back() -> None:
+    with virtual_scheduler(LLAMA_70B, link_bytes_per_s=4e9, store=FailingStore) as loop:
+        loop.knows_costs()
+        coordinator = loop.coordinator
+        reqs: list[Any] = [prompt(number, 16384) for number in range(2)]
+        for req in reqs:
+            loop.store.keys |= set(loop.keys(req.origin_input_ids))
+            coordinator.arrive(req, lambda tokens, limit: 0)
+
+        def slack_s() -> float:
+            """Of the second prompt, of which no block has landed yet."""
+            loop.io.until(loop.io.now_s + 0.01)
+            coordinator.poll([req.rid for req in reqs])
+            return coordinator.queue_entry(reqs[1]).slack_s
+
+        slack_s()  # its lookup is under way
+        first_computed_s = LLAMA_70B.prefill.span_s(0, 16384, LLAMA_70B.chunk_tokens)
+        assert slack_s() == pytest.approx(first_computed_s)
+        assert slack_s() == pytest.approx(first_computed_s)
+        coordinator.held_back()
+        assert slack_s() == pytest.approx(first_computed_s - 0.01)
