@@ -167,8 +167,9 @@ class Coordinator:
         # The shared clock when a request that has lost its record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
-        # The shared clock, less the time in which no prompt could be prefilled for reasons of
-        # SGLang, as for want of memory. A server that computes all would have stood still, too.
+        # Time since there was no prompt, by the shared clock, less that in which none could be
+        # prefilled for reasons of SGLang, as for want of memory. A server that computes all would
+        # have stood still, too.
         self._prefill_clock_s = 0.0
         self._polled_s = 0.0
         # By that clock, when such a server would end the prefill of each prompt of the last poll,
@@ -900,12 +901,13 @@ class Coordinator:
 
         Args: went_on: since then, a prompt was prefilled, or held back.
         """
-        if went_on:
+        due_s = {rid: self._due_s[rid] for rid in serving if rid in self._due_s}
+        if not due_s:  # such a server would be idle by now; from 0, all ranks count alike
+            self._prefill_clock_s = 0.0
+            self._last_due_s = 0.0
+        elif went_on:
             self._prefill_clock_s += self.prompt_loads.now_s - self._polled_s
         self._polled_s = self.prompt_loads.now_s
-        due_s = {rid: self._due_s[rid] for rid in serving if rid in self._due_s}
-        if not due_s:  # such a server would be idle by now
-            self._last_due_s = self._prefill_clock_s
         for rid in serving:
             if rid not in due_s:
                 record = self._records.get(rid)
