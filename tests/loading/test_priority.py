@@ -48,8 +48,8 @@ def test_priority_prompt_is_passed_by_later_ones_within_its_slack_only() -> None
 
 
 def test_priority_loads_of_later_prompts_count_against_the_slack_too() -> None:
-    """They take the device for no longer than their remaining time. Only prompts of the same turn
-    are passed back."""
+    """They take the device for no longer than their remaining time. A prompt moves only before
+    those of its own turn."""
     stored = QueueEntry("s", 9.0, 5.0, slack_s=5.0, arrival=1)
     others = [QueueEntry(str(n), 2.0, 5.0, arrival=n) for n in (2, 3, 4)]
     assert names(*others, stored) == "23s4"
