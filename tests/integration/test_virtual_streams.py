@@ -8,6 +8,7 @@ import pytest
 from failing_store import FailingStore
 
 from sglang_cake.integration.request.prompt_record import LOOKUP_PATIENCE_S
+from sglang_cake.integration.scheduler.prompt_loads import LOOKUP_PAUSE_S
 from sglang_cake.loading.planner import Mode
 from sglang_cake.testing.scheduler_loop import PromptRun, prompt
 from sglang_cake.testing.virtual_gpu import LLAMA_70B, virtual_scheduler
@@ -101,6 +102,21 @@ def test_virtual_stream_only_the_first_prompt_waits_for_lookups_that_hang() -> N
             loop.store.keys |= set(loop.keys(req.origin_input_ids))
             [run] = loop.serve([(0.0, req)])
         assert run.report["meet_token"] < 8192 < run.report["loaded_tokens"]
+
+
+def test_virtual_stream_prompts_of_one_step_are_loaded_again_after_lookups_were_late() -> None:
+    """Each is prefilled before its lookup is answered, unless it waits."""
+    with virtual_scheduler(LLAMA_70B, link_bytes_per_s=40e9, store=FailingStore) as loop:
+        loop.knows_costs()
+        loop.store.lookups_hang = True
+        loop.serve([(0.0, prompt(0, 4096))])
+        loop.store.lookups_hang = False
+        runs = []
+        for number, pause_s in (1, 0.1), (2, LOOKUP_PAUSE_S), (3, 0.1):
+            req = prompt(number, 4096)
+            loop.store.keys |= set(loop.keys(req.origin_input_ids))
+            runs += loop.serve([(pause_s, req)])
+        assert [run.report["loaded_tokens"] > 0 for run in runs] == [False, True, True]
 
 
 def test_virtual_stream_prompts_lose_slack_only_while_one_is_prefilled_or_held_back() -> None:

@@ -816,7 +816,7 @@ class Coordinator:
         self._unrecorded_since_s.clear()
         self._due_s.clear()
         self._reconsidered = 0
-        self.prompt_loads.lookups_late = False
+        self.prompt_loads.late_lookup_s = -math.inf
 
     def _agree(self, awaiting: Sequence[PromptRecord], news: Sequence[bool]) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""

@@ -1,6 +1,7 @@
 """Writes the loader's events into the prompts' records, and tells the loader which blocks are
 wanted."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -15,6 +16,10 @@ from sglang_cake.loading.meet import BlockState
 # How long the prompt that may fill staging waits for buffers, on the ranks' shared clock. A buffer
 # whose block is being copied comes back in milliseconds.
 MOST_IDLE_S = 0.1
+# After a lookup that was late, no prompt waits for its own in this time. Then one does again, which
+# costs 1 % of the time at most: a prompt of one step is over before its lookup is answered, so such
+# prompts would never be loaded any more.
+LOOKUP_PAUSE_S = 5.0
 
 
 class PromptLoads:
@@ -23,7 +28,8 @@ class PromptLoads:
 
     Attributes:
         now_s: the ranks' shared clock, as of the last vote. The coordinator sets it.
-        lookups_late: a prompt has waited for its lookup in vain, and none has been answered since.
+        late_lookup_s: when a prompt had last waited for its lookup in vain, by that clock; -inf:
+            one was answered since, or none has.
     """
 
     def __init__(
@@ -42,7 +48,12 @@ class PromptLoads:
         self._may_use_all_buffers: PromptRecord | None = None  # it may use all of the host memory
         self._went_on_s = 0.0  # when its link was last not idle
         self.now_s = 0.0
-        self.lookups_late = False
+        self.late_lookup_s = -math.inf
+
+    @property
+    def lookups_late(self) -> bool:
+        """Whether no prompt waits for its lookup now."""
+        return self.now_s - self.late_lookup_s < LOOKUP_PAUSE_S
 
     # ---- events ----
 
@@ -68,7 +79,7 @@ class PromptLoads:
         waited = record.awaits_lookup(self._config.mode)
         record.agreed.apply(update, self.now_s)
         if update.stored is not None:
-            self.lookups_late = False
+            self.late_lookup_s = -math.inf
             usable = record.meet.usable(update.stored, update.ends)
             view = record.meet.view()
             if self._config.allows_loading(usable[view.first :], view.block_tokens):
@@ -77,7 +88,7 @@ class PromptLoads:
                 self.stop_loading(record, "peer")
                 return
         elif waited and not record.awaits_lookup(self._config.mode):
-            self.lookups_late = True
+            self.late_lookup_s = self.now_s
         for block in update.fetched:
             staged = record.local.fetched.pop(block)
             if record.meet.landed(block):
