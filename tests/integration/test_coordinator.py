@@ -31,6 +31,7 @@ from sglang_cake.integration.request.prompt_record import PromptRecord
 from sglang_cake.integration.scheduler import coordinator, rank_consensus
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
+from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
@@ -1134,6 +1135,37 @@ def test_coordinator_later_prompt_has_a_limit_while_loads_are_overdue() -> None:
 def test_coordinator_earlier_prompt_has_no_limit() -> None:
     with Passing() as harness:
         assert harness.limit(harness.other, harness.loaded) is None
+
+
+def test_coordinator_slack_is_the_same_on_ranks_whose_own_clocks_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without prompts, ranks share no clock. Those of two machines differ by years."""
+    vote = RankConsensus.vote
+    slacks_s = []
+    for own_s in 1e-3, 1e8 / 3:
+        shared_s = itertools.count(100.0, 0.1)
+
+        def known(
+            *args: Any, now_s: float = own_s, shared: Any = shared_s, **facts: bool
+        ) -> rank_consensus.Vote:
+            found = vote(*args, **facts)
+            return found._replace(now_s=next(shared) if found.alike else now_s)
+
+        monkeypatch.setattr(RankConsensus, "vote", known)
+        with Passing(ranks=True) as harness:
+            harness.arrive(harness.other)
+            harness.poll(harness.other)
+            harness.coordinator.held_back()
+            harness.poll()
+            harness.arrive(harness.loaded)
+            for _ in range(3):
+                harness.poll(harness.loaded)
+                harness.coordinator.held_back()
+            entry = harness.coordinator.queue_entry(harness.loaded)
+            assert entry.waits_for_loads
+            slacks_s.append(entry.slack_s)
+    assert slacks_s[0] == slacks_s[1]
 
 
 def test_coordinator_priority_that_does_not_count_gives_no_prompt_a_longer_step() -> None:
