@@ -1137,6 +1137,34 @@ def test_coordinator_earlier_prompt_has_no_limit() -> None:
         assert harness.limit(harness.other, harness.loaded) is None
 
 
+def test_coordinator_prompts_that_were_aborted_leave_no_slack_to_later_ones() -> None:
+    with Passing() as harness:
+        long, behind = FakeReq("long", array("q", range(9000))), FakeReq("x", array("q", range(64)))
+        for req in long, behind:
+            harness.arrive(req)
+        harness.poll(long, behind)
+        harness.leave(long)
+        harness.arrive(harness.loaded)
+        harness.poll(behind, harness.loaded, times=3)
+        behind_s = 64 * 10.0 + 1.0  # to compute what is still before it
+        assert harness.coordinator.queue_entry(harness.loaded).slack_s == pytest.approx(behind_s)
+
+
+def test_coordinator_prompts_that_a_decode_server_is_not_ready_for_give_no_slack() -> None:
+    with Passing() as harness:
+        early = FakeReq("early", array("q", range(9000)))
+        harness.arrive(early)
+        harness.arrive(harness.loaded)
+        for _ in range(3):
+            harness.coordinator.poll(["loaded", "early"], handshaking={"early"})
+            harness.settle()
+        assert harness.coordinator.queue_entry(harness.loaded).slack_s == pytest.approx(0.0)
+        harness.poll(harness.loaded, early)
+        harness.arrive(harness.other)
+        harness.poll(harness.loaded, early, harness.other)
+        assert harness.coordinator.queue_entry(harness.loaded).slack_s == pytest.approx(0.0)
+
+
 def test_coordinator_slack_is_the_same_on_ranks_whose_own_clocks_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,6 +72,7 @@ class _Step:
         passed: prompts that others may pass in it, with the time until their loads are over.
         last_steps: prompts that have their last step in it, with the time until its end.
         prefills: a prompt computes in it.
+        prefilled: ids of prompts whose prefill ends in it.
         requeued: it went back to the queue in this step.
         waiting_tokens: what is left to compute of the prompts that wait for their loads. Without
             loads, prompts after them would get the rest of the chunk.
@@ -80,8 +81,16 @@ class _Step:
     passed: list[tuple[PromptRecord, float]] = field(default_factory=list)
     last_steps: list[tuple[PromptRecord, float]] = field(default_factory=list)
     prefills: bool = False
+    prefilled: set[str] = field(default_factory=set)
     requeued: PromptRecord | None = None
     waiting_tokens: int = 0
+
+
+class _Due(NamedTuple):
+    """When a server that computes all prompts, in the order of arrival, would prefill one."""
+
+    begin_s: float
+    end_s: float
 
 
 class _WithoutKeys(NamedTuple):
@@ -172,9 +181,8 @@ class Coordinator:
         # have stood still, too.
         self._prefill_clock_s = 0.0
         self._polled_s = 0.0
-        # By that clock, when such a server would end the prefill of each prompt of the last poll,
-        # and that of the prompt that came last.
-        self._due_s: dict[str, float] = {}
+        # By that clock: those of the prompts of the last poll, and the end of the last one.
+        self._dues: dict[str, _Due] = {}
         self._last_due_s = 0.0
         # How many prompts were in prefill, or waited for it, at the last poll.
         self._prompt_count = 0
@@ -392,7 +400,13 @@ class Coordinator:
 
     # ---- once a step ----
 
-    def poll(self, serving: Sequence[str], chunked: str | None = None) -> None:
+    def poll(
+        self,
+        serving: Sequence[str],
+        chunked: str | None = None,
+        *,
+        handshaking: Collection[str] = (),
+    ) -> None:
         """Take the loader's events, agree on them, and give slots to landed blocks of the first
         request that has memory.
 
@@ -403,6 +417,7 @@ class Coordinator:
             serving: ids of the requests that are being prefilled or wait for it, in order; the same
                 ones on every rank.
             chunked: the one of them that is being prefilled; the others wait.
+            handshaking: those of them that a decode server is not ready for.
         """
         went_on = self.waiting or self._step.prefills
         self.waiting = False
@@ -428,7 +443,8 @@ class Coordinator:
             awaiting, news = self._vote(serving)
         if awaiting:  # the reduction comes first, and takes place whatever fails
             self._attempt(failures, lambda: self._reconsider(self._agree(awaiting, news), serving))
-        self._predict_dues(serving, went_on=went_on)
+        due = [rid for rid in serving if rid not in handshaking]
+        self._attempt(failures, lambda: self._predict_dues(due, went_on=went_on))
         self._attempt(failures, lambda: self._serve(serving))
         if awaiting:
             if not self._consensus.alone:
@@ -573,6 +589,8 @@ class Coordinator:
         """
         start = req.prefix_len
         self._step.prefills = True
+        if stop >= len(req.origin_input_ids) + len(req.output_ids):
+            self._step.prefilled.add(req.rid)
         self.step_costs.claimed(start, stop)
         if (record := self.record(req)) is None:
             if (prompt := self._without_keys.get(req.rid)) is not None:
@@ -720,8 +738,9 @@ class Coordinator:
             compute_s = self.step_costs.queue_s(work) if work.tokens else math.inf
             entry = replace(entry, compute_s=compute_s)
         if entry.waits_for_loads and self._config.mode == "auto":
-            due_in_s = self._due_s.get(req.rid, 0.0) - self._prefill_clock_s
-            entry = replace(entry, slack_s=due_in_s - entry.compute_s)
+            clock_s = self._prefill_clock_s
+            _, end_s = self._dues.get(req.rid, _Due(clock_s, clock_s))
+            entry = replace(entry, slack_s=end_s - clock_s - entry.compute_s)
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
@@ -814,7 +833,7 @@ class Coordinator:
         self._without_keys.clear()
         self._tenants = TenantTokens()
         self._unrecorded_since_s.clear()
-        self._due_s.clear()
+        self._dues.clear()
         self._reconsidered = 0
         self.prompt_loads.late_lookup_s = -math.inf
 
@@ -896,20 +915,23 @@ class Coordinator:
         return other.arrival > record.arrival and same_level and not own_turn
 
     def _predict_dues(self, serving: Sequence[str], *, went_on: bool) -> None:
-        """Predict when a server that computes all prompts, in the order of arrival, would have
-        prefilled those that have come since the last poll.
+        """Predict when a server that computes all prompts, in the order of arrival, would prefill
+        those that have come since the last poll. Those that were aborted leave it their time.
 
         Args: went_on: since then, a prompt was prefilled, or held back.
         """
-        due_s = {rid: self._due_s[rid] for rid in serving if rid in self._due_s}
-        if not due_s:  # such a server would be idle by now; from 0, all ranks count alike
-            self._prefill_clock_s = 0.0
-            self._last_due_s = 0.0
-        elif went_on:
+        if went_on:
             self._prefill_clock_s += self.prompt_loads.now_s - self._polled_s
         self._polled_s = self.prompt_loads.now_s
+        not_aborted = self._step.prefilled.union(serving)
+        for rid in [rid for rid in self._dues if rid not in not_aborted]:
+            self._skip_due(rid)
+        self._dues = {rid: self._dues[rid] for rid in serving if rid in self._dues}
+        if not self._dues:  # such a server would be idle by now; from 0, all ranks count alike
+            self._prefill_clock_s = 0.0
+            self._last_due_s = 0.0
         for rid in serving:
-            if rid not in due_s:
+            if rid not in self._dues:
                 record = self._records.get(rid)
                 work = (
                     self._work_without_keys(rid)
@@ -917,8 +939,18 @@ class Coordinator:
                     else work_of(record.meet.front, len(record.tokens))
                 )
                 begin_s = max(self._last_due_s, self._prefill_clock_s)
-                self._last_due_s = due_s[rid] = begin_s + self.step_costs.queue_s(work)
-        self._due_s = due_s
+                self._last_due_s = begin_s + self.step_costs.queue_s(work)
+                self._dues[rid] = _Due(begin_s, self._last_due_s)
+
+    def _skip_due(self, rid: str) -> None:
+        """The prompt will not be prefilled, so those after it come earlier."""
+        gone = self._dues.pop(rid)
+        left_s = gone.end_s - max(gone.begin_s, self._prefill_clock_s)
+        if left_s > 0:
+            self._last_due_s -= left_s
+            for other, due in self._dues.items():
+                if due.end_s > gone.end_s:
+                    self._dues[other] = _Due(due.begin_s - left_s, due.end_s - left_s)
 
     def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]

@@ -114,7 +114,8 @@ def _poll(_: None, scheduler: "Scheduler", *args: Any, **kwargs: Any) -> None:
         if serving is None:  # all ranks poll, with the same requests, whatever fails on one
             waiting = [req.rid for req in scheduler.waiting_queue]
             serving = waiting if chunked is None else [chunked, *waiting]
-        coordinator.poll([*serving, *(req.rid for req in handshaking)], chunked)
+        held = [req.rid for req in handshaking]
+        coordinator.poll([*serving, *held], chunked, handshaking=frozenset(held))
         if tree.saving is not None:
             tree.saving.polled(lambda record: coordinator.record(record.req) is record)
     if tree.runahead is not None:
