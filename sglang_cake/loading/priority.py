@@ -27,11 +27,14 @@ is interrupted between two of them.
 """
 
 import math
-from bisect import bisect_right
-from collections import Counter
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
 
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Mode, Outlook
@@ -164,18 +167,32 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     keys = [key_of(each) for each in entries]
     ranked = sorted(range(len(entries)), key=keys.__getitem__)
     device_s = list(accumulate(_most_device_s(entries[i]) for i in ranked))
-    found = []  # by the place that each has, or stands before
+    group_places: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for place, i in enumerate(ranked):
-        each = entries[i]
-        before = place, True, 0.0, 0
-        if each.waits_for_loads and place and device_s[place - 1] > each.slack_s:
-            for other in range(bisect_right(device_s, each.slack_s), place):
-                j = ranked[other]
-                if keys[j][:2] == keys[i][:2] and _came_after(entries[j], each):
-                    before = other, False, -each.waited_s, each.arrival
-                    break
-        found.append((before, i))
+        group_places[keys[i][:2]].append(place)
+    found = []  # by the place that each has, or stands before
+    for places in group_places.values():
+        arrivals = None
+        for at, place in enumerate(places):
+            each = entries[ranked[place]]
+            before = place, True, 0
+            if each.waits_for_loads and place and device_s[place - 1] > each.slack_s:
+                if arrivals is None:
+                    arrivals = _arrivals([entries[ranked[place]] for place in places])
+                start = bisect_left(places, bisect_right(device_s, each.slack_s))
+                came_after = arrivals[start:at] > arrivals[at]
+                if came_after.any():
+                    before = places[start + int(came_after.argmax())], False, int(arrivals[at])
+            found.append((before, ranked[place]))
     return [i for _, i in sorted(found)]
+
+
+def _arrivals(entries: Sequence[QueueEntry]) -> npt.NDArray[np.int64]:
+    """Numbers that are larger for prompts that came later, and the same if that is not known. The
+    search for a later prompt is one of numpy: in a queue of 1,000 prompts, most look at most."""
+    came = [(-each.waited_s, each.arrival) for each in entries]
+    numbers = {each: number for number, each in enumerate(sorted(set(came)))}
+    return np.array([numbers[each] for each in came])
 
 
 def _most_device_s(entry: QueueEntry) -> float:
@@ -183,10 +200,6 @@ def _most_device_s(entry: QueueEntry) -> float:
     if entry.waits_for_loads and entry.remaining_s is not None:
         return entry.remaining_s
     return entry.compute_s
-
-
-def _came_after(entry: QueueEntry, other: QueueEntry) -> bool:
-    return (-entry.waited_s, entry.arrival) > (-other.waited_s, other.arrival)
 
 
 def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:

@@ -329,7 +329,7 @@ def test_boundary_poll_after_an_unsafe_hook_synchronizes_ranks_once(
         timed=contextlib.nullcontext,
         adaptive=False,
         on_everywhere=lambda: calls.append("together") or True,
-        poll=lambda serving, chunked: calls.append("poll"),
+        poll=lambda serving, chunked, handshaking: calls.append("poll"),
     )
     identity = SimpleNamespace(poll=lambda: calls.append("identify"))
     holder = SimpleNamespace(

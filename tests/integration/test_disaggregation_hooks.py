@@ -116,7 +116,7 @@ def test_prefill_server_ranks_reduce_while_a_request_awaits_its_decode_server(
         adaptive=False,
         timed=server.tree_cache.coordinator.timed,
         on_everywhere=lambda: calls.append("together") or True,
-        poll=lambda serving, chunked: calls.extend(serving),
+        poll=lambda serving, chunked, handshaking: calls.extend(serving),
     )
     waiting, handshaking = req_of(2.5, "waiting"), req_of(2.5, "handshaking")
     server.disagg_prefill_bootstrap_queue.queue.append(handshaking)

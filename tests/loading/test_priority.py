@@ -1,6 +1,7 @@
 """Who goes first."""
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +46,21 @@ def test_priority_prompt_is_passed_by_later_ones_within_its_slack_only() -> None
     assert preempts(stored, later)
     assert not preempts(later, stored)
     assert preempts(earlier, stored)
+
+
+def test_priority_late_prompts_in_a_long_queue_look_at_each_other_once() -> None:
+    class Counted(QueueEntry):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal reads
+            reads += 1
+            return super().__getattribute__(name)
+
+    counts = []
+    for prompts in 100, 400:  # none is passed by a later one, which each has to find out
+        reads = 0
+        order([Counted(str(n), 1.0 + n, -n * 1.0, slack_s=-1.0, arrival=n) for n in range(prompts)])
+        counts.append(reads)
+    assert counts[1] < 5 * counts[0]
 
 
 def test_priority_loads_of_later_prompts_count_against_the_slack_too() -> None:
