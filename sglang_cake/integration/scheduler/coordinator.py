@@ -923,9 +923,7 @@ class Coordinator:
         if went_on:
             self._prefill_clock_s += self.prompt_loads.now_s - self._polled_s
         self._polled_s = self.prompt_loads.now_s
-        not_aborted = self._step.prefilled.union(serving)
-        for rid in [rid for rid in self._dues if rid not in not_aborted]:
-            self._skip_due(rid)
+        self._skip_dues(self._dues.keys() - self._step.prefilled - set(serving))
         self._dues = {rid: self._dues[rid] for rid in serving if rid in self._dues}
         if not self._dues:  # such a server would be idle by now; from 0, all ranks count alike
             self._prefill_clock_s = 0.0
@@ -942,15 +940,19 @@ class Coordinator:
                 self._last_due_s = begin_s + self.step_costs.queue_s(work)
                 self._dues[rid] = _Due(begin_s, self._last_due_s)
 
-    def _skip_due(self, rid: str) -> None:
-        """The prompt will not be prefilled, so those after it come earlier."""
-        gone = self._dues.pop(rid)
-        left_s = gone.end_s - max(gone.begin_s, self._prefill_clock_s)
-        if left_s > 0:
-            self._last_due_s -= left_s
-            for other, due in self._dues.items():
-                if due.end_s > gone.end_s:
-                    self._dues[other] = _Due(due.begin_s - left_s, due.end_s - left_s)
+    def _skip_dues(self, aborted: Collection[str]) -> None:
+        """These prompts will not be prefilled, so those after them come earlier."""
+        if not aborted:
+            return
+        left_s = 0.0
+        for rid, due in sorted(self._dues.items(), key=lambda each: each[1].end_s):
+            earlier = _Due(due.begin_s - left_s, due.end_s - left_s)
+            if rid in aborted:
+                left_s += max(0.0, earlier.end_s - max(earlier.begin_s, self._prefill_clock_s))
+                del self._dues[rid]
+            else:
+                self._dues[rid] = earlier
+        self._last_due_s -= left_s
 
     def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
