@@ -32,7 +32,7 @@ from sglang_cake.integration.scheduler import coordinator, rank_consensus
 from sglang_cake.integration.scheduler.coordinator import RECONSIDERED
 from sglang_cake.integration.scheduler.prompt_loads import MOST_IDLE_S
 from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
-from sglang_cake.loading.cost_model import LoadCost, PrefillCost
+from sglang_cake.loading.cost_model import LoadCost, PrefillCost, work_of
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
 from sglang_cake.loading.priority import TURN_TOKENS
@@ -1148,6 +1148,23 @@ def test_coordinator_prompts_that_were_aborted_leave_no_slack_to_later_ones() ->
         harness.poll(behind, harness.loaded, times=3)
         behind_s = 64 * 10.0 + 1.0  # to compute what is still before it
         assert harness.coordinator.queue_entry(harness.loaded).slack_s == pytest.approx(behind_s)
+
+
+def test_coordinator_prompts_with_one_prefix_give_no_slack_for_what_the_tree_has_by_then() -> None:
+    with Passing() as harness:
+        tokens = array("q", range(1000, 1400))
+        first, same = (FakeReq(rid, tokens) for rid in ("first", "same"))
+        for req in first, same:
+            harness.arrive(req)
+        harness.poll(first, same, times=3)
+        same.prefix_len = 396
+        harness.coordinator.attach_islands(same, harness.attach)
+        harness.arrive(harness.loaded)
+        harness.poll(first, same, harness.loaded, times=3)
+        works = work_of(0, 400), work_of(396, 400)
+        before_s = sum(map(harness.step_costs.queue_s, works))
+        slack_s = harness.coordinator.queue_entry(harness.loaded).slack_s
+        assert slack_s == pytest.approx(before_s)
 
 
 def test_coordinator_prompts_that_a_decode_server_is_not_ready_for_give_no_slack() -> None:

@@ -87,10 +87,12 @@ class _Step:
 
 
 class _Due(NamedTuple):
-    """When a server that computes all prompts, in the order of arrival, would prefill one."""
+    """When a server that computes all prompts, in the order of arrival, would prefill one, of which
+    the tree has the first `front` tokens."""
 
     begin_s: float
     end_s: float
+    front: int = 0
 
 
 class _WithoutKeys(NamedTuple):
@@ -739,8 +741,8 @@ class Coordinator:
             entry = replace(entry, compute_s=compute_s)
         if entry.waits_for_loads and self._config.mode == "auto":
             clock_s = self._prefill_clock_s
-            _, end_s = self._dues.get(req.rid, _Due(clock_s, clock_s))
-            entry = replace(entry, slack_s=end_s - clock_s - entry.compute_s)
+            due = self._dues.get(req.rid, _Due(clock_s, clock_s))
+            entry = replace(entry, slack_s=due.end_s - clock_s - entry.compute_s)
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
@@ -916,43 +918,55 @@ class Coordinator:
 
     def _predict_dues(self, serving: Sequence[str], *, went_on: bool) -> None:
         """Predict when a server that computes all prompts, in the order of arrival, would prefill
-        those that have come since the last poll. Those that were aborted leave it their time.
+        those that have come since the last poll. Those that were aborted leave it their time, and
+        so does what the tree has got of others before their first steps.
 
         Args: went_on: since then, a prompt was prefilled, or held back.
         """
         if went_on:
             self._prefill_clock_s += self.prompt_loads.now_s - self._polled_s
         self._polled_s = self.prompt_loads.now_s
-        self._skip_dues(self._dues.keys() - self._step.prefilled - set(serving))
+        self._shorten_dues(self._step.prefilled.union(serving))
         self._dues = {rid: self._dues[rid] for rid in serving if rid in self._dues}
         if not self._dues:  # such a server would be idle by now; from 0, all ranks count alike
             self._prefill_clock_s = 0.0
             self._last_due_s = 0.0
         for rid in serving:
             if rid not in self._dues:
-                record = self._records.get(rid)
-                work = (
-                    self._work_without_keys(rid)
-                    if record is None
-                    else work_of(record.meet.front, len(record.tokens))
-                )
+                work, front = self._work_without_keys(rid), 0
+                if (record := self._records.get(rid)) is not None:
+                    front = record.meet.front
+                    work = work_of(front, len(record.tokens))
                 begin_s = max(self._last_due_s, self._prefill_clock_s)
                 self._last_due_s = begin_s + self.step_costs.queue_s(work)
-                self._dues[rid] = _Due(begin_s, self._last_due_s)
+                self._dues[rid] = _Due(begin_s, self._last_due_s, front)
 
-    def _skip_dues(self, aborted: Collection[str]) -> None:
-        """These prompts will not be prefilled, so those after them come earlier."""
-        if not aborted:
+    def _shorten_dues(self, prefilled: Collection[str]) -> None:
+        """Such a server would not compute prompts that have left, but for `prefilled` ones, nor
+        what their first match found in the tree. Those after them come earlier."""
+        saved_s: dict[str, float] = {}
+        for rid, due in self._dues.items():
+            record = self._records.get(rid)
+            if rid not in prefilled:
+                saved_s[rid] = math.inf
+            elif record is not None and record.stats.matched_tokens > due.front:
+                works = (
+                    work_of(front, len(record.tokens))
+                    for front in (due.front, record.stats.matched_tokens)
+                )
+                before_s, after_s = map(self.step_costs.queue_s, works)
+                saved_s[rid] = max(0.0, before_s - after_s)
+                self._dues[rid] = due._replace(front=record.stats.matched_tokens)
+        if not saved_s:
             return
-        left_s = 0.0
+        earlier_s = 0.0
         for rid, due in sorted(self._dues.items(), key=lambda each: each[1].end_s):
-            earlier = _Due(due.begin_s - left_s, due.end_s - left_s)
-            if rid in aborted:
-                left_s += max(0.0, earlier.end_s - max(earlier.begin_s, self._prefill_clock_s))
-                del self._dues[rid]
-            else:
-                self._dues[rid] = earlier
-        self._last_due_s -= left_s
+            begin_s, end_s = due.begin_s - earlier_s, due.end_s - earlier_s
+            left_s = max(0.0, end_s - max(begin_s, self._prefill_clock_s))
+            own_s = min(left_s, saved_s.get(rid, 0.0))
+            self._dues[rid] = due._replace(begin_s=begin_s, end_s=end_s - own_s)
+            earlier_s += own_s
+        self._last_due_s -= earlier_s
 
     def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
