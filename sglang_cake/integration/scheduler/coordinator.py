@@ -739,25 +739,24 @@ class Coordinator:
             work = self._work_without_keys(req.rid) if record is None else record.device_work
             compute_s = self.step_costs.queue_s(work) if work.tokens else math.inf
             entry = replace(entry, compute_s=compute_s)
+        slack_s = math.inf
         if entry.waits_for_loads and self._config.mode == "auto":
             clock_s = self._prefill_clock_s
             due = self._dues.get(req.rid, _Due(clock_s, clock_s))
-            entry = replace(entry, slack_s=due.end_s - clock_s - entry.compute_s)
+            slack_s = due.end_s - clock_s - entry.compute_s
         turn = 0
         if self.fair:
             turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
-        entry = replace(entry, turn=turn, level=self._level(req))
-        if record is not None:
-            queue = record.queue
-            entry = replace(
-                entry,
-                yielded=queue.yielded,
-                prefill_due=queue.prefill_due,
-                arrival=record.arrival,
-            )
-        elif prompt is not None:
-            entry = replace(entry, arrival=prompt.arrival)
-        return entry
+        arrived = record or prompt
+        return replace(
+            entry,
+            slack_s=slack_s,
+            turn=turn,
+            level=self._level(req),
+            yielded=record is not None and record.queue.yielded,
+            prefill_due=record is not None and record.queue.prefill_due,
+            arrival=0 if arrived is None else arrived.arrival,
+        )
 
     # ---- parts of `poll` ----
 
