@@ -13,8 +13,8 @@ setup:
 setup-tests:
 	@.ci/setup-tests
 
-# A third worker uses the time in which others wait: 11 minutes instead of 13 on two cores. Three
-# workers and their servers take up to 13 GB. A container's limit counts.
+# On two cores a third worker uses the time in which others wait. Three workers and their servers
+# take up to 13 GB. A container's limit counts.
 WORKERS := $(shell cat /proc/meminfo /sys/fs/cgroup/memory.max 2>/dev/null | awk ' \
 	/^MemAvailable/ { free = $$2 * 1024 } \
 	/^[0-9]+$$/ && $$1 < free { free = $$1 } \
