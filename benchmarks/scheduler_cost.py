@@ -49,11 +49,11 @@ class _Loader:
     measured_tiers = (True,) * MOST_TIERS
 
     def __init__(self) -> None:
-        self.news: list[LoaderEvent] = []
+        self.events: list[LoaderEvent] = []
 
     def drain(self) -> list[LoaderEvent]:
-        news, self.news = self.news, []
-        return news
+        events, self.events = self.events, []
+        return events
 
     def link_idle(self, load_id: str) -> bool:
         return False
@@ -116,13 +116,13 @@ def race(prompt_tokens: int, chunk_tokens: int, landing_per_step: int) -> list[d
     req = _request(prompt_tokens)
     blocks = prompt_tokens // BLOCK_TOKENS
     coordinator.arrive(req, lambda tokens, limit: 0)
-    loader.news.append(LookedUp(loader.load_id, (True,) * blocks, (), bytes(blocks)))
+    loader.events.append(LookedUp(loader.load_id, (True,) * blocks, (), bytes(blocks)))
     steps: list[dict[str, float]] = []
     last = blocks  # blocks from here on have landed
     while req.prefix_len < prompt_tokens:
         first = max(req.prefix_len // BLOCK_TOKENS, last - landing_per_step)
         for block in range(last - 1, first - 1, -1):
-            loader.news.append(Fetched(loader.load_id, block, _Staged(), 0.0))  # type: ignore[arg-type]
+            loader.events.append(Fetched(loader.load_id, block, _Staged(), 0.0))  # type: ignore[arg-type]
         last = min(last, first)
         marks = [time.perf_counter()]
         coordinator.poll(["r"])
@@ -160,7 +160,7 @@ def _coordinator(loader: _Loader) -> Coordinator:
         keys=RequestKeys(BLOCK_TOKENS, str, Counters()),
         consensus=RankConsensus(None),
         counters=Counters(),
-        reporter=RequestReporter(None, speaks=True, metrics=None),
+        reporter=RequestReporter(None, writes=True, metrics=None),
     )
     coordinator.rebase(Digest(bytes(32)), suspended=False)
     return coordinator

@@ -160,14 +160,14 @@ def set_apart(numbers, places, lows, highs):
             for i in range(count):
                 mean += vector[i] / np.float32(count)
             apart = np.zeros(count, np.bool_)
-            for turn in range(kept):
+            for nth in range(kept):
                 farthest, at = np.float32(-1), 0
                 for i in range(count):
                     far = abs(vector[i] - mean)
                     if far > farthest and not apart[i]:
                         farthest, at = far, i
                 apart[at] = True
-                places[layer, v, turn] = at
+                places[layer, v, nth] = at
             low, high = np.float32(np.inf), np.float32(-np.inf)
             for i in range(count):
                 if not apart[i]:
@@ -181,9 +181,9 @@ def keep(words, start, stride, layers, tokens, channels, along, places, kept):
     for layer in range(layers):
         at = start + layer * stride
         for v in range(places.shape[1]):
-            for turn in range(places.shape[2]):
-                i = np.int64(places[layer, v, turn])
-                kept[layer, v, turn] = words[at + (i * channels + v if along else v * channels + i)]
+            for nth in range(places.shape[2]):
+                i = np.int64(places[layer, v, nth])
+                kept[layer, v, nth] = words[at + (i * channels + v if along else v * channels + i)]
 
 
 @compiled
@@ -192,9 +192,9 @@ def put_back(words, start, stride, layers, tokens, channels, along, places, kept
     for layer in range(layers):
         at = start + layer * stride
         for v in range(places.shape[1]):
-            for turn in range(places.shape[2]):
-                i = np.int64(places[layer, v, turn])
-                words[at + (i * channels + v if along else v * channels + i)] = kept[layer, v, turn]
+            for nth in range(places.shape[2]):
+                i = np.int64(places[layer, v, nth])
+                words[at + (i * channels + v if along else v * channels + i)] = kept[layer, v, nth]
 
 
 @compiled

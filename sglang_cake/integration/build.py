@@ -207,7 +207,7 @@ class CakeService:
             drafts=models,
         )
         parallel = get_parallel()
-        speaks = parallel.attn_tp_rank == 0  # for the ranks that have the same requests
+        writes = parallel.attn_tp_rank == 0  # for the ranks that have the same requests
         tenant_key()  # read now, and not by the first request that has a salt
         labels = scheduler_labels(ctx)
         self._io = IoThread()
@@ -215,7 +215,7 @@ class CakeService:
         self._namespace: Namespace | None = None  # None: not known yet
         self._store: Store | None = None  # the last one that was attached; none after a detach
         self._trace: RequestTraceFile | None = None
-        if config.record_trace is not None and speaks:
+        if config.record_trace is not None and writes:
             self._trace = RequestTraceFile(Path(config.record_trace), self.kv.layout.block_tokens)
         self.setting = config.store
         self._sources = self._parsed(config.store)  # of the store that is set
@@ -224,7 +224,7 @@ class CakeService:
         staging, write_queue = host_pools(
             self.kv,
             config,
-            chunk_tokens=-(-flags.chunk_tokens(resolving_view(ctx.server_args)) // shard.turns),
+            chunk_tokens=-(-flags.chunk_tokens(resolving_view(ctx.server_args)) // shard.holders),
             free_bytes=available_bytes(),
             reads=sum(self._depths),
             end_blocks=end_blocks,
@@ -290,7 +290,7 @@ class CakeService:
             tail_tokens=0 if ends is None else ends.tail_tokens,
             reporter=RequestReporter(
                 config.trace_file,
-                speaks=speaks,
+                writes=writes,
                 metrics=None if labels is None else Metrics(self.counters, labels),
             ),
             lossy=lossy,

@@ -44,12 +44,12 @@ from sglang_cake.loading.planner import Mode, Outlook
 AGEING = 1 / 3
 
 MOST_TENANTS = 4096
-# Tenants whose counts fall into the same span of this many tokens have the same turn, in which the
-# shortest prompt goes first. With a smaller span they would alternate at every step.
-TURN_TOKENS = 4096
+# Tenants whose counts fall into the same span of this many tokens are in the same round, in which
+# the shortest prompt goes first. With a smaller span they would alternate at every step.
+ROUND_TOKENS = 4096
 
-# Level, turn, aged remaining time, neither nearly done nor prefill due, arrival: the lowest goes
-# first.
+# Level, tenant's round, aged remaining time, neither nearly done nor prefill due, arrival: the
+# lowest goes first.
 SortKey = tuple[int, int, float, bool, int]
 
 
@@ -66,8 +66,9 @@ class QueueEntry:
         stalled: its loads have stalled.
         loads_over: blocks of it were asked for once, and none is being loaded.
         nearly_done: its loads are over or stalled, and the rest fits one step.
-        turn: that of its tenant, lowest first; equal for all where tenants do not count.
-        level: that of its priority, lowest first; equal for all where priorities do not count.
+        tenant_round: the round of its tenant (`TenantTokens`), lowest first; equal for all where
+            tenants do not count.
+        level: the level of its priority, lowest first; equal for all where priorities do not count.
         yielded: it could have had the device, and waited for its loads instead.
         prefill_due: without loads, its prefill would run by now: it was first by all priorities and
             let others go first, or it went back between two chunks. Its priority does not count
@@ -83,7 +84,7 @@ class QueueEntry:
     stalled: bool = False
     loads_over: bool = False
     nearly_done: bool = False
-    turn: int = 0
+    tenant_round: int = 0
     level: int = 0
     yielded: bool = False
     prefill_due: bool = False
@@ -155,7 +156,7 @@ def order(entries: Sequence[QueueEntry]) -> list[int]:
     def key_of(each: QueueEntry) -> SortKey:
         if each.prefill_due or not each.only_computed:
             return _key(each)
-        group = (each.level, each.turn)
+        group = (each.level, each.tenant_round)
         before = last.get(group, each)
         last[group] = replace(
             each,
@@ -212,8 +213,8 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     | any other | another priority | it is first in `order`, and had yielded the device |
     | any other | only computed | never |
     | nearly done | any | never |
-    | other than nearly done | nearly done | its tenant's turn is not later |
-    | the same | any other | it is first in `order`, and of the same turn |
+    | other than nearly done | nearly done | its tenant's round is not later |
+    | the same | any other | it is first in `order`, and its tenant is in the same round |
     """
     running, waiting = _levelled([running, waiting])
     first = order([running, waiting])[0] == 1
@@ -224,8 +225,8 @@ def preempts(waiting: QueueEntry, running: QueueEntry) -> bool:
     if waiting.only_computed or running.nearly_done:
         return False
     if waiting.nearly_done:
-        return waiting.turn <= running.turn
-    return first and waiting.turn == running.turn
+        return waiting.tenant_round <= running.tenant_round
+    return first and waiting.tenant_round == running.tenant_round
 
 
 def _levelled(entries: Sequence[QueueEntry]) -> list[QueueEntry]:
@@ -240,7 +241,7 @@ def _key(entry: QueueEntry) -> SortKey:
     remaining_s = 0.0 if entry.stalled else entry.remaining_s or 0.0
     aged_s = remaining_s - AGEING * entry.waited_s
     first_of_its_age = entry.nearly_done or entry.prefill_due
-    return entry.level, entry.turn, aged_s, not first_of_its_age, entry.arrival
+    return entry.level, entry.tenant_round, aged_s, not first_of_its_age, entry.arrival
 
 
 class TenantTokens:
@@ -248,8 +249,8 @@ class TenantTokens:
 
     This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al.,
     OSDI 2024, section 4). A tenant pays for every prompt token that is computed or loaded for it. A
-    tenant that comes back after a pause is lifted to the lowest count of the live tenants, so turns
-    cannot be saved up. There is no clock, so all ranks of a group count alike.
+    tenant that comes back after a pause is lifted to the lowest count of the live tenants, so no
+    tenant can save up tokens. There is no clock, so all ranks of a group count alike.
     """
 
     def __init__(self) -> None:
@@ -282,10 +283,10 @@ class TenantTokens:
         """`tokens` were computed or loaded for a live request of `tenant`."""
         self._paid[tenant] += tokens
 
-    def turn(self, tenant: int) -> int:
-        """The turn of a tenant, lowest first. Without a live request, the turn that it would have
-        if one came now."""
-        return self._count(tenant) // TURN_TOKENS
+    def round_of(self, tenant: int) -> int:
+        """The round of a tenant: rounds are served in ascending order. A tenant without a live
+        request has the round in which a request that came now would be."""
+        return self._count(tenant) // ROUND_TOKENS
 
     def _count(self, tenant: int) -> int:
         paid = self._paid.get(tenant, 0)

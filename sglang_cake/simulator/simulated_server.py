@@ -130,7 +130,8 @@ class LivePrompt:
         due_s: when its prefill would end if all prompts were computed in order of arrival.
         load_from: blocks from this one on are worth loading; None: no block is.
         ever_asked: whether any block was ever worth loading.
-        since_s: since when the link owes it a block; None: no link serves it.
+        since_s: when its last block landed, or when a link began to serve it; None: no link serves
+            it.
         reading: blocks that cross a link.
     """
 
@@ -481,7 +482,7 @@ class SimulatedServer:
                 continue
             for other in self._links:
                 other.free_s = now if other.crossing is None else other.crossing.there_s()
-            first = True  # the link owes a block only to the first prompt that it can serve
+            first = True  # a prompt waits for the link only if it is the first one it can serve
             for live in list(self._queue):
                 block = self._next_block(live, link)
                 if not live.reading and (block is None or not first):

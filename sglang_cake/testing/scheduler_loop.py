@@ -160,7 +160,7 @@ class SchedulerLoop(ABC):
             keys=RequestKeys(kv.layout.block_tokens, lambda lora_id: None, self.counters),
             consensus=consensus or RankConsensus(None),
             counters=self.counters,
-            reporter=RequestReporter(None, speaks=False, metrics=None),
+            reporter=RequestReporter(None, writes=False, metrics=None),
         )
         self.coordinator.rebase(NAMESPACE, suspended=False)
         self.polls = 0

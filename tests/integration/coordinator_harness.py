@@ -153,7 +153,7 @@ class CoordinatorHarness(HeldReads):
             keys=RequestKeys(block, self.digest, self.counters, next_tokens=next_tokens),
             consensus=RankConsensus(self.reduce if ranks else None),
             counters=self.counters,
-            reporter=RequestReporter(None, speaks=True, metrics=None),
+            reporter=RequestReporter(None, writes=True, metrics=None),
             end_blocks=end_blocks,
             tail_tokens=tail_tokens if tree is None else tree.tail_tokens,
         )

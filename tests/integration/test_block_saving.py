@@ -277,7 +277,7 @@ def test_block_saving_slots_overwritten_after_return_keep_the_stored_bytes(
 @pytest.fixture(params=[0, 1])
 def one_of_two(request: pytest.FixtureRequest) -> Iterator[tuple[int, SavingHarness]]:
     """One of two ranks that hold the same KV, with its number."""
-    with SavingHarness(buffers=1, shard=KvShard(turn=request.param, turns=2)) as made:
+    with SavingHarness(buffers=1, shard=KvShard(holder=request.param, holders=2)) as made:
         yield request.param, made
 
 

@@ -35,7 +35,7 @@ from sglang_cake.integration.scheduler.rank_consensus import RankConsensus
 from sglang_cake.loading.cost_model import LoadCost, PrefillCost, work_of
 from sglang_cake.loading.meet import BlockState
 from sglang_cake.loading.planner import Outlook
-from sglang_cake.loading.priority import TURN_TOKENS
+from sglang_cake.loading.priority import ROUND_TOKENS
 from sglang_cake.stores.base import LentBlock, Store
 from sglang_cake.stores.wrapper_store import WrapperStore
 
@@ -436,7 +436,7 @@ def test_coordinator_poll_judges_a_fixed_number_of_waiting_prompts(
     assert sorted(asked) == sorted(rids)
 
 
-def test_coordinator_step_without_news_predicts_the_remaining_time(
+def test_coordinator_step_without_changes_predicts_the_remaining_time(
     harness: CoordinatorHarness,
 ) -> None:
     """Of an unknown link nothing may come for long: a first guess must not be the last."""
@@ -486,7 +486,7 @@ def test_coordinator_link_serves_prompts_in_the_order_of_the_device(
             assert [load_id[0] for load_id in served[-1]] == serving
 
 
-def test_coordinator_lost_block_is_news_once(harness: CoordinatorHarness) -> None:
+def test_coordinator_lost_block_is_a_change_once(harness: CoordinatorHarness) -> None:
     """Otherwise each poll would have the request planned and predicted anew."""
     req, keys = harness.stored(8.5)
     harness.faulty.lose(keys[7])
@@ -1012,8 +1012,8 @@ def test_coordinator_request_that_failed_to_arrive_is_no_request_of_its_tenant(
             patch.setattr(PromptRecord, "device_work", property(lambda record: 1 / 0))
             with pytest.raises(ZeroDivisionError):
                 harness.arrive(failed)
-        harness.coordinator.claimed(one, TURN_TOKENS + 1)
-        assert harness.coordinator.queue_entry(new).turn == 1
+        harness.coordinator.claimed(one, ROUND_TOKENS + 1)
+        assert harness.coordinator.queue_entry(new).tenant_round == 1
 
 
 @pytest.mark.parametrize("why", ["embeddings", "store", "namespace", "id"])
@@ -1035,16 +1035,16 @@ def test_coordinator_fair_priority_charges_prompts_without_keys(why: str) -> Non
         for req in (poor, rich):
             harness.arrive(req)
         harness.poll(same, poor, rich)
-        coordinator.claimed(rich, TURN_TOKENS + 1)
+        coordinator.claimed(rich, ROUND_TOKENS + 1)
         assert coordinator.record(rich) is None
-        assert coordinator.queue_entry(rich).turn == 1
-        assert coordinator.queue_entry(poor).turn == 0
-        coordinator.claimed(poor, 2 * TURN_TOKENS)
+        assert coordinator.queue_entry(rich).tenant_round == 1
+        assert coordinator.queue_entry(poor).tenant_round == 0
+        coordinator.claimed(poor, 2 * ROUND_TOKENS)
         harness.leave(same)
         harness.poll(poor)  # the prefill of the other one is over
         new = req_of(4.5, "new")
         new.cache_salt = "new"
-        assert coordinator.queue_entry(new).turn == 2, "as the one tenant that is left"
+        assert coordinator.queue_entry(new).tenant_round == 2, "as the one tenant that is left"
 
 
 def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
@@ -1053,14 +1053,12 @@ def test_coordinator_fair_priority_charges_the_tenant_that_computed() -> None:
         one.cache_salt, other.cache_salt = "a", "b"
         for req in (one, other):
             harness.arrive(req)
-        assert (
-            harness.coordinator.queue_entry(one).turn == harness.coordinator.queue_entry(other).turn
-        )
+        rounds = [harness.coordinator.queue_entry(req).tenant_round for req in (one, other)]
+        assert rounds[0] == rounds[1]
         one.prefix_len = 0
-        harness.coordinator.claimed(one, TURN_TOKENS + 1)
-        assert (
-            harness.coordinator.queue_entry(one).turn > harness.coordinator.queue_entry(other).turn
-        )
+        harness.coordinator.claimed(one, ROUND_TOKENS + 1)
+        rounds = [harness.coordinator.queue_entry(req).tenant_round for req in (one, other)]
+        assert rounds[0] > rounds[1]
 
 
 # ---- prompts that pass ----

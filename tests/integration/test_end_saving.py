@@ -366,7 +366,7 @@ def test_end_saving_ranks_with_the_same_kv_store_each_end_once() -> None:
     blocks = 3 * END_SPACING * COUNT
     stored, asked = [], []
     for turn in range(2):
-        with EndHarness(KvShard(turn=turn, turns=2, has_all_heads=True)) as harness:
+        with EndHarness(KvShard(holder=turn, holders=2, has_all_heads=True)) as harness:
             record = known(blocks)
             for block in range(1, blocks):
                 harness.tell(record, block * BLOCK)

@@ -275,7 +275,7 @@ def test_identity_algorithm_of_a_plugin_counts_with_its_code(
         {"context_len": 8192},
         {"args": {"context_length": 8192}},
         {"args": {"tp_size": 8, "attn_dp_size": 8}},  # the shard says it all
-        {"shard": KvShard(turn=3, turns=8)},
+        {"shard": KvShard(holder=3, holders=8)},
         {"args": {"load_format": "layered"}},
         {"args": {"port": 40000, "mem_fraction_static": 0.5, "chunked_prefill_size": 512}},
         {"args": {"attention_backend": "torch_native"}},
@@ -734,7 +734,7 @@ class TwoRanks:
 
 
 def test_identity_ranks_have_one_name_for_pushed_content(tmp_path: Path) -> None:
-    """With MLA, ranks take turns at storing blocks that all of them load."""
+    """With MLA, each block is stored by one rank, and all ranks load it."""
     both = TwoRanks(_checkpoint(tmp_path / "a", 1.0))
     for rank in both.ranks:
         rank.loaded.adapters.update(x=None, y=None)

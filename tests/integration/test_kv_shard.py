@@ -85,18 +85,18 @@ def compressed(slots: int) -> Any:
             latent_hybrid,
             [],
             1,
-            KvShard(turn=3, turns=4, has_all_heads=True, end_rank=(3, 4)),
+            KvShard(holder=3, holders=4, has_all_heads=True, end_rank=(3, 4)),
         ),
         (latent_hybrid, [mha], 1, KvShard(3, 4)),
-        (mla, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
-        (mla, [mla], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
-        (compressed, [], 1, KvShard(turn=3, turns=4, has_all_heads=True)),
+        (mla, [], 1, KvShard(holder=3, holders=4, has_all_heads=True)),
+        (mla, [mla], 1, KvShard(holder=3, holders=4, has_all_heads=True)),
+        (compressed, [], 1, KvShard(holder=3, holders=4, has_all_heads=True)),
         (mla, [mha], 1, KvShard(3, 4)),  # each rank has heads of the draft model
         (
             mla,
             [],
             4,
-            KvShard(turn=1, turns=2, has_all_heads=True),
+            KvShard(holder=1, holders=2, has_all_heads=True),
         ),  # of 8 ranks, two on each machine
         (mla, [], 16, KvShard(has_all_heads=True)),  # data-parallel workers on further machines
     ],

@@ -56,7 +56,7 @@ def agree(
         ranks,
         lambda consensus, rank: consensus.agree(
             ranks[rank],
-            votes[rank].news,
+            votes[rank].changed,
             SharedCosts(own[rank], 0.5, tiers[rank] if tiers else ()),
         ),
     )
@@ -196,7 +196,7 @@ def test_rank_consensus_rank_whose_link_is_idle_leaves_the_wait_to_the_others() 
         assert facts[0].link_idle
 
 
-def test_rank_consensus_blocks_without_news_are_not_reduced() -> None:
+def test_rank_consensus_blocks_without_changes_are_not_reduced() -> None:
     """A poll with many waiting prompts would take longer than a step."""
     known, lost = record(4, known=True), record(4, known=True, failed=(2,))
     ranks = [
@@ -204,13 +204,13 @@ def test_rank_consensus_blocks_without_news_are_not_reduced() -> None:
         [known, record(4, answer=(True,) * 4), record(4, known=True, arrived=(1,)), known],
         [known, record(4), record(4, known=True), lost],
     ]
-    assert [each.news for each in vote(ranks)] == [[False, True, True, True]] * 3
+    assert [each.changed for each in vote(ranks)] == [[False, True, True, True]] * 3
     lost.meet.lost(2)  # as all ranks know then
-    assert [each.news for each in vote(ranks)] == [[False, True, True, False]] * 3
+    assert [each.changed for each in vote(ranks)] == [[False, True, True, False]] * 3
     sizes: list[int] = []
-    for news in ([False], [True]):
+    for changed in ([False], [True]):
         consensus = RankConsensus(lambda tensor: sizes.append(len(tensor)))
-        consensus.agree([known], news, SharedCosts(ANY, 0.5, ()))
+        consensus.agree([known], changed, SharedCosts(ANY, 0.5, ()))
     assert sizes[1] == sizes[0] + 2 * 4
 
 
@@ -320,7 +320,7 @@ def test_rank_consensus_single_rank_equals_a_reduction_among_equals(
     [voted] = vote([[alone]])
     shared = SharedCosts(ANY, 0.0, (LoadCost(0.1, 0.2), LoadCost(0.3, 0.4, depth=7)))
     own, agreed = RankConsensus(None).agree([alone], [True], shared)
-    among, agreed_among = RankConsensus(lambda tensor: None).agree([alone], voted.news, shared)
+    among, agreed_among = RankConsensus(lambda tensor: None).agree([alone], voted.changed, shared)
     assert agreed == agreed_among == shared
     for field in ("stored", "fetched", "lost"):
         assert getattr(own[0], field) == getattr(among[0], field), field

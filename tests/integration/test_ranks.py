@@ -378,7 +378,7 @@ def test_ranks_have_the_same_turns_of_tenants_after_one_failed() -> None:
         ranks.both(lambda harness, rank: harness.coordinator.claimed(reqs[rank], 5000))  # type: ignore[arg-type]
         assert ranks.poll("r") == [None, None]
         later = [harness.coordinator.queue_entry(req_of(2, "l")) for harness in ranks.harnesses]  # type: ignore[arg-type]
-        assert later[0].turn == later[1].turn
+        assert later[0].tenant_round == later[1].tenant_round
 
 
 def test_ranks_have_the_same_clock_after_one_failed(ranks: TwoRanks) -> None:

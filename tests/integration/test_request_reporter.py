@@ -14,7 +14,7 @@ def test_request_reporter_id_of_a_client_adds_no_line_and_no_field(
 ) -> None:
     record = record_of(2, block=4, rid=rid)
     record.agreed.stored = (True, True)
-    reporter = RequestReporter(None, speaks=True, metrics=None)
+    reporter = RequestReporter(None, writes=True, metrics=None)
     with caplog.at_level(logging.INFO):
         reporter.gave_up(record, 0.5)
         reporter.ended(record)

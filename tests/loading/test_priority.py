@@ -65,13 +65,13 @@ def test_priority_late_prompts_in_a_long_queue_look_at_each_other_once() -> None
 
 def test_priority_loads_of_later_prompts_count_against_the_slack_too() -> None:
     """They take the device for no longer than their remaining time. A prompt moves only before
-    those of its own turn."""
+    those of its own round."""
     stored = QueueEntry("s", 9.0, 5.0, slack_s=5.0, arrival=1)
     others = [QueueEntry(str(n), 2.0, 5.0, arrival=n) for n in (2, 3, 4)]
     assert names(*others, stored) == "23s4"
     assert names(*others, replace(stored, slack_s=6.0)) == "234s"
     assert names(*others, replace(stored, slack_s=-1.0)) == "s234"
-    assert names(*others, replace(stored, slack_s=-1.0, turn=1)) == "234s"
+    assert names(*others, replace(stored, slack_s=-1.0, tenant_round=1)) == "234s"
 
 
 def test_priority_computed_prompts_keep_their_given_order() -> None:
@@ -212,8 +212,8 @@ def test_preemption_of_loading_and_computed_prompts_follows_the_order() -> None:
     assert preempts(old, plain)
     assert not preempts(done, done)
     # Tenants: no interrupted prompt is interrupted back.
-    assert not preempts(replace(other, turn=0), replace(plain, turn=1))
-    assert not preempts(replace(done, turn=1), plain)
+    assert not preempts(replace(other, tenant_round=0), replace(plain, tenant_round=1))
+    assert not preempts(replace(done, tenant_round=1), plain)
 
 
 def test_priority_prompt_whose_loads_are_over_passes_none_of_its_age_unless_it_is_nearly_done() -> (
@@ -235,7 +235,7 @@ def test_priority_prompt_whose_loads_are_over_goes_before_those_that_passed_it()
     assert not preempts(stored, earlier)
     assert not preempts(later, stored)
     assert not preempts(stored, stored)
-    assert not preempts(replace(stored, turn=0), replace(later, turn=1))
+    assert not preempts(replace(stored, tenant_round=0), replace(later, tenant_round=1))
 
 
 def test_preemption_by_higher_priority_interrupts_only_loading_prompts() -> None:
@@ -260,7 +260,7 @@ possible = st.builds(
     stalled=st.booleans(),
     loads_over=st.booleans(),
     nearly_done=st.booleans(),
-    turn=st.integers(0, 2),
+    tenant_round=st.integers(0, 2),
     level=st.integers(0, 2),
     yielded=st.booleans(),
 ).filter(is_possible)

@@ -50,8 +50,8 @@ class _Unsaved:
 
 
 class BlockSaving:
-    """Copies the full blocks that checkpoints complete and the store lacks, as far as it is this
-    rank's turn to store them, and end states. Scheduler thread.
+    """Copies the full blocks that checkpoints complete and the store lacks, as far as this rank is
+    the one that stores them, and end states. Scheduler thread.
 
     A block that gets no buffer is tried again at each poll and each checkpoint, while the request
     keeps its KV in the tree. Once the request has ended it is given up, and counted. An end state
@@ -216,10 +216,10 @@ class BlockSaving:
             unsaved.find_end = None
 
     def _save_end(self, record: PromptRecord, unsaved: _Unsaved) -> None:
-        """Save the end state, if it is this rank's turn, there are buffers for all of it, and the
-        tree still has it. The other ranks ask their trees too, and at once, with buffers or
-        without: a match cuts a node at the end and marks it as recently used, and the trees must
-        stay alike."""
+        """Save the end state, if this rank is the one that stores it, there are buffers for all of
+        it, and the tree still has it. The other ranks ask their trees too, and at once, with
+        buffers or without: a match cuts a node at the end and marks it as recently used, and the
+        trees must stay alike."""
         assert self._ends is not None
         assert unsaved.find_end is not None
         is_own = self._shard.stores_end(unsaved.end // self._block_tokens - 1)

@@ -8,25 +8,26 @@ from sglang_cake.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KvShard:
-    """The KV of one rank. Ranks that hold the same shard share a namespace, and take turns at
+    """The KV of one rank. Ranks that hold the same shard share a namespace, and divide the work of
     storing its blocks: each block is stored by one rank of each machine, and read by all.
 
-    A block that a rank could not read is stored by that rank, in any turn. If a rank fails
-    to store a block, the block is absent, and computed.
+    A block that a rank could not read is stored by that rank, whichever block it is. If a rank
+    fails to store a block, the block is absent, and computed.
 
     Attributes:
         index, count: shard `index` of `count` different ones.
         has_all_heads: all ranks hold the same KV, whatever their number.
-        end_rank: `(rank, ranks)` of the end states. They are divided where the ranks hold the same
-            KV, and each has the recurrent states of its own heads.
-        turn, turns: this rank is number `turn` of the `turns` ranks on this machine that hold the
-            shard. Ranks on other machines may have other disks, so each machine stores every block.
+        end_rank: `(rank, ranks)` of the end states. Where the ranks hold the same KV, and each has
+            the recurrent states of its own heads, every rank stores its own end states.
+        holder, holders: this rank is number `holder` of the `holders` ranks on this machine that
+            hold the shard. Ranks on other machines may have other disks, so each machine stores
+            every block.
     """
 
     index: int = 0
     count: int = 1
-    turn: int = 0
-    turns: int = 1
+    holder: int = 0
+    holders: int = 1
     has_all_heads: bool = False
     end_rank: tuple[int, int] = (0, 1)
 
@@ -49,16 +50,17 @@ class KvShard:
         """
         if not replicated:
             return cls(rank, size)
-        turns = math.gcd(size, machine_ranks)  # such a run of ranks is in one group, on one machine
+        # A run of so many ranks is in one group, on one machine.
+        holders = math.gcd(size, machine_ranks)
         end = (rank, size) if has_own_states else (0, 1)
-        return cls(turn=rank % turns, turns=turns, has_all_heads=True, end_rank=end)
+        return cls(holder=rank % holders, holders=holders, has_all_heads=True, end_rank=end)
 
     def stores(self, block: int) -> bool:
-        """Whether it is this rank's turn to store a new block."""
-        return block % self.turns == self.turn
+        """Whether this rank stores a new block for all holders of the shard."""
+        return block % self.holders == self.holder
 
     def stores_end(self, block: int) -> bool:
-        """Whether it is this rank's turn to store a new end state after a block."""
+        """Whether this rank stores a new end state after a block."""
         return self.end_rank[1] > 1 or self.stores(block)
 
     def head_groups(self, groups: int | None) -> range | None:

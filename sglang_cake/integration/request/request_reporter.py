@@ -26,17 +26,17 @@ class RequestReporter:
 
     Args:
         trace_path: file that gets one JSON line per event (`t_s` is `time.monotonic()`), or None.
-        speaks: whether this rank is the one that writes.
+        writes: whether this rank writes log lines and the trace.
         metrics: where numbers go, if SGLang was asked for metrics.
     """
 
-    def __init__(self, trace_path: str | None, *, speaks: bool, metrics: Metrics | None) -> None:
-        self._speaks = speaks
+    def __init__(self, trace_path: str | None, *, writes: bool, metrics: Metrics | None) -> None:
+        self._writes = writes
         self._metrics = metrics
         self._given_up = 0  # requests since the last log line about them
         self._given_up_line_s: float | None = None
         self._trace: IO[str] | None = None
-        if trace_path and speaks:
+        if trace_path and writes:
             self._trace = open(trace_path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
     def write_event(
@@ -63,7 +63,7 @@ class RequestReporter:
         now_s = time.monotonic()
         last_s = self._given_up_line_s
         if last_s is None or now_s - last_s >= GIVEN_UP_EVERY_S:
-            if self._speaks:
+            if self._writes:
                 logger.warning(
                     "cake: loads are overdue: no block came in %.2f s, so the rest of request %r "
                     "is computed (%d requests since the last such line)",
@@ -94,7 +94,7 @@ class RequestReporter:
         """The request is over. It gets one log line if any of its blocks were stored."""
         if self._metrics is not None:
             self._metrics.publish_next_step()
-        if not self._speaks or not any(record.agreed.stored):
+        if not self._writes or not any(record.agreed.stored):
             return
         stats = record.stats
         logger.info(

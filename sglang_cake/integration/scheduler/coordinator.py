@@ -434,7 +434,7 @@ class Coordinator:
         self.step_s = 0.0
         failures: list[Exception] = []
         self._attempt(failures, lambda: self._take_events(step_s))
-        awaiting, news = self._vote(serving)
+        awaiting, changed = self._vote(serving)
         for rid, prompt in self._without_keys.items():
             if prompt.since_s is None:
                 self._without_keys[rid] = prompt._replace(since_s=self.prompt_loads.now_s)
@@ -442,9 +442,11 @@ class Coordinator:
             self.tree_evicts = False
             waiting = [rid for rid in serving if rid != chunked]
             self._attempt(failures, lambda: self._look_up_evicted(waiting[:MATCHED]))
-            awaiting, news = self._vote(serving)
+            awaiting, changed = self._vote(serving)
         if awaiting:  # the reduction comes first, and takes place whatever fails
-            self._attempt(failures, lambda: self._reconsider(self._agree(awaiting, news), serving))
+            self._attempt(
+                failures, lambda: self._reconsider(self._agree(awaiting, changed), serving)
+            )
         due = [rid for rid in serving if rid not in handshaking]
         self._attempt(failures, lambda: self._predict_dues(due, went_on=went_on))
         self._attempt(failures, lambda: self._serve(serving))
@@ -655,7 +657,7 @@ class Coordinator:
 
     @property
     def fair(self) -> bool:
-        """Whether tenants are served in turn."""
+        """Whether tenants get equal shares (`TenantTokens`)."""
         return self._config.priority == "fair"
 
     def loading(self, req: "Req") -> bool:
@@ -744,14 +746,15 @@ class Coordinator:
             clock_s = self._prefill_clock_s
             due = self._dues.get(req.rid, _Due(clock_s, clock_s))
             slack_s = due.end_s - clock_s - entry.compute_s
-        turn = 0
+        tenant_round = 0
         if self.fair:
-            turn = self._tenants.turn(record.facts.tenant if record else tenant_of(req))
+            tenant = record.facts.tenant if record else tenant_of(req)
+            tenant_round = self._tenants.round_of(tenant)
         arrived = record or prompt
         return replace(
             entry,
             slack_s=slack_s,
-            turn=turn,
+            tenant_round=tenant_round,
             level=self._level(req),
             yielded=record is not None and record.queue.yielded,
             prefill_due=record is not None and record.queue.prefill_due,
@@ -800,10 +803,9 @@ class Coordinator:
                 self._counters.add("repeated_lookups")
 
     def _vote(self, serving: Sequence[str]) -> tuple[list[PromptRecord], list[bool]]:
-        """The requests that await the loader, in the same order on every rank, and for each of them
-        whether a rank has news of its blocks. A record that has not the same state on every rank is
-        dropped on all of them, and does not count as work ahead. If a rank has failed, all begin
-        anew."""
+        """The requests that await the loader, in the same order on every rank, and which of them
+        have changed (`Vote.changed`). A record whose state differs between ranks is dropped on all
+        ranks, and does not count as work ahead. If a rank has failed, all begin anew."""
         if self._consensus.alone:
             self.prompt_loads.now_s = time.monotonic()
             live = [record for record in self._records.values() if record.awaits_loader]
@@ -818,13 +820,13 @@ class Coordinator:
                 self.release(rid)
         if vote.failed and rids:
             self._begin_anew()
-        awaiting, news = [], []
-        for rid, new in zip(rids, vote.news, strict=True):
+        awaiting, changed = [], []
+        for rid, new_facts in zip(rids, vote.changed, strict=True):
             record = self._records.get(rid)
             if record is not None and record.awaits_loader:
                 awaiting.append(record)
-                news.append(new)
-        return awaiting, news
+                changed.append(new_facts)
+        return awaiting, changed
 
     def _begin_anew(self) -> None:
         """A rank has failed: all ranks end their requests, those that decode too, and forget what
@@ -838,10 +840,12 @@ class Coordinator:
         self._reconsidered = 0
         self.prompt_loads.late_lookup_s = -math.inf
 
-    def _agree(self, awaiting: Sequence[PromptRecord], news: Sequence[bool]) -> list[PromptRecord]:
+    def _agree(
+        self, awaiting: Sequence[PromptRecord], changed: Sequence[bool]
+    ) -> list[PromptRecord]:
         """Apply what the ranks agree on. Returns the requests whose lookup is done since then."""
         costs = self.step_costs
-        updates, shared = self._consensus.agree(awaiting, news, costs.shared)
+        updates, shared = self._consensus.agree(awaiting, changed, costs.shared)
         costs.agree(shared)
         for record, update in zip(awaiting, updates, strict=True):
             lost = record.meet.wants_any(update.lost)
@@ -911,9 +915,9 @@ class Coordinator:
 
     def _passes(self, other: PromptRecord, record: PromptRecord) -> bool:
         """Whether `other` came later, and is served before `record` only while that is loaded."""
-        own_turn = self.fair and other.facts.tenant != record.facts.tenant
+        other_tenant = self.fair and other.facts.tenant != record.facts.tenant
         same_level = self._level(other.req) == self._level(record.req) or record.queue.prefill_due
-        return other.arrival > record.arrival and same_level and not own_turn
+        return other.arrival > record.arrival and same_level and not other_tenant
 
     def _predict_dues(self, serving: Sequence[str], *, went_on: bool) -> None:
         """Predict when a server that computes all prompts, in the order of arrival, would prefill
@@ -985,7 +989,7 @@ class Coordinator:
         self.prompt_loads.serve(served, with_memory)
         self._prompt_count = len(serving)
         self._step = _Step(passed=list(self._ends_of_loads(served[:PASSED])))
-        if with_memory is not None and self.prompt_loads.starved:
+        if with_memory is not None and self.prompt_loads.lacks_buffers:
             self._make_room(with_memory, live)
 
     def _ends_of_loads(

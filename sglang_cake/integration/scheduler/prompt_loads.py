@@ -169,8 +169,8 @@ class PromptLoads:
         self._may_use_all_buffers = may_use_all_buffers
 
     @property
-    def starved(self) -> bool:
-        """Whether the prompt that may fill the host memory has got no buffer for long."""
+    def lacks_buffers(self) -> bool:
+        """Whether the prompt that may fill the host memory has got no buffer for MOST_IDLE_S."""
         return self.now_s - self._went_on_s > MOST_IDLE_S
 
     # ---- inside ----

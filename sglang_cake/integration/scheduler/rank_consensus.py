@@ -6,12 +6,13 @@ views of all ranks together:
 
 - `everywhere`, first in each poll: whether Cake is on, on every rank.
 - `vote`, then, again if a tree has evicted, and at the end of the poll: for each request, whether
-  all ranks have it in one state, and whether one of them has news; whether a rank has failed; a
-  clock.
+  all ranks have it in one state, and whether a rank knows more of its blocks than all agreed on;
+  whether a rank has failed; a clock.
 - `agree`, if a request awaits the loader: a block has landed when every rank has fetched it, and is
-  lost when one rank lost it. So the costs of loads, and the time without progress, are those of the
-  slowest rank, of those that have read from the tier lately, if any has. Clocks and costs of steps
-  are the smallest of all ranks, each number by itself.
+  lost when one rank lost it. So the cost of loads from a tier is the largest of all ranks that read
+  the tier lately, or of all ranks if none did. The time without progress is the longest of all
+  ranks that lack a block. Clocks and costs of steps are the smallest. Each number is reduced by
+  itself.
 
 Decisions on the result are deterministic, so the ranks stay alike.
 """
@@ -34,13 +35,13 @@ _NEUTRAL = math.inf  # leaves the numbers of the other ranks as they are
 
 
 class SharedCosts(NamedTuple):
-    """What decisions about all prompts are made on.
+    """The costs that decisions about all prompts depend on.
 
     Attributes:
-        prefill: of steps.
+        prefill: the cost of steps.
         busy_s: time until the device is free.
-        tiers: of loads, by tier.
-        silence_s: as of `TierLoads`.
+        tiers: the cost of loads, by tier.
+        silence_s: as in `TierLoads`.
         measured: by tier, whether this rank has read from it lately; empty: from all of them.
     """
 
@@ -57,15 +58,15 @@ class Vote(NamedTuple):
     Attributes:
         alike: for each request, whether it is in the same state on all ranks: all have a record of
             it in that state, or none has one.
-        news: for each request, whether a rank knows more of its blocks than the ranks have agreed
-            on.
+        changed: for each request, whether a rank knows more of its blocks than the ranks have
+            agreed on.
         failed: whether one of the ranks failed.
-        evicts: whether the tree of one evicts.
-        now_s: a clock that all ranks share. Without requests, this rank's own.
+        evicts: whether a rank's tree was asked for slots since the last poll.
+        now_s: a clock that all ranks share. Without requests, this rank's own clock.
     """
 
     alike: list[bool]
-    news: list[bool]
+    changed: list[bool]
     failed: bool
     evicts: bool
     now_s: float
@@ -106,20 +107,20 @@ class RankConsensus:
             every = [True] * len(records)
             return Vote(every, every, failed, evicts, time.monotonic())
         own: list[float] = [_GONE if record is None else _state(record) for record in records]
-        own += [record is not None and _has_news(record) for record in records]
+        own += [record is not None and _has_changed(record) for record in records]
         own += [failed, evicts, time.monotonic()]
         tensor = torch.tensor([*own, *(-each for each in own)], dtype=torch.float64)
         self._reduce_min(tensor)
         least, most = tensor.view(2, -1).tolist()
         count = len(records)
         alike = [low == -high for low, high in zip(least[:count], most[:count], strict=True)]
-        news = [bool(number) for number in most[count:-3]]
-        return Vote(alike, news, bool(most[-3]), bool(most[-2]), least[-1])
+        changed = [bool(number) for number in most[count:-3]]
+        return Vote(alike, changed, bool(most[-3]), bool(most[-2]), least[-1])
 
     def agree(
         self,
         records: Sequence[PromptRecord],
-        news: Sequence[bool],
+        changed: Sequence[bool],
         shared: SharedCosts,
     ) -> tuple[list[LoadUpdate], SharedCosts]:
         """An update for each record, and the costs to decide on.
@@ -128,20 +129,21 @@ class RankConsensus:
         that raises takes part in the reduction all the same, with neutral numbers.
 
         Args:
-            news: as in `Vote`. Only for these requests are numbers of their blocks reduced.
+            changed: as in `Vote`. Only for these requests are numbers of their blocks reduced.
         """
         if self._reduce_min is None:
             return [_local_update(record) for record in records], shared
         own = _pack_shared(shared)
         sizes = [
-            _HEAD + _blocks_size(record) * new for record, new in zip(records, news, strict=True)
+            _HEAD + _blocks_size(record) * new_facts
+            for record, new_facts in zip(records, changed, strict=True)
         ]
         tensor = torch.full((len(own) + sum(sizes),), _NEUTRAL, dtype=torch.float64)
         try:
             numbers = own.copy()
-            for record, new in zip(records, news, strict=True):
+            for record, new_facts in zip(records, changed, strict=True):
                 numbers += _pack_head(record)
-                if new:
+                if new_facts:
                     numbers += _pack_blocks(record)
             tensor = torch.tensor(numbers, dtype=torch.float64)
         finally:
@@ -157,8 +159,8 @@ class RankConsensus:
 
 def _pack_shared(shared: SharedCosts) -> list[float]:
     """[time until the device is free, cost of steps..., silence by tier..., measured cost of loads
-    by tier..., cost of loads by tier...]. The last three are negative, so the largest ones count.
-    """
+    by tier..., cost of loads by tier...]. The last three kinds of numbers are negative, so that the
+    largest one of all ranks counts."""
     numbers = [shared.busy_s, *shared.prefill.numbers]
     numbers += [-silence_s for silence_s in shared.silence_s]
     costs = [[-number for number in astuple(cost)] for cost in shared.tiers]
@@ -209,7 +211,7 @@ def _state(record: PromptRecord) -> int:
     return record.awaits_loader + 2 * record.agreed.lookup_done
 
 
-def _has_news(record: PromptRecord) -> bool:
+def _has_changed(record: PromptRecord) -> bool:
     local = record.local
     if not record.agreed.lookup_done:
         return local.stored is not None or bool(local.fetched) or bool(local.lost)
@@ -227,8 +229,8 @@ def _blocks_size(record: PromptRecord) -> int:
 
 def _pack_head(record: PromptRecord) -> list[float]:
     """[elapsed, lookup answered, no block is lacking or the link is idle, the link is idle while a
-    block is lacking]. The first and the last one are negative, so the largest ones count.
-    """
+    block is lacking]. The first and the last number are negative, so that the largest one of all
+    ranks counts."""
     local = record.local
     done = not _awaits_block(record)
     idle = local.link_idle and not done
@@ -253,8 +255,8 @@ def _awaits_block(record: PromptRecord) -> bool:
 
 
 def _pack_blocks(record: PromptRecord) -> list[float]:
-    """[fetched..., not lost..., stored..., tiers..., ends...]. All but the first two are left out
-    once the lookup is done. Tiers are negative, so the slowest one counts."""
+    """[fetched..., not lost..., stored..., tiers..., ends...]. Once the lookup is done, only the
+    first two kinds are sent. Tiers are negative, so that the slowest tier counts."""
     local = record.local
     blocks = record.meet.indices
     numbers: list[float] = [b in local.fetched for b in blocks]
@@ -274,9 +276,9 @@ def _unpack(record: PromptRecord, numbers: list[float]) -> LoadUpdate:
     fetched = numbers[_HEAD : _HEAD + count]
     not_lost = numbers[_HEAD + count : _HEAD + 2 * count]
     found = numbers[_HEAD + 2 * count :]
-    news = answered and not record.agreed.lookup_done
+    looked_up = answered and not record.agreed.lookup_done
     return LoadUpdate(
-        stored=tuple(map(bool, found[:full])) if news else None,
+        stored=tuple(map(bool, found[:full])) if looked_up else None,
         tiers=bytes(-int(tier) for tier in found[full : 2 * full]),
         ends=tuple(map(bool, found[2 * full :])),
         fetched=tuple(b for b, yes in zip(blocks, fetched, strict=True) if yes),
