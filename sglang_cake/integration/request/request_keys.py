@@ -1,12 +1,12 @@
 """Which keys name the KV of a request, if any do."""
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_cake.core.counters import Counters
 from sglang_cake.core.keys import Digest, KeyChain, KeySeed, Media
 from sglang_cake.integration.request.media import media_of
-from sglang_cake.integration.request.request_metadata import seed_of, unkeyed_because
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -94,3 +94,38 @@ class RequestKeys:
             self._counters.add("unkeyed_requests", label=reason or "media")
             return None
         return media
+
+
+def unkeyed_because(req: "Req") -> str | None:
+    """The reason why keys do not cover this request, as a label of the metric. None: there is no
+    such reason; `media.media_of` decides about its images."""
+    if req.session is not None:
+        return "session"
+    if req.input_embeds is not None or req.positional_embed_overrides is not None:
+        return "embeddings"
+    return None
+
+
+def keep_apart_from_adapters(req: "Req") -> None:
+    """Change the extra key of a request without an adapter, if it could be one of SGLang's own.
+
+    SGLang's tree keeps KV of an adapter under the extra key and the adapter's id. A client may send
+    that id as extra key: name and path give away the ids of `--lora-paths`. The KV of the bare
+    model would be taken for the adapter's then, and be stored under the keys of its content.
+    """
+    _, _, last = (req.extra_key or "").rpartition("/")
+    if req.lora_id is None and re.search("[0-9a-f]{32}", last):
+        req.extra_key += "/"
+
+
+def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
+    """The seed of the request's keys.
+
+    Args: adapter: digest of the content of its LoRA adapter, if it has one.
+    """
+    extra_key = req.extra_key
+    if req.lora_id is not None:
+        # SGLang appends an id made of the adapter's name and path, which does not identify its
+        # weights. The digest takes its place.
+        extra_key = (extra_key or "").removesuffix(req.lora_id) or None
+    return KeySeed(namespace, extra_key, req.cache_salt or None, adapter)

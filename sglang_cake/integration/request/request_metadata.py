@@ -1,16 +1,14 @@
-"""Facts about a request: whether its tokens decide its KV, its keys, and facts for the store."""
+"""Facts about a request: its tenant, its settings, and facts for the store."""
 
 import functools
 import hashlib
 import hmac
 import logging
-import re
 import secrets
 from array import array
 from typing import TYPE_CHECKING
 
 from sglang_cake.core.errors import ConfigError
-from sglang_cake.core.keys import Digest, KeySeed
 from sglang_cake.core.secret_file import make_secret_file, own_secret_path, read_key
 from sglang_cake.loading.cost_model import PromptCosts
 from sglang_cake.stores.eviction.benefit import Benefit
@@ -25,41 +23,6 @@ logger = logging.getLogger("sglang_cake")
 FIELD = "cake_workload"
 LAST_STEP = "cake_last_step"  # "late": the last step waits for all KV; benchmarks compare with that
 _PROCESS = secrets.token_hex(8)  # servers that share a store must not use the same ids
-
-
-def unkeyed_because(req: "Req") -> str | None:
-    """The reason why keys do not cover this request, as a label of the metric. None: there is no
-    such reason; `media.media_of` decides about its images."""
-    if req.session is not None:
-        return "session"
-    if req.input_embeds is not None or req.positional_embed_overrides is not None:
-        return "embeddings"
-    return None
-
-
-def keep_apart_from_adapters(req: "Req") -> None:
-    """Change the extra key of a request without an adapter, if it could be one of SGLang's own.
-
-    SGLang's tree keeps KV of an adapter under the extra key and the adapter's id. A client may send
-    that id as extra key: name and path give away the ids of `--lora-paths`. The KV of the bare
-    model would be taken for the adapter's then, and be stored under the keys of its content.
-    """
-    _, _, last = (req.extra_key or "").rpartition("/")
-    if req.lora_id is None and re.search("[0-9a-f]{32}", last):
-        req.extra_key += "/"
-
-
-def seed_of(req: "Req", namespace: Digest, adapter: str | None) -> KeySeed:
-    """The seed of the request's keys.
-
-    Args: adapter: digest of the content of its LoRA adapter, if it has one.
-    """
-    extra_key = req.extra_key
-    if req.lora_id is not None:
-        # SGLang appends an id made of the adapter's name and path, which does not identify its
-        # weights. The digest takes its place.
-        extra_key = (extra_key or "").removesuffix(req.lora_id) or None
-    return KeySeed(namespace, extra_key, req.cache_salt or None, adapter)
 
 
 def tenant_of(req: "Req") -> int:

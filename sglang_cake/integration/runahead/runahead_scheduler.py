@@ -25,7 +25,8 @@ from sglang_cake.integration.compat import abort_chunked_request, take_deferred_
 from sglang_cake.integration.overlap.layer_gate import LayerGate, PoolRows
 from sglang_cake.integration.overlap.partial_forward import cut_batch, drop_answer, run_forward
 from sglang_cake.integration.request.prompt_record import PromptRecord
-from sglang_cake.integration.request.request_metadata import reads_prompt, unkeyed_because
+from sglang_cake.integration.request.request_keys import unkeyed_because
+from sglang_cake.integration.request.request_metadata import reads_prompt
 from sglang_cake.integration.runahead.runahead_helper import SpanRunner
 from sglang_cake.integration.step_costs import StepCosts
 from sglang_cake.loading.planner import island_start

@@ -18,7 +18,7 @@ from sglang_cake.core.errors import CakeError
 from sglang_cake.integration.boundary import BOUNDARY, guarded, register
 from sglang_cake.integration.compat import request_source, spare_metadata
 from sglang_cake.integration.memory.cake_radix_cache import CakeRadixCache
-from sglang_cake.integration.request.request_metadata import keep_apart_from_adapters
+from sglang_cake.integration.request.request_keys import keep_apart_from_adapters
 from sglang_cake.integration.scheduler import queue_order
 from sglang_cake.integration.scheduler.prefill_adder import CakePrefillAdder, others_fit
 
