@@ -32,7 +32,7 @@ from benchmarks.codec_quality import (
     held_out_windows,
     ranks_agree,
 )
-from benchmarks.codec_report import DOC, losses, speed_tables, structure, varied_table
+from benchmarks.codec_report import DOC, PAGE, losses, speed_tables, structure, varied_table
 from benchmarks.codec_structure import structures
 from benchmarks.codec_variants import variants
 from benchmarks.documents import update
@@ -275,7 +275,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", choices=PARTS, help="the other results stay")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one that warms up")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training, with --small")
-    parser.add_argument("--docs", action="store_true", help="put the tables into docs/codecs.md")
+    parser.add_argument("--docs", action="store_true", help="put the tables into the documents")
     parser.add_argument("--name", default="cpu", help="of the result files")
     parser.add_argument("--out", type=Path, default=RESULTS, help="their folder")
     args = parser.parse_args()
@@ -339,6 +339,7 @@ def main() -> None:
     print(*texts.values(), f"results in {shown(args.out)}", sep="\n\n")
     if args.docs:
         update(texts, DOC)
+        update(texts, PAGE)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import demos, documents, facts
+from benchmarks.codec_report import DOC
 from benchmarks.command_line import parser_of
 from sglang_cake.cli.text_tables import table
 from sglang_cake.core.codec_names import AUTO, CHOICES, LOSSLESS
 
-DOC = facts.ROOT / "docs" / "codecs.md"
 NEW_TOKENS = 16
 KEPT = ("ttft_s", "same_tokens", "new_tokens", "agreed_tokens", "lossy", "stored_share")
 KEPT_OF_BOTH = ("computed_tokens", "loaded_tokens", "over_ideal")
@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = parser_of("bench_codec_demo", __doc__)
     parser.add_argument("--codecs", default=",".join(CHOICES), help="which (default: all)")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/codecs.md")
+    parser.add_argument("--docs", action="store_true", help="write it into reports/codecs.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "codec-demo-cpu.json")
     args = parser.parse_args(argv)
     args.codecs = args.codecs.split(",")

@@ -165,7 +165,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="two documents, a shorter prefix")
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/codecs.md")
+    parser.add_argument("--docs", action="store_true", help="put the table into reports/codecs.md")
     parser.add_argument("--out", type=Path, default=RESULTS / "exactness-cpu.json")
     args = parser.parse_args()
     unwind_when_told_to_end()

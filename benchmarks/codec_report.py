@@ -1,11 +1,12 @@
-"""Results of `bench_codec` as Markdown, and their places in docs/codecs.md."""
+"""Results of `bench_codec` as Markdown, and their places: the report, and docs/codecs.md."""
 
 from typing import Any
 
 from benchmarks.documents import table
-from benchmarks.facts import ROOT
+from benchmarks.facts import REPORTS, ROOT
 
-DOC = ROOT / "docs" / "codecs.md"
+DOC = REPORTS / "codecs.md"
+PAGE = ROOT / "docs" / "codecs.md"
 COPY = "plain copy"
 
 
@@ -18,6 +19,19 @@ def sizes(result: dict[str, Any]) -> str:
             cell = f"{row['ratio']:.2f} ({row['bytes_per_token'] / 1024:.4g} KiB)"
             rows.setdefault(row["codec"], []).append(cell)
     return table(["codec", *shapes], [[codec, *cells] for codec, cells in rows.items()], right=True)
+
+
+def choice(result: dict[str, Any]) -> str:
+    """What decides between codecs, of the first shape: the ratio, and the speed of decoding."""
+    rows = [
+        [row["codec"], f"{row['ratio']:.2f}", f"{row['decode_gb_per_s_1_core']['median']:.3g}"]
+        for row in result["speeds"]
+        if row["shape"] == result["shapes"][0]["name"]
+        and row["codec"] != COPY
+        and not _is_setting(row["codec"])
+    ]
+    head = ["codec", "times smaller than bfloat16", "decoded, GB/s a core"]
+    return table(head, rows, right=True)
 
 
 def speed(result: dict[str, Any], shape: str) -> str:
@@ -152,7 +166,8 @@ def _is_setting(name: str) -> bool:
 def speed_tables(result: dict[str, Any]) -> dict[str, str]:
     """Marker in the document -> what belongs there."""
     first = result["shapes"][0]["name"]
-    return {"sizes": sizes(result), "zstd": zstd(result), "speed": speed(result, first)}
+    found = {"sizes": sizes(result), "zstd": zstd(result), "speed": speed(result, first)}
+    return found | {"choice": choice(result)}
 
 
 def losses(result: dict[str, Any]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The pure parts of the benchmarks of codecs; no server is started."""
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks import (
     bench_codec_ttft,
     codec_report,
     codec_structure,
+    facts,
     share_report,
     shared_device,
 )
@@ -259,6 +261,24 @@ def test_codec_structure_separates_smooth_numbers_from_noise() -> None:
     assert second == pytest.approx(10, rel=0.25)
     both = {"structure": {"trained": found(smooth), "random weights": found(noise)}}
     assert len(codec_report.structure(both)["structure"].splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [
+        ("quality", codec_report.losses),
+        ("speed", codec_report.speed_tables),
+        ("structure", codec_report.structure),
+        ("variants", codec_report.varied_table),
+    ],
+)
+def test_codec_report_tables_of_the_pages_are_those_of_the_results(
+    name: str, tables: Callable[[dict[str, Any]], dict[str, str]]
+) -> None:
+    result = json.loads((facts.RESULTS / f"codec-{name}-cpu.json").read_text())
+    pages = codec_report.DOC.read_text() + codec_report.PAGE.read_text()
+    for marker, text in tables(result).items():
+        assert pages.count(f"<!-- {marker} -->\n{text}\n<!-- end -->") == 1, marker
 
 
 def test_bench_codec_filled_blocks_repeat_no_plane() -> None:

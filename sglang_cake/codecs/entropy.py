@@ -2,7 +2,8 @@
 
 CacheGen (Liu et al., arXiv 2310.07240, section 5.2): numbers are rounded to steps, and an
 arithmetic coder has a distribution for each channel of each layer. Three things differ from the
-paper, each because it gives a real model less KL at equal bytes (docs/codecs.md):
+paper, each because it gives a real model less KL at equal bytes
+(benchmarks/reports/codecs.md#what-was-tried):
 
 - A number is coded as its difference to its channel's mean in the block, and not to a nearby token.
   In most planes, neighbouring tokens are hardly alike, so their difference is the larger one.

@@ -9,7 +9,8 @@ KVQuant (Hooper et al., arXiv 2401.18079):
 
 One difference: the paper learns the levels of a plane on calibration data, and weights errors by
 gradients (nuqX, 3.3). A cache has neither. Levels that are fitted to the plane itself lose more
-than even ones (docs/codecs.md), so levels are even. The format has them for each plane, though.
+than even ones (benchmarks/reports/codecs.md#what-was-tried), so levels are even. The format has
+them for each plane, though.
 """
 
 # numba reads types off the arguments, not off annotations
