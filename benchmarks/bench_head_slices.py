@@ -37,7 +37,7 @@ LAYERS, HEADS, TOKENS = 32, 8, 128
 FULL = {"dims": [16, 64], "depth": 4, "mib": 256, "repeats": 3, "name": "cpu"}
 SMALL = {"dims": [4], "depth": 4, "mib": 4, "repeats": 1, "name": "small"}
 CALLS = ("read", "write")
-DOC = facts.ROOT / "docs" / "format.md"
+DOC = facts.REPORTS / "stores.md"
 
 
 async def rates(url: str, layout: BlockLayout, slices: int, blocks: int, depth: int) -> list[float]:
@@ -139,7 +139,7 @@ def lines(result: dict[str, Any]) -> list[list[str]]:
 
 
 def documented(result: dict[str, Any]) -> dict[str, str]:
-    """The table of docs/format.md, by its name."""
+    """The table of the report, by its name."""
     return {"head-slices": documents.table(HEADS_OF_TABLE, lines(result), right=True)}
 
 
@@ -148,7 +148,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="little and few: shows that it works")
     names = [name for name in STORES if name != "tiers"]
     parser.add_argument("--stores", default=",".join(names), help="which (default: all)")
-    parser.add_argument("--docs", action="store_true", help="put the table into docs/format.md")
+    parser.add_argument("--docs", action="store_true", help="put the table into reports/stores.md")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
     fill(args, SMALL if args.small else FULL)

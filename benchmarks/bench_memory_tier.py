@@ -83,7 +83,7 @@ HOST_RATIO = int(HICACHE_FLAGS[HICACHE_FLAGS.index("--hicache-ratio") + 1])  # t
 SIZES = SMALL | {"groups": 16, "prompts": 1, "rates": [3.0], "repeats": 2, "name": "cpu"}
 SIZES_SMALL = SIZES | {"repeats": 1, "name": "small"}
 TIMES = ("ttft_mean_ms", "ttft_p99_ms")
-DOC = facts.ROOT / "docs" / "tiers.md"
+DOC = facts.REPORTS / "stores.md"
 READ = {"block_bytes": 16 << 20, "blocks": 32}
 READ_SMALL = {"block_bytes": 1 << 20, "blocks": 16}
 READ_ROUNDS = 5
@@ -104,7 +104,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", type=stats.numbers, help="requests per second, default 3")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each run (default 2)")
     parser.add_argument("--hits", action="store_true", help="hits behind codecs, and nothing else")
-    parser.add_argument("--docs", action="store_true", help="put the tables into docs/tiers.md")
+    parser.add_argument("--docs", action="store_true", help="put the tables into reports/stores.md")
     parser.add_argument("--name", help="of the result file (default: cpu, or small)")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args(argv)
@@ -343,7 +343,7 @@ def hits(folder: Path, *, layers: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def documented(result: dict[str, Any]) -> dict[str, str]:
-    """The tables of docs/tiers.md, by name: those of hits, or all others."""
+    """The tables of the report, by name: those of hits, or all others."""
     if "hits" in result:
         return {"memory-hits": hits_table(result["hits"])}
     heads = ["workload, requests/s", "arm", "TTFT ms", "p99", "to HiCache", "p99", "to everything"]

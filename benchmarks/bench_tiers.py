@@ -146,7 +146,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of each row; default {DRAWS}")
-    parser.add_argument("--docs", action="store_true", help="write it into docs/tiers.md")
+    parser.add_argument("--docs", action="store_true", help="write it into reports/stores.md")
     parser.add_argument("--out", type=Path, default=facts.RESULTS / "tiers.json")
     args = parser.parse_args()
     rows, cells = [], []
@@ -176,7 +176,7 @@ def main() -> int:
     )
     facts.write(args.out, facts.header("tiers", draws=args.draws) | {"cells": cells})
     if args.docs:
-        documents.update({"tiers": text}, facts.ROOT / "docs" / "tiers.md")
+        documents.update({"tiers": text}, facts.REPORTS / "stores.md")
     print(text)
     return 0
 
