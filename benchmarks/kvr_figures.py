@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from benchmarks.bench_paper_kvr import Fitted
 
 K = 1024
-IMAGES = facts.ROOT / "docs" / "img"
 # Panel: model, workers, bytes/s of a link, thousands of tokens, speedup over TSP as printed.
 PANELS: dict[str, tuple[str, int, float, tuple[int, ...], str]] = {
     "8a": ("Llama 7B", 2, 300e9, (4, 8, 12, 16), "TSP is out of memory at 16k"),
@@ -57,10 +56,14 @@ def _panel(
 
 
 def pictures(result: dict[str, dict[str, Any]]) -> list[Path]:
-    """Write the pictures of docs/runahead.md."""
+    """Write the pictures of the report and of docs/runahead.md."""
     return [
-        draw(lambda figure: _curves(figure, result), IMAGES / "runahead-figures.svg", (11, 6)),
-        draw(_chains, IMAGES / "runahead-chain.svg", (11, 6.4)),
+        draw(
+            lambda figure: _curves(figure, result),
+            facts.REPORTS / "img" / "runahead-figures.svg",
+            (11, 6),
+        ),
+        draw(_chains, facts.ROOT / "docs" / "img" / "runahead-chain.svg", (11, 6.4)),
     ]
 
 
