@@ -25,7 +25,7 @@ CHUNK = 8192  # SGLang's default on these GPUs
 LATENCY_S = 0.001
 LINKS_GBPS = (7, 32, 100)
 LENGTHS = (16384, 65536)
-DOC = facts.ROOT / "docs" / "simulator.md"
+DOC = facts.REPORTS / "simulator.md"
 
 
 class Server(NamedTuple):
@@ -84,7 +84,7 @@ def cell(server: Server, gbps: float, tokens: int) -> dict[str, Any]:
 
 
 def documented(result: dict[str, Any]) -> dict[str, str]:
-    """The table of docs/simulator.md, by its name."""
+    """The table of the report, by its name."""
     heads = ["model and GPUs", "KV of a token", "end state", "link, Gbps", "tokens", "compute"]
     heads += ["load", "**both**", "optimum", "gain", "computed"]
     lines = [
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; 0."""
     parser = parser_of("bench_end_states", __doc__)
     parser.add_argument("--json", type=Path, help="result file")
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/simulator.md")
+    parser.add_argument("--docs", action="store_true", help="write it into reports/simulator.md")
     args = parser.parse_args(argv)
     cells = [
         cell(server, gbps, tokens)

@@ -1,6 +1,6 @@
 """Hundreds of servers that share stores, simulated: how many servers a store can feed.
 
-    python -m benchmarks.bench_fleet [--json FILE] [--picture docs/img/fleet.svg]
+    python -m benchmarks.bench_fleet [--json FILE] [--picture FILE]
 
 Each server has its own GPU and its own link; what all links together get is bounded by the store.
 Prompts of 4k to 32k tokens arrive at every server, three in four of them stored. The same arrivals
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("bench_fleet", __doc__)
     parser.add_argument("--small", action="store_true", help="a few servers, a few requests")
     parser.add_argument("--json", type=Path, help="result file")
-    parser.add_argument("--picture", type=Path, help="for the figure of docs/simulator.md")
+    parser.add_argument("--picture", type=Path, help="for reports/img/fleet.svg")
     args = parser.parse_args(argv)
     size = SMALL if args.small else FULL
     links = 4.0 if args.small else STORE_LINKS
