@@ -11,8 +11,7 @@ docs/theory.md:
    whose loads have stalled would gain nothing by that.
 
 Later prompts pass one that is being loaded only while it could still be computed in time: its
-prefill must not end later than if the server computed all prompts, in the order of arrival. How
-long that leaves is its slack (`QueueEntry.slack_s`).
+prefill must not end later than in the `FcfsSchedule`. How long that leaves is its slack.
 
 Ageing prevents starvation. Prompts are sorted by `remaining_s - AGEING * waited_s`, where prompts
 of class 1 have `remaining_s = 0`. So a prompt that is being loaded can be overtaken only by prompts
@@ -29,13 +28,15 @@ is interrupted between two of them.
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.meet import View
 from sglang_cake.loading.planner import Mode, Outlook
 
@@ -61,8 +62,7 @@ class QueueEntry:
         remaining_s: predicted rest of its T*; None: no block of it is being loaded.
         waited_s: time since it arrived, by a clock that all ranks share.
         compute_s: predicted time to compute the rest of it alone.
-        slack_s: for so long others may have the device first. Then it has to be computed alone to
-            end its prefill as early as if all prompts were computed. Negative: it is late already.
+        slack_s: as of `FcfsSchedule`. Negative: its prefill will end later.
         stalled: its loads have stalled.
         loads_over: blocks of it were asked for once, and none is being loaded.
         nearly_done: its loads are over or stalled, and the rest fits one step.
@@ -242,6 +242,106 @@ def _key(entry: QueueEntry) -> SortKey:
     aged_s = remaining_s - AGEING * entry.waited_s
     first_of_its_age = entry.nearly_done or entry.prefill_due
     return entry.level, entry.tenant_round, aged_s, not first_of_its_age, entry.arrival
+
+
+class _Turn(NamedTuple):
+    """When the server of a `FcfsSchedule` computes `tokens` of a prompt."""
+
+    begin_s: float
+    end_s: float
+    tokens: Span
+
+
+class FcfsSchedule:
+    """When a server that computes all prompts, in the order of arrival, would prefill them.
+
+    It is predicted when a prompt comes. Prompts that are aborted, and tokens that the tree has when
+    a prompt is first planned, are not computed, so later prompts are computed earlier. The clock
+    starts with the first prompt.
+
+    Source: the bound of the Fair Sojourn Protocol (docs/theory.md).
+
+    Args: cost_s: predicted time to compute tokens `[start, stop)` of a prompt alone.
+    """
+
+    def __init__(self, cost_s: Callable[[Span], float]) -> None:
+        self._cost_s = cost_s
+        self._turns: dict[Hashable, _Turn] = {}
+        self._last_end_s = 0.0
+        self._prefilled: set[Hashable] = set()  # since the last poll
+        # Time since there was no prompt, less that in which the real server could prefill none, as
+        # for want of memory: this one would have stood still, too.
+        self._clock_s = 0.0
+        self._polled_s = 0.0
+
+    def clear(self) -> None:
+        """Forget all prompts."""
+        self._turns.clear()
+
+    def prefilled(self, prompt: Hashable) -> None:
+        """The real server computes a prompt to its end."""
+        self._prefilled.add(prompt)
+
+    def slack_s(self, prompt: Hashable, compute_s: float) -> float:
+        """For how long others may have the device first, if the rest of a prompt takes `compute_s`
+        and its prefill must not end later than in this schedule."""
+        turn = self._turns.get(prompt)
+        return (0.0 if turn is None else turn.end_s - self._clock_s) - compute_s
+
+    def polled(
+        self,
+        now_s: float,
+        prompts: Sequence[Hashable],
+        *,
+        rest: Callable[[Any], Span],
+        matched: Callable[[Any], int],
+        went_on: bool = True,
+    ) -> None:
+        """Time passes, prompts come and leave.
+
+        Args:
+            prompts: those that wait for prefill or are in it, in the order of arrival. Others that
+                were not `prefilled` have been aborted.
+            rest: what is to be computed of a new prompt.
+            matched: how many leading tokens the tree had at the first step of a prompt; 0: not
+                known yet.
+            went_on: since the last call, a prompt was prefilled, or held back.
+        """
+        if went_on:
+            self._clock_s += now_s - self._polled_s
+        self._polled_s = now_s
+        self._shorten(self._prefilled.union(prompts), matched)
+        self._prefilled.clear()
+        self._turns = {each: self._turns[each] for each in prompts if each in self._turns}
+        if not self._turns:  # the server would be idle by now; from 0, all ranks count alike
+            self._clock_s = 0.0
+            self._last_end_s = 0.0
+        for prompt in prompts:
+            if prompt not in self._turns:
+                tokens = rest(prompt)
+                begin_s = max(self._last_end_s, self._clock_s)
+                self._last_end_s = begin_s + self._cost_s(tokens)
+                self._turns[prompt] = _Turn(begin_s, self._last_end_s, tokens)
+
+    def _shorten(self, computed: Collection[Hashable], matched: Callable[[Any], int]) -> None:
+        saved_s: dict[Hashable, float] = {}
+        for prompt, turn in self._turns.items():
+            if prompt not in computed:
+                saved_s[prompt] = math.inf
+            elif (start := matched(prompt)) > turn.tokens.start:
+                tokens = Span(start, turn.tokens.stop)
+                saved_s[prompt] = max(0.0, self._cost_s(turn.tokens) - self._cost_s(tokens))
+                self._turns[prompt] = turn._replace(tokens=tokens)
+        if not saved_s:
+            return
+        earlier_s = 0.0
+        for prompt, turn in sorted(self._turns.items(), key=lambda each: each[1].end_s):
+            begin_s, end_s = turn.begin_s - earlier_s, turn.end_s - earlier_s
+            left_s = max(0.0, end_s - max(begin_s, self._clock_s))
+            own_s = min(left_s, saved_s.get(prompt, 0.0))
+            self._turns[prompt] = turn._replace(begin_s=begin_s, end_s=end_s - own_s)
+            earlier_s += own_s
+        self._last_end_s -= earlier_s
 
 
 class TenantTokens:

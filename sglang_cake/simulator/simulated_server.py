@@ -36,7 +36,7 @@ from sglang_cake.loading.planner import (
     passing_tokens,
     should_load,
 )
-from sglang_cake.loading.priority import QueueEntry, order
+from sglang_cake.loading.priority import FcfsSchedule, QueueEntry, order
 from sglang_cake.simulator.machine import Clock, Knowledge, Machine, StoreLink, layered_end_s
 
 Policy = Literal["adaptive", "fcfs"]
@@ -127,7 +127,6 @@ class LivePrompt:
     Attributes:
         arrival: prompts are numbered as they arrive.
         ready_s: when its first block can begin to cross a link.
-        due_s: when its prefill would end if all prompts were computed in order of arrival.
         load_from: blocks from this one on are worth loading; None: no block is.
         ever_asked: whether any block was ever worth loading.
         since_s: when its last block landed, or when a link began to serve it; None: no link serves
@@ -140,7 +139,6 @@ class LivePrompt:
     stored: int
     arrival: int
     ready_s: float
-    due_s: float = 0.0
     load_from: int | None = None
     ever_asked: bool = False
     planned: bool = False  # in the step being formed
@@ -295,7 +293,7 @@ class SimulatedServer:
         self._landed_s = 0.0  # when the last block landed
         self._launched = 0  # steps that are not over: one, or two with the overlap loop
         self._free_s = 0.0  # the predicted end of the last one
-        self._last_due_s = 0.0  # of the prompt that came last
+        self._fcfs = FcfsSchedule(lambda tokens: self._costs.prefill.span_s(*tokens, self._chunk))
         self._end_s = 0.0  # its true end
         self._poll_s = math.inf  # when it will decide next without an event
 
@@ -325,10 +323,6 @@ class SimulatedServer:
             meet.found(
                 stored, [b + 1 == min(count, meet.block_count) for b in range(meet.block_count)]
             )
-        if not any(other.in_prefill for other in self._lives):
-            self._last_due_s = 0.0
-        span_s = self._costs.prefill.span_s(0, prompt.prompt_tokens, self._chunk)
-        live.due_s = self._last_due_s = max(self._last_due_s, self._clock.now) + span_s
         self._lives.append(live)
         self._rank()
         self._revise([live])
@@ -441,6 +435,12 @@ class SimulatedServer:
         """Order the prompts, for the device and the links."""
         now = self._clock.now
         waiting = [live for live in self._lives if live.in_prefill]
+        self._fcfs.polled(
+            now,
+            waiting,
+            rest=lambda live: Span(0, live.result.prompt.prompt_tokens),
+            matched=lambda live: 0,
+        )
         if self._policy == "fcfs" or len(waiting) < 2:
             self._queue = waiting
             return
@@ -471,7 +471,7 @@ class SimulatedServer:
             compute_s = self._costs.prefill.queue_s(live.to_compute, self._chunk)
             entry = replace(entry, compute_s=compute_s)
         elif self._mode == "auto":
-            entry = replace(entry, slack_s=live.due_s - now - entry.compute_s)
+            entry = replace(entry, slack_s=self._fcfs.slack_s(live, entry.compute_s))
         return replace(entry, arrival=live.arrival)
 
     def _feed(self) -> None:
@@ -652,6 +652,8 @@ class SimulatedServer:
     def _claim(self, live: LivePrompt, start: int, stop: int) -> None:
         live.result.wasted_blocks += len(live.meet.claim(stop))
         live.result.computed_tokens += stop - start
+        if stop == live.result.prompt.prompt_tokens:
+            self._fcfs.prefilled(live)
         self._cancel(live)  # compute has claimed them
 
     def _begin_last_early(self, number: int) -> bool:

@@ -1,14 +1,17 @@
 """Who goes first."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_cake.core.token_span import Span
 from sglang_cake.loading.meet import BlockState, View
 from sglang_cake.loading.planner import Outlook
-from sglang_cake.loading.priority import AGEING, QueueEntry, order, preempts
+from sglang_cake.loading.priority import AGEING, FcfsSchedule, QueueEntry, order, preempts
 
 
 def names(*claimants: QueueEntry) -> str:
@@ -271,3 +274,89 @@ def test_preemption_of_two_random_prompts_is_never_mutual(
     one: QueueEntry, other: QueueEntry
 ) -> None:
     assert not (preempts(one, other) and preempts(other, one))
+
+
+class FcfsServer:
+    """A server that computes all prompts, in the order of arrival: its queue, in its own time."""
+
+    def __init__(self) -> None:
+        self.live: list[str] = []
+        self._queue: list[tuple[str, float]] = []  # with the rest of its time
+        self._late_s: dict[str, float] = {}  # how long ago it was computed
+
+    def passes(self, time_s: float) -> None:
+        """Some time."""
+        self._late_s = {each: late_s + time_s for each, late_s in self._late_s.items()}
+        while self._queue and time_s > 0:
+            prompt, rest_s = self._queue.pop(0)
+            if rest_s > time_s:
+                self._queue.insert(0, (prompt, rest_s - time_s))
+                return
+            time_s -= rest_s
+            self._late_s[prompt] = time_s
+
+    def comes(self, prompt: str, cost_s: float) -> None:
+        self.live.append(prompt)
+        self._queue.append((prompt, cost_s))
+
+    def leaves(self, prompt: str, *, aborted: bool) -> None:
+        self.live.remove(prompt)
+        if aborted:
+            self._queue = [each for each in self._queue if each[0] != prompt]
+        if not self.live:
+            self._queue.clear()  # of prompts that are over in truth
+
+    def in_tree(self, prompt: str, cost_s: float) -> None:
+        """Some of a prompt need not be computed."""
+        self._queue = [
+            (each, max(0.0, rest_s - cost_s) if each == prompt else rest_s)
+            for each, rest_s in self._queue
+        ]
+
+    def ends_in_s(self, prompt: str) -> float:
+        if prompt in self._late_s:
+            return -self._late_s[prompt]
+        names = [each for each, _ in self._queue]
+        return sum(rest_s for _, rest_s in self._queue[: names.index(prompt) + 1])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["comes", "passes", "held", "aborted", "prefilled", "in_tree"]),
+            st.integers(0, 9),
+        ),
+        max_size=40,
+    )
+)
+def test_fcfs_schedule_slack_is_that_of_a_server_that_computes_all_in_order_of_arrival(
+    events: list[tuple[str, int]],
+) -> None:
+    schedule = FcfsSchedule(lambda tokens: float(tokens.tokens))
+    server, now_s, names = FcfsServer(), 100.0, itertools.count()
+    matched: dict[str, int] = {}
+    for kind, number in events:
+        went_on = kind != "held"
+        now_s += number
+        if went_on:
+            server.passes(number)
+        chosen = server.live[number % len(server.live)] if server.live else None
+        if kind == "comes":
+            matched[name := f"p{next(names)}"] = 0
+            server.comes(name, 10.0)
+        elif chosen is not None and kind in ("aborted", "prefilled"):
+            if kind == "prefilled":
+                schedule.prefilled(chosen)
+            server.leaves(chosen, aborted=kind == "aborted")
+        elif chosen is not None and kind == "in_tree" and not matched[chosen]:
+            matched[chosen] = number
+            server.in_tree(chosen, number)
+        schedule.polled(
+            now_s,
+            server.live,
+            rest=lambda _: Span(0, 10),
+            matched=matched.__getitem__,
+            went_on=went_on,
+        )
+        for each in server.live:
+            assert schedule.slack_s(each, 3.0) == pytest.approx(server.ends_in_s(each) - 3.0)

@@ -45,7 +45,7 @@ from sglang_cake.loading.cost_model import PromptCosts, StepWork, work_of
 from sglang_cake.loading.loader import Loader, LoadRequest
 from sglang_cake.loading.meet import Meet
 from sglang_cake.loading.planner import Outlook, StepPlan, island_start, next_step
-from sglang_cake.loading.priority import QueueEntry, TenantTokens
+from sglang_cake.loading.priority import FcfsSchedule, QueueEntry, TenantTokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -72,7 +72,6 @@ class _Step:
         passed: prompts that others may pass in it, with the time until their loads are over.
         last_steps: prompts that have their last step in it, with the time until its end.
         prefills: a prompt computes in it.
-        prefilled: ids of prompts whose prefill ends in it.
         requeued: it went back to the queue in this step.
         waiting_tokens: what is left to compute of the prompts that wait for their loads. Without
             loads, prompts after them would get the rest of the chunk.
@@ -81,18 +80,8 @@ class _Step:
     passed: list[tuple[PromptRecord, float]] = field(default_factory=list)
     last_steps: list[tuple[PromptRecord, float]] = field(default_factory=list)
     prefills: bool = False
-    prefilled: set[str] = field(default_factory=set)
     requeued: PromptRecord | None = None
     waiting_tokens: int = 0
-
-
-class _Due(NamedTuple):
-    """When a server that computes all prompts, in the order of arrival, would prefill one, of which
-    the tree has the first `front` tokens."""
-
-    begin_s: float
-    end_s: float
-    front: int = 0
 
 
 class _WithoutKeys(NamedTuple):
@@ -178,14 +167,7 @@ class Coordinator:
         # The shared clock when a request that has lost its record was first looked at.
         self._unrecorded_since_s: WeakKeyDictionary[Req, float] = WeakKeyDictionary()
         self._polled: frozenset[str] = frozenset()  # ids of the last poll, with several ranks
-        # Time since there was no prompt, by the shared clock, less that in which none could be
-        # prefilled for reasons of SGLang, as for want of memory. A server that computes all would
-        # have stood still, too.
-        self._prefill_clock_s = 0.0
-        self._polled_s = 0.0
-        # By that clock: those of the prompts of the last poll, and the end of the last one.
-        self._dues: dict[str, _Due] = {}
-        self._last_due_s = 0.0
+        self._fcfs = FcfsSchedule(lambda tokens: step_costs.queue_s(work_of(*tokens)))
         # How many prompts were in prefill, or waited for it, at the last poll.
         self._prompt_count = 0
         self._step = _Step()
@@ -447,8 +429,8 @@ class Coordinator:
             self._attempt(
                 failures, lambda: self._reconsider(self._agree(awaiting, changed), serving)
             )
-        due = [rid for rid in serving if rid not in handshaking]
-        self._attempt(failures, lambda: self._predict_dues(due, went_on=went_on))
+        ready = [rid for rid in serving if rid not in handshaking]
+        self._attempt(failures, lambda: self._schedule_fcfs(ready, went_on=went_on))
         self._attempt(failures, lambda: self._serve(serving))
         if awaiting:
             if not self._consensus.alone:
@@ -594,7 +576,7 @@ class Coordinator:
         start = req.prefix_len
         self._step.prefills = True
         if stop >= len(req.origin_input_ids) + len(req.output_ids):
-            self._step.prefilled.add(req.rid)
+            self._fcfs.prefilled(req.rid)
         self.step_costs.claimed(start, stop)
         if (record := self.record(req)) is None:
             if (prompt := self._without_keys.get(req.rid)) is not None:
@@ -743,9 +725,7 @@ class Coordinator:
             entry = replace(entry, compute_s=compute_s)
         slack_s = math.inf
         if entry.waits_for_loads and self._config.mode == "auto":
-            clock_s = self._prefill_clock_s
-            due = self._dues.get(req.rid, _Due(clock_s, clock_s))
-            slack_s = due.end_s - clock_s - entry.compute_s
+            slack_s = self._fcfs.slack_s(req.rid, entry.compute_s)
         tenant_round = 0
         if self.fair:
             tenant = record.facts.tenant if record else tenant_of(req)
@@ -836,7 +816,7 @@ class Coordinator:
         self._without_keys.clear()
         self._tenants = TenantTokens()
         self._unrecorded_since_s.clear()
-        self._dues.clear()
+        self._fcfs.clear()
         self._reconsidered = 0
         self.prompt_loads.late_lookup_s = -math.inf
 
@@ -919,57 +899,26 @@ class Coordinator:
         same_level = self._level(other.req) == self._level(record.req) or record.queue.prefill_due
         return other.arrival > record.arrival and same_level and not other_tenant
 
-    def _predict_dues(self, serving: Sequence[str], *, went_on: bool) -> None:
-        """Predict when a server that computes all prompts, in the order of arrival, would prefill
-        those that have come since the last poll. Those that were aborted leave it their time, and
-        so does what the tree has got of others before their first steps.
+    def _schedule_fcfs(self, ready: Sequence[str], *, went_on: bool) -> None:
+        """What a server that computes all prompts would do by now.
 
-        Args: went_on: since then, a prompt was prefilled, or held back.
+        Args:
+            ready: prompts that could be prefilled, or are.
+            went_on: since the last poll, a prompt was prefilled, or held back.
         """
-        if went_on:
-            self._prefill_clock_s += self.prompt_loads.now_s - self._polled_s
-        self._polled_s = self.prompt_loads.now_s
-        self._shorten_dues(self._step.prefilled.union(serving))
-        self._dues = {rid: self._dues[rid] for rid in serving if rid in self._dues}
-        if not self._dues:  # such a server would be idle by now; from 0, all ranks count alike
-            self._prefill_clock_s = 0.0
-            self._last_due_s = 0.0
-        for rid in serving:
-            if rid not in self._dues:
-                work, front = self._work_without_keys(rid), 0
-                if (record := self._records.get(rid)) is not None:
-                    front = record.meet.front
-                    work = work_of(front, len(record.tokens))
-                begin_s = max(self._last_due_s, self._prefill_clock_s)
-                self._last_due_s = begin_s + self.step_costs.queue_s(work)
-                self._dues[rid] = _Due(begin_s, self._last_due_s, front)
 
-    def _shorten_dues(self, prefilled: Collection[str]) -> None:
-        """Such a server would not compute prompts that have left, but for `prefilled` ones, nor
-        what their first match found in the tree. Those after them come earlier."""
-        saved_s: dict[str, float] = {}
-        for rid, due in self._dues.items():
+        def rest(rid: str) -> Span:
+            if (record := self._records.get(rid)) is not None:
+                return Span(record.meet.front, len(record.tokens))
+            prompt = self._without_keys.get(rid)
+            return Span(0, 0) if prompt is None else prompt.rest
+
+        def matched(rid: str) -> int:
             record = self._records.get(rid)
-            if rid not in prefilled:
-                saved_s[rid] = math.inf
-            elif record is not None and record.stats.matched_tokens > due.front:
-                works = (
-                    work_of(front, len(record.tokens))
-                    for front in (due.front, record.stats.matched_tokens)
-                )
-                before_s, after_s = map(self.step_costs.queue_s, works)
-                saved_s[rid] = max(0.0, before_s - after_s)
-                self._dues[rid] = due._replace(front=record.stats.matched_tokens)
-        if not saved_s:
-            return
-        earlier_s = 0.0
-        for rid, due in sorted(self._dues.items(), key=lambda each: each[1].end_s):
-            begin_s, end_s = due.begin_s - earlier_s, due.end_s - earlier_s
-            left_s = max(0.0, end_s - max(begin_s, self._prefill_clock_s))
-            own_s = min(left_s, saved_s.get(rid, 0.0))
-            self._dues[rid] = due._replace(begin_s=begin_s, end_s=end_s - own_s)
-            earlier_s += own_s
-        self._last_due_s -= earlier_s
+            return 0 if record is None else record.stats.matched_tokens
+
+        now_s = self.prompt_loads.now_s
+        self._fcfs.polled(now_s, ready, rest=rest, matched=matched, went_on=went_on)
 
     def _serve(self, serving: Sequence[str]) -> None:
         live = [record for record in map(self._records.get, serving) if record is not None]
