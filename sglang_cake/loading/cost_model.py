@@ -47,7 +47,7 @@ _UNKNOWN = np.array((0.2, 0.0, 0.0, 0.2, 0.0))
 # SGLang runs no graph that would pad a step to more than so many times its tokens.
 _MOST_PADDING = 2
 
-MOST_TIERS = 8  # further ones count as the last of these
+MOST_TIERS = 8  # further tiers count as the last of these
 NO_TIER = 255
 # Costs measured longer ago are doubted. Otherwise a tier that was slow, so that nothing is loaded
 # from it, would never be known to be fast again.
@@ -66,21 +66,21 @@ class PrefillCost:
     """Predicted seconds of prefill steps. `pair_s` is per (query, key) pair, causal.
 
     Attributes:
-        prefix_s: per step and token of the prefix; 0: the model has no such cost.
+        prefix_s: seconds per step and token of the prefix; 0: the model has no such cost.
         graph_tokens: sizes of the graphs that run steps, ascending.
     """
 
     fixed_s: float
     token_s: float
     pair_s: float
-    decode_s: float = 0.0  # per request that decodes in the same step
+    decode_s: float = 0.0  # seconds per request that decodes in the same step
     error: float = _GUESS_ERROR  # mean share by which predictions missed lately
     prefix_s: float = 0.0
     graph_tokens: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What is learned: all but the sizes of graphs, in the order of the fields."""
+        """The numbers that are learned: all fields but the sizes of graphs, in their order."""
         return astuple(self)[:-1]
 
     def with_numbers(self, numbers: Sequence[float]) -> "PrefillCost":
@@ -109,7 +109,7 @@ class PrefillCost:
         absolute numbers are those of an average machine; the first measured step replaces them.
 
         Args:
-            prefix_flops: of a layer in a step, per token of the prefix (MLA).
+            prefix_flops: FLOPs of a layer in a step, per token of the prefix (MLA).
             graph_tokens: sizes of the graphs that run steps, ascending.
         """
         token_s = 1e-4 if on_gpu else 1e-3
@@ -245,7 +245,7 @@ class PrefillFit:
         tokens = self.cost.padded(work.tokens)
         x = np.array((1.0, tokens, work.pairs, work.decodes, prefix_tokens)) / _UNIT
         expected_s = float(_vector(self.cost) @ x)
-        if expected_s < _SHORTEST_S:  # all costs found so far are of what this step does not do
+        if expected_s < _SHORTEST_S:  # the step does only work whose cost was found to be 0 so far
             expected_s = took_s
         error = self.cost.error
         if self._seen:
@@ -283,22 +283,23 @@ class LoadCost:
 
     latency_s: float
     block_s: float
-    copy_s: float = 0.0  # from host staging to the device, per block; only the last is waited for
+    copy_s: float = 0.0  # copy of a block to the device; only the last copy is waited for
     error: float = _GUESS_ERROR  # mean share by which predictions missed lately
-    coming_s: float = 0.0  # of a block, from its first byte to its last; 0: not known
+    coming_s: float = 0.0  # time from the first byte of a block to its last; 0: not known
     depth: int = 1  # reads in flight at once
 
     @property
     def last_s(self) -> float:
         """Time from the first byte of the last block to the end of all loads.
 
-        With one read at a time that is `coming_s`. With parallel reads the last one speeds up as
-        the others end: the mean of its time in company (`coming_s`) and alone (`block_s`).
+        With one read at a time that is `coming_s`. With parallel reads the last read speeds up as
+        the others end: the time is the mean of that beside other reads (`coming_s`) and that of a
+        read alone (`block_s`).
         """
         return min(self.coming_s, (self.coming_s + self.block_s) / 2)
 
     def is_overdue(self, since_s: float, *, any_landed: bool) -> bool:
-        """Whether a block was predicted to be here by now. Args as of `load_s`."""
+        """Whether a block was predicted to be here by now. Args: as for `load_s`."""
         return since_s > self._next_s(any_landed)
 
     def is_stalled(self, since_s: float) -> bool:
@@ -331,17 +332,17 @@ class PromptCosts:
     """The costs that decisions about one prompt are made on.
 
     Attributes:
-        load: of an average block.
-        tiers: None: all its blocks are in one tier.
-        silence_s: of that tier, as of `TierLoads`.
-        others_s: time of a step that does the other requests' part of these steps alone; 0: there
-            is no such part, and the device is idle while this prompt waits.
+        load: the cost of an average block.
+        tiers: the costs by tier; None: all blocks of the prompt are in one tier.
+        silence_s: the longest silence of the tiers that blocks are wanted from, as in `TierLoads`.
+        others_s: time of a step that does only the other requests' part of the prompt's steps; 0:
+            there is no such part, and the device is idle while this prompt waits.
         others_wait: other prompts wait, which fill a short step of this one.
         backlog_s: device time of other requests before this prompt's next step: the rest of the
             step under way, and prompts that are served first.
-        pipelined: steps are planned while the one before runs, so no step begins at once.
-        overlap_share: of a prompt's last step, the share that may run before its loads are over. It
-            is that of all layers but the first (docs/theory.md).
+        pipelined: a step is planned while the step before it runs, so no step begins at once.
+        overlap_share: the share of a prompt's last step that may run before its loads are over: the
+            share of all layers but the first (docs/theory.md).
     """
 
     prefill: PrefillCost
@@ -363,12 +364,12 @@ class PromptCosts:
 @dataclass(frozen=True, slots=True)
 class TierLoads:
     """The loads of a prompt whose blocks are in several tiers. Tiers are read side by side, each
-    one from the end of the prompt.
+    tier from the end of the prompt.
 
     Attributes:
-        tiers: of each block of the prompt, the number of its tier.
-        costs: by tier.
-        silence_s: by tier, how long no block has arrived from it while blocks were being read.
+        tiers: the number of the tier of each block of the prompt.
+        costs: the cost of loads, by tier.
+        silence_s: by tier, how long no block has arrived while blocks were being read.
     """
 
     tiers: bytes
@@ -417,9 +418,9 @@ class LoadFit:
 
     @property
     def best(self) -> LoadCost:
-        """The cost with the shortest latency and time per block that were measured; if none was,
-        the prior's. The first block says nothing about the shortest time: it may have waited for a
-        new connection or a busy disk."""
+        """The cost with the shortest latency and time per block that were measured; a time that was
+        not measured is the prior's. The first block says nothing about the shortest time: it may
+        have waited for a new connection or a busy disk."""
         cost = self.cost
         block_s = self._least_s if math.isfinite(self._least_s) else self._prior.block_s
         latency_s = self._least_latency_s
@@ -492,18 +493,19 @@ class LoadFit:
         return max(_GROUP_BLOCKS, self.cost.depth)
 
     def _weight(self, newest: float) -> float:
-        """The weight of a group, as of so many groups of _GROUP_BLOCKS with the weight `newest`."""
+        """The weight of a group, if a group of _GROUP_BLOCKS blocks has the weight `newest`: larger
+        groups weigh as much as several such groups."""
         return 1.0 - float((1 - newest) ** (self._group_blocks / _GROUP_BLOCKS))
 
 
 class LoadFits:
-    """A `LoadFit` for each tier of a store that reads from several. `now_s` is of any steady
-    clock.
+    """A `LoadFit` for each tier of a store. Times `now_s` are those of any steady clock.
 
     Args:
-        prior: cost of every tier that nothing was read from yet.
+        prior: the cost of a tier before anything is read from it.
         least_limit_s: every read may take that long.
-        depths: reads at once of each tier, and of those after the last one here.
+        depths: the most reads under way at once, by tier; the last number holds for all further
+            tiers.
     """
 
     def __init__(
@@ -517,7 +519,7 @@ class LoadFits:
         ]
         self._least_limit_s = least_limit_s
         self._fits: list[LoadFit] = []
-        self._used_s: list[float] = []  # by tier, when a block arrived from it last
+        self._used_s: list[float] = []  # by tier, when the last block arrived from it
         self._newest = self._fits[self._index(0)]
 
     @property
@@ -539,7 +541,7 @@ class LoadFits:
     def fetched(
         self, tier: int, took_s: float, now_s: float, *, first: bool, coming_s: float = 0.0
     ) -> None:
-        """As `LoadFit.fetched` and `LoadFit.received`, of a block of `tier`."""
+        """As `LoadFit.fetched` and `LoadFit.received`, for a block of `tier`."""
         self._newest = self._used(tier, now_s)
         self._newest.fetched(took_s, first=first)
         self._newest.received(coming_s)

@@ -38,10 +38,10 @@ from sglang_cake.stores.request_facts import RequestFacts
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001  # a shorter time without reads is no idle time of a link
-# A prompt takes no further lent block while the copies of those that it has take so long.
+# A prompt takes no further lent block while the copies of the lent blocks that it has take so long.
 LENT_AHEAD_S = 0.01
 # A lookup goes on for so long after its prompt has ended. Late answers show that a tier is slow. If
-# each lookup were cancelled with its prompt, there would be none.
+# each lookup were cancelled with its prompt, there would be no late answers.
 ENDED_LOOKUP_S = 5.0
 
 
@@ -169,8 +169,8 @@ class BlockRead:
         self._changed = threading.Condition() if changed is None else changed
         self._bytes = 0
         self._starts = 0  # how often the read started from its first byte
-        self._started_s = 0.0  # when it did last
-        self._used: int | None = None  # the start whose bytes were used
+        self._started_s = 0.0  # when it did so last
+        self._used: int | None = None  # `_starts` when bytes were first used
         self._whole: bool | None = None  # None: under way
 
     def received(self, count: int) -> None:
@@ -289,12 +289,13 @@ class _Link:
     """A store, and its reads under way, which the I/O thread writes.
 
     Attributes:
-        depths: reads at once of each tier, and of those after the last one here.
-        reads: those under way.
-        counts: of these, by each tier that a prompt has blocks in.
-        since_s: by tier, when the last block arrived from it, or when the reads started that are
-            under way.
-        last_fetched_s: by tier, when the last block arrived that was there when it was read.
+        depths: the most reads under way at once, by tier; the last number holds for all further
+            tiers.
+        reads: the reads under way, by key.
+        counts: how many reads are under way, by tier, for each tier that a prompt has blocks in.
+        since_s: by tier, when the last block arrived, or when the reads under way started if that
+            was later.
+        last_fetched_s: when the last block arrived, by the tier that had it when its read began.
     """
 
     store: Store
@@ -337,8 +338,8 @@ class _PromptQueue:
             once the lookup has answered.
         todo: blocks to read, ascending; the loader takes the last one whose tier may be read.
         tiers: for each key, the tier that the block will be read from.
-        distinct_tiers: those of all blocks that were ever in `todo`.
-        found_none: the last search of `todo` for a block in some tiers, if it found none: the
+        distinct_tiers: the tiers of all blocks that were ever in `todo`.
+        found_none: the last search of `todo` for a block in some tiers, if it found no block: the
             length of `todo`, the position of `load_from` in it, and the tiers.
         reads: reads under way, by block. Written by the I/O thread.
         run: with end states, the blocks to load up to the target. Written by the I/O thread until
@@ -346,9 +347,9 @@ class _PromptQueue:
         end_keys: keys of the target's end blocks. They are taken to be in the tier of the block
             before them.
         ever_wanted: with end states, all indices that were ever in `todo`.
-        lookup: its task, until the store has answered.
-        lent: blocks that the store lends and that are not copied to the device yet.
-        lender: the tier that they are in.
+        lookup: the task of the lookup, until the store has answered.
+        lent: how many blocks the store lends that are not copied to the device yet.
+        lender: the tier that has the lent blocks.
     """
 
     request: LoadRequest
@@ -417,7 +418,7 @@ class _SharedRead:
 
     key: BlockKey
     link: _Link
-    tier: int  # among whose reads it counts
+    tier: int  # it counts as a read of this tier
     block_read: BlockRead
     waiters: list[tuple[_PromptQueue, int]] = field(default_factory=list)
     task: "asyncio.Task[None] | None" = None
@@ -437,15 +438,17 @@ class _SharedRead:
 
 
 class Loader:
-    """Loads of all live prompts: one pool of buffers, one read per block. After `use`, prompts of
-    the store before have reads of their own: it may hang.
+    """Loads of all live prompts: one pool of buffers, one read per block. Prompts that began before
+    `use` go on reading from the former store. These reads do not count against those of the new
+    store, since the former one may hang.
 
     Args:
         store: None: no prompt may begin before `use`.
         staging: buffers of one block each; when they run out, loading pauses. With end states,
             they must hold at least one end state and one block.
-        depths: the most reads under way at once, of each tier and of those after the last one here.
-        prior: cost of a store that nothing was read from yet.
+        depths: the most reads under way at once, by tier; the last number holds for all further
+            tiers.
+        prior: the cost of a store before anything is read from it.
         least_limit_s: every read may take that long.
         wake: called when a lookup has answered, and when a prompt's last block that is worth
             loading has arrived or is lost. I/O thread.
@@ -538,8 +541,8 @@ class Loader:
         self._io.post(self._fits.recall, costs, time.monotonic())
 
     def forget_costs(self) -> None:
-        """Start from the prior again, since the next store is another one. Call it after `use`:
-        blocks of stores before are not measured any more."""
+        """Start from the prior again, since the store is another one. Call it after `use`: blocks
+        of former stores are not measured any more."""
         self._fits = LoadFits(self._prior, self._least_limit_s, self._depths)
 
     def set_first_loadable(self, load_id: str, block: int) -> None:
@@ -552,7 +555,8 @@ class Loader:
 
     def set_load_from(self, load_id: str, block: int | None) -> None:
         """Reads of blocks below `block` are not worth starting now: they will be computed before.
-        None: no read is, and reads under way for this prompt alone end. No block is lost by it."""
+        None: no read is worth starting, and reads under way for this prompt alone end. No block is
+        lost by it."""
         queue = self._by_id.get(load_id)
         if queue is None:
             return
@@ -588,8 +592,8 @@ class Loader:
         return not last or (queue.link.may_read(queue.tier(last[0])) and queue.has_next)
 
     def order(self, load_ids: Sequence[str], *, may_use_all_buffers: str | None) -> None:
-        """The link serves these prompts in this order. Only `may_use_all_buffers` may use every
-        buffer: one whose blocks leave the buffers as they land. None: no prompt may."""
+        """The link serves these prompts in this order. Only the prompt `may_use_all_buffers` may
+        use every buffer: its blocks leave the buffers as they land. None: no prompt may."""
         order = (*load_ids, may_use_all_buffers)
         if order != self._order:
             self._order = order
@@ -615,8 +619,8 @@ class Loader:
         self._closed = True
 
     def use(self, store: Store | None, depths: Sequence[int]) -> None:
-        """Prompts that begin from now on are served by `store`; None: none may begin. Args: depths:
-        of this store."""
+        """Prompts that begin from now on are served by `store`; None: no prompt may begin. Args:
+        depths: as for the constructor."""
         self._link = None if store is None else _Link(store, depths)
         self._depths = depths
 
@@ -674,7 +678,9 @@ class Loader:
         self._wake()
         if request.facts is not None:
             with contextlib.suppress(StoreError):  # the store evicts without these facts
-                if queue.run:  # older than the blocks: they are of no use without it
+                # The end counts as used before the blocks: without them it is of no use, and they
+                # may belong to other ends.
+                if queue.run:
                     facts = replace(request.facts, id=f"{request.facts.id} end")
                     await queue.store.on_access(queue.end_keys, facts)
                 await queue.store.on_access(keys, request.facts)
@@ -683,7 +689,7 @@ class Loader:
         return TierLoads(tiers, self.tier_costs, self.tier_silence_s)
 
     async def _look_up_ends(self, queue: _PromptQueue, stored: Sequence[bool]) -> list[bool]:
-        """Behind which blocks an end is stored, until the best one is known."""
+        """After which blocks an end state is stored. The search stops once the best end is known."""
         request = queue.request
         ends = [False] * len(stored)
         runs = possible_runs(stored[: request.block_count], request.first_block)
@@ -757,14 +763,14 @@ class Loader:
         return None
 
     def _next_position(self, queue: _PromptQueue, tiers: set[int]) -> int | None:
-        """The position in `todo` of the block of a prompt to start next: the last one; if its tier
-        may not be read, the last one of a tier that may be. None: there is none.
+        """The position in `todo` of the block of a prompt to read next: the last block in a tier
+        that may be read. None: there is no such block.
 
-        Args: tiers: those of its blocks that may be read.
+        Args: tiers: the tiers of the prompt's blocks that may be read.
 
-        While enough lent blocks wait for their copies, it is one that is not in memory. Without
-        this bound all blocks in memory would be there at once, and the device would wait for their
-        copies instead of computing.
+        While enough lent blocks wait for their copies, no further block is taken from memory.
+        Without this bound, all blocks in memory would be fetched at once, and the device would wait
+        for their copies instead of computing.
         """
         todo = queue.todo
         last = len(todo) - 1
@@ -786,7 +792,7 @@ class Loader:
                 with contextlib.suppress(Exception):  # the read fails as well, and says why
                     (queue.tiers[block],) = queue.store.sources([queue.keys[block]])
                     queue.found_in([queue.tiers[block]])
-                if queue.tiers[block] in tiers:  # it has not moved up since
+                if queue.tiers[block] in tiers:  # the block has not moved up since
                     return position
         queue.found_none = search
         return None
@@ -847,8 +853,8 @@ class Loader:
         self._borrowers.add(queue)
         self._arrived(queue, block, staged)
         now_s = queue.link.last_fetched_s[tier] = time.monotonic()
-        # The copies to the device are all that such blocks wait for, one after another.
-        # 0: none was measured yet
+        # Such blocks wait only for their copies to the device, one after another. 0: no copy was
+        # measured yet.
         if (copy_s := self.cost.copy_s) and queue.link is self._link:
             self._fits.fetched(tier, max(now_s - started_s, copy_s), now_s, first=False)
         return True
@@ -884,7 +890,7 @@ class Loader:
         else:
             self._fetched(read, buffer, started_s, tier)
         finally:
-            self._over(read)  # and not in `_done`: that is a turn of the event loop later
+            self._over(read)  # and not in `_done`, which the event loop calls in its next iteration
 
     def _done(self, read: _SharedRead, buffer: Buffer, task: "asyncio.Task[None]") -> None:
         # Not in `_fetch`, which a task that is cancelled at once never enters.
@@ -910,7 +916,7 @@ class Loader:
             self._wake()
 
     def _fetched(self, read: _SharedRead, buffer: Buffer, started_s: float, tier: int) -> None:
-        self._take_freed()  # so that no entry of an earlier load is left under this key
+        self._take_freed()  # now no entry of an earlier load is left under this key
         now_s = time.monotonic()
         last_s = read.link.last_fetched_s.get(tier, 0.0)
         idle_s = started_s - last_s
@@ -920,7 +926,7 @@ class Loader:
         # A read that found the link idle for a while pays its latency.
         idle = idle_s > 2 * self._fits.cost(tier, now_s).block_s + IDLE_S
         coming_s = read.block_read.coming_s()
-        if read.link is self._link:  # otherwise the costs are those of a later store
+        if read.link is self._link:  # otherwise `_fits` has the costs of a later store
             self._fits.fetched(tier, took_s, now_s, first=idle, coming_s=coming_s)
         staged = StagedBlock(buffer, self._staging.give, partial(self._came_back, read.key))
         self._staged[read.key] = staged

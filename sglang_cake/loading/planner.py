@@ -66,7 +66,7 @@ _PRESENT = bytes(1 if s is BlockState.LANDED else 0 for s in BlockState)
 _TO_BE_PRESENT = bytes(1 if s in (BlockState.LANDED, BlockState.WANTED) else 0 for s in BlockState)
 _WANTED = bytes(1 if s is BlockState.WANTED else 0 for s in BlockState)
 _PAD = bytes(256 - len(BlockState))
-_IN_TIER_0 = bytes([NO_TIER, 0]) + bytes(254)  # of a mark
+_IN_TIER_0 = bytes([NO_TIER, 0]) + bytes(254)  # turns the mark of a block into its tier
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -77,7 +77,7 @@ class LoadProgress:
     Attributes:
         since_s: time since the last block landed, or since the link began to serve the prompt.
         any_landed: whether a block has landed.
-        load_from: as of the last `StepPlan`: blocks from this one on are read; None: no block is.
+        load_from: as in the last `StepPlan`: blocks from this one on are read; None: no block is.
         relied_from: the front at the first step that was shortened or left out because loads were
             expected; None: there was none.
         relied_s: time since that step could begin.
@@ -96,8 +96,9 @@ class Outlook:
 
     Attributes:
         meet_token: with both, where computing meets loading: stored blocks right of it are loaded.
-        wait_s: with both, the time until the device goes on from the front, where it waits for
-            the block there, or for all blocks of a tier; infinite: it waits for all, or for none.
+        wait_s: with both, the time until the blocks have landed that the device waits for at the
+            front: the block there, or all blocks of a tier; infinite: it waits for all loads, or
+            does not wait.
     """
 
     compute_s: float
@@ -119,7 +120,8 @@ class StepPlan:
     Attributes:
         stop: compute up to this token.
         wait: compute nothing; `stop` is the front.
-        wait_s: of a wait for some of the loads, its predicted end; infinite: for all of them.
+        wait_s: the time until a wait for some of the loads is predicted to end; infinite: a wait
+            for all of them.
         load_from: blocks from this one on are worth loading; None: no block is.
         ends_loads: with `load_from` None: a block is overdue, so the loads end for good.
     """
@@ -270,9 +272,9 @@ class _Loads:
     """Predictions of the loads of one prompt.
 
     Attributes:
-        where: the tier of each wanted block, and NO_TIER for the others. All are in tier 0 if the
-            costs do not say where they are.
-        tiers: those that blocks are wanted from.
+        where: the tier of each wanted block, and NO_TIER for all other blocks. Without costs by
+            tier, all wanted blocks are in tier 0.
+        tiers: the tiers that blocks are wanted from.
     """
 
     def __init__(self, view: View, costs: PromptCosts, progress: LoadProgress) -> None:
@@ -311,7 +313,7 @@ class _Loads:
         return max([0.0, *[self.tier_s(tier, border) for tier in self.tiers]])
 
     def tier_s(self, tier: int, border: int = 0) -> float:
-        """The same, of a tier."""
+        """As `load_s`, for the blocks of one tier."""
         blocks = self.where.count(tier, border)
         if tier == self._end_tier and self._ends and self._present.find(1, border) >= 0:
             blocks += self._ends
@@ -320,7 +322,7 @@ class _Loads:
         )
 
     def landing_s(self) -> FloatArray:
-        """The time until each wanted block has landed, infinite for the others."""
+        """The time until each wanted block has landed; infinite for all other blocks."""
         where = np.frombuffer(self.where, np.uint8)
         found = np.full(len(where), np.inf)
         for tier in self.tiers:
@@ -331,7 +333,7 @@ class _Loads:
         return found
 
     def count_within(self, within_s: float) -> int:
-        """How many blocks all tiers bring in some time, with those that are being read."""
+        """How many blocks all tiers bring in some time, with the blocks that are being read."""
         brought = 0
         for tier in self.tiers:
             cost = self._costs[tier]
@@ -353,7 +355,8 @@ class _Loads:
         return any(self._costs[tier].is_stalled(self._since_s[tier]) for tier in self.tiers)
 
     def waits_s(self, costs: PromptCosts) -> list[float]:
-        """When the device can begin if it waits first for all blocks of a tier, but not of all."""
+        """When the device can begin if it waits first for all blocks of a tier, for each tier but
+        the one whose loads end last."""
         ends_s = [self.tier_s(tier) for tier in self.tiers]
         waits_s = [each for each in ends_s if costs.backlog_s < each < max(ends_s)]
         if costs.others_s:
@@ -365,7 +368,7 @@ class _Jumped(NamedTuple):
     """Blocks that the device will jump over.
 
     Attributes:
-        marks: of the blocks.
+        marks: a mark for each block that it will jump over.
         waits_s: tokens at which it waits for such a block, and for how long.
     """
 
@@ -376,12 +379,12 @@ class _Jumped(NamedTuple):
 def _jumped(
     view: View, loads: _Loads, chunk_tokens: int, costs: PromptCosts, start_s: float
 ) -> _Jumped:
-    """The landed blocks that the front can jump over. With several tiers also wanted ones that land
-    before the device, which begins at `start_s`, would have computed them.
+    """The landed blocks that the front can jump over. With several tiers also wanted blocks that
+    land before the device, which begins at `start_s`, would have computed them.
 
     Within a tier these are the blocks from some border on, since later blocks land sooner and are
     computed later. The leftmost border of all tiers is found first. From there on the device jumps
-    over the blocks of its tier, so it is at all others sooner.
+    over the blocks of that tier, so it reaches all later blocks sooner.
     """
     now = _attachable(view)
     if costs.tiers is None or view.end_blocks:  # as in `look_ahead`
@@ -683,7 +686,7 @@ class _ToCompute:
                 self._starts.append(at)
                 self._stops.append(begin)
             at = end
-        self._sums_s = [0.0]  # of the first spans; as far as they were asked for
+        self._sums_s = [0.0]  # by count: the time of so many first spans, as far as asked for
 
     def span_s(self, start: int, stop: int) -> float:
         """The time to compute what is in `[start, stop)`."""
@@ -719,8 +722,8 @@ def _rest_s(view: View, chunk_tokens: int, cost: PrefillCost) -> float:
 
 
 def _worth_a_step(view: View, chunk_tokens: int, costs: PromptCosts, *, loads: bool) -> int:
-    """As `island_start`, without islands between holes that are computed sooner than jumped over,
-    since a step ends at each of them.
+    """As `island_start`, without the islands between holes that save less than the step loses that
+    would end there.
 
     Args: loads: blocks are being loaded, so islands grow to the left.
     """

@@ -62,7 +62,9 @@ class QueueEntry:
         remaining_s: predicted rest of its T*; None: no block of it is being loaded.
         waited_s: time since it arrived, by a clock that all ranks share.
         compute_s: predicted time to compute the rest of it alone.
-        slack_s: as of `FcfsSchedule`. Negative: its prefill will end later.
+        slack_s: how long others may have the device first, if the prompt is computed alone after
+            that, and its prefill must end as early as if all prompts were computed; negative: it
+            is late already.
         stalled: its loads have stalled.
         loads_over: blocks of it were asked for once, and none is being loaded.
         nearly_done: its loads are over or stalled, and the rest fits one step.

@@ -130,9 +130,9 @@ class HeadSliceStore(Store):
         await _all(store.remove_description() for store in self._stores)
 
     async def stats(self) -> StoreStats:
-        """Of the store of the first slice: all slices share its capacity. Each evicts by itself,
-        so that as many evicted slices as a block has count as a block. Each calls its tiers by
-        itself."""
+        """The stats of the first slice's store, whose capacity all slices share. Each slice's store
+        evicts and calls its tiers by itself, so these counts are sums. As many evicted slices as a
+        block has count as one evicted block."""
         found = await _all(store.stats() for store in self._stores)
         total = EvictionCounts.total(each.evictions for each in found)
         return replace(

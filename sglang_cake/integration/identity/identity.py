@@ -200,10 +200,13 @@ def _attention_fields(
 ) -> NamespaceFields:
     """The attention backends, if SGLang's differ in more than rounding for these models.
 
-    FlashInfer divides K and V by their scales before it stores them, torch_native does not; of MLA,
-    Triton alone divides. torch_native and trtllm_mha leave out a cap of the scores (Gemma 2, Grok),
-    all but Triton a temperature that depends on the length (Grok), and all but FlashAttention the
-    chunks that a token of Llama 4 sees.
+    | part of attention | backends that leave it out |
+    |---|---|
+    | K and V are divided by their scales before they are stored | torch_native, not FlashInfer |
+    | the same with MLA | all but Triton |
+    | a cap of the scores (Gemma 2, Grok) | torch_native, trtllm_mha |
+    | a temperature that depends on the length (Grok) | all but Triton |
+    | the chunks that a token sees (Llama 4) | all but FlashAttention |
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -272,9 +275,9 @@ def _device_name(ctx: "TreeCacheBuildContext") -> str:
 
 
 def _dequantised(ctx: "TreeCacheBuildContext", models: Sequence[Any], moe_runner: str) -> str:
-    """The number formats whose weights SGLang dequantises, so that it leaves activations as they
-    are that others quantise: those that this GPU cannot multiply, since it picks kernels of Marlin
-    and the like then; MXFP4, if the MoE runner is one of Triton."""
+    """The number formats whose weights SGLang dequantises here: formats that this GPU cannot
+    multiply, for which it picks kernels such as Marlin's, and MXFP4 with a MoE runner of Triton.
+    Activations are not quantised then, as they are elsewhere."""
     quantised = [each for each in models if each.quantization]
     names = [str(each.quantization) for each in quantised]
     on_gpu = ctx.tp_worker.model_runner.device == "cuda" and torch.version.hip is None

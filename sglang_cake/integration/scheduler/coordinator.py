@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglang_cake")
 
 
-# In a poll, so many waiting requests are asked again whether to load: each costs a prediction.
+# For so many waiting requests, each poll decides again whether to load: each costs a prediction.
 RECONSIDERED = 8
-# So many of the prompts that the link serves, the first ones first, shorten steps of others.
+# Only the first so many prompts that the link serves shorten steps of others.
 PASSED = 8
-# After an eviction, so many of the requests that wait are looked for in the tree, the first ones
-# first: each costs a comparison of its tokens.
+# After an eviction, only the first so many waiting requests are looked for in the tree: each costs
+# a comparison of its tokens.
 MATCHED = 8
 
 
@@ -72,9 +72,9 @@ class _Step:
         passed: prompts that others may pass in it, with the time until their loads are over.
         last_steps: prompts that have their last step in it, with the time until its end.
         prefills: a prompt computes in it.
-        requeued: it went back to the queue in this step.
-        waiting_tokens: what is left to compute of the prompts that wait for their loads. Without
-            loads, prompts after them would get the rest of the chunk.
+        requeued: the prompt that went back to the queue in it.
+        waiting_tokens: tokens that are left to compute of the prompts that wait for their loads.
+            Without loads, prompts after them would get only the rest of the chunk.
     """
 
     passed: list[tuple[PromptRecord, float]] = field(default_factory=list)
@@ -85,8 +85,8 @@ class _Step:
 
 
 class _WithoutKeys(NamedTuple):
-    """A prompt without keys: its number in the order of arrival, the number of its tenant, what it
-    has still to compute, and the shared clock when it was first polled."""
+    """A prompt without keys: its number in the order of arrival, the number of its tenant, the
+    tokens that are left to compute, and the shared clock when it was first polled."""
 
     arrival: int
     tenant: int
@@ -104,22 +104,21 @@ class Coordinator:
         page_tokens: page size of the tree.
         lossy: what the store delivers may differ from what was computed.
         end_blocks: blocks of one end state; 0: the model has none.
-        tail_tokens: as for `EndStates`.
-        priority_sign: 1: requests of low priority go first; -1: those of high priority; 0:
-            priorities do not count.
+        tail_tokens: as in `EndStates`.
+        priority_sign: 1: requests of low priority go first; -1: requests of high priority go
+            first; 0: priorities do not count.
 
     Attributes:
         priority_sign: as given.
         block_tokens: tokens of a whole block.
-        keys: those of requests. `rebase` and `emptied` change what they name.
+        keys: the keys of requests. `rebase` and `emptied` change what they name.
         store_detached: no store is in use, so no request is loaded.
         waiting: a request was held back in this step.
-        loads_over_in_s: of the requests that wait for their loads, the shortest predicted time
-            until these are over.
+        loads_over_in_s: the shortest predicted time until the loads of a waiting request are over.
         tree_evicts: the tree was asked for slots since the last poll.
         failed: cake failed on this rank since the ranks were last alike.
-        spare_slots: slots that are free or can be evicted, without those that admitted requests
-            may still need, as SGLang counts them.
+        spare_slots: slots that are free or can be evicted, without the slots that admitted
+            requests may still need, as SGLang counts them.
         new_adapters: with LoRA, the adapter of the request that may be admitted next, unless the
             step has it already.
         held_adapters: the adapter of a request that SGLang has counted and cake then held back.
@@ -242,7 +241,8 @@ class Coordinator:
         )
 
     def _arrive_without_keys(self, req: "Req", front: int) -> None:
-        """Its first `front` tokens are in the tree, as far as known."""
+        """A request without keys joined the queue. The tree has its first `front` tokens, as far as
+        known."""
         self._leave_without_keys(req.rid)
         tenant = tenant_of(req)
         self._tenants.arrives(tenant)
@@ -262,8 +262,9 @@ class Coordinator:
         return max(0, limit - self.keys.next_tokens)
 
     def prompt_digest(self, req: "Req") -> bytes:
-        """32 bytes for all that the KV of a live prompt depends on; of a prompt without a record,
-        `RequestKeys.weights_digest`; zeros: it is of none."""
+        """32 bytes that stand for all that the KV of a live prompt depends on. Without a record:
+        `RequestKeys.weights_digest`, or zeros if it is not known, or if the tree has KV of another
+        namespace."""
         if (record := self.record(req)) is not None:
             return record.key_chain.prefix_digest(record.tokens)
         digest = None if self.keys.suspended else self.keys.weights_digest(req)
@@ -271,7 +272,7 @@ class Coordinator:
 
     def save_answer(self, req: "Req", prompt_digest: bytes) -> None:
         """A decode server has the KV of a prompt, and is about to generate: have the blocks after
-        the prompt stored. Those of the prompt are the prefill server's to store.
+        the prompt stored. The prefill server stores the blocks of the prompt.
 
         Args:
             prompt_digest: as the prefill server found it. If this server finds another one, or none
@@ -295,7 +296,8 @@ class Coordinator:
 
     def _received_other_kv(self, req: "Req") -> None:
         """Until the tree is emptied, nothing is stored of prompts that could go on from the KV of
-        this one: those with its LoRA adapter, since SGLang's tree keeps adapters apart, or all."""
+        this one: prompts with the same LoRA adapter, since SGLang's tree keeps adapters apart;
+        without an adapter, all prompts."""
         if req.lora_id is None:
             self.rebase(self.keys.namespace, suspended=True)
             logger.warning(
@@ -398,10 +400,10 @@ class Coordinator:
         ranks begin anew in the next vote: they end their requests, and forget what they counted.
 
         Args:
-            serving: ids of the requests that are being prefilled or wait for it, in order; the same
-                ones on every rank.
-            chunked: the one of them that is being prefilled; the others wait.
-            handshaking: those of them that a decode server is not ready for.
+            serving: ids of the requests that are in prefill or wait for it, in order; every rank
+                has the same ids.
+            chunked: the id of the request in prefill; None: all wait.
+            handshaking: ids of the requests of `serving` that no decode server is ready for.
         """
         went_on = self.waiting or self._step.prefills
         self.waiting = False
@@ -655,7 +657,7 @@ class Coordinator:
     def would_wait(self, req: "Req", chunk_tokens: int, *, whole: bool = False) -> bool:
         """Whether the request would compute nothing if a step were scheduled for it now.
 
-        Args: whole: it gets no step that ends before its prompt does.
+        Args: whole: only a step to the end of the prompt counts.
         """
         if (record := self.record(req)) is None:
             return False
@@ -844,9 +846,9 @@ class Coordinator:
         lookup has just answered are always decided on, the others in rotation. A request that was
         planned in the last step was decided on there.
 
-        Prompts that came later, and are served first only because this one is being loaded, give
-        its loads time while these come as predicted. If they do not, this one would go first
-        without loads."""
+        Later prompts that are served first only because this one is being loaded count as work
+        before it until a block of it is overdue. They do not count after that, since this one would
+        go first without loads."""
         live = [record for record in map(self._records.get, serving) if record is not None]
         live = [record for record in live if record.stats.prefill_s is None]
         waiting = [
@@ -904,7 +906,7 @@ class Coordinator:
 
         Args:
             ready: prompts that could be prefilled, or are.
-            went_on: since the last poll, a prompt was prefilled, or held back.
+            went_on: a prompt was prefilled, or held back, since the last poll.
         """
 
         def rest(rid: str) -> Span:
@@ -944,8 +946,9 @@ class Coordinator:
     def _ends_of_loads(
         self, served: Sequence[PromptRecord]
     ) -> Iterator[tuple[PromptRecord, float]]:
-        """Prompts of `served`, in the order of the link, that could be admitted once their loads
-        are over; each with the time until then. Those without memory for a block are left out."""
+        """The prompts of `served`, in the order of the link, that could be admitted once their
+        loads are over, each with the time until then. Prompts whose loads wait for a buffer are not
+        among them."""
         total_s = 0.0
         for record in served:
             if not record.agreed.lookup_done or record.agreed.load_from is None:
@@ -959,8 +962,8 @@ class Coordinator:
 
     def _make_room(self, with_memory: PromptRecord, live: Sequence[PromptRecord]) -> None:
         """Prompts that `with_memory` has passed hold all buffers, with blocks that wait for device
-        memory, or for the rest of an end. Give up the blocks of the last of them: they are
-        computed."""
+        memory, or for the rest of an end state. Give up the blocks of the last of these prompts:
+        they are computed."""
         for record in reversed(live):
             if record is not with_memory and record.memory.staged:
                 for block in list(record.memory.staged):
@@ -970,9 +973,9 @@ class Coordinator:
 
     def _end_failed_copies(self) -> None:
         """End requests with a block that could not be copied. `attach_islands` would drop it on
-        this rank alone; the vote that follows ends its request on every rank. Waits for launches of
-        those blocks alone that the next step attaches: it needs them anyway. Copies that begin in
-        the step itself are not seen here."""
+        this rank alone; the vote that follows ends its request on every rank. Only the launches of
+        blocks that the next step attaches are waited for: the step needs them anyway. Copies that
+        begin in the step itself are not seen here."""
         for record in list(self._records.values()):
             span = record.meet.island()
             blocks = [] if span is None else record.meet.blocks_of(span)
@@ -985,7 +988,7 @@ class Coordinator:
         return record.awaits_lookup(self._config.mode) and not self.prompt_loads.lookups_late
 
     def _level(self, req: "Req") -> int:
-        """The level of a request's priority, as of `QueueEntry`."""
+        """The level of a request's priority, as in `QueueEntry`."""
         return (req.priority or 0) * self.priority_sign
 
     def _is_taken(self, req: "Req") -> bool:
@@ -1009,14 +1012,15 @@ class Coordinator:
         )
 
     def _outlook(self, record: PromptRecord) -> Outlook:
-        """The rest of the prefill alone, as of the last change of what it depends on."""
+        """The prediction for the rest of the prefill alone. It is made anew after each change that
+        it depends on."""
         if record.queue.outlook is None:
             record.queue.outlook = self.step_costs.outlook(record)
         return record.queue.outlook
 
     def _has_memory_for(self, record: PromptRecord) -> bool:
-        """Whether a prompt may have slots before it is admitted: it could be admitted now, beside
-        all others that have slots."""
+        """Whether a prompt may have slots before it is admitted: SGLang could admit it now, beside
+        all other prompts that have slots."""
         needed = record.needed_slots - len(record.memory.slots) * self.block_tokens
         if record.queue.has_memory is None:
             # `spare_slots` has slots that can be evicted. Some may hold the prefix of this request.

@@ -100,8 +100,8 @@ class CakePrefillAdder(PrefillAdder):
     # all of a step, so it admits no other request beside it. Cake does.
     _kept_slots: int = 0
     # By id, the slots of prompts that wait for their loads while their prefill is due. Computed
-    # alone, they would have these slots. They are taken in order, and those that do not fit are
-    # left out.
+    # alone, they would have these slots. Prompts get them in order; a prompt that does not fit gets
+    # none.
     _waiting_slots: dict[str, int]
     _waiting: int = 0  # prompts that were planned in this step and wait for their loads
     _without_row: "Req | None" = None  # its prefill is due, and there is no row for it
@@ -177,17 +177,25 @@ class CakePrefillAdder(PrefillAdder):
         return self._alone(result) if isinstance(decision, Share) else result
 
     def _left_waiting(self, req: "Req") -> None:
-        """SGLang does the same with a request that it refuses, but not before it asks for the
-        next one."""
+        """The request stays in the queue: drop its state. SGLang does so too with a request that it
+        refuses, but not before it asks for the next request."""
         self.tree_cache.drop_state(req)
         self._hold_back()
 
     def preempt_to_schedule(self, req: "Req") -> bool:
-        """SGLang retracts running requests for one that it admits next. One that waits for loads,
-        its own or those of one that it passes, or would be the second chunked request, is not
-        admitted, and the retracted ones would come back, to be retracted again. SGLang then admits
-        none of those after it. One that stands first only as its prefill is due does not hold up
-        those of higher priorities: they may take rows that its own priority does not let it have.
+        """SGLang asks when no request row is free, and retracts running requests for one of a
+        higher priority. After False it admits no further request in this step.
+
+        | situation | returned |
+        |---|---|
+        | The request does not wait, and SGLang has retracted others. | True |
+        | It waits, or none could be retracted; its prefill is not due. | False |
+        | The same, and its prefill is due. | True, and `add_one_req` leaves it in the queue |
+
+        A request waits for its own loads, for the loads of a request that it passes, or because it
+        would be the second chunked request. Requests that were retracted for it would come back,
+        and be retracted again. A request whose prefill is due is first for that reason alone. So
+        requests of higher priorities after it may take rows that its own priority does not give it.
         """
         if not self._waits(req) and super().preempt_to_schedule(req):
             return True
@@ -217,15 +225,16 @@ class CakePrefillAdder(PrefillAdder):
         self._claimed(req)
 
     def _replays(self, req: "Req") -> None:
-        """What a chunked request computes again counts in the step. SGLang expects that of new
-        requests alone."""
+        """The tokens that a chunked request computes again count in the step. SGLang expects such
+        tokens of new requests only."""
         replayed = self._cake()[0].replayed_tokens(req)
         self.rem_input_tokens -= replayed
         if replayed and self.rem_chunk_tokens is not None:
             self.rem_chunk_tokens = max(0, self.rem_chunk_tokens - replayed)
 
     def _slots_of_others(self, req: "Req") -> int:
-        """Those of prompts that go before the request, if it keeps slots itself."""
+        """The slots that are kept for prompts before the request; if none are kept for the request
+        itself, those of all prompts."""
         rids = itertools.takewhile(lambda rid: rid != req.rid, self._waiting_slots)
         return sum(self._waiting_slots[rid] for rid in rids)
 

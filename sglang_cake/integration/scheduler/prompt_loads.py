@@ -16,9 +16,9 @@ from sglang_cake.loading.meet import BlockState
 # How long the prompt that may fill staging waits for buffers, on the ranks' shared clock. A buffer
 # whose block is being copied comes back in milliseconds.
 MOST_IDLE_S = 0.1
-# After a lookup that was late, no prompt waits for its own in this time. Then one does again, which
-# costs 1 % of the time at most: a prompt of one step is over before its lookup is answered, so such
-# prompts would never be loaded any more.
+# For so long after a late lookup, no prompt waits for its own lookup. Then a prompt waits again,
+# which costs at most 1 % of the time. Without that, prompts of one step would never be loaded
+# again: they are over before their lookups are answered.
 LOOKUP_PAUSE_S = 5.0
 
 
@@ -27,9 +27,9 @@ class PromptLoads:
     it.
 
     Attributes:
-        now_s: the ranks' shared clock, as of the last vote. The coordinator sets it.
-        late_lookup_s: when a prompt had last waited for its lookup in vain, by that clock; -inf:
-            one was answered since, or none has.
+        now_s: the ranks' shared clock at the last vote. The coordinator sets it.
+        late_lookup_s: when a lookup was last late for a prompt that waited for it, by that clock;
+            -inf: none was, or a lookup has been answered since.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class PromptLoads:
         self._reporter = reporter
         self._records: dict[str, PromptRecord] = {}  # by load id
         self._served: PromptRecord | None = None  # the link works for it before all others
-        self._may_use_all_buffers: PromptRecord | None = None  # it may use all of the host memory
-        self._went_on_s = 0.0  # when its link was last not idle
+        self._may_use_all_buffers: PromptRecord | None = None  # as in `serve`
+        self._went_on_s = 0.0  # when the link was last not idle for that prompt
         self.now_s = 0.0
         self.late_lookup_s = -math.inf
 
@@ -115,7 +115,7 @@ class PromptLoads:
     # ---- requests to the loader ----
 
     def set_load_from(self, record: PromptRecord, block: int | None) -> None:
-        """From now on blocks from `block` on are worth loading; None: none is."""
+        """From now on blocks from `block` on are worth loading; None: no block is."""
         record.set_load_from(block)
         self._loader.set_load_from(record.load_id, block)
 
@@ -150,8 +150,8 @@ class PromptLoads:
     def serve(
         self, records: Sequence[PromptRecord], may_use_all_buffers: PromptRecord | None
     ) -> None:
-        """The link works for `records` in this order. Args: may_use_all_buffers: the one of them
-        whose blocks may fill the host memory."""
+        """The link works for `records` in this order. Args: may_use_all_buffers: the record whose
+        blocks may fill the host memory."""
         load_id = None if may_use_all_buffers is None else may_use_all_buffers.load_id
         self._loader.order([record.load_id for record in records], may_use_all_buffers=load_id)
         first = records[0] if records else None

@@ -74,11 +74,11 @@ def _adder_class(original: Any, scheduler: "Scheduler") -> Any:
 
 
 def _adapters_in_use(scheduler: "Scheduler", req: "Req", running: set[str | None]) -> None:
-    """SGLang counts the adapter of each request that it gave to the adder, admitted or not. One
-    that was held back takes no place of those after it.
+    """SGLang counts the adapter of each request that it gave to the adder, admitted or not. The
+    adapter of a request that was held back must not count, so that requests after it get its place.
 
-    Where SGLang loads adapters beside steps, it has loaded this one too. It keeps its place there:
-    the next one would be loaded over it, and again the other way round in the next step."""
+    With `--enable-lora-overlap-loading`, SGLang has loaded that adapter already, and it counts.
+    Otherwise another adapter would be loaded over it now, and be overwritten in the next step."""
     coordinator = _coordinator(scheduler)
     if coordinator is not None and not scheduler.enable_lora_overlap_loading:
         running -= coordinator.held_adapters

@@ -81,8 +81,8 @@ class BlockCheck:
 class BlockService:
     """Requests for the blocks of a folder, which stays the caller's.
 
-    A request is cancelled when its client closes the connection. What waits for a thread then ends.
-    Of what runs in a thread, reads end; a delete, a check and the commit of a put are completed.
+    A request is cancelled when its client closes the connection. If it waits for a thread, it ends.
+    If it has a thread, a read ends; a delete, a check and the commit of a put are completed.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURES_IN_A_ROW = 3
-UNKNOWN_S = 2.0  # after which a read is late whose link was never measured
+UNKNOWN_S = 2.0  # usual time of a read whose link was never measured
 PROBE_S = 30.0  # time for a block that is read in the background
 MOST_KEPT = 1 << 16  # blocks in a queue whose bytes stay in a tier in memory
 
@@ -64,10 +64,10 @@ class _Copy:
 class CopyQueue:
     """Blocks to be written to one tier in the background, after a put or to promote them.
 
-    The bytes of a block that a tier in memory has stay there until their turn; MOST_KEPT bounds
-    these blocks. Others are copied when they are offered: reading them back later would slow down
-    loads, and the block might be evicted by then. The buffers bound them: without a free buffer a
-    block is not copied. For one event loop. Nothing is started before the first copy.
+    If a tier in memory has a block, its bytes stay there until they are written; MOST_KEPT bounds
+    these blocks. Other blocks are copied to a buffer when they are offered: reading them back later
+    would slow down loads, and the block might be evicted by then. Without a free buffer a block is
+    not copied. For one event loop. Nothing is started before the first copy.
 
     Attributes:
         buffers: from the constructor.
@@ -81,8 +81,8 @@ class CopyQueue:
         at_once: int,
     ) -> None:
         """Args:
-        write: stores one block in the tier; must not raise. None: the block was evicted before its
-            turn.
+        write: stores one block in the tier; must not raise. None: the block was evicted before it
+            could be written.
         buffers: each holds one block.
         threads: copy the bytes.
         at_once: how many blocks are written at once.
@@ -136,7 +136,7 @@ class CopyQueue:
 
     def keep(self, key: BlockKey, block: KeptBlock) -> bool:
         """Queue a block that a tier in memory keeps, and release it later; False if the queue is
-        full. It takes the place of a block of that key that waits, which may be evicted by now."""
+        full. The block replaces a waiting one with the same key, which may be evicted by now."""
         if (before := self._waiting.get(key)) is not None:
             self._waiting[key] = block
             before.release()
@@ -154,7 +154,7 @@ class CopyQueue:
         task.add_done_callback(lambda task: self._done(key))
 
     async def forget(self, key: BlockKey) -> None:
-        """Drop the copy of a block. After the return none is waiting or being written."""
+        """Drop the copy of a block. After the return no copy of it is waiting or being written."""
         self._filling.discard(key)
         task = self._jobs.get(key)
         if task is not None:
@@ -184,7 +184,7 @@ class CopyQueue:
     def _done(self, key: BlockKey) -> None:
         del self._jobs[key]
         block = self._waiting.pop(key, None)
-        if block is not None:  # it was cancelled before its turn
+        if block is not None:  # the task was cancelled before it could write
             block.release()
 
 
@@ -203,7 +203,7 @@ class TierCounts:
     moved_up_blocks: int = 0  # queued for promotion from a lower tier
     full_blocks: int = 0  # refused by the tier with StoreFull
     queue_full_blocks: int = 0  # not copied in the background: no free buffer
-    evicted_blocks: int = 0  # not copied: evicted from a tier in memory before their turn
+    evicted_blocks: int = 0  # not copied: evicted from a tier in memory before
     left_out_blocks: int = 0  # not copied: the tier was left out
     dropped_blocks: int = 0  # not copied: the store was closed, or the block deleted
     left_out: int = 0  # how often the tier was left out
@@ -234,12 +234,12 @@ class Tier:
     reads, and lookups that work say nothing about reads. A breaker decides which calls the tiered
     store makes. It stops no call: a block is deleted from a tier that is left out, too.
 
-    Methods with the names of those of `Store` are as there. Any other failure is a
+    Methods that have the name of a method of `Store` do the same. Any other failure is a
     StoreUnavailable.
 
     Attributes:
-        asking: of lookups and statistics.
-        given_up: its running calls whose result is not awaited any more.
+        asking: the breaker of lookups and statistics.
+        given_up: running calls whose result is not awaited any more.
     """
 
     def __init__(
@@ -287,7 +287,8 @@ class Tier:
         return self.may_ask(now_s) and self.reading.may_call(now_s)
 
     def may_ask(self, now_s: float) -> bool:
-        """Whether it may be asked. It gets no further question until one given up has ended."""
+        """Whether it may be asked. After a call was given up, it is not asked until that call has
+        ended."""
         return not self.given_up and self.asking.may_call(now_s)
 
     async def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -404,7 +405,7 @@ class Tier:
     async def _watched(
         self, breaker: Breaker, call: Awaitable[T], *, usual_s: float = math.inf
     ) -> T:
-        """Args: usual_s: a call that is cancelled later has failed."""
+        """Args: usual_s: a call that is cancelled after a longer time has failed."""
         started_s = self._clock()
         ticket = breaker.begin(started_s)
         try:
